@@ -1,0 +1,45 @@
+# Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
+# libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp.
+
+execute_process(
+    COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
+    OUTPUT_VARIABLE KQVIEW_LLAMA_SOURCE
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    RESULT_VARIABLE kqview_fetch_result)
+if(NOT kqview_fetch_result EQUAL 0)
+    message(FATAL_ERROR "llama.cpp's source could not be obtained; the line above says why and what to do")
+endif()
+message(STATUS "llama.cpp source: ${KQVIEW_LLAMA_SOURCE}")
+
+set(BUILD_SHARED_LIBS OFF)
+foreach(part COMMON TESTS TOOLS EXAMPLES SERVER APP)
+    set(LLAMA_BUILD_${part} OFF CACHE BOOL "" FORCE)
+endforeach()
+if(KQVIEW_PORTABLE)
+    set(GGML_NATIVE OFF CACHE BOOL "" FORCE)
+    if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+        foreach(feature SSE42 AVX AVX2 BMI2 FMA F16C)
+            set(GGML_${feature} ON CACHE BOOL "" FORCE)
+        endforeach()
+        set(KQVIEW_CPU_FLAGS -march=x86-64-v3)
+    endif()
+else()
+    set(KQVIEW_CPU_FLAGS -march=native)
+endif()
+
+add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
+
+include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)
+
+target_compile_definitions(llama PRIVATE
+    ggml_backend_sched_alloc_graph=kqview_sched_alloc_graph
+    ggml_backend_sched_graph_compute_async=kqview_sched_graph_compute_async
+    ggml_backend_sched_reserve=kqview_sched_reserve
+    ggml_backend_sched_reserve_size=kqview_sched_reserve_size)
+
+file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.lock.toml kqview_commit_line REGEX "^commit *=")
+string(REGEX MATCH "[0-9a-f]+\"" KQVIEW_LLAMA_COMMIT "${kqview_commit_line}")
+string(REPLACE "\"" "" KQVIEW_LLAMA_COMMIT "${KQVIEW_LLAMA_COMMIT}")
+if(NOT "$ENV{KQVIEW_LLAMA_CPP_DIR}" STREQUAL "")
+    set(KQVIEW_LLAMA_COMMIT "unpinned (KQVIEW_LLAMA_CPP_DIR)")
+endif()
