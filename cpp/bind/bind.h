@@ -1,0 +1,61 @@
+// The parts of the extension module; module.cpp calls them in order. Bindings know no policy.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <memory>
+
+#include "llama/model.h"
+#include "sched/llama_runner.h"
+#include "sched/request.h"
+#include "sched/scheduler.h"
+
+namespace kqview::bind {
+
+namespace nb = nanobind;
+
+void bind_errors(nb::module_& module);
+void bind_log(nb::module_& module);
+void bind_model(nb::module_& module);
+void bind_sampling(nb::module_& module);
+void bind_capture(nb::module_& module);
+void bind_engine(nb::module_& module);
+void bind_generation(nb::module_& module);
+
+// The attention of a token as Python sees it: one array, a tuple of arrays where layers keep different
+// numbers of heads, or None. bind_rows.cpp is the only file that makes ndarrays.
+nb::object rows_to_python(token_rows rows);
+
+// What an Engine and its generations share.
+struct engine_core {
+    std::shared_ptr<model> source;
+    int n_ctx = 0;
+    std::vector<attention_layer> layers;
+    std::shared_ptr<const graph_counters> graphs;
+    std::unique_ptr<scheduler> sched;
+
+    // Dropped without close(): joining the engine thread must not hold up the other Python threads.
+    ~engine_core() {
+        if (!sched) return;
+        const nb::gil_scoped_release release;
+        sched.reset();
+    }
+};
+
+// Process exit begins, on this thread: others that wait without the GIL and would take it again wait for
+// ever instead, because CPython ends such a thread by unwinding it, which C++ destructors do not survive.
+void stop_waking() noexcept;
+void stay_if_exiting() noexcept;
+
+// Handle of one request; dropping it cancels the request.
+struct generation_handle {
+    std::shared_ptr<engine_core> core;
+    std::shared_ptr<request> wanted;
+    std::shared_ptr<const end_event> end;  // once seen
+    const std::byte* written_at = nullptr;
+    std::atomic<bool> is_taken{false};  // one consumer at a time
+
+    ~generation_handle() { core->sched->cancel(wanted); }
+};
+
+}  // namespace kqview::bind

@@ -1,0 +1,174 @@
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <tuple>
+
+#include "bind/bind.h"
+#include "sample/grammar.h"
+#include "sample/params.h"
+
+namespace kqview::bind {
+
+namespace {
+
+flash_attention flash_of(std::optional<bool> value) {
+    if (!value) return flash_attention::automatic;
+    return *value ? flash_attention::on : flash_attention::off;
+}
+
+std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
+                                         int n_batch, int n_ubatch, int n_threads,
+                                         std::optional<bool> flash_attn, const std::string& kv_type,
+                                         bool swa_full, std::size_t attention_budget_bytes,
+                                         std::size_t host_memory_bytes, bool poison) {
+    const nb::gil_scoped_release release;
+    context_options options;
+    options.n_ctx = n_ctx;
+    options.n_slots = n_slots;
+    options.n_batch = n_batch;
+    options.n_ubatch = n_ubatch;
+    options.n_threads = n_threads;
+    options.flash = flash_of(flash_attn);
+    options.kv_type = kv_type;
+    options.swa_full = swa_full;
+    options.host_memory_bytes = host_memory_bytes;
+    auto runner = std::make_unique<llama_runner>(source, options);
+    auto core = std::make_shared<engine_core>();
+    core->source = std::move(source);
+    core->n_ctx = runner->n_ctx();
+    core->layers = runner->layers();
+    core->graphs = runner->graphs();
+    block_pool_options pool;
+    pool.budget_bytes = attention_budget_bytes;
+    pool.poison = poison;
+    core->sched =
+        std::make_unique<scheduler>(std::move(runner), block_pool::create(std::move(pool)));
+    return core;
+}
+
+std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& self,
+                                          std::vector<token_id> prompt,
+                                          const sampling_params& sampling, int max_tokens,
+                                          std::vector<token_id> stop_tokens,
+                                          const capture_plan* capture, full_policy on_full,
+                                          double wait_s, int run_ahead, int priority) {
+    check(sampling, self->source->n_vocab());
+    if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
+    auto wanted = std::make_shared<request>();
+    wanted->prompt = std::move(prompt);
+    wanted->sampling = sampling;
+    wanted->max_tokens = max_tokens;
+    std::sort(stop_tokens.begin(), stop_tokens.end());
+    wanted->stop_tokens = std::move(stop_tokens);
+    // A copy: the engine thread drops it, and Python's own would take the GIL for that.
+    if (capture) wanted->capture = std::make_shared<const capture_plan>(*capture);
+    wanted->on_full = on_full;
+    wanted->wait_limit = std::chrono::duration<double>(wait_s);
+    wanted->run_ahead = run_ahead;
+    wanted->priority = priority;
+    self->sched->submit(wanted);
+    auto handle = std::make_shared<generation_handle>();
+    handle->core = self;
+    handle->wanted = std::move(wanted);
+    return handle;
+}
+
+nb::dict stats_of(const engine_core& self) {
+    self.sched->check_not_forked();
+    const auto& counters = self.sched->counters();
+    const auto& graphs = *self.graphs;
+    const auto pool = self.sched->pool()->stats();
+    nb::dict pool_stats;
+    pool_stats["budget_bytes"] = pool.budget_bytes;
+    pool_stats["allocated_bytes"] = pool.allocated_bytes;
+    pool_stats["leased_bytes"] = pool.leased_bytes;
+    pool_stats["peak_leased_bytes"] = pool.peak_leased_bytes;
+    pool_stats["pinned_bytes"] = pool.n_pinned_bytes;
+    pool_stats["n_leased"] = pool.n_leased;
+    pool_stats["n_blocks"] = pool.n_blocks;
+    pool_stats["n_allocations"] = pool.n_allocations;
+    pool_stats["n_reused"] = pool.n_reused;
+    pool_stats["plain_fallbacks"] = pool.plain_fallbacks;
+    nb::dict stats;
+    stats["n_requests"] = counters.n_requests.load();
+    stats["n_tokens"] = counters.n_tokens.load();
+    stats["n_decodes"] = counters.n_decodes.load();
+    stats["prefill_tokens"] = counters.n_prompt_tokens.load();
+    stats["graph_builds"] = graphs.n_built.load();
+    stats["graph_reuses"] = graphs.n_reused.load();
+    stats["graph_nodes_added"] = graphs.n_nodes_added.load();
+    stats["attention_bytes"] = counters.n_attention_bytes.load();
+    stats["copied_bytes"] = pool.copied_bytes;
+    stats["dropped_rows"] = counters.n_dropped_rows.load();
+    stats["n_queued"] = self.sched->n_queued();
+    stats["pool"] = pool_stats;
+    return stats;
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& module) {
+    nb::class_<engine_core>(module, "Engine")
+        .def_static("open", &open_engine, nb::arg("model"), nb::arg("n_ctx"), nb::arg("n_slots"),
+                    nb::arg("n_batch"), nb::arg("n_ubatch"), nb::arg("n_threads"),
+                    nb::arg("flash_attn").none(), nb::arg("kv_type"), nb::arg("swa_full"),
+                    nb::arg("attention_budget_bytes"), nb::arg("host_memory_bytes"),
+                    nb::arg("poison"), "Creates the context and starts the engine thread.")
+        .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
+        .def_prop_ro("n_slots", [](const engine_core& self) { return self.sched->n_slots(); })
+        .def_prop_ro(
+            "attention_layers",
+            [](const engine_core& self) {
+                std::vector<std::tuple<int, int, int, float>> layers;
+                for (const auto& layer : self.layers) {
+                    layers.emplace_back(layer.il, layer.n_head, layer.n_head_kv, layer.scale);
+                }
+                return layers;
+            },
+            "(layer, heads, KV heads, scale) of each layer with attention.")
+        .def(
+            "plan",
+            [](const engine_core& self, row_kind kind, row_type type,
+               const std::optional<std::vector<int>>& layers,
+               const std::optional<std::vector<int>>& heads) {
+                return std::make_shared<capture_plan>(kind, type, layers, heads, self.layers);
+            },
+            nb::arg("kind"), nb::arg("type"), nb::arg("layers").none(), nb::arg("heads").none(),
+            "Resolves what to capture; raises InvalidCapture.")
+        .def("submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
+             nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
+             nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"), "Queues a request.")
+        .def(
+            "close", [](engine_core& self) { self.sched->close(); },
+            nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")
+        .def("check_open", [](const engine_core& self) { self.sched->check_open(); })
+        .def_prop_ro("is_closed", [](const engine_core& self) { return self.sched->is_closed(); })
+        .def(
+            "slot_tokens",
+            [](const engine_core& self, slot_id id) { return self.sched->tokens_of(id); },
+            nb::arg("slot"), "Ids in a slot's cache.")
+        .def(
+            "slot_is_busy",
+            [](const engine_core& self, slot_id id) { return self.sched->is_busy(id); },
+            nb::arg("slot"))
+        .def("stats", &stats_of, nb::sig("def stats(self) -> dict[str, typing.Any]"),
+             "Counters since the engine was opened.")
+        .def(
+            "pool_contains",
+            [](const engine_core& self, std::uintptr_t address) {
+                return self.sched->pool()->contains(reinterpret_cast<const void*>(address));
+            },
+            nb::arg("address"), "Does the address lie in a block of the pool?")
+        .def(
+            "count_copied",
+            [](const engine_core& self, std::size_t n_bytes) {
+                self.sched->pool()->count_copied(n_bytes);
+            },
+            nb::arg("n_bytes"), "Whoever copies attention out of a view says so here.");
+}
+
+}  // namespace kqview::bind

@@ -1,0 +1,154 @@
+#include <ggml-backend.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include <exception>
+#include <optional>
+
+#include "bind/bind.h"
+#include "llama/backend.h"
+
+namespace kqview::bind {
+
+namespace {
+
+nb::bytes to_bytes(const std::string& text) { return nb::bytes(text.data(), text.size()); }
+
+std::string_view view_of(const nb::bytes& bytes) {
+    return {static_cast<const char*>(bytes.data()), bytes.size()};
+}
+
+// Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
+// callback raises comes out of here.
+std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check_tensors,
+                                  const nb::object& progress) {
+    std::exception_ptr raised;
+    model_options options;
+    options.path = std::move(path);
+    options.n_gpu_layers = n_gpu_layers;
+    options.check_tensors = check_tensors;
+    options.progress = [&](float fraction) {
+        stay_if_exiting();
+        const nb::gil_scoped_acquire gil;
+        try {
+            if (PyErr_CheckSignals() != 0) throw nb::python_error();
+            if (!progress.is_none()) progress(fraction);
+            return true;
+        } catch (...) {
+            raised = std::current_exception();
+            return false;
+        }
+    };
+    const nb::gil_scoped_release release;
+    try {
+        return std::make_shared<model>(options);
+    } catch (...) {
+        if (raised) std::rethrow_exception(raised);
+        throw;
+    }
+}
+
+nb::dict info_of(const model& source) {
+    const auto* const handle = source.get();
+    const auto* const vocab = source.vocab();
+    nb::dict info;
+    info["n_vocab"] = source.n_vocab();
+    info["has_vocab"] = source.has_vocab();
+    info["n_layer"] = llama_model_n_layer(handle);
+    info["n_head"] = llama_model_n_head(handle);
+    info["n_head_kv"] = llama_model_n_head_kv(handle);
+    info["n_embd"] = llama_model_n_embd(handle);
+    info["n_ctx_train"] = llama_model_n_ctx_train(handle);
+    info["n_swa"] = llama_model_n_swa(handle);
+    info["n_params"] = llama_model_n_params(handle);
+    info["size_bytes"] = llama_model_size(handle);
+    info["file_type"] = nb::str(llama_ftype_name(llama_model_ftype(handle)));
+    info["rope_freq_scale"] = llama_model_rope_freq_scale_train(handle);
+    info["bos_token_id"] = llama_vocab_bos(vocab);
+    info["eos_token_id"] = llama_vocab_eos(vocab);
+    info["eot_token_id"] = llama_vocab_eot(vocab);
+    info["pad_token_id"] = llama_vocab_pad(vocab);
+    // T5's decoder alone and diffusion models cannot be generated from token by token.
+    info["can_generate"] = llama_model_has_decoder(handle) && !llama_model_has_encoder(handle) &&
+                           !llama_model_is_diffusion(handle);
+    const char* const chat_template = llama_model_chat_template(handle, nullptr);
+    info["chat_template"] = chat_template ? nb::object(nb::str(chat_template)) : nb::none();
+    std::vector<std::string> labels;
+    for (std::uint32_t i = 0; i < llama_model_n_cls_out(handle); ++i) {
+        const char* const label = llama_model_cls_label(handle, i);
+        if (label) labels.emplace_back(label);
+    }
+    info["classifier_labels"] = nb::cast(labels);
+    return info;
+}
+
+nb::dict build_info() {
+    start_llama();
+    nb::dict info;
+    info["kqview_version"] = KQVIEW_VERSION;
+    info["llama_cpp_commit"] = KQVIEW_LLAMA_COMMIT;
+    info["is_portable"] = bool(KQVIEW_PORTABLE);
+    nb::list backends;
+    for (std::size_t i = 0; i < ggml_backend_reg_count(); ++i) {
+        backends.append(ggml_backend_reg_name(ggml_backend_reg_get(i)));
+    }
+    info["backends"] = backends;
+    nb::list devices;
+    for (std::size_t i = 0; i < ggml_backend_dev_count(); ++i) {
+        auto* const device = ggml_backend_dev_get(i);
+        std::size_t free_bytes = 0;
+        std::size_t total_bytes = 0;
+        ggml_backend_dev_memory(device, &free_bytes, &total_bytes);
+        nb::dict entry;
+        entry["name"] = ggml_backend_dev_name(device);
+        entry["description"] = ggml_backend_dev_description(device);
+        entry["memory_free_bytes"] = free_bytes;
+        entry["memory_total_bytes"] = total_bytes;
+        devices.append(entry);
+    }
+    info["devices"] = devices;
+    info["cpu_features"] = llama_print_system_info();
+    return info;
+}
+
+}  // namespace
+
+void bind_model(nb::module_& module) {
+    nb::class_<model>(module, "Model")
+        .def_static("load", &load_model, nb::arg("path"), nb::arg("n_gpu_layers"),
+                    nb::arg("check_tensors"), nb::arg("progress").none(),
+                    "Loads a GGUF file; `progress(fraction)` is called meanwhile.")
+        .def("info", &info_of, nb::sig("def info(self) -> dict[str, typing.Any]"),
+             "Facts of the model as llama.cpp has them; ids of -1 mean none.")
+        .def("metadata", &model::metadata, "The GGUF's key-value pairs as text; no arrays.")
+        .def(
+            "tokenize",
+            [](const model& self, const nb::bytes& text, bool add_special, bool parse_special) {
+                return self.tokenize(view_of(text), add_special, parse_special);
+            },
+            nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"), "Ids of UTF-8 text.")
+        .def(
+            "detokenize",
+            [](const model& self, const std::vector<token_id>& ids) {
+                return to_bytes(self.detokenize(ids));
+            },
+            nb::arg("ids"), "UTF-8 text of ids.")
+        .def(
+            "token_bytes",
+            [](const model& self, token_id id) { return to_bytes(self.token_bytes(id)); },
+            nb::arg("id"), "Bytes of one token; a character may be spread over several.")
+        .def(
+            "check_tokens",
+            [](const model& self, const std::vector<token_id>& ids, const std::string& who) {
+                for (const auto id : ids) self.check_token(id, who.c_str());
+            },
+            nb::arg("ids"), nb::arg("who"), "Raises InvalidToken for ids outside the vocabulary.");
+    module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
+               "Version, llama.cpp commit, backends and devices.");
+}
+
+}  // namespace kqview::bind

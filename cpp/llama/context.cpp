@@ -1,0 +1,221 @@
+#include "llama/context.h"
+
+#include <ggml.h>
+#include <llama-ext.h>  // llama_graph_reserve: llama.cpp's internal header, used here alone
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+#include <string_view>
+#include <utility>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "llama/backend.h"
+
+namespace kqview {
+
+namespace {
+
+constexpr std::array<std::pair<std::string_view, ggml_type>, 9> kv_types{{
+    {"f32", GGML_TYPE_F32},
+    {"f16", GGML_TYPE_F16},
+    {"bf16", GGML_TYPE_BF16},
+    {"q8_0", GGML_TYPE_Q8_0},
+    {"q5_1", GGML_TYPE_Q5_1},
+    {"q5_0", GGML_TYPE_Q5_0},
+    {"q4_1", GGML_TYPE_Q4_1},
+    {"q4_0", GGML_TYPE_Q4_0},
+    {"iq4_nl", GGML_TYPE_IQ4_NL},
+}};
+
+ggml_type kv_type_of(const std::string& name) {
+    std::string known;
+    for (const auto& [text, type] : kv_types) {
+        if (text == name) return type;
+        known += (known.empty() ? "" : ", ") + std::string(text);
+    }
+    throw error(errc::request, "Engine: kv_type is '" + name + "', known are " + known);
+}
+
+void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+    if (value >= low && value <= high) return;
+    throw error(errc::request, std::string("Engine: ") + name + " is " + std::to_string(value) +
+                                   ", allowed are " + std::to_string(low) + ".." +
+                                   std::to_string(high));
+}
+
+std::string to_gib(double n_bytes) {
+    std::array<char, 32> text;
+    std::snprintf(text.data(), text.size(), "%.1f", n_bytes / (1 << 30));
+    return text.data();
+}
+
+constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
+
+int n_ctx_of(const model& source, const context_options& options) {
+    return options.n_ctx == 0 ? llama_model_n_ctx_train(source.get()) : options.n_ctx;
+}
+
+llama_context_params params_of(const model& source, const context_options& options) {
+    const int n_ctx = n_ctx_of(source, options);
+    const int n_slots = options.n_slots;
+    check_range("n_slots", n_slots, 1, static_cast<int>(llama_max_parallel_sequences()));
+    check_range("n_ctx", n_ctx, 1, (std::int64_t{1} << 30) / n_slots);
+    check_range("n_batch", options.n_batch, 1, 1 << 20);
+    check_range("n_ubatch", options.n_ubatch, 1, 1 << 20);
+    check_range("n_threads", options.n_threads, 1, GGML_MAX_N_THREADS);
+
+    const int n_ctx_padded = (n_ctx + padding - 1) / padding * padding;
+    const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
+    auto params = llama_context_default_params();
+    params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);
+    params.n_batch = static_cast<std::uint32_t>(std::max(n_ubatch, n_slots));
+    params.n_ubatch = params.n_batch;
+    params.n_seq_max = static_cast<std::uint32_t>(n_slots);
+    params.n_outputs_max = static_cast<std::uint32_t>(n_slots);
+    params.n_threads = options.n_threads;
+    params.n_threads_batch =
+        options.n_threads_batch > 0 ? options.n_threads_batch : options.n_threads;
+    params.type_k = kv_type_of(options.kv_type);
+    params.type_v = params.type_k;
+    params.flash_attn_type = options.flash == flash_attention::on ? LLAMA_FLASH_ATTN_TYPE_ENABLED
+                             : options.flash == flash_attention::off
+                                 ? LLAMA_FLASH_ATTN_TYPE_DISABLED
+                                 : LLAMA_FLASH_ATTN_TYPE_AUTO;
+    params.kv_unified = false;  // one KV stream per slot: a slot's columns are its own cells
+    params.swa_full = options.swa_full;
+    params.no_perf = true;
+    return params;
+}
+
+// More than any context can need: no model keeps wider heads than twice its embedding.
+double largest_need_bytes(const llama_model* source, const llama_context_params& params) {
+    const double n_cache_floats =
+        2.0 * 2.0 * llama_model_n_layer(source) * llama_model_n_embd(source);
+    const double n_score_floats = static_cast<double>(params.n_ubatch) * llama_model_n_head(source);
+    return 4.0 * params.n_ctx * (n_cache_floats + n_score_floats);
+}
+
+// Host memory of a context as llama.cpp plans it, without what it keeps about each cell.
+double planned_bytes(model& weightless, llama_context_params params, std::uint32_t n_ctx) {
+    params.n_ctx = n_ctx;
+    const llama_activity guard("estimating a context's memory");
+    const std::unique_ptr<llama_context, decltype(&llama_free)> handle(
+        llama_init_from_model(weightless.get(), params), llama_free);
+    if (!handle) return 0;  // the real one fails the same way and says why
+    double n_bytes = 0;
+    for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle.get())) {
+        if (!ggml_backend_buft_is_host(buffer_type)) continue;
+        n_bytes += static_cast<double>(part.context) + static_cast<double>(part.compute);
+    }
+    return n_bytes;
+}
+
+// A plan costs time and memory for each cell. Beyond this many every part of a context grows evenly: it
+// is more than a sliding window.
+constexpr std::uint32_t n_planned_max = 1 << 16;
+constexpr double bytes_of_cell = 64;
+
+double needed_bytes(model& weightless, const llama_context_params& params) {
+    const double per_cell = bytes_of_cell * params.n_ctx;
+    if (params.n_ctx <= n_planned_max)
+        return planned_bytes(weightless, params, params.n_ctx) + per_cell;
+    const double n_bytes = planned_bytes(weightless, params, n_planned_max);
+    const double n_half = planned_bytes(weightless, params, n_planned_max / 2);
+    const double n_steps =
+        (static_cast<double>(params.n_ctx) - n_planned_max) / (n_planned_max / 2);
+    return n_bytes + n_steps * (n_bytes - n_half) + per_cell;
+}
+
+}  // namespace
+
+void check_memory(const model& source, const context_options& options) {
+    const auto params = params_of(source, options);
+    const auto limit_bytes = static_cast<double>(options.host_memory_bytes);
+    if (options.host_memory_bytes == 0 ||
+        largest_need_bytes(source.get(), params) < limit_bytes / 4)
+        return;
+    auto weightless_options = source.options();
+    weightless_options.no_alloc = true;
+    model weightless(weightless_options);
+    const double n_bytes = needed_bytes(weightless, params);
+    if (n_bytes <= limit_bytes) return;
+    throw error(errc::out_of_memory,
+                "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
+                    std::to_string(options.n_slots) + " slots needs " + to_gib(n_bytes) +
+                    " GiB, this process may use " + to_gib(limit_bytes) +
+                    "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
+}
+
+context::batch_owner::~batch_owner() {
+    if (batch.token) llama_batch_free(batch);
+}
+
+context::context(std::shared_ptr<model> source, const context_options& options)
+    : model_(std::move(source)), n_ctx_(n_ctx_of(*model_, options)), n_slots_(options.n_slots) {
+    const auto params = params_of(*model_, options);
+    n_ubatch_ =
+        std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
+    n_chunk_ = n_ubatch_;
+
+    const llama_activity guard("creating a context");
+    const auto log_position = log_ring::instance().position();
+    handle_.reset(llama_init_from_model(model_->get(), params));
+    if (!handle_) {
+        const auto why = log_ring::instance().errors_since(log_position);
+        const bool memory = why.find("alloc") != std::string::npos;
+        throw error(memory ? errc::out_of_memory : errc::model_load,
+                    "Engine: llama.cpp refused a context of " + std::to_string(n_ctx_) +
+                        " tokens x " + std::to_string(n_slots_) + " slots, kv_type " +
+                        options.kv_type + ": " + why +
+                        (memory ? "; lower n_ctx, n_slots or n_ubatch" : ""));
+    }
+    batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
+}
+
+void context::decode(std::span<const batch_token> tokens) {
+    auto& batch = batch_.batch;
+    batch.n_tokens = 0;
+    for (const auto& token : tokens) {
+        const int i = batch.n_tokens++;
+        batch.token[i] = token.id;
+        batch.pos[i] = token.position;
+        batch.n_seq_id[i] = 1;
+        batch.seq_id[i][0] = token.slot;
+        batch.logits[i] = token.wants_logits;
+    }
+    const llama_activity guard("decoding");
+    const auto log_position = log_ring::instance().position();
+    const int status = llama_decode(handle_.get(), batch);
+    if (status == 0) return;
+    throw error(errc::decode, "llama_decode returned " + std::to_string(status) + " for " +
+                                  std::to_string(tokens.size()) +
+                                  " tokens: " + log_ring::instance().errors_since(log_position));
+}
+
+float* context::logits(int i_token) {
+    float* const row = llama_get_logits_ith(handle_.get(), i_token);
+    if (!row) throw error(errc::internal, "no logits for batch token " + std::to_string(i_token));
+    return row;
+}
+
+bool context::truncate(slot_id slot, std::int32_t n_keep) {
+    const auto memory = llama_get_memory(handle_.get());
+    return !memory || llama_memory_seq_rm(memory, slot, n_keep, -1);
+}
+
+void context::reserve() {
+    const llama_activity guard("reserving a graph");
+    const auto log_position = log_ring::instance().position();
+    const auto n_slots = static_cast<std::uint32_t>(n_slots_);
+    const auto n_tokens = static_cast<std::uint32_t>(std::max(n_ubatch_, n_slots_));
+    if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_slots)) return;
+    throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: " +
+                                         log_ring::instance().errors_since(log_position) +
+                                         "; lower n_ubatch or n_slots");
+}
+
+std::int32_t context::n_graphs_reused() const { return llama_perf_context(handle_.get()).n_reused; }
+
+}  // namespace kqview

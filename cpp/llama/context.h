@@ -1,0 +1,89 @@
+// Owns a llama_context and the batch that feeds it.
+// Threads: the engine thread alone, after the constructor.
+// The caller keeps a tap scope (tap/tap.h) around every call that may build or run a graph.
+#pragma once
+
+#include <llama.h>
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "base/ids.h"
+#include "llama/model.h"
+
+namespace kqview {
+
+enum class flash_attention { automatic, off, on };
+
+struct context_options {
+    int n_ctx = 0;  // tokens a slot can hold; 0 = what the model was trained with
+    int n_slots = 1;
+    int n_batch = 2048;
+    int n_ubatch = 512;
+    int n_threads = 1;
+    int n_threads_batch = 0;  // 0 = as n_threads
+    flash_attention flash = flash_attention::automatic;
+    std::string kv_type = "f16";
+    bool swa_full = true;
+    std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
+};
+
+struct batch_token {
+    slot_id slot;
+    token_id id;
+    std::int32_t position;
+    bool wants_logits;
+};
+
+// Raises request for options out of range, and out_of_memory when host memory cannot hold the context.
+// llama.cpp writes to a cache as it makes it, and a system that promises more memory than it has would
+// then kill the process.
+void check_memory(const model& source, const context_options& options);
+
+class context {
+public:
+    // Raises request for options out of range, out_of_memory or model_load when llama.cpp refuses.
+    context(std::shared_ptr<model> source, const context_options& options);
+
+    int n_ctx() const { return n_ctx_; }      // per slot, as the user asked
+    int n_chunk() const { return n_chunk_; }  // most tokens of one decode
+    int n_ubatch() const { return n_ubatch_; }
+    int n_slots() const { return n_slots_; }
+
+    // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
+    // slots' caches hold what they held before. Raises decode.
+    void decode(std::span<const batch_token> tokens);
+
+    // F32 ne=[n_vocab] of batch token `i_token` of the last decode, which must have asked for it.
+    // Valid, and writable, until the next decode.
+    float* logits(int i_token);
+
+    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail.
+    bool truncate(slot_id slot, std::int32_t n_keep);
+
+    // Drops every graph that llama.cpp keeps and reserves memory for the worst case again.
+    void reserve();
+
+    std::int32_t n_graphs_reused() const;
+
+private:
+    struct context_deleter {
+        void operator()(llama_context* handle) const { llama_free(handle); }
+    };
+    struct batch_owner {
+        llama_batch batch{};
+        ~batch_owner();
+    };
+
+    std::shared_ptr<model> model_;  // outlives the context
+    std::unique_ptr<llama_context, context_deleter> handle_;
+    batch_owner batch_;
+    int n_ctx_;
+    int n_chunk_;
+    int n_ubatch_;
+    int n_slots_;
+};
+
+}  // namespace kqview

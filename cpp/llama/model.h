@@ -1,0 +1,67 @@
+// Owns a loaded model: weights, vocabulary, metadata. Immutable once loaded.
+// Threads: every const call may come from any thread, while the engine thread decodes.
+#pragma once
+
+#include <llama.h>
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/ids.h"
+
+namespace kqview {
+
+struct model_options {
+    std::string path;
+    int n_gpu_layers = -1;
+    bool check_tensors = false;
+    bool no_alloc =
+        false;  // no weights: contexts of it tell what they would need and allocate nothing
+    // Called with 0..1 on the loading thread; false ends the load with errc::model_load.
+    std::function<bool(float)> progress;
+};
+
+class model {
+public:
+    // Raises model_load with llama.cpp's own last words when the file cannot be used.
+    explicit model(const model_options& options);
+
+    const model_options& options() const { return options_; }  // without `progress`
+    const llama_model* get() const { return handle_.get(); }
+    llama_model* get() { return handle_.get(); }
+    const llama_vocab* vocab() const { return vocab_; }
+
+    int n_vocab() const { return n_vocab_; }
+    bool has_vocab() const { return llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_NONE; }
+    // Recurrent state cannot drop its newest tokens; the slot is prefilled again instead.
+    bool can_truncate() const;
+
+    std::map<std::string, std::string> metadata() const;
+
+    // Raise unsupported_model without a vocabulary, invalid_token for ids outside it.
+    std::vector<token_id> tokenize(std::string_view text, bool add_special,
+                                   bool parse_special) const;
+    std::string detokenize(std::span<const token_id> ids) const;
+    std::string token_bytes(token_id id) const;
+
+    void check_token(token_id id, const char* who) const;
+
+private:
+    struct model_deleter {
+        void operator()(llama_model* handle) const { llama_model_free(handle); }
+    };
+
+    void require_vocab(const char* who) const;
+
+    model_options options_;
+    std::unique_ptr<llama_model, model_deleter> handle_;
+    const llama_vocab* vocab_ = nullptr;
+    int n_vocab_ = 0;
+};
+
+}  // namespace kqview

@@ -1,0 +1,257 @@
+#include "block_pool.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <new>
+#include <utility>
+
+#include "base/error.h"
+
+namespace kqview {
+
+using detail::pool_block;
+
+namespace {
+
+constexpr unsigned min_block_log2 = 12;
+
+// Capacities within one power of two, as steps of about 2^(1/4) from 4096; whole cache lines, so
+// that the larger powers of two are whole pages. A row grows by a column a token: neighbouring
+// tokens share a class and so reuse each other's blocks.
+constexpr std::array<std::size_t, 4> steps_bytes{4096, 4864, 5760, 6848};
+
+}  // namespace
+
+lease::lease(key, std::shared_ptr<block_pool> pool, pool_block* block, std::size_t n_bytes) noexcept
+    : pool_(std::move(pool)), block_(block), size_bytes_(n_bytes) {}
+
+lease::~lease() { pool_->put_back(block_); }
+
+std::shared_ptr<block_pool> block_pool::create(block_pool_options options) {
+    return std::shared_ptr<block_pool>(new block_pool(std::move(options)));
+}
+
+block_pool::block_pool(block_pool_options options)
+    : budget_bytes_(options.budget_bytes),
+      pinned_limit_bytes_(options.pinned_limit_bytes),
+      poison_(options.poison),
+      allocator_(options.allocator ? std::move(options.allocator) : plain_allocator()),
+      plain_(plain_allocator()) {}
+
+std::size_t block_pool::class_bytes(std::size_t i_class) noexcept {
+    return steps_bytes[i_class % 4] << (i_class / 4);
+}
+
+std::size_t block_pool::class_of(std::size_t n_bytes) noexcept {
+    if (n_bytes <= class_bytes(0)) return 0;
+    // The power of two of which `n_bytes` lies above the first step, up to the next power's first.
+    const auto power =
+        static_cast<std::size_t>(std::bit_width((n_bytes - 1) >> min_block_log2)) - 1;
+    std::size_t i_class = power * 4 + 1;
+    while (i_class < n_classes && class_bytes(i_class) < n_bytes) ++i_class;
+    return std::min(i_class, n_classes);
+}
+
+std::size_t block_pool::capacity_for(std::size_t n_bytes) noexcept {
+    const std::size_t i_class = class_of(n_bytes);
+    return i_class < n_classes ? class_bytes(i_class) : 0;
+}
+
+std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes) {
+    if (n_bytes == 0) {
+        throw error(errc::request,
+                    "block_pool.try_take: 0 bytes, at least 1; ask for the size of a captured row");
+    }
+    pool_block* block = take_block(n_bytes);
+    if (block == nullptr) return nullptr;
+    try {
+        return std::make_shared<lease>(lease::key{}, shared_from_this(), block, n_bytes);
+    } catch (const std::bad_alloc&) {
+        put_back(block);
+        return nullptr;
+    }
+}
+
+pool_block* block_pool::take_block(std::size_t n_bytes) {
+    const std::size_t i_class = class_of(n_bytes);
+    if (i_class == n_classes) return nullptr;
+    const std::size_t capacity = class_bytes(i_class);
+    bool may_pin = allocator_->offers_pinned();
+    block_map freed;
+    {
+        const std::lock_guard lock(mutex_);
+        pool_block* idle = pop_idle(idle_pinned_, i_class);
+        if (idle == nullptr) idle = pop_idle(idle_plain_, i_class);
+        if (idle != nullptr) return idle;
+
+        if (capacity > budget_bytes_ || stats_.leased_bytes > budget_bytes_ - capacity)
+            return nullptr;
+        // The room is reserved here and filled below, outside the lock: page-locking takes
+        // milliseconds, and leases die meanwhile on threads that hold the GIL.
+        may_pin = may_pin && capacity <= pinned_limit_bytes_ &&
+                  leased_pinned_bytes_ <= pinned_limit_bytes_ - capacity;
+        stats_.leased_bytes += capacity;
+        stats_.allocated_bytes += capacity;
+        if (may_pin) {
+            leased_pinned_bytes_ += capacity;
+            stats_.n_pinned_bytes += capacity;
+            if (stats_.n_pinned_bytes > pinned_limit_bytes_) {
+                move_idle(idle_pinned_, stats_.n_pinned_bytes - pinned_limit_bytes_, freed);
+            }
+        }
+        for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
+            if (stats_.allocated_bytes > budget_bytes_) {
+                move_idle(*lists, stats_.allocated_bytes - budget_bytes_, freed);
+            }
+        }
+    }
+    freed.clear();  // before the new block, so that the sum stays within the budget
+    return add_block(allocate_buffer(capacity, may_pin), i_class, may_pin);
+}
+
+// Caller holds the lock.
+pool_block* block_pool::pop_idle(idle_lists& lists, std::size_t i_class) noexcept {
+    pool_block* block = lists[i_class];
+    if (block == nullptr) return nullptr;
+    lists[i_class] = std::exchange(block->next_idle, nullptr);
+    stats_.leased_bytes += block->buffer.size_bytes();
+    if (block->buffer.is_pinned()) leased_pinned_bytes_ += block->buffer.size_bytes();
+    ++stats_.n_reused;
+    count_lease();
+    return block;
+}
+
+// Moves idle blocks of at least `n_bytes` out of the pool, large ones first (fewest calls of the
+// allocator), for the caller to free outside the lock that he holds here. Allocates nothing.
+void block_pool::move_idle(idle_lists& lists, std::size_t n_bytes, block_map& into) {
+    std::size_t moved_bytes = 0;
+    for (std::size_t i_class = n_classes; i_class-- > 0;) {
+        while (lists[i_class] != nullptr && moved_bytes < n_bytes) {
+            pool_block* block = lists[i_class];
+            lists[i_class] = block->next_idle;
+            moved_bytes += block->buffer.size_bytes();
+            stats_.allocated_bytes -= block->buffer.size_bytes();
+            if (block->buffer.is_pinned()) stats_.n_pinned_bytes -= block->buffer.size_bytes();
+            --stats_.n_blocks;
+            const auto address = reinterpret_cast<std::uintptr_t>(block->buffer.data());
+            into.insert(blocks_.extract(address));
+        }
+    }
+}
+
+host_buffer block_pool::allocate_buffer(std::size_t n_bytes, bool may_pin) noexcept {
+    host_buffer buffer;
+    if (may_pin || !allocator_->offers_pinned())
+        buffer = host_buffer::allocate(allocator_, n_bytes);
+    // Also when the machine refuses to lock more pages.
+    if (!buffer && allocator_->offers_pinned()) buffer = host_buffer::allocate(plain_, n_bytes);
+    return buffer;
+}
+
+// Turns the reservation of take_block() into a leased block, or takes the reservation back.
+pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned) {
+    const std::size_t capacity = class_bytes(i_class);
+    const bool has_memory = static_cast<bool>(buffer);
+    const bool is_pinned = buffer.is_pinned();
+    block_map added;  // the node is made outside the lock
+    try {
+        if (has_memory) {
+            const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
+            added.emplace(address, pool_block{std::move(buffer), i_class, nullptr});
+        }
+    } catch (const std::bad_alloc&) {
+        added.clear();
+    }
+
+    const std::lock_guard lock(mutex_);
+    if (reserved_pinned) {
+        leased_pinned_bytes_ -= capacity;
+        stats_.n_pinned_bytes -= capacity;
+    }
+    if (added.empty()) {
+        stats_.leased_bytes -= capacity;
+        stats_.allocated_bytes -= capacity;
+        ++stats_.n_failed_allocations;
+        return nullptr;
+    }
+    ++stats_.n_blocks;
+    ++stats_.n_allocations;
+    if (is_pinned) {
+        leased_pinned_bytes_ += capacity;
+        stats_.n_pinned_bytes += capacity;
+    } else if (allocator_->offers_pinned()) {
+        ++stats_.plain_fallbacks;
+    }
+    count_lease();
+    return &blocks_.insert(added.extract(added.begin())).position->second;
+}
+
+void block_pool::count_lease() noexcept {
+    ++stats_.n_leased;
+    stats_.peak_leased_bytes = std::max(stats_.peak_leased_bytes, stats_.leased_bytes);
+}
+
+void block_pool::put_back(pool_block* block) noexcept {
+    // In a forked child the lock may be held for ever by a thread that is not there.
+    if (fork_.is_forked()) return;
+    const host_buffer& buffer = block->buffer;
+    if (poison_) std::memset(buffer.data(), std::to_integer<int>(poison_byte), buffer.size_bytes());
+
+    std::unique_lock lock(mutex_);
+    pool_block*& idle = (buffer.is_pinned() ? idle_pinned_ : idle_plain_)[block->i_class];
+    block->next_idle = std::exchange(idle, block);
+    stats_.leased_bytes -= buffer.size_bytes();
+    if (buffer.is_pinned()) leased_pinned_bytes_ -= buffer.size_bytes();
+    --stats_.n_leased;
+
+    // The call counts as running before the lock is dropped, and set_release_listener() waits for
+    // that count: the function is neither replaced nor destroyed under a call.
+    if (!has_listener_) return;
+    ++n_calling_;
+    lock.unlock();
+    listener_();
+    lock.lock();
+    if (--n_calling_ == 0) calls_ended_.notify_all();
+}
+
+void block_pool::set_release_listener(std::function<void()> listener) {
+    std::unique_lock lock(mutex_);
+    has_listener_ = false;
+    calls_ended_.wait(lock, [this] { return n_calling_ == 0; });
+    listener_.swap(listener);  // the former one dies with the parameter, after the lock is dropped
+    has_listener_ = static_cast<bool>(listener_);
+}
+
+void block_pool::clear_release_listener() { set_release_listener(nullptr); }
+
+bool block_pool::contains(const void* address) const {
+    const auto target = reinterpret_cast<std::uintptr_t>(address);
+    const std::lock_guard lock(mutex_);
+    auto above = blocks_.upper_bound(target);
+    if (above == blocks_.begin()) return false;
+    const auto& [start, block] = *std::prev(above);
+    return target - start < block.buffer.size_bytes();
+}
+
+block_pool_stats block_pool::stats() const {
+    const std::lock_guard lock(mutex_);
+    block_pool_stats result = stats_;
+    result.budget_bytes = budget_bytes_;
+    result.copied_bytes = copied_bytes_;
+    return result;
+}
+
+std::size_t block_pool::trim() {
+    block_map freed;  // outlives the lock, so the allocator is called outside it
+    const std::lock_guard lock(mutex_);
+    const std::size_t before_bytes = stats_.allocated_bytes;
+    for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
+        move_idle(*lists, std::numeric_limits<std::size_t>::max(), freed);
+    }
+    return before_bytes - stats_.allocated_bytes;
+}
+
+}  // namespace kqview

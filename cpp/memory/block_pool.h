@@ -1,0 +1,159 @@
+// Pool of host memory blocks in size classes, handed out as leases under a budget.
+// Owner:   the pool owns every block; a leased block is used by its lease alone. The lease holds
+//          the pool, so a numpy view may outlive generation, slot and Engine.
+// Threads: every member from any thread. A lease may die on any thread, with or without the GIL, at
+//          interpreter exit too.
+// Never:   waits for a lease; calls the allocator or the release listener under its lock.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "base/fork_guard.h"
+#include "host_buffer.h"
+
+namespace kqview {
+
+class block_pool;
+
+namespace detail {
+
+struct pool_block {
+    host_buffer buffer;
+    std::size_t i_class = 0;
+    pool_block* next_idle = nullptr;  // the lists of idle blocks need no memory of their own
+};
+
+}  // namespace detail
+
+// One leased block; the destructor gives it back and then calls the pool's release listener.
+class lease {
+public:
+    // Only block_pool can make one.
+    class key {
+        friend class block_pool;
+        key() = default;
+    };
+    lease(key, std::shared_ptr<block_pool> pool, detail::pool_block* block,
+          std::size_t n_bytes) noexcept;
+    ~lease();
+    lease(const lease&) = delete;
+    lease& operator=(const lease&) = delete;
+
+    std::byte* data() const noexcept { return block_->buffer.data(); }
+    std::size_t size_bytes() const noexcept { return size_bytes_; }  // what was asked for
+    std::size_t capacity_bytes() const noexcept { return block_->buffer.size_bytes(); }
+    bool is_pinned() const noexcept { return block_->buffer.is_pinned(); }
+
+private:
+    std::shared_ptr<block_pool> pool_;
+    detail::pool_block* block_;
+    std::size_t size_bytes_;
+};
+
+struct block_pool_options {
+    std::size_t budget_bytes = 0;  // all blocks, leased or idle; try_take() gives none beyond it
+    std::size_t pinned_limit_bytes = std::size_t{1} << 30;
+    std::shared_ptr<host_allocator> allocator;  // null: plain_allocator()
+    bool poison = false;  // fill a returned block with block_pool::poison_byte (tests)
+};
+
+// Bytes are capacities of blocks, not what the leases asked for.
+struct block_pool_stats {
+    std::size_t budget_bytes = 0;
+    std::size_t allocated_bytes = 0;  // leased and idle
+    std::size_t leased_bytes = 0;
+    std::size_t peak_leased_bytes = 0;
+    std::size_t n_pinned_bytes = 0;  // page-locked part of allocated_bytes
+    std::size_t n_leased = 0;
+    std::size_t n_blocks = 0;                // leased and idle
+    std::uint64_t n_allocations = 0;         // blocks that came from the allocator
+    std::uint64_t n_reused = 0;              // leases served from an idle block
+    std::uint64_t n_failed_allocations = 0;  // the budget had room, the machine had not
+    std::uint64_t plain_fallbacks = 0;       // plain blocks where page-locked ones are the rule
+    std::uint64_t copied_bytes = 0;          // see count_copied()
+};
+
+class block_pool : public std::enable_shared_from_this<block_pool> {
+public:
+    static constexpr std::byte poison_byte{0xA5};
+
+    static std::shared_ptr<block_pool> create(block_pool_options options);
+    block_pool(const block_pool&) = delete;
+    block_pool& operator=(const block_pool&) = delete;
+
+    // Null when the budget has no room or the machine no memory; never waits. The content is
+    // whatever the last lease left. Throws errc::request for 0 bytes.
+    std::shared_ptr<lease> try_take(std::size_t n_bytes);
+
+    // Size of the block that serves `n_bytes`: at most 20 % more (4 KiB at least), 0 when no block
+    // is that large. A request whose capacity exceeds the budget can never be served.
+    static std::size_t capacity_for(std::size_t n_bytes) noexcept;
+
+    // `listener` runs after each release, on the thread that dropped the lease, maybe on several at
+    // once. It must be short, must not throw, take the GIL, or set or clear the listener; it may
+    // drop leases. Both calls return when no call of the former listener runs or will come.
+    void set_release_listener(std::function<void()> listener);
+    void clear_release_listener();
+
+    // Does the address lie in a block of this pool, leased or idle? Shows that a view is no copy.
+    bool contains(const void* address) const;
+
+    // Whatever copies attention out of a block says so here; zero copy is then a number.
+    void count_copied(std::size_t n_bytes) noexcept { copied_bytes_ += n_bytes; }
+
+    block_pool_stats stats() const;
+
+    // Frees the idle blocks; returns their bytes.
+    std::size_t trim();
+
+private:
+    friend class lease;
+
+    explicit block_pool(block_pool_options options);
+
+    // Four classes per power of two, from 4 KiB; the last is 2^48 bytes, more than a machine has.
+    static constexpr std::size_t n_classes = 4 * 36 + 1;
+    using block_map = std::map<std::uintptr_t, detail::pool_block>;  // by address; nodes never move
+    using idle_lists = std::array<detail::pool_block*, n_classes>;
+
+    static std::size_t class_of(std::size_t n_bytes) noexcept;
+    static std::size_t class_bytes(std::size_t i_class) noexcept;
+
+    detail::pool_block* take_block(std::size_t n_bytes);
+    detail::pool_block* pop_idle(idle_lists& lists, std::size_t i_class) noexcept;
+    void move_idle(idle_lists& lists, std::size_t n_bytes, block_map& into);
+    host_buffer allocate_buffer(std::size_t n_bytes, bool may_pin) noexcept;
+    detail::pool_block* add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned);
+    void count_lease() noexcept;
+    void put_back(detail::pool_block* block) noexcept;
+
+    const fork_guard fork_;
+    const std::size_t budget_bytes_;
+    const std::size_t pinned_limit_bytes_;
+    const bool poison_;
+    const std::shared_ptr<host_allocator> allocator_;
+    const std::shared_ptr<host_allocator> plain_;
+    std::atomic<std::uint64_t> copied_bytes_{0};
+
+    mutable std::mutex mutex_;  // guards all below; listener_ is called outside it, see put_back()
+    block_map blocks_;
+    idle_lists idle_plain_{};
+    idle_lists idle_pinned_{};
+    block_pool_stats stats_;
+    std::size_t leased_pinned_bytes_ = 0;
+
+    std::function<void()> listener_;  // replaced only while n_calling_ is 0
+    bool has_listener_ = false;
+    std::size_t n_calling_ = 0;
+    std::condition_variable calls_ended_;
+};
+
+}  // namespace kqview

@@ -1,0 +1,384 @@
+#include "sample/chain.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <limits>
+#include <new>
+#include <random>
+#include <string>
+
+#include "base/error.h"
+#include "sample/grammar.h"
+
+namespace kqview {
+namespace {
+
+constexpr float minus_inf = -std::numeric_limits<float>::infinity();
+constexpr float float_max = std::numeric_limits<float>::max();
+
+// llama.cpp allocates the whole window at once, and no context is longer than this.
+constexpr std::int32_t window_max_tokens = 1 << 20;
+
+constexpr float best_logit = 10.0F;
+
+// exp() of less is 0 in float32, on which llama.cpp's typical_p computes 0 * log(0).
+constexpr float logit_of_zero = best_logit - 103.0F;
+
+// Below it only equally likely tokens are left, and dividing by it cannot overflow.
+constexpr float temperature_min = 1e-30F;
+
+std::uint32_t pick_seed(const std::optional<std::uint32_t>& seed) {
+    const std::uint32_t value = seed ? *seed : std::random_device{}();
+    // llama.cpp reads LLAMA_DEFAULT_SEED as "choose one at random", which would not repeat.
+    return value == LLAMA_DEFAULT_SEED ? value - 1 : value;
+}
+
+std::int32_t window_tokens(std::int32_t last_n, std::int32_t n_ctx_train) {
+    const std::int32_t n = last_n >= 0 ? last_n : n_ctx_train > 0 ? n_ctx_train : window_max_tokens;
+    return std::min(n, window_max_tokens);
+}
+
+llama_token_data_array as_array(std::vector<llama_token_data>& candidates, bool is_sorted) {
+    return {candidates.data(), candidates.size(), -1, is_sorted};
+}
+
+bool is_better(const llama_token_data& a, const llama_token_data& b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+[[noreturn]] void throw_nothing_left() {
+    throw error(errc::decode,
+                "sampler.sample: no token is left to choose, at least one is needed; loosen "
+                "banned_tokens, logit_bias, ignore_eos or the grammar");
+}
+
+// llama.cpp's matcher follows every reading of an ambiguous grammar, and each token can multiply
+// them. Ending the request once a call is slow keeps that from standing still the engine.
+constexpr double grammar_limit_s = 0.25;
+constexpr double grammar_candidate_limit_s = 10e-6;  // ten times what one usually takes
+
+double thread_cpu_s() {
+    timespec now{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+// llama.cpp throws plain std exceptions, for instance where an output cannot follow its grammar.
+template <typename F>
+void call_llama(errc code, const char* what, F&& call) {
+    try {
+        call();
+    } catch (const std::bad_alloc&) {
+        throw;
+    } catch (const std::exception& failure) {
+        throw error(code, std::string(what) + " failed with " + failure.what() +
+                              ", no failure is expected; correct or leave out that option");
+    }
+}
+
+template <typename F>
+void call_grammar(std::size_t n_candidates, F&& call) {
+    const double start_s = thread_cpu_s();
+    call_llama(errc::decode, "sampler.sample: grammar", call);
+    const double used_s = thread_cpu_s() - start_s;
+    const double limit_s =
+        grammar_limit_s + grammar_candidate_limit_s * static_cast<double>(n_candidates);
+    if (used_s > limit_s) {
+        throw error(errc::decode, "sampler.sample: grammar took " + std::to_string(used_s) +
+                                      " s for one token, up to " + std::to_string(limit_s) +
+                                      " s are allowed; make it less ambiguous");
+    }
+}
+
+}  // namespace
+
+sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train)
+    : params_(params), seed_(pick_seed(params.seed)), n_vocab_(llama_vocab_n_tokens(vocab)) {
+    check(params_, n_vocab_);
+    collect_bans(vocab);
+    build_penalties(vocab, n_ctx_train);
+    build_grammar(vocab);
+    if (!is_greedy()) build_choice(n_vocab_);
+}
+
+void sampler::collect_bans(const llama_vocab* vocab) {
+    banned_ = params_.banned_tokens;
+    std::int32_t n_suppressed = 0;
+    const llama_token* suppressed = llama_vocab_get_suppress_tokens(vocab, &n_suppressed);
+    banned_.insert(banned_.end(), suppressed, suppressed + n_suppressed);
+    if (params_.ignore_eos) {
+        for (token_id id = 0; id < n_vocab_; ++id) {
+            if (llama_vocab_is_eog(vocab, id)) banned_.push_back(id);
+        }
+    }
+    for (const auto& [id, bias] : params_.logit_bias) {
+        if (bias == minus_inf) banned_.push_back(id);
+    }
+    std::sort(banned_.begin(), banned_.end());
+    banned_.erase(std::unique(banned_.begin(), banned_.end()), banned_.end());
+    std::erase_if(params_.logit_bias, [](const auto& entry) { return entry.second == minus_inf; });
+    if (!banned_.empty() && banned_.size() >= static_cast<std::size_t>(n_vocab_)) {
+        throw error(errc::invalid_sampling, "generate: ignore_eos and banned_tokens ban all " +
+                                                std::to_string(n_vocab_) +
+                                                " tokens, one has to be left; ban fewer");
+    }
+}
+
+void sampler::build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train) {
+    const bool has_penalties = params_.repeat_penalty != 1.0F || params_.presence_penalty != 0.0F ||
+                               params_.frequency_penalty != 0.0F;
+    const std::int32_t n_penalties =
+        has_penalties ? window_tokens(params_.repeat_last_n, n_ctx_train) : 0;
+    if (n_penalties > 0) {
+        penalties_.reset(llama_sampler_init_penalties(n_vocab_, n_penalties, params_.repeat_penalty,
+                                                      params_.frequency_penalty,
+                                                      params_.presence_penalty));
+    }
+
+    const std::int32_t n_dry =
+        params_.dry_multiplier > 0.0F ? window_tokens(params_.dry_penalty_last_n, n_ctx_train) : 0;
+    if (n_dry > 0) {
+        if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
+            throw error(errc::invalid_sampling,
+                        "generate: dry_multiplier is above 0, 0 is allowed for a model without "
+                        "vocabulary; leave it out");
+        }
+        std::vector<const char*> breakers;
+        for (const std::string& text : params_.dry_sequence_breakers) {
+            breakers.push_back(text.c_str());
+        }
+        call_llama(errc::invalid_sampling, "generate: dry_sequence_breakers", [&] {
+            dry_.reset(llama_sampler_init_dry(vocab, params_.dry_multiplier, params_.dry_base,
+                                              params_.dry_allowed_length, n_dry, breakers.data(),
+                                              breakers.size()));
+        });
+    }
+    n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
+}
+
+void sampler::build_grammar(const llama_vocab* vocab) {
+    if (params_.grammar.empty()) return;
+    if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
+        throw error(errc::invalid_sampling,
+                    "generate: a grammar is given, none is allowed for a model without "
+                    "vocabulary; leave it out");
+    }
+    check_grammar(params_.grammar);
+    grammar_.reset(llama_sampler_init_grammar(vocab, params_.grammar.c_str(), "root"));
+    if (!grammar_) {
+        throw error(errc::invalid_sampling,
+                    "generate: grammar is refused by llama.cpp, rules must not begin with "
+                    "themselves and a <token> has to be one token of the vocabulary; correct the "
+                    "grammar");
+    }
+}
+
+void sampler::build_choice(std::int32_t n_vocab) {
+    llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
+    chain_params.no_perf = true;
+    choice_.reset(llama_sampler_chain_init(chain_params));
+    const auto add = [this](llama_sampler* link) { llama_sampler_chain_add(choice_.get(), link); };
+    const float temperature = std::max(params_.temperature, temperature_min);
+    if (params_.mirostat == 1) {
+        add(llama_sampler_init_temp(temperature));
+        // 100 tokens to estimate the slope from, as in llama.cpp's tools.
+        add(llama_sampler_init_mirostat(n_vocab, seed_, params_.mirostat_tau, params_.mirostat_eta,
+                                        100));
+    } else if (params_.mirostat == 2) {
+        add(llama_sampler_init_temp(temperature));
+        add(llama_sampler_init_mirostat_v2(seed_, params_.mirostat_tau, params_.mirostat_eta));
+    } else {
+        // top_k is done by logit_scan before any candidate is built.
+        add(llama_sampler_init_typical(params_.typical_p, 0));
+        add(llama_sampler_init_top_p(params_.top_p, 0));
+        add(llama_sampler_init_min_p(params_.min_p, 0));
+        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, 0, seed_));
+        add(llama_sampler_init_temp(temperature));
+        add(llama_sampler_init_dist(seed_));
+    }
+}
+
+void sampler::accept_prompt(std::span<const token_id> ids) {
+    for (const token_id id : ids.last(std::min(ids.size(), n_recent_max_))) remember(id);
+}
+
+void sampler::remember(token_id id) {
+    if (n_recent_max_ == 0) return;
+    llama_sampler_accept(penalties_.get(), id);
+    llama_sampler_accept(dry_.get(), id);
+    if (recent_.size() < n_recent_max_) {
+        recent_.push_back(id);
+    } else {
+        recent_[i_recent_oldest_] = id;
+        i_recent_oldest_ = (i_recent_oldest_ + 1) % n_recent_max_;
+    }
+}
+
+void sampler::accept(token_id id) {
+    remember(id);
+    if (grammar_) call_grammar(1, [&] { llama_sampler_accept(grammar_.get(), id); });
+}
+
+sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
+    if (n_vocab != n_vocab_) {
+        throw error(errc::internal, "sampler.sample: got " + std::to_string(n_vocab) +
+                                        " logits, the vocabulary has " + std::to_string(n_vocab_) +
+                                        "; report this");
+    }
+    const std::span<float> row(logits, static_cast<std::size_t>(n_vocab));
+    const bool has_logprobs = params_.n_logprobs >= 0;
+    if (has_logprobs) logprobs_.read(logits, n_vocab, params_.n_logprobs);
+
+    edit(row);
+    sampled_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
+    accept(token.id);
+    if (has_logprobs) {
+        token.logprob = logprob_of(token.id, row);
+        token.top = logprobs_.top();
+    }
+    return token;
+}
+
+float sampler::logprob_of(token_id id, std::span<const float> logits) const {
+    // The first entry of an id holds its raw logit.
+    const auto found = std::find_if(replaced_.begin(), replaced_.end(),
+                                    [id](const scored_token& entry) { return entry.id == id; });
+    return logprobs_.of(found != replaced_.end() ? found->logit
+                                                 : logits[static_cast<std::size_t>(id)]);
+}
+
+// Only the few logits that change are touched; llama.cpp's own bias and penalties would look up
+// every candidate of the vocabulary.
+void sampler::edit(std::span<float> logits) {
+    replaced_.clear();
+    for (const auto& [id, bias] : params_.logit_bias) {
+        float& logit = logits[static_cast<std::size_t>(id)];
+        replaced_.push_back({id, logit});
+        logit += bias;
+    }
+    for (const token_id id : banned_) logits[static_cast<std::size_t>(id)] = minus_inf;
+    if (!recent_.empty()) penalize(logits);
+}
+
+void sampler::penalize(std::span<float> logits) {
+    penalized_.clear();
+    for (const token_id id : recent_) {
+        if (id < 0 || id >= n_vocab_) continue;
+        const float logit = logits[static_cast<std::size_t>(id)];
+        // A banned token stays banned, and NaN is left for the scan to report.
+        if (!(logit > minus_inf)) continue;
+        penalized_.push_back({id, logit, 0.0F});
+        if (params_.n_logprobs >= 0) replaced_.push_back({id, logit});
+    }
+    llama_token_data_array array = as_array(penalized_, false);
+    llama_sampler_apply(penalties_.get(), &array);
+    llama_sampler_apply(dry_.get(), &array);
+    // A token that was seen twice gets the same value twice. Extreme penalties end at the limit.
+    for (const llama_token_data& entry : penalized_) {
+        logits[static_cast<std::size_t>(entry.id)] =
+            entry.logit <= float_max ? entry.logit : float_max;
+    }
+}
+
+token_id sampler::choose(std::span<const float> logits) {
+    scan_.read(logits.data(), n_vocab_);
+    if (scan_.max() == minus_inf) throw_nothing_left();
+    const bool needs_all = params_.mirostat != 0 || params_.top_k <= 0 || params_.top_k >= n_vocab_;
+    if (is_greedy() && !grammar_) return scan_.argmax();
+    if (!is_greedy() && needs_all) return choose_of_all(logits);
+
+    const std::int32_t k = is_greedy() ? 1 : params_.top_k;
+    if (grammar_) {
+        fill_top_allowed(logits, k);
+    } else {
+        fill_top(k);
+    }
+    return is_greedy() ? candidates_.front().id : run_choice(true);
+}
+
+// The grammar is tried on the chosen token first: on the whole vocabulary it costs far more than
+// choosing twice.
+token_id sampler::choose_of_all(std::span<const float> logits) {
+    fill_all(logits);
+    const token_id id = run_choice(false);
+    if (!grammar_) return id;
+    candidates_.assign(1, {id, 0.0F, 0.0F});
+    apply_grammar();
+    if (!candidates_.empty()) return id;
+
+    fill_all(logits);
+    apply_grammar();
+    if (candidates_.empty()) throw_nothing_left();
+    return run_choice(false);
+}
+
+// Expects at least one candidate, all above -inf.
+token_id sampler::run_choice(bool is_sorted) {
+    // The best at 10: nothing overflows, the probabilities stay the same, and llama.cpp's sort,
+    // which is fast from -10 to 10, can tell the likely tokens apart.
+    float best = candidates_.front().logit;
+    for (const llama_token_data& entry : candidates_) best = std::max(best, entry.logit);
+    for (llama_token_data& entry : candidates_) entry.logit = entry.logit - best + best_logit;
+    const float lowest = params_.typical_p < 1.0F ? logit_of_zero : -float_max;
+    std::erase_if(candidates_, [=](const llama_token_data& e) { return !(e.logit >= lowest); });
+
+    llama_token_data_array array = as_array(candidates_, is_sorted);
+    llama_sampler_apply(choice_.get(), &array);
+    if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
+        throw error(errc::internal, "sampler.sample: the chain chose no token of " +
+                                        std::to_string(array.size) +
+                                        ", one is needed; report this");
+    }
+    return array.data[array.selected].id;
+}
+
+void sampler::fill_all(std::span<const float> logits) {
+    candidates_.clear();
+    candidates_.reserve(logits.size());
+    for (std::size_t id = 0; id < logits.size(); ++id) {
+        if (logits[id] > minus_inf) {
+            candidates_.push_back({static_cast<token_id>(id), logits[id], 0.0F});
+        }
+    }
+}
+
+void sampler::fill_top(std::int32_t k) {
+    scan_.top(k, top_);
+    candidates_.clear();
+    for (const scored_token& entry : top_) candidates_.push_back({entry.id, entry.logit, 0.0F});
+}
+
+// The k best that the grammar allows: it is asked about growing shares of the best tokens, since
+// asking about every token of the vocabulary takes milliseconds.
+void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
+    const auto n_wanted = static_cast<std::size_t>(k);
+    for (std::int32_t n = std::max(64, 2 * std::min(k, n_vocab_)); n < n_vocab_ / 8; n *= 8) {
+        fill_top(n);
+        const bool were_all = candidates_.size() < static_cast<std::size_t>(n);
+        apply_grammar();
+        if (candidates_.size() >= n_wanted || were_all) {
+            if (candidates_.empty()) throw_nothing_left();
+            candidates_.resize(std::min(candidates_.size(), n_wanted));
+            return;
+        }
+    }
+    fill_all(logits);
+    apply_grammar();
+    if (candidates_.empty()) throw_nothing_left();
+    const std::size_t n_kept = std::min(candidates_.size(), n_wanted);
+    std::partial_sort(candidates_.begin(),
+                      candidates_.begin() + static_cast<std::ptrdiff_t>(n_kept), candidates_.end(),
+                      is_better);
+    candidates_.resize(n_kept);
+}
+
+void sampler::apply_grammar() {
+    llama_token_data_array array = as_array(candidates_, true);
+    call_grammar(array.size, [&] { llama_sampler_apply(grammar_.get(), &array); });
+    std::erase_if(candidates_, [](const llama_token_data& e) { return !(e.logit > minus_inf); });
+}
+
+}  // namespace kqview

@@ -1,0 +1,97 @@
+// Chooses the next token of one request: bias and bans, penalties, DRY, grammar, top-k and then
+// llama.cpp's samplers in the order of its own tools.
+// Owns:    its llama_samplers and every buffer; the vocabulary belongs to the model.
+// Threads: one at a time; the engine thread samples, any thread may build it before (DRY and
+//          ignore_eos read the whole vocabulary, which takes milliseconds).
+// Never:   touches a llama_context: it works on a row of logits.
+#pragma once
+
+#include <llama.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/ids.h"
+#include "sample/logprobs.h"
+#include "sample/params.h"
+#include "sample/select.h"
+
+namespace kqview {
+
+struct sampled_token {
+    token_id id;
+    float logprob;                                // NaN when not asked for
+    std::vector<std::pair<token_id, float>> top;  // logprobs, best first
+};
+
+class sampler {
+public:
+    // Raises what check() and check_grammar() raise, and invalid_sampling for a grammar or DRY
+    // without a vocabulary. -1 as a window of the penalties means n_ctx_train tokens.
+    sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train);
+
+    // Penalties and DRY look back on the prompt; the grammar does not.
+    void accept_prompt(std::span<const token_id> ids);
+
+    // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode when
+    // a logit is NaN or infinite, and when nothing is left to choose.
+    sampled_token sample(float* logits, std::int32_t n_vocab);
+
+    // The one in use; given to a sampler of the same options it repeats the choices.
+    std::uint32_t seed() const { return seed_; }
+
+private:
+    struct llama_deleter {
+        void operator()(llama_sampler* handle) const { llama_sampler_free(handle); }
+    };
+    using handle = std::unique_ptr<llama_sampler, llama_deleter>;
+
+    bool is_greedy() const { return params_.temperature == 0.0F; }
+
+    void collect_bans(const llama_vocab* vocab);
+    void build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train);
+    void build_grammar(const llama_vocab* vocab);
+    void build_choice(std::int32_t n_vocab);
+
+    void edit(std::span<float> logits);
+    void penalize(std::span<float> logits);
+    void accept(token_id id);
+    void remember(token_id id);
+
+    token_id choose(std::span<const float> logits);
+    token_id choose_of_all(std::span<const float> logits);
+    token_id run_choice(bool is_sorted);
+    void fill_all(std::span<const float> logits);
+    void fill_top(std::int32_t k);
+    void fill_top_allowed(std::span<const float> logits, std::int32_t k);
+    void apply_grammar();
+    float logprob_of(token_id id, std::span<const float> logits) const;
+
+    sampling_params params_;
+    std::uint32_t seed_;
+    std::int32_t n_vocab_;  // of the vocabulary
+    std::vector<token_id> banned_;
+
+    handle penalties_;  // null when off
+    handle dry_;
+    handle grammar_;
+    handle choice_;  // null when greedy
+
+    // The last tokens that penalties and DRY may look back on, as a ring.
+    std::vector<token_id> recent_;
+    std::size_t n_recent_max_ = 0;
+    std::size_t i_recent_oldest_ = 0;
+
+    logit_scan scan_;
+    logprob_scan logprobs_;
+    std::vector<scored_token> top_;
+    std::vector<llama_token_data> candidates_;
+    std::vector<llama_token_data> penalized_;
+    std::vector<scored_token> replaced_;  // raw logits that edit() changed, for the logprob
+};
+
+}  // namespace kqview

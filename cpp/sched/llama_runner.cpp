@@ -1,0 +1,112 @@
+#include "sched/llama_runner.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+#include "sample/chain.h"
+
+namespace kqview {
+
+namespace {
+
+class chain_picker final : public token_picker {
+public:
+    chain_picker(const model& source, const sampling_params& params)
+        : n_vocab_(source.n_vocab()),
+          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get())) {}
+
+    void accept_prompt(std::span<const token_id> ids) override { sampler_.accept_prompt(ids); }
+
+    picked_token pick(float* logits) override {
+        auto sampled = sampler_.sample(logits, n_vocab_);
+        return {sampled.id, sampled.logprob, std::move(sampled.top)};
+    }
+
+private:
+    int n_vocab_;
+    sampler sampler_;
+};
+
+}  // namespace
+
+llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
+    : model_(std::move(source)),
+      tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch))) {
+    check_memory(*model_, options);
+    const tap::scope scope(*tap_);
+    context_ = std::make_unique<context>(model_, options);
+}
+
+llama_runner::~llama_runner() {
+    const tap::scope scope(*tap_);
+    context_.reset();
+}
+
+bool llama_runner::is_end_of_generation(token_id id) const {
+    return model_->has_vocab() && llama_vocab_is_eog(model_->vocab(), id);
+}
+
+std::unique_ptr<token_picker> llama_runner::make_picker(const sampling_params& params) {
+    return std::make_unique<chain_picker>(*model_, params);
+}
+
+void llama_runner::want(const graph_plan& plan) {
+    if (!tap_->want(plan)) return;
+    const tap::scope scope(*tap_);
+    try {
+        context_->reserve();
+    } catch (const error&) {
+        // The requests that run on must not fail with this one: back to graphs without nodes.
+        const auto why = tap_->take_failure();
+        tap_->want({});
+        context_->reserve();
+        if (why.empty()) throw;
+        throw error(errc::unsupported_model, "capture: " + why);
+    }
+}
+
+const std::byte* llama_runner::decode(std::span<const step_token> tokens,
+                                      std::span<const step_rows> rows) {
+    batch_.clear();
+    for (const auto& token : tokens) {
+        batch_.push_back({token.slot, token.id, token.position, token.wants_logits});
+    }
+    std::vector<row_target> targets;
+    targets.reserve(rows.size());
+    for (const auto& row : rows) targets.push_back(target_of(tokens, row));
+
+    const tap::scope scope(*tap_);
+    tap_->begin_step(std::move(targets));
+    try {
+        context_->decode(batch_);
+    } catch (const error&) {
+        tap_->abandon_step();
+        // A hook that refused says why; llama.cpp only knows that the call failed.
+        const auto why = tap_->take_failure();
+        if (why.empty()) throw;
+        throw error(errc::unsupported_model, "capture: " + why);
+    }
+    publish_graphs();
+    return tap_->end_step();
+}
+
+// Where llama.cpp puts the query of a batch token: a run of one slot is one stream with a query a
+// token, one token each of several slots is a stream each.
+row_target llama_runner::target_of(std::span<const step_token> tokens,
+                                   const step_rows& rows) const {
+    const bool is_one_slot = tokens.front().slot == tokens.back().slot;
+    return {rows.plan, is_one_slot ? 0 : rows.i_token, is_one_slot ? rows.i_token : 0,
+            rows.n_columns, rows.data};
+}
+
+bool llama_runner::truncate(slot_id slot, int n_keep) { return context_->truncate(slot, n_keep); }
+
+void llama_runner::publish_graphs() {
+    graphs_->n_built.store(tap_->n_graphs_built(), std::memory_order_relaxed);
+    graphs_->n_reused.store(static_cast<std::uint64_t>(context_->n_graphs_reused()),
+                            std::memory_order_relaxed);
+    graphs_->n_nodes_added.store(tap_->n_nodes_added(), std::memory_order_relaxed);
+}
+
+}  // namespace kqview

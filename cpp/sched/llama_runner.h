@@ -1,0 +1,57 @@
+// The real runner: a llama.cpp context with its tap and samplers.
+// Owner:   the scheduler. Threads: made on a Python thread, then the engine thread alone; `layers` any.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "llama/context.h"
+#include "llama/model.h"
+#include "sched/runner.h"
+#include "tap/tap.h"
+
+namespace kqview {
+
+struct graph_counters {
+    std::atomic<std::uint64_t> n_built{0};
+    std::atomic<std::uint64_t> n_reused{0};
+    std::atomic<int> n_nodes_added{0};  // to the newest graph
+};
+
+class llama_runner final : public runner {
+public:
+    llama_runner(std::shared_ptr<model> source, const context_options& options);
+    ~llama_runner() override;
+
+    int n_slots() const override { return context_->n_slots(); }
+    int n_ctx() const override { return context_->n_ctx(); }
+    int n_chunk() const override { return context_->n_chunk(); }
+    bool can_truncate() const override { return model_->can_truncate(); }
+    bool is_end_of_generation(token_id id) const override;
+
+    std::unique_ptr<token_picker> make_picker(const sampling_params& params) override;
+    void want(const graph_plan& plan) override;
+    const std::byte* decode(std::span<const step_token> tokens,
+                            std::span<const step_rows> rows) override;
+    float* logits(int i_token) override { return context_->logits(i_token); }
+    bool truncate(slot_id slot, int n_keep) override;
+
+    // Layers with attention, found in the graph that llama.cpp reserved.
+    const std::vector<attention_layer>& layers() const { return tap_->layers(); }
+
+    // Shared, so that they can be read from any thread and after the runner is gone.
+    std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
+
+private:
+    void publish_graphs();
+    row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
+
+    std::shared_ptr<model> model_;
+    std::unique_ptr<tap> tap_;  // outlives the context's graphs
+    std::unique_ptr<context> context_;
+    std::vector<batch_token> batch_;
+    const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
+};
+
+}  // namespace kqview

@@ -1,0 +1,98 @@
+// Tokens of one request on their way from the engine thread to one consumer.
+// Owner:   shared by the request and the consumer's handle.
+// Threads: "producer" members on the engine thread, "consumer" members on one consumer at a time.
+// Never:   blocks the producer. The bound is kept by the producer asking has_room() first.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "sched/doorbell.h"
+#include "sched/request.h"
+#include "sched/wake_handle.h"
+
+namespace kqview {
+
+class mailbox {
+public:
+    // `engine` is rung when the consumer makes room or starts to wait.
+    explicit mailbox(std::shared_ptr<doorbell> engine) : engine_(std::move(engine)) {}
+
+    // Producer: may another token be computed? With nothing left to take it may whenever the consumer
+    // waits, even with run_ahead 0. After a false the engine is rung on the next change.
+    bool has_room(int run_ahead);
+
+    // Producer: nothing is left to take and the consumer waits: no view of ours can come back.
+    // After a false the engine is rung on the next change.
+    bool is_starving();
+
+    // Producer: adds a token, together with the end when it is the last one.
+    void put(token_event token, std::optional<end_event> end);
+    void finish(end_event end);
+
+    // Producer, while the request is queued: every slot waits for the consumers of `holders`, so it
+    // cannot start before one of them acts. A waiting consumer is told once for each set.
+    void stall(const std::vector<request_id>& holders);
+
+    // Producer: true once the consumer cancelled; takes are over then and n_taken() is final.
+    bool is_cancelled() const;
+    int n_taken() const;
+
+    // Producer: the cancellation was carried out, the slot is rolled back.
+    void settle();
+
+    struct item {
+        std::optional<token_event> token;  // no token: see `end`
+        std::optional<end_event> end;      // with a token: it is the last one
+    };
+    // Consumer: the next item, or nothing yet. The end is repeated for ever.
+    std::optional<item> try_take();
+
+    // Consumer: the end, once there is one, without taking what is before it.
+    std::optional<end_event> end() const;
+
+    // Consumer: who keeps the request from starting, if that is news; empty otherwise. After
+    // forget_stall() it is news again, as soon as the engine still finds it so.
+    std::vector<request_id> take_stall();
+    void forget_stall();
+
+    // Consumer: asks that `waiter` is signalled at the next change. True: something is there already.
+    // Several may wait: one for the next item, others for a cancellation.
+    bool arm(std::shared_ptr<wake_handle> waiter);
+    // As arm(), for the end of a cancellation. True: it was carried out.
+    bool arm_settled(std::shared_ptr<wake_handle> waiter);
+    void disarm(const wake_handle* waiter = nullptr);  // null: all of them
+
+    // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to do,
+    // it was cancelled before or its end was taken.
+    bool cancel();
+    // Consumer: blocks until the engine carried a cancellation out.
+    void wait_settled() const;
+
+private:
+    bool has_something() const { return !tokens_.empty() || end_.has_value() || is_stall_new_; }
+    bool is_awaited() const { return tokens_.empty() && !waiters_.empty(); }
+    void add_waiter(std::shared_ptr<wake_handle> waiter);
+    void wake_consumer();
+
+    const std::shared_ptr<doorbell> engine_;
+
+    mutable std::mutex mutex_;  // guards what follows
+    std::deque<token_event> tokens_;
+    std::optional<end_event> end_;
+    int n_taken_ = 0;
+    bool is_end_taken_ = false;
+    bool is_cancelled_ = false;
+    bool engine_waits_ = false;  // the producer saw no room, or nobody to tell of a stall
+    std::vector<std::shared_ptr<wake_handle>> waiters_;
+    std::vector<request_id> stall_;  // told last
+    bool is_stall_new_ = false;
+
+    std::atomic<bool> is_settled_{false};
+};
+
+}  // namespace kqview

@@ -1,0 +1,76 @@
+// What a caller asks for and what comes back: plain values between the Python threads and the engine
+// thread. A request is shared by both sides; only its mailbox and its flags change after submission.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "base/ids.h"
+#include "memory/block_pool.h"
+#include "sample/params.h"
+#include "tap/plan.h"
+
+namespace kqview {
+
+enum class finish_reason {
+    stop,        // the model ended its text (an end-of-generation token)
+    length,      // max_tokens, or the slot is full
+    stop_token,  // one of the request's own stop tokens
+    cancelled,
+    error,
+};
+
+enum class full_policy { raise, wait, drop };  // what to do when the block pool has no room
+
+// Attention of one token: a lease and how to read it.
+struct token_rows {
+    std::shared_ptr<lease> block;
+    std::shared_ptr<const capture_plan> plan;
+    int n_columns = 0;
+    const std::byte* written_at = nullptr;  // where the kernel of that step wrote first
+};
+
+struct token_event {
+    token_id id;
+    float logprob;  // NaN when not asked for
+    std::vector<std::pair<token_id, float>> top;
+    token_rows rows;  // no block when nothing is captured, or dropped
+};
+
+struct request_usage {
+    int prompt_tokens = 0;
+    int cached_tokens = 0;  // of the prompt, found in the slot's cache
+    int completion_tokens = 0;
+    double prefill_s = 0.0;
+    double decode_s = 0.0;
+};
+
+struct end_event {
+    finish_reason reason = finish_reason::cancelled;
+    request_usage usage;
+    std::optional<error> failure;  // with reason error
+};
+
+class mailbox;
+
+struct request {
+    request_id id = 0;
+    std::vector<token_id> prompt;
+    int max_tokens = 256;
+    sampling_params sampling;
+    std::vector<token_id> stop_tokens;            // sorted
+    std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
+    full_policy on_full = full_policy::raise;
+    std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
+    int run_ahead = 8;                               // tokens computed before they are taken
+    int priority = 0;                                // larger first, then order of arrival
+    std::shared_ptr<mailbox> box;
+    std::atomic<slot_id> slot{-1};  // set at admission
+};
+
+}  // namespace kqview

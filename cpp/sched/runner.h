@@ -1,0 +1,73 @@
+// What the scheduler asks of a model: llama_runner is the real one, tests inject a fake.
+// Threads: the engine thread alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <utility>
+#include <vector>
+
+#include "base/ids.h"
+#include "sample/params.h"
+#include "tap/plan.h"
+
+namespace kqview {
+
+struct picked_token {
+    token_id id;
+    float logprob;
+    std::vector<std::pair<token_id, float>> top;
+};
+
+// Chooses tokens for one request and remembers what it chose.
+class token_picker {
+public:
+    virtual ~token_picker() = default;
+    virtual void accept_prompt(std::span<const token_id> ids) = 0;
+    // F32 ne=[n_vocab]; may be changed in place.
+    virtual picked_token pick(float* logits) = 0;
+};
+
+struct step_token {
+    slot_id slot;
+    token_id id;
+    std::int32_t position;
+    bool wants_logits;
+};
+
+// Rows to write during the step for the query that is the step's token `i_token`.
+struct step_rows {
+    std::shared_ptr<const capture_plan> plan;
+    int i_token;
+    int n_columns;
+    std::byte* data;
+};
+
+class runner {
+public:
+    virtual ~runner() = default;
+
+    virtual int n_slots() const = 0;
+    virtual int n_ctx() const = 0;    // tokens of a slot
+    virtual int n_chunk() const = 0;  // most prompt tokens of one step
+    virtual bool can_truncate() const = 0;
+    virtual bool is_end_of_generation(token_id id) const = 0;
+
+    virtual std::unique_ptr<token_picker> make_picker(const sampling_params& params) = 0;
+
+    // Provides the nodes of `plan` in every step from now on.
+    virtual void want(const graph_plan& plan) = 0;
+
+    // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt.
+    // Returns where the kernel wrote the first row. Throws error; the caches are then as before.
+    virtual const std::byte* decode(std::span<const step_token> tokens,
+                                    std::span<const step_rows> rows) = 0;
+    virtual float* logits(int i_token) = 0;
+
+    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
+    virtual bool truncate(slot_id slot, int n_keep) = 0;
+};
+
+}  // namespace kqview

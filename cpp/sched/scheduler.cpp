@@ -1,0 +1,213 @@
+#include "sched/scheduler.h"
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+error closed_error() {
+    return error(errc::closed, "generate: the engine was closed; make a new Engine");
+}
+
+// Signals belong to Python's main thread: one that landed here, or on a compute thread started from
+// here, would not interrupt the wait it is meant for.
+void block_signals() {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+}
+
+}  // namespace
+
+scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
+                     int n_queue_max)
+    : pool_(std::move(pool)),
+      runner_(std::move(model)),
+      step_(std::make_unique<step>(*runner_, pool_)),
+      n_slots_(runner_->n_slots()),
+      n_queue_max_(static_cast<std::size_t>(n_queue_max)) {
+    // A forked child drops views too, and the engine thread's locks may be locked there for ever.
+    pool_->set_release_listener([bell = bell_, fork = fork_] {
+        if (!fork.is_forked()) bell->ring();
+    });
+    thread_ = std::make_unique<std::thread>([this] { loop(); });
+}
+
+scheduler::~scheduler() {
+    if (fork_.is_forked()) {
+        // The thread, its locks and the compute threads are the parent's: leave everything as it is.
+        (void)thread_.release();
+        (void)step_.release();
+        (void)runner_.release();
+        new auto(bell_);  // destroying a condition variable waits for its waiter
+        return;
+    }
+    close();
+}
+
+void scheduler::submit(const std::shared_ptr<request>& wanted) {
+    check_open();
+    wanted->box = std::make_shared<mailbox>(bell_);
+    {
+        const std::lock_guard lock(mutex_);
+        if (is_closing_) throw closed_error();
+        if (queue_.size() >= n_queue_max_) {
+            throw error(errc::queue_full, "generate: " + std::to_string(queue_.size()) +
+                                              " requests wait already, the limit is " +
+                                              std::to_string(n_queue_max_) + "; try again later");
+        }
+        wanted->id = ++last_id_;
+        const auto behind = std::find_if(queue_.begin(), queue_.end(), [&](const auto& other) {
+            return other->priority < wanted->priority;
+        });
+        queue_.insert(behind, wanted);
+    }
+    bell_->ring();
+}
+
+void scheduler::cancel(const std::shared_ptr<request>& wanted) {
+    if (fork_.is_forked() || !wanted->box->cancel()) return;
+    {
+        const std::lock_guard lock(mutex_);
+        const bool is_queued = std::erase(queue_, wanted) > 0;
+        if (!is_queued && !is_closing_) {
+            cancels_.push_back(wanted);
+            bell_->ring();
+            return;
+        }
+    }
+    // It has no slot, or the thread ends everything: nothing is to be rolled back.
+    end_event end;
+    end.usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
+    wanted->box->finish(std::move(end));
+    wanted->box->settle();
+}
+
+void scheduler::wait_settled(const std::shared_ptr<request>& wanted) const {
+    if (!fork_.is_forked()) wanted->box->wait_settled();
+}
+
+void scheduler::close() {
+    if (fork_.is_forked()) return;
+    const std::lock_guard close_lock(close_mutex_);
+    if (!thread_) return;
+    {
+        const std::lock_guard lock(mutex_);
+        is_closing_ = true;
+    }
+    bell_->ring();
+    thread_->join();
+    thread_.reset();
+    pool_->clear_release_listener();
+    runner_.reset();  // the context's memory is free now, not when the last handle dies
+}
+
+void scheduler::check_not_forked() const {
+    if (!fork_.is_forked()) return;
+    throw error(
+        errc::closed,
+        "engine: this process was forked from the one that opened the engine, whose threads "
+        "are not here; open an Engine after the fork");
+}
+
+void scheduler::check_open() const {
+    check_not_forked();
+    if (is_closed()) throw error(errc::closed, "engine: it is closed; make a new Engine");
+}
+
+bool scheduler::is_closed() const {
+    if (fork_.is_forked()) return true;
+    const std::lock_guard lock(mutex_);
+    return is_closing_;
+}
+
+int scheduler::n_queued() const {
+    const std::lock_guard lock(mutex_);
+    return static_cast<int>(queue_.size());
+}
+
+std::vector<token_id> scheduler::tokens_of(slot_id id) const {
+    check_open();
+    return step_->tokens_of(id);
+}
+
+bool scheduler::is_busy(slot_id id) const {
+    check_open();
+    return step_->is_busy(id);
+}
+
+// ---- engine thread
+
+void scheduler::loop() {
+    block_signals();
+    while (take_orders()) {
+        admit_queued();
+        if (step_->run()) continue;
+        tell_stalled();
+        bell_->wait(step_->next_deadline());
+    }
+    close_requests();
+}
+
+// Carries cancellations out. False: the engine closes.
+bool scheduler::take_orders() {
+    std::vector<std::shared_ptr<request>> cancels;
+    {
+        const std::lock_guard lock(mutex_);
+        if (is_closing_) return false;
+        cancels.swap(cancels_);
+    }
+    for (const auto& wanted : cancels) step_->cancel(wanted);
+    return true;
+}
+
+void scheduler::admit_queued() {
+    while (step_->has_free_slot()) {
+        std::shared_ptr<request> next;
+        {
+            const std::lock_guard lock(mutex_);
+            if (queue_.empty()) return;
+            next = std::move(queue_.front());
+            queue_.pop_front();
+        }
+        step_->admit(next);
+    }
+}
+
+// When every slot waits for its consumer, that may be the thread which waits for a queued request here.
+// Only the consumers can know.
+void scheduler::tell_stalled() {
+    std::deque<std::shared_ptr<request>> queued;
+    {
+        const std::lock_guard lock(mutex_);
+        if (queue_.empty()) return;
+        queued = queue_;
+    }
+    const auto holders = step_->stalled_on();
+    if (holders.empty()) return;
+    for (const auto& wanted : queued) wanted->box->stall(holders);
+}
+
+void scheduler::close_requests() {
+    std::deque<std::shared_ptr<request>> queued;
+    std::vector<std::shared_ptr<request>> cancels;
+    {
+        const std::lock_guard lock(mutex_);
+        queued.swap(queue_);
+        cancels.swap(cancels_);
+    }
+    step_->fail_all(closed_error());
+    for (const auto& wanted : queued) {
+        wanted->box->finish({finish_reason::error, {}, closed_error()});
+        wanted->box->settle();
+    }
+    for (const auto& wanted : cancels) step_->cancel(wanted);
+}
+
+}  // namespace kqview

@@ -1,0 +1,85 @@
+// The engine thread and the door to it: submit, cancel, close.
+// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine.
+// Threads: public members from any thread, without the GIL where they wait. The engine thread runs `loop`,
+//          with every signal blocked, and never takes the GIL.
+// Never:   lets an error end the thread: each one reaches the request that caused it.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "base/fork_guard.h"
+#include "memory/block_pool.h"
+#include "sched/doorbell.h"
+#include "sched/mailbox.h"
+#include "sched/request.h"
+#include "sched/runner.h"
+#include "sched/step.h"
+
+namespace kqview {
+
+class scheduler {
+public:
+    // At most `n_queue_max` requests wait for a slot.
+    scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
+              int n_queue_max = 1024);
+    ~scheduler();
+    scheduler(const scheduler&) = delete;
+    scheduler& operator=(const scheduler&) = delete;
+
+    // Gives the request its id and mailbox and queues it. Raises queue_full, closed.
+    void submit(const std::shared_ptr<request>& wanted);
+
+    // Ends a request at the next step and rolls its slot back to the last token that was taken.
+    // Returns at once; mailbox::wait_settled waits for it.
+    void cancel(const std::shared_ptr<request>& wanted);
+
+    // Blocks until a cancellation was carried out.
+    void wait_settled(const std::shared_ptr<request>& wanted) const;
+
+    // Ends the thread; running and queued requests end with errc::closed. Idempotent.
+    void close();
+
+    // Raises closed after close() and in a forked child.
+    void check_open() const;
+    void check_not_forked() const;
+    bool is_forked() const { return fork_.is_forked(); }
+    bool is_closed() const;
+
+    int n_slots() const { return n_slots_; }
+    int n_queued() const;
+    std::vector<token_id> tokens_of(slot_id id) const;
+    bool is_busy(slot_id id) const;
+    const step_counters& counters() const { return step_->counters(); }
+    const std::shared_ptr<block_pool>& pool() const { return pool_; }
+
+private:
+    void loop();
+    bool take_orders();
+    void admit_queued();
+    void tell_stalled();
+    void close_requests();
+
+    const fork_guard fork_;
+    const std::shared_ptr<doorbell> bell_ = std::make_shared<doorbell>();
+    const std::shared_ptr<block_pool> pool_;
+    std::unique_ptr<runner> runner_;
+    std::unique_ptr<step> step_;
+    const int n_slots_;
+    const std::size_t n_queue_max_;
+
+    mutable std::mutex mutex_;                    // guards what follows
+    std::deque<std::shared_ptr<request>> queue_;  // by priority, then arrival
+    std::vector<std::shared_ptr<request>> cancels_;
+    bool is_closing_ = false;
+    request_id last_id_ = 0;
+
+    std::mutex close_mutex_;  // one caller joins
+    std::unique_ptr<std::thread> thread_;
+};
+
+}  // namespace kqview

@@ -1,0 +1,120 @@
+// One step of the engine over its slots: admit, fill, decode, sample, publish. Each phase is a short
+// function; the order is `run`.
+// Owner:   the scheduler. Threads: the engine thread, except `tokens_of` and `counters`.
+// Why one ubatch a decode: with a KV stream per slot llama.cpp splits a batch into equal runs of adjacent
+// sequences; a step is therefore one token each of adjacent slots, or one prompt chunk of one slot.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "memory/block_pool.h"
+#include "sched/mailbox.h"
+#include "sched/request.h"
+#include "sched/runner.h"
+#include "sched/slot_state.h"
+
+namespace kqview {
+
+struct step_counters {
+    std::atomic<std::uint64_t> n_requests{0};
+    std::atomic<std::uint64_t> n_tokens{0};         // generated
+    std::atomic<std::uint64_t> n_prompt_tokens{0};  // decoded, so without cached ones
+    std::atomic<std::uint64_t> n_decodes{0};
+    std::atomic<std::uint64_t> n_attention_bytes{0};
+    std::atomic<std::uint64_t> n_dropped_rows{0};
+};
+
+class step {
+public:
+    using clock = std::chrono::steady_clock;
+
+    step(runner& model, std::shared_ptr<block_pool> pool);
+
+    bool has_free_slot() const;
+
+    // Gives a request to a free slot; there must be one.
+    void admit(const std::shared_ptr<request>& wanted);
+
+    // Carries a cancellation out (its mailbox is cancelled already), for a running request or one whose slot still holds its tokens.
+    void cancel(const std::shared_ptr<request>& wanted);
+
+    // Ends every running request with `failure`.
+    void fail_all(const error& failure);
+
+    // Decodes once and publishes what came of it. False: nothing could run.
+    bool run();
+
+    // The requests in the slots when each of them waits for its consumer; empty when any can go on.
+    std::vector<request_id> stalled_on() const;
+
+    // When a starved slot gives up waiting for memory.
+    std::optional<clock::time_point> next_deadline() const;
+
+    // Ids in a slot's cache; any thread.
+    std::vector<token_id> tokens_of(slot_id id) const;
+    bool is_busy(slot_id id) const;
+    const step_counters& counters() const { return counters_; }
+    step_counters& counters() { return counters_; }
+
+private:
+    struct slot {
+        slot_id id = 0;
+        slot_state state = slot_state::idle;
+        std::vector<token_id> tokens;  // ids in the cache
+        std::shared_ptr<request> active;
+        std::unique_ptr<token_picker> picker;
+        token_id pending = 0;          // sampled, not decoded yet
+        std::shared_ptr<lease> block;  // for the row of the coming step
+        bool row_dropped = false;      // ... that the pool had no room for
+        std::optional<clock::time_point> starved_until;
+        request_usage usage;
+        clock::time_point started;
+        clock::time_point prefilled;
+        request_id last_request = 0;  // whose tokens the cache ends with
+        std::size_t n_last_prompt = 0;
+    };
+    struct work {
+        slot* target;
+        int i_token;   // its last token in the batch
+        bool samples;  // that token's logits are wanted
+    };
+
+    // fill
+    bool make_ready(slot& target);
+    bool take_block(slot& target, int n_columns);
+    void starve(slot& target, bool is_final);
+    bool fill_prefill();
+    bool fill_decode();
+    void add_rows(const slot& target, int i_token);
+
+    // decode, sample, publish
+    void decode();
+    void sample(const work& done, const std::byte* written_at);
+    void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
+    end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
+    void release(slot& target);
+
+    void want_union(const request* added);
+    void truncate(slot& target, std::size_t n_keep);
+    void drop_unknown(slot& target);
+    void roll_back(slot& target, std::size_t n_prompt, int n_taken);
+    int n_left(const slot& target) const;
+
+    runner& model_;
+    const std::shared_ptr<block_pool> pool_;
+    mutable std::mutex tokens_mutex_;  // guards slot::tokens and slot::active against readers
+    std::vector<slot> slots_;
+    std::vector<step_token> batch_;
+    std::vector<step_rows> rows_;
+    std::vector<work> work_;
+    bool prefilled_last_ = false;
+    std::size_t decode_cursor_ = 0;
+    step_counters counters_;
+};
+
+}  // namespace kqview

@@ -1,0 +1,137 @@
+#include "tap/tap.h"
+
+#include <utility>
+
+#include "base/error.h"
+#include "tap/graph.h"
+
+namespace kqview {
+
+namespace {
+thread_local tap* current_tap = nullptr;
+}
+
+// What was added to one graph, and for which plan. Owns the added tensors' descriptions.
+struct tap::marked_graph {
+    std::uint64_t generation = 0;
+    bool has_attention = false;
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors{nullptr, ggml_free};
+    std::vector<std::unique_ptr<row_op>> ops;
+};
+
+tap::tap(int n_threads) { table_.scratch.resize(static_cast<std::size_t>(n_threads)); }
+
+tap::~tap() = default;
+
+tap::scope::scope(tap& current) noexcept : previous_(std::exchange(current_tap, &current)) {}
+tap::scope::~scope() { current_tap = previous_; }
+tap* tap::current() noexcept { return current_tap; }
+
+bool tap::want(const graph_plan& plan) {
+    if (plan == wanted_) return false;
+    wanted_ = plan;
+    ++generation_;
+    return true;
+}
+
+void tap::begin_step(std::vector<row_target> targets) {
+    table_.targets = std::move(targets);
+    table_.n_rows_written.store(0, std::memory_order_relaxed);
+    table_.first_write.store(nullptr, std::memory_order_relaxed);
+}
+
+const std::byte* tap::end_step() {
+    int n_expected = 0;
+    for (const auto& target : table_.targets) n_expected += target.plan->n_rows();
+    table_.targets.clear();
+    const int n_written = table_.n_rows_written.load(std::memory_order_relaxed);
+    if (n_written != n_expected) {
+        throw error(errc::internal, "tap: " + std::to_string(n_written) +
+                                        " attention rows were written, " +
+                                        std::to_string(n_expected) + " were due");
+    }
+    return table_.first_write.load(std::memory_order_relaxed);
+}
+
+void tap::abandon_step() noexcept { table_.targets.clear(); }
+
+bool tap::prepare(ggml_cgraph* graph) {
+    ++n_graphs_built_;
+    n_nodes_added_ = 0;
+    const auto found = find_attention(graph);
+    if (!is_discovered_) discover(found);
+    auto& mark = graphs_[graph];
+    mark = std::make_unique<marked_graph>();
+    mark->generation = generation_;
+    mark->has_attention = !found.sites.empty();
+    return wanted_.is_empty() || add_nodes(graph, found, *mark);
+}
+
+void tap::discover(const attention_sites& found) {
+    is_discovered_ = true;
+    for (const auto& site : found.sites) {
+        layers_.push_back({site.il, site.n_head, site.n_head_kv, site.scale});
+    }
+}
+
+bool tap::add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_graph& mark) {
+    for (const int il : found.ambiguous) {
+        for (const auto kind : {row_kind::logits, row_kind::scores, row_kind::probs}) {
+            if (!wanted_.wants(il, kind)) continue;
+            failure_ = "two attention nodes claim layer " + std::to_string(il);
+            return false;
+        }
+    }
+    const auto n_nodes_max = found.sites.size() * 3;
+    mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
+    std::vector<placed_node> placed;
+    const auto new_op = [&]() -> row_op& {
+        mark.ops.push_back(std::make_unique<row_op>());
+        mark.ops.back()->table = &table_;
+        return *mark.ops.back();
+    };
+    for (const auto& site : found.sites) {
+        const bool logits = wanted_.wants(site.il, row_kind::logits);
+        const bool scores = wanted_.wants(site.il, row_kind::scores);
+        const bool probs = wanted_.wants(site.il, row_kind::probs);
+        auto* const tensors = mark.tensors.get();
+        if (site.flash) {
+            if (logits || scores || probs) {
+                placed.push_back({site.flash, make_flash_row_node(tensors, site, new_op())});
+            }
+            continue;
+        }
+        // Each reads its tensor at once, before softmax overwrites it in place.
+        if (logits) {
+            placed.push_back(
+                {site.kq, make_plain_row_node(tensors, site, row_kind::logits, new_op())});
+        }
+        if (scores) {
+            placed.push_back({site.softmax->src[0],
+                              make_plain_row_node(tensors, site, row_kind::scores, new_op())});
+        }
+        if (probs) {
+            placed.push_back(
+                {site.softmax, make_plain_row_node(tensors, site, row_kind::probs, new_op())});
+        }
+    }
+    if (!insert_nodes(graph, placed)) {
+        failure_ = "the graph has no room for " + std::to_string(placed.size()) +
+                   " more nodes; capture fewer layers";
+        return false;
+    }
+    n_nodes_added_ = static_cast<int>(placed.size());
+    return true;
+}
+
+bool tap::may_compute(const ggml_cgraph* graph) {
+    const auto mark = graphs_.find(graph);
+    if (mark == graphs_.end() || !mark->second->has_attention) return true;  // not a graph of ours
+    if (mark->second->generation == generation_) return true;
+    failure_ = "a graph of an older capture plan was about to run";
+    return false;
+}
+
+std::string tap::take_failure() { return std::exchange(failure_, {}); }
+
+}  // namespace kqview

@@ -1,0 +1,87 @@
+// The tap of one context: adds row nodes to the graphs llama.cpp builds and steers what they write.
+// Owner:   the runner, which also owns the context; one tap per context.
+// Threads: the engine thread (and the constructor's thread before that thread starts).
+// How:     llama.cpp's four calls into ggml's scheduler are renamed to ours (hook.cpp). They get a
+//          scheduler only, so the tap that is meant is the thread's current one, set by a scope.
+// Never:   computes a graph that was built for another plan than the wanted one.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tap/plan.h"
+#include "tap/row_op.h"
+
+namespace kqview {
+
+class tap {
+public:
+    explicit tap(int n_threads);
+    ~tap();
+    tap(const tap&) = delete;
+    tap& operator=(const tap&) = delete;
+
+    // Makes this tap the thread's current one while it lives. Needed around every llama.cpp call that
+    // builds, reserves or runs a graph.
+    class scope {
+    public:
+        explicit scope(tap& current) noexcept;
+        ~scope();
+        scope(const scope&) = delete;
+        scope& operator=(const scope&) = delete;
+
+    private:
+        tap* previous_;
+    };
+    static tap* current() noexcept;
+
+    // Layers with attention, ascending; known once llama.cpp reserved its first graph.
+    const std::vector<attention_layer>& layers() const { return layers_; }
+
+    // Sets what the graphs must provide from now on. True when that changed: the caller then drops
+    // llama.cpp's graphs (context::reserve) before the next decode.
+    bool want(const graph_plan& plan);
+
+    // The targets of the next decode; valid until end_step.
+    void begin_step(std::vector<row_target> targets);
+
+    // Forgets the targets. Raises internal when a row that was asked for was not written: a buffer
+    // with old content must never be handed out.
+    // Returns the address that the kernel wrote first (null without targets).
+    const std::byte* end_step();
+    void abandon_step() noexcept;
+
+    // Called by the hooks. `prepare` adds the nodes; false: see take_failure.
+    bool prepare(ggml_cgraph* graph);
+    bool may_compute(const ggml_cgraph* graph);
+    // Why a hook refused, empty when none did.
+    std::string take_failure();
+
+    // Nodes added to the graph that was prepared last; 0 when nothing is captured.
+    int n_nodes_added() const { return n_nodes_added_; }
+    std::uint64_t n_graphs_built() const { return n_graphs_built_; }
+
+private:
+    struct marked_graph;
+
+    void discover(const attention_sites& found);
+    bool add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_graph& mark);
+
+    graph_plan wanted_;
+    std::uint64_t generation_ = 0;  // of `wanted_`
+    std::vector<attention_layer> layers_;
+    bool is_discovered_ = false;
+    // llama.cpp keeps a handful of graphs and reuses their addresses; an entry is replaced then.
+    std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
+    row_table table_;
+    std::string failure_;
+    int n_nodes_added_ = 0;
+    std::uint64_t n_graphs_built_ = 0;
+};
+
+}  // namespace kqview
