@@ -1,0 +1,29 @@
+"""kqview: llama.cpp in your process, the attention of every generated token as a numpy view."""
+
+import logging
+from importlib.metadata import version
+
+from kqview import errors
+from kqview.engine import Engine
+from kqview.generation.stream import Generation
+from kqview.slot import Slot
+from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling, Token, Usage
+
+# A library is silent until its user configures logging.
+logging.getLogger("kqview").addHandler(logging.NullHandler())
+
+__version__ = version("kqview")
+
+__all__ = [
+    "Capture",
+    "Engine",
+    "EngineStats",
+    "Generation",
+    "ModelInfo",
+    "PoolStats",
+    "Sampling",
+    "Slot",
+    "Token",
+    "Usage",
+    "errors",
+]

@@ -1,0 +1,27 @@
+"""Entry point of the ``kqview`` command and of ``python -m kqview``."""
+
+import sys
+from typing import Final
+
+_CLI_EXTRA: Final = frozenset({"typer", "rich"})
+
+
+def main() -> None:
+    """Run the command line and exit with its code; a missing ``cli`` extra is one line and 1."""
+    try:
+        from kqview.cli.main import app
+    except ModuleNotFoundError as missing:
+        package = (missing.name or "").partition(".")[0]
+        if package not in _CLI_EXTRA:
+            raise
+        print(
+            f"error: the command line needs {package}, which is not installed; "
+            'pip install "kqview[cli]"',
+            file=sys.stderr,
+        )
+        sys.exit(1)
+    app(prog_name="kqview")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""Native core of kqview; use the classes of the kqview package."""
+
+from collections.abc import Sequence
+import enum
+import types
+from typing import Any
+
+
+def drain_log() -> list[tuple[int, str]]:
+    """llama.cpp's log lines since the last call, as (logging level, text)."""
+
+class Model:
+    @staticmethod
+    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None) -> Model:
+        """Loads a GGUF file; `progress(fraction)` is called meanwhile."""
+
+    def info(self) -> dict[str, Any]:
+        """Facts of the model as llama.cpp has them; ids of -1 mean none."""
+
+    def metadata(self) -> dict[str, str]:
+        """The GGUF's key-value pairs as text; no arrays."""
+
+    def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
+        """Ids of UTF-8 text."""
+
+    def detokenize(self, ids: Sequence[int]) -> bytes:
+        """UTF-8 text of ids."""
+
+    def token_bytes(self, id: int) -> bytes:
+        """Bytes of one token; a character may be spread over several."""
+
+    def check_tokens(self, ids: Sequence[int], who: str) -> None:
+        """Raises InvalidToken for ids outside the vocabulary."""
+
+def build_info() -> dict[str, Any]:
+    """Version, llama.cpp commit, backends and devices."""
+
+class SamplingParams:
+    def __init__(self) -> None: ...
+
+    @property
+    def temperature(self) -> float: ...
+
+    @temperature.setter
+    def temperature(self, arg: float, /) -> None: ...
+
+    @property
+    def top_k(self) -> int: ...
+
+    @top_k.setter
+    def top_k(self, arg: int, /) -> None: ...
+
+    @property
+    def top_p(self) -> float: ...
+
+    @top_p.setter
+    def top_p(self, arg: float, /) -> None: ...
+
+    @property
+    def min_p(self) -> float: ...
+
+    @min_p.setter
+    def min_p(self, arg: float, /) -> None: ...
+
+    @property
+    def typical_p(self) -> float: ...
+
+    @typical_p.setter
+    def typical_p(self, arg: float, /) -> None: ...
+
+    @property
+    def repeat_penalty(self) -> float: ...
+
+    @repeat_penalty.setter
+    def repeat_penalty(self, arg: float, /) -> None: ...
+
+    @property
+    def repeat_last_n(self) -> int: ...
+
+    @repeat_last_n.setter
+    def repeat_last_n(self, arg: int, /) -> None: ...
+
+    @property
+    def presence_penalty(self) -> float: ...
+
+    @presence_penalty.setter
+    def presence_penalty(self, arg: float, /) -> None: ...
+
+    @property
+    def frequency_penalty(self) -> float: ...
+
+    @frequency_penalty.setter
+    def frequency_penalty(self, arg: float, /) -> None: ...
+
+    @property
+    def dry_multiplier(self) -> float: ...
+
+    @dry_multiplier.setter
+    def dry_multiplier(self, arg: float, /) -> None: ...
+
+    @property
+    def dry_base(self) -> float: ...
+
+    @dry_base.setter
+    def dry_base(self, arg: float, /) -> None: ...
+
+    @property
+    def dry_allowed_length(self) -> int: ...
+
+    @dry_allowed_length.setter
+    def dry_allowed_length(self, arg: int, /) -> None: ...
+
+    @property
+    def dry_penalty_last_n(self) -> int: ...
+
+    @dry_penalty_last_n.setter
+    def dry_penalty_last_n(self, arg: int, /) -> None: ...
+
+    @property
+    def dry_sequence_breakers(self) -> list[str]: ...
+
+    @dry_sequence_breakers.setter
+    def dry_sequence_breakers(self, arg: Sequence[str], /) -> None: ...
+
+    @property
+    def xtc_probability(self) -> float: ...
+
+    @xtc_probability.setter
+    def xtc_probability(self, arg: float, /) -> None: ...
+
+    @property
+    def xtc_threshold(self) -> float: ...
+
+    @xtc_threshold.setter
+    def xtc_threshold(self, arg: float, /) -> None: ...
+
+    @property
+    def mirostat(self) -> int: ...
+
+    @mirostat.setter
+    def mirostat(self, arg: int, /) -> None: ...
+
+    @property
+    def mirostat_tau(self) -> float: ...
+
+    @mirostat_tau.setter
+    def mirostat_tau(self, arg: float, /) -> None: ...
+
+    @property
+    def mirostat_eta(self) -> float: ...
+
+    @mirostat_eta.setter
+    def mirostat_eta(self, arg: float, /) -> None: ...
+
+    @property
+    def seed(self) -> int | None: ...
+
+    @seed.setter
+    def seed(self, arg: int | None, /) -> None: ...
+
+    @property
+    def logit_bias(self) -> list[tuple[int, float]]: ...
+
+    @logit_bias.setter
+    def logit_bias(self, arg: Sequence[tuple[int, float]], /) -> None: ...
+
+    @property
+    def banned_tokens(self) -> list[int]: ...
+
+    @banned_tokens.setter
+    def banned_tokens(self, arg: Sequence[int], /) -> None: ...
+
+    @property
+    def ignore_eos(self) -> bool: ...
+
+    @ignore_eos.setter
+    def ignore_eos(self, arg: bool, /) -> None: ...
+
+    @property
+    def grammar(self) -> str: ...
+
+    @grammar.setter
+    def grammar(self, arg: str, /) -> None: ...
+
+    @property
+    def n_logprobs(self) -> int: ...
+
+    @n_logprobs.setter
+    def n_logprobs(self, arg: int, /) -> None: ...
+
+class RowKind(enum.Enum):
+    logits = 0
+
+    scores = 1
+
+    probs = 2
+
+class RowType(enum.Enum):
+    float32 = 0
+
+    float16 = 1
+
+class FullPolicy(enum.Enum):
+    raise_ = 0
+
+    wait = 1
+
+    drop = 2
+
+class CapturePlan:
+    @property
+    def n_rows(self) -> int:
+        """Rows of one token: heads summed over layers."""
+
+    def bytes(self, n_columns: int) -> int:
+        """Bytes of one token's rows."""
+
+def stop_waking() -> None:
+    """The interpreter exits: threads that wait do so for ever."""
+
+class WakeHandle:
+    def __init__(self) -> None: ...
+
+    def fileno(self) -> int:
+        """Descriptor that becomes readable when a wait is over."""
+
+    def drain(self) -> None:
+        """Takes the signal back; then look at who was woken."""
+
+class Generation:
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def slot(self) -> int:
+        """Slot index, -1 while the request is queued."""
+
+    @property
+    def written_at(self) -> int:
+        """
+        Address that the kernel of the last taken token wrote first; 0 without capture.
+        """
+
+    def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | list[int] | types.EllipsisType | None:
+        """
+        Next item, blocking: (id, logprob, top, attention, is_last); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
+        """
+
+    def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | list[int] | types.EllipsisType | None:
+        """As next(), but `...` when nothing is there yet."""
+
+    def arm(self, waiter: WakeHandle) -> bool:
+        """Asks to be woken at the next item; True when one is there already."""
+
+    def arm_settled(self, waiter: WakeHandle) -> bool:
+        """
+        Asks to be woken when a cancellation was carried out; True when it was.
+        """
+
+    def disarm(self, waiter: WakeHandle) -> None: ...
+
+    def cancel(self) -> None:
+        """Asks the engine to stop at the next step; returns at once."""
+
+    def wait_settled(self) -> None:
+        """Blocks until a cancellation is carried out."""
+
+    @property
+    def end(self) -> tuple[str, int, int, int, float, float] | None:
+        """
+        (finish reason, prompt, cached and completion tokens, prefill_s, decode_s) once it is known.
+        """
+
+    def peek_end(self) -> None:
+        """Makes `end` known after a cancellation, which takes no further items."""
+
+class Engine:
+    @staticmethod
+    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, attention_budget_bytes: int, host_memory_bytes: int, poison: bool) -> Engine:
+        """Creates the context and starts the engine thread."""
+
+    @property
+    def n_ctx(self) -> int: ...
+
+    @property
+    def n_slots(self) -> int: ...
+
+    @property
+    def attention_layers(self) -> list[tuple[int, int, int, float]]:
+        """(layer, heads, KV heads, scale) of each layer with attention."""
+
+    def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None) -> CapturePlan:
+        """Resolves what to capture; raises InvalidCapture."""
+
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int) -> Generation:
+        """Queues a request."""
+
+    def close(self) -> None:
+        """Ends the engine thread and every request."""
+
+    def check_open(self) -> None: ...
+
+    @property
+    def is_closed(self) -> bool: ...
+
+    def slot_tokens(self, slot: int) -> list[int]:
+        """Ids in a slot's cache."""
+
+    def slot_is_busy(self, slot: int) -> bool: ...
+
+    def stats(self) -> dict[str, Any]:
+        """Counters since the engine was opened."""
+
+    def pool_contains(self, address: int) -> bool:
+        """Does the address lie in a block of the pool?"""
+
+    def count_copied(self, n_bytes: int) -> None:
+        """Whoever copies attention out of a view says so here."""

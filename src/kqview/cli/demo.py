@@ -1,0 +1,170 @@
+"""``kqview demo``: the bundled model generates, and its attention is drawn and measured."""
+
+from collections.abc import Sequence
+from statistics import median
+from time import perf_counter
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kqview.cli.loading import open_engine
+from kqview.cli.options import Kind, ThreadsOption
+from kqview.viz.terminal import heat_map, probabilities, select_head
+
+if TYPE_CHECKING:
+    from kqview import Capture, Engine, ModelInfo, Token
+    from kqview.types.token import Attention
+
+
+def demo(
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to go on from, not the built-in one.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens.")] = 40,
+    layer: Annotated[
+        int | None, typer.Option(min=0, help="Layer to draw, not the sharpest head's.")
+    ] = None,
+    head: Annotated[int | None, typer.Option(min=0, help="Head to draw, not the sharpest.")] = None,
+    kind: Annotated[Kind, typer.Option(help="What to capture.")] = Kind.PROBS,
+    runs: Annotated[int, typer.Option(min=1, help="Pairs of runs to time.")] = 5,
+    threads: ThreadsOption = None,
+) -> None:
+    """Generate with the bundled model and draw what each new token attended to.
+
+    The head drawn by default is the one with the largest mean weight on tokens that are neither
+    the first nor among the latest four. Speed is the median of interleaved runs with and without
+    capture.
+
+    Examples:
+
+    - `kqview demo`
+    - `kqview demo --prompt "Anna has a red ball." --layer 2 --head 1`
+    """
+    from kqview import Capture
+    from kqview.demo import PROMPT
+
+    console = Console()
+    capture = Capture(kind=kind.value)
+    with open_engine(None, demo=True, n_threads=threads) as engine:
+        layer_index = _find_layer(engine.model, layer)
+        if head is not None and head >= engine.model.n_head:
+            raise typer.BadParameter(f"--head is {head}; the model has {engine.model.n_head}")
+        copied_before = engine.stats().copied_bytes
+        ids = engine.tokenize(PROMPT if prompt is None else prompt, add_special=True)
+        tokens, rows = _generate(engine, ids, max_tokens, capture)
+        if not rows:
+            return
+        labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
+        _draw(console, engine.model, rows, labels, kind.value, layer_index, head)
+        copied_bytes = engine.stats().copied_bytes - copied_before
+        rates = _measure(engine, ids, max_tokens, capture, runs)
+        console.print(_summary(engine, rows[-1], capture, rates, copied_bytes))
+
+
+def _find_layer(model: "ModelInfo", layer: int | None) -> int | None:
+    if layer is None:
+        return None
+    if layer not in model.attention_layers:
+        known = ", ".join(map(str, model.attention_layers))
+        raise typer.BadParameter(f"--layer is {layer}; layers with attention are {known}")
+    return model.attention_layers.index(layer)
+
+
+def _generate(
+    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture"
+) -> tuple[list["Token"], list["Attention"]]:
+    """Stream the prompt and its continuation to stdout; return the tokens and their attention."""
+    tokens: list[Token] = []
+    rows: list[Attention] = []
+    typer.echo(engine.detokenize(ids), nl=False)
+    with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=capture) as stream:
+        for token in stream:
+            typer.echo(token.text, nl=False)
+            if token.attention is not None:
+                tokens.append(token)
+                rows.append(token.attention)
+    typer.echo("\n")
+    return tokens, rows
+
+
+def _draw(
+    console: Console,
+    model: "ModelInfo",
+    rows: Sequence["Attention"],
+    labels: Sequence[str],
+    kind: str,
+    layer_index: int | None,
+    head: int | None,
+) -> None:
+    # For "probs" these are the captured views themselves.
+    weights = [
+        [probabilities(heads, kind, model.attention_scale) for heads in layers] for layers in rows
+    ]
+    i_layer, i_head = select_head(weights, layer=layer_index, head=head)
+    console.print(
+        f"layer {model.attention_layers[i_layer]}, head {i_head}: a line is a generated token, "
+        "a column is a token before it",
+        highlight=False,
+    )
+    drawn = [layers[i_layer][i_head] for layers in weights]
+    console.print(heat_map(drawn, labels[-len(rows) :], labels, width=console.width))
+    console.print()
+
+
+def _measure(
+    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture", runs: int
+) -> tuple[float, float]:
+    """Median tokens/s without and with capture, of interleaved greedy runs after a warm-up."""
+    plans = (None, capture)
+    rates: tuple[list[float], list[float]] = ([], [])
+    for i_run in range(runs + 1):
+        for plan, measured in zip(plans, rates, strict=True):
+            rate = _decode_rate(engine, ids, max_tokens, plan)
+            if i_run > 0:
+                measured.append(rate)
+    return median(rates[0]), median(rates[1])
+
+
+def _decode_rate(
+    engine: "Engine", ids: list[int], max_tokens: int, plan: "Capture | None"
+) -> float:
+    """Tokens/s by this process's clock, from the first token to the last."""
+    times_s: list[float] = []
+    with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=plan) as stream:
+        for _ in stream:
+            times_s.append(perf_counter())
+    elapsed_s = times_s[-1] - times_s[0] if times_s else 0.0
+    return (len(times_s) - 1) / elapsed_s if elapsed_s > 0 else 0.0
+
+
+def _summary(
+    engine: "Engine",
+    last: "Attention",
+    capture: "Capture",
+    rates: tuple[float, float],
+    copied_bytes: int,
+) -> Table:
+    table = Table(show_header=False, box=None)
+    heads = last[0]
+    n_context = heads.shape[-1]
+    if isinstance(last, tuple):
+        shape = ", ".join(str(layer.shape) for layer in last)
+    else:
+        shape = str(last.shape)
+    flags = last[0].flags if isinstance(last, tuple) else last.flags
+    without, with_capture = rates
+    n_bytes = capture.bytes_per_token(engine.model, n_context)
+    rows = [
+        ("attention of the last token", f"{shape} {heads.dtype}, {capture.kind}"),
+        ("its memory", f"owndata {flags.owndata}, writeable {flags.writeable}"),
+        ("captured per token", f"{n_bytes:,} bytes at {n_context} tokens before it"),
+        ("copied by Python", f"{copied_bytes:,} bytes"),
+        ("tokens/s without capture", f"{without:,.0f}"),
+        ("tokens/s with capture", f"{with_capture:,.0f}"),
+        ("llama.cpp", str(engine.system_info()["llama_cpp_commit"])),
+    ]
+    for name, value in rows:
+        table.add_row(name, value)
+    return table

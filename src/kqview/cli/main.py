@@ -1,0 +1,104 @@
+"""The command line's table of contents, and how its errors become lines and exit codes.
+
+Exit codes: 0 done, 1 any other error, 2 wrong usage or request, 3 the model, 4 a limit of this
+machine, 130 interrupted, 141 the reader of a pipe went away.
+"""
+
+import os
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from kqview.cli.demo import demo
+from kqview.cli.generate import generate
+from kqview.cli.info import info
+from kqview.cli.tokenize import tokenize
+from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
+
+_EXIT_CODES: Final[Mapping[type, int]] = {
+    RequestError: 2,
+    ModelError: 3,
+    CapacityError: 4,
+    KqviewError: 1,
+}
+_INTERRUPTED: Final = 130
+_BROKEN_PIPE: Final = 141
+
+
+class ErrorReportingGroup(TyperGroup):
+    """Turns what a command raises into one line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the chosen command."""
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+        except KqviewError as error:
+            _print_error(error)
+            raise typer.Exit(_exit_code(error)) from error
+        except KeyboardInterrupt as interrupt:
+            typer.echo(err=True)
+            raise typer.Exit(_INTERRUPTED) from interrupt
+        except BrokenPipeError as broken:
+            _discard_stdout()
+            raise typer.Exit(_BROKEN_PIPE) from broken
+        except OSError as error:
+            _print_error(error)
+            raise typer.Exit(1) from error
+        return result
+
+
+app = typer.Typer(
+    cls=ErrorReportingGroup,
+    help="Generate text and see the attention of every token, layer and head.",
+    epilog="Start with: kqview demo",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"kqview {version('kqview')}")
+        except PackageNotFoundError:
+            typer.echo("kqview, not installed as a package")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Options before the subcommand."""
+
+
+for _command in (demo, generate, info, tokenize):
+    app.command()(_command)
+
+
+def _exit_code(error: KqviewError) -> int:
+    return next(_EXIT_CODES[kind] for kind in type(error).__mro__ if kind in _EXIT_CODES)
+
+
+def _print_error(error: Exception) -> None:
+    lines = [line.strip() for line in str(error).splitlines()]
+    typer.echo(f"error: {' | '.join(line for line in lines if line)}", err=True)
+
+
+def _discard_stdout() -> None:
+    # The interpreter flushes stdout once more at exit and would complain about the pipe again.
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is no file, so nothing is flushed to a pipe
+        return

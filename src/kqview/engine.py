@@ -1,0 +1,394 @@
+"""Engine: one model, one context, one engine thread, and what a caller does with them.
+
+The way of a token: `generate` turns a prompt and options into a request; the engine thread gives it
+a slot, decodes it in batches while the tap writes attention rows into leased blocks, samples, and
+puts the token into the request's mailbox; `Generation` takes it out as a Token whose attention is a
+view of the block.
+"""
+
+import asyncio
+import atexit
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, Unpack
+
+from kqview import _core
+from kqview.demo import MODEL_PATH
+from kqview.errors import PromptTooLong, RequestError, UnknownSlot, UnsupportedModel
+from kqview.generation.astream import LoopWaker
+from kqview.generation.stream import Generation
+from kqview.machine import default_threads, physical_memory_bytes
+from kqview.model_info import model_info
+from kqview.request_options import (
+    SamplingOptions,
+    byte_count,
+    checked_ids,
+    encode,
+    model_path,
+    to_core,
+    to_core_options,
+    to_plan,
+    to_policy,
+    token_limit,
+    whole_number,
+)
+from kqview.slot import Slot
+from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
+
+_llama_log = logging.getLogger("kqview.llama")
+_open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_engines() -> None:
+    # The engine thread must be gone before the interpreter is; views may live on.
+    _core.stop_waking()
+    for engine in list(_open_engines):
+        engine.close()
+
+
+def _forward_log() -> None:
+    for level, text in _core.drain_log():
+        _llama_log.log(level, "%s", text)
+
+
+def _print_progress(fraction: float) -> None:
+    end = "\n" if fraction >= 1.0 else ""
+    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
+
+
+class Engine:
+    """A GGUF model in this process, ready to generate.
+
+    Use from any thread; `close` it, or use it as a context manager, to free its memory. Generations
+    and views outlive it: views keep their bytes for as long as they are held.
+
+    Args:
+        model: Path of a GGUF file.
+        n_ctx: Tokens that a slot can hold, prompt and generated ones; None for what the model was
+            trained with.
+        n_slots: Sequences held at a time; this version has one.
+        n_batch: Most prompt tokens decoded in one step.
+        n_ubatch: As n_batch; the smaller one counts.
+        n_threads: Compute threads; None for what this process may use of the machine.
+        n_gpu_layers: Layers on the GPU, -1 for all; without a GPU all are on the CPU.
+        flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
+            all of them.
+        kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
+        swa_full: Keep the whole cache of layers with a sliding window, so that every column exists.
+        attention_budget_bytes: Most memory that attention views may hold together; None for a
+            quarter of the machine's memory.
+        run_ahead: Tokens computed before they are asked for. 0 computes each one on demand.
+        progress: Called with the loaded fraction, 0..1; True prints it.
+
+    Raises:
+        ModelLoadError: The file is missing or llama.cpp cannot use it.
+        OutOfMemory: There is no room for the context; the message says what to lower.
+        RequestError: An option is out of its range.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        n_ctx: int | None = None,
+        n_slots: int = 1,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_threads: int | None = None,
+        n_gpu_layers: int = -1,
+        flash_attn: Literal["auto"] | bool = "auto",
+        kv_type: str = "f16",
+        swa_full: bool = True,
+        attention_budget_bytes: int | None = None,
+        run_ahead: int = 8,
+        progress: Callable[[float], object] | bool | None = None,
+        _poison: bool = False,
+    ) -> None:
+        path = model_path(model)
+        options = to_core_options(
+            n_ctx=n_ctx,
+            n_slots=n_slots,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_threads=default_threads() if n_threads is None else n_threads,
+            flash_attn=flash_attn,
+            kv_type=kv_type,
+            swa_full=swa_full,
+        )
+        self._run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
+        memory_bytes = physical_memory_bytes()
+        budget_bytes = byte_count(
+            "Engine",
+            "attention_budget_bytes",
+            memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes,
+        )
+        n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
+        show = _print_progress if progress is True else progress or None
+        if show is not None and not callable(show):
+            raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
+        try:
+            self._model = _core.Model.load(path, n_gpu_layers, False, show)
+            self._core = _core.Engine.open(
+                self._model,
+                **options,
+                attention_budget_bytes=budget_bytes,
+                host_memory_bytes=memory_bytes,
+                poison=_poison,
+            )
+        finally:
+            _forward_log()
+        self._info = model_info(self._model, self._core)
+        raw = self._model.info()
+        self._has_vocab: bool = raw["has_vocab"]
+        self._can_generate: bool = raw["can_generate"]
+        # Without the whole cache the columns of window layers are no positions.
+        self._has_all_columns: bool = swa_full or raw["n_swa"] == 0
+        self._slots = tuple(Slot(self._core, i) for i in range(self._core.n_slots))
+        self._token_bytes: dict[int, bytes] = {}
+        self._generations: weakref.WeakValueDictionary[int, Generation] = (
+            weakref.WeakValueDictionary()
+        )
+        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
+            weakref.WeakKeyDictionary()
+        )
+        _open_engines.add(self)
+
+    @classmethod
+    def demo(cls, **options: Any) -> Self:
+        """An engine with the small model that the package ships; takes the options of Engine."""
+        return cls(MODEL_PATH, **options)
+
+    # ---- what it is
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the model."""
+        return self._info
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """The engine's sequences."""
+        return self._slots
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that a slot can hold."""
+        return self._core.n_ctx
+
+    def stats(self) -> EngineStats:
+        """Counters since the engine was opened; works after `close` too."""
+        _forward_log()
+        raw = self._core.stats()
+        pool = PoolStats(**raw.pop("pool"))
+        return EngineStats(**raw, pool=pool)
+
+    def system_info(self) -> dict[str, Any]:
+        """Versions and hardware.
+
+        Keys: kqview_version, llama_cpp_commit, is_portable, backends, devices (name, description,
+        memory_free_bytes, memory_total_bytes), cpu_features, n_threads_default, zero_copy.
+        """
+        info = _core.build_info()
+        info["n_threads_default"] = default_threads()
+        info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
+        return info
+
+    # ---- text
+
+    def tokenize(
+        self, text: str, *, add_special: bool = False, parse_special: bool = True
+    ) -> list[int]:
+        """Ids of *text*. Works in any thread, also while the engine generates.
+
+        Args:
+            text: Any text.
+            add_special: Add the ids that the model wants around a text, such as BOS.
+            parse_special: Read the text of special tokens as their ids, not as ordinary text.
+
+        Raises:
+            RequestError: *text* has surrogates, which UTF-8 cannot express.
+            UnsupportedModel: The model file has no vocabulary.
+        """
+        self._core.check_open()
+        return self._model.tokenize(encode("tokenize", text), add_special, parse_special)
+
+    def detokenize(self, ids: Iterable[int]) -> str:
+        """Text of *ids*, special tokens included; bytes that are no UTF-8 become U+FFFD.
+
+        Raises:
+            InvalidToken: An id is not in the vocabulary.
+            UnsupportedModel: The model file has no vocabulary.
+        """
+        self._core.check_open()
+        return self._model.detokenize(checked_ids("detokenize", ids)).decode("utf-8", "replace")
+
+    def token_bytes(self, id: int) -> bytes:
+        """Bytes of one token; a character may be spread over several tokens.
+
+        Raises:
+            InvalidToken: *id* is not in the vocabulary.
+            UnsupportedModel: The model file has no vocabulary.
+        """
+        self._core.check_open()
+        return self._model.token_bytes(checked_ids("token_bytes", [id])[0])
+
+    def token_text(self, id: int) -> str:
+        """`token_bytes` as text; bytes that are no UTF-8 by themselves become U+FFFD."""
+        return self.token_bytes(id).decode("utf-8", "replace")
+
+    # ---- generation
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling | None = None,
+        capture: Capture | str | None = None,
+        slot: int | None = None,
+        mods: Sequence[Any] = (),
+        request_id: str | None = None,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+        **options: Unpack[SamplingOptions],
+    ) -> Generation:
+        """Start generating; the engine begins at once and runs ahead of the caller a little.
+
+        Args:
+            prompt: Text, tokenized with *add_special* and *parse_special*; or ids, taken as they
+                are.
+            max_tokens: Most tokens to generate.
+            sampling: All sampling options in one object.
+            capture: What attention to hand out: a Capture, or a kind as short form.
+            slot: Index of the slot to use; None for the one that shares most with the prompt.
+            mods: Reserved.
+            request_id: A name for logs; made up when left out.
+            priority: Requests that wait for a slot go by priority, largest first, then by arrival.
+            add_special: As in `tokenize`.
+            parse_special: As in `tokenize`.
+            **options: The fields of Sampling one by one, in place of *sampling*.
+
+        Returns:
+            An iterator, sync and async, of Token. A generation without a slot waits until another
+            one is over or closed. Where only the waiting thread could see to that, because it took
+            the others' last tokens itself, iterating raises BusyError.
+
+        Raises:
+            RequestError: Or one of its kinds (PromptTooLong, InvalidToken, InvalidCapture,
+                InvalidSampling, UnknownSlot): an argument cannot work.
+            UnsupportedModel: The model has no decoder, or a str prompt needs a vocabulary.
+            QueueFull: Too many requests wait.
+            ClosedError: The engine is closed.
+        """
+        self._core.check_open()
+        if not self._can_generate:
+            raise UnsupportedModel(
+                f"generate: {self._info.architecture} models do not generate token by token"
+            )
+        if sampling is None:
+            sampling = Sampling(**options)
+        elif not isinstance(sampling, Sampling):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError(
+                f"generate: sampling is of type {type(sampling).__name__}, a Sampling is needed"
+            )
+        elif options:
+            raise RequestError(
+                f"generate: sampling= and {', '.join(options)} are both given; "
+                "put them into Sampling"
+            )
+        if sampling.json_schema is not None:
+            raise RequestError("generate: json_schema is not in this version; use grammar (GBNF)")
+        if mods:
+            raise RequestError("generate: mods are not in this version")
+        if slot is not None and slot not in range(len(self._slots)):
+            raise UnknownSlot(f"generate: slot {slot}, the engine has 0..{len(self._slots) - 1}")
+        if isinstance(prompt, str):
+            ids = self.tokenize(prompt, add_special=add_special, parse_special=parse_special)
+        else:
+            ids = checked_ids("generate", prompt)
+        capture = Capture.of(capture)
+        handle = self._core.submit(
+            prompt=self._checked_prompt(ids),
+            sampling=to_core(sampling),
+            max_tokens=token_limit("generate", max_tokens),
+            stop_tokens=checked_ids("generate", sampling.stop_tokens),
+            capture=to_plan(self._core, capture, self._has_all_columns) if capture else None,
+            on_full=to_policy(capture),
+            wait_s=capture.wait_s if capture else 0.0,
+            run_ahead=self._run_ahead,
+            priority=whole_number("generate", "priority", priority, low=-(2**31)),
+        )
+        generation = Generation(
+            handle,
+            request_id=request_id or f"generation-{handle.id}",
+            n_prompt=len(ids),
+            stop=tuple(sampling.stop),
+            token_bytes=self._bytes_of,
+            waker=self._waker,
+            on_end=_forward_log,
+            by_id=self._generations.get,
+        )
+        self._generations[handle.id] = generation
+        return generation
+
+    def _checked_prompt(self, ids: list[int]) -> list[int]:
+        if not ids:
+            raise RequestError("generate: the prompt has no tokens, at least 1 is needed")
+        if len(ids) > self.n_ctx:
+            raise PromptTooLong(
+                f"generate: the prompt has {len(ids)} tokens, a slot holds {self.n_ctx}; "
+                "raise n_ctx or shorten the prompt"
+            )
+        self._model.check_tokens(ids, "generate")
+        return ids
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        # Each id once: text of a token costs a dictionary look-up from then on.
+        known = self._token_bytes.get(token_id)
+        if known is None:
+            known = self._model.token_bytes(token_id) if self._has_vocab else b""
+            self._token_bytes[token_id] = known
+        return known
+
+    def _waker(self) -> LoopWaker:
+        loop = asyncio.get_running_loop()
+        waker = self._wakers.get(loop)
+        if waker is None:
+            waker = self._wakers[loop] = LoopWaker()
+        return waker
+
+    def count_copied(self, n_bytes: int) -> None:
+        """Tell `stats` that *n_bytes* of attention were copied out of views."""
+        self._core.count_copied(n_bytes)
+
+    # ---- closing
+
+    def close(self) -> None:
+        """End the engine thread and free model and context; idempotent, any thread.
+
+        Running generations raise ClosedError at their next step. Views stay valid.
+        """
+        self._core.close()
+        _open_engines.discard(self)
+        _forward_log()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._core.is_closed else f"n_ctx={self.n_ctx}"
+        return f"Engine({self._info.name or self._info.architecture!r}, {state})"

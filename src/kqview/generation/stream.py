@@ -1,0 +1,319 @@
+"""Generation: the tokens of one request, taken synchronously or with ``async for``.
+
+Both ways share `_receive`, which turns what the core hands over into a Token; they differ in how
+they wait. The synchronous wait is in C++ (no GIL, ends on signals), the asynchronous one in
+`astream.py`. The engine computes up to ``run_ahead`` tokens before they are asked for.
+
+A generation may wait for a slot whose holder waits to be taken from. Only who takes the holders'
+tokens can let go of them: when that is who waits here, waiting would never end (`_wait_turn`).
+"""
+
+import asyncio
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import EllipsisType, TracebackType
+from typing import Any, Final, Self
+
+from kqview import _core
+from kqview.errors import BusyError
+from kqview.generation.astream import LoopWaker
+from kqview.generation.text import TextStream
+from kqview.types import Token, Usage
+
+_Item = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool]
+
+# A generation that nobody has taken from yet may be on its way to another thread.
+_HANDOVER_S: Final = 2.0
+
+# How long a coroutine may take tokens without a wait before others of its loop have their turn.
+_TURN_S: Final = 0.002
+
+
+class Generation:
+    """Iterator and async iterator of Token; also a context manager that closes it.
+
+    It is its own iterator: a second loop goes on where the first one stopped. Dropping it cancels
+    the request.
+
+    Raises (while iterating):
+        PoolExhausted: More attention is held than fits and ``on_full`` does not allow to go on;
+            tokens and views handed out so far stay valid.
+        BusyError: Another thread or task is iterating it at this moment; or it waits for a slot
+            that only the one who iterates here can free. It goes on when that is done.
+        ClosedError: The engine was closed meanwhile.
+        DecodeError: llama.cpp failed; the engine goes on.
+    """
+
+    def __init__(
+        self,
+        handle: _core.Generation,
+        *,
+        request_id: str,
+        n_prompt: int,
+        stop: tuple[str, ...],
+        token_bytes: Callable[[int], bytes],
+        waker: Callable[[], LoopWaker],
+        on_end: Callable[[], None],
+        by_id: Callable[[int], "Generation | None"],
+    ) -> None:
+        self._handle = handle
+        self._request_id = request_id
+        self._n_prompt = n_prompt
+        self._token_bytes = token_bytes
+        self._waker = waker
+        self._on_end = on_end
+        self._by_id = by_id
+        self._text = TextStream(stop)
+        self._ids: list[int] = []
+        self._reason: str | None = None
+        self._is_awaited = False
+        self._turn_ends = 0.0
+        # Who takes its tokens: the last one who did, at first the one who made it.
+        self._thread = threading.get_ident()
+        self._task: weakref.ref[asyncio.Task[Any]] | None = None
+
+    # ---- iteration
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Token:
+        if self._reason is not None:
+            raise StopIteration
+        self._check_alone()
+        try:
+            item = self._handle.next()
+            if isinstance(item, EllipsisType | list):
+                item = self._wait_turn(item)
+        except BusyError:
+            raise
+        except Exception:
+            self._finish()
+            raise
+        self._thread, self._task = threading.get_ident(), None
+        token = self._receive(item)
+        if token is None:
+            raise StopIteration
+        return token
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        self._check_alone()
+        task = asyncio.current_task()
+        if time.monotonic() > self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = time.monotonic() + _TURN_S
+        has_waited = False
+        while self._reason is None:
+            try:
+                item = self._handle.try_next(has_waited)
+            except BusyError:
+                raise
+            except Exception:
+                self._finish()
+                raise
+            if isinstance(item, EllipsisType | list):
+                if isinstance(item, list):
+                    self._check_turn(item, task)
+                has_waited = True
+                await self._wait()
+                continue
+            if has_waited:
+                self._turn_ends = time.monotonic() + _TURN_S
+            self._thread, self._task = threading.get_ident(), task and weakref.ref(task)
+            token = self._receive(item)
+            if token is None:
+                break
+            return token
+        raise StopAsyncIteration
+
+    async def _wait(self) -> None:
+        self._is_awaited = True
+        try:
+            await self._waker().wait(self._handle, self._handle.arm)
+        finally:
+            self._is_awaited = False
+
+    def _check_alone(self) -> None:
+        if self._is_awaited:
+            raise BusyError(
+                f"generation.next: a task waits for the next token of {self._request_id}; "
+                "iterate it once"
+            )
+
+    def _wait_turn(self, answer: list[int] | EllipsisType) -> _Item | None:
+        """Wait for the first item while the requests in *answer*, who wait too, have every slot."""
+        holders: list[int] = []
+        while True:
+            if isinstance(answer, list):
+                holders = answer
+            is_late = answer is ... and self.slot is None
+            is_ours = self._is_ours(holders, is_late)
+            item = self._handle.next(_HANDOVER_S if is_ours else None, True)
+            if not isinstance(item, EllipsisType | list):
+                return item
+            answer = item
+
+    def _is_ours(self, holders: list[int], is_late: bool) -> bool:
+        """Whether this thread alone takes from *holders*; BusyError where that will not change.
+
+        No reference to them may be kept: their owner drops them to cancel them.
+        """
+        me = threading.get_ident()
+        mine = [one for one in map(self._by_id, holders) if one is not None and one._thread == me]
+        is_ours = bool(holders) and len(mine) == len(holders)
+        if is_ours and (is_late or all(one._ids for one in mine)):
+            raise self._deadlock(mine)
+        return is_ours
+
+    def _check_turn(self, holders: list[int], task: "asyncio.Task[Any] | None") -> None:
+        """Refuse to wait for *holders* when *task* is the one who takes from all of them."""
+        found = map(self._by_id, holders)
+        mine = [one for one in found if one is not None and one._task and one._task() is task]
+        if len(mine) == len(holders):
+            raise self._deadlock(mine)
+
+    def _deadlock(self, holders: "list[Generation]") -> BusyError:
+        names = ", ".join(one.request_id for one in holders)
+        return BusyError(
+            f"generation.next: {self._request_id} waits for a slot, and {names} keeps it until its "
+            f"tokens are taken right here; finish or close {names} first"
+        )
+
+    def _receive(self, item: _Item | None) -> Token | None:
+        if item is None:
+            self._finish()
+            return None
+        token_id, logprob, top, attention, is_last = item
+        text = self._text.feed(self._token_bytes(token_id))
+        token = Token(token_id, text, len(self._ids), logprob, top, attention)
+        self._ids.append(token_id)
+        if self._text.stop_match is not None:
+            self._stop("stop_sequence")
+        elif is_last:
+            token.text += self._text.flush()
+            self._finish()
+        return token
+
+    def _finish(self) -> None:
+        """The engine is done with the request: takes over its reason."""
+        if self._reason is None:
+            self._handle.peek_end()
+            end = self._handle.end
+            self._reason = end[0] if end else "error"
+            self._text.flush()
+            self._on_end()
+
+    def _stop(self, reason: str) -> None:
+        """We are done with the request: the engine rolls the slot back to the last token taken."""
+        if self._reason is None:
+            self._reason = reason
+            self._text.flush()
+            self._handle.cancel()
+            self._on_end()
+
+    # ---- ending it
+
+    def cancel(self) -> None:
+        """End the generation at the engine's next step; returns at once. Any thread."""
+        self._stop("cancelled")
+
+    def close(self) -> None:
+        """End the generation and wait until its slot is rolled back to the last token taken."""
+        self._stop("cancelled")
+        if self._reason in ("cancelled", "stop_sequence"):
+            self._handle.wait_settled()
+
+    async def aclose(self) -> None:
+        """As `close`, without blocking the event loop."""
+        self._stop("cancelled")
+        if self._reason in ("cancelled", "stop_sequence"):
+            await LoopWaker().wait(self._handle, self._handle.arm_settled)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    def read(self) -> str:
+        """Take every remaining token and return `text`."""
+        for _ in self:
+            pass
+        return self.text
+
+    # ---- what is known
+
+    @property
+    def request_id(self) -> str:
+        """The id given to ``generate``, else one that the engine made."""
+        return self._request_id
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids handed out so far. Ids alone: Token objects would keep all their attention alive."""
+        return list(self._ids)
+
+    @property
+    def text(self) -> str:
+        """Text handed out so far, without the stop sequence that ended it.
+
+        The texts of the tokens are never cut: joined they are the exact output.
+        """
+        return self._text.text_before_stop
+
+    @property
+    def stop_match(self) -> str | None:
+        """The stop sequence that ended the generation, None where none did."""
+        return self._text.stop_match
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, None while it runs.
+
+        "stop": the model ended its text; "length": max_tokens or a full slot; "stop_token";
+        "stop_sequence"; "cancelled"; "error": iterating raised it.
+        """
+        return self._reason
+
+    @property
+    def usage(self) -> Usage:
+        """Token counts and seconds; the engine's own figures once the generation is over."""
+        self._handle.peek_end()
+        end = self._handle.end
+        if end is None:
+            return Usage(prompt_tokens=self._n_prompt, completion_tokens=len(self._ids))
+        _, prompt_tokens, cached_tokens, _, prefill_s, decode_s = end
+        return Usage(prompt_tokens, cached_tokens, len(self._ids), prefill_s, decode_s)
+
+    @property
+    def slot(self) -> int | None:
+        """Index of the slot it works in, None while it waits for one."""
+        slot = self._handle.slot
+        return None if slot < 0 else slot
+
+    def __repr__(self) -> str:
+        return (
+            f"Generation(request_id={self._request_id!r}, n_tokens={len(self._ids)}, "
+            f"finish_reason={self._reason!r})"
+        )

@@ -1,0 +1,260 @@
+"""Checks a caller's arguments and turns them into the core's types."""
+
+import operator
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, TypedDict
+
+from kqview import _core
+from kqview.errors import InvalidCapture, InvalidToken, RequestError
+from kqview.types import Capture, Sampling
+
+_INT32_MAX: Final = 2**31 - 1
+_INT64_MAX: Final = 2**63 - 1
+
+_KINDS = {
+    "logits": _core.RowKind.logits,
+    "scores": _core.RowKind.scores,
+    "probs": _core.RowKind.probs,
+}
+_TYPES = {"float32": _core.RowType.float32, "float16": _core.RowType.float16}
+_ON_FULL = {
+    "raise": _core.FullPolicy.raise_,
+    "wait": _core.FullPolicy.wait,
+    "drop": _core.FullPolicy.drop,
+}
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of Sampling as keyword arguments; see Sampling for what each one does."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    seed: int | None
+    logit_bias: Mapping[int, float]
+    banned_tokens: Sequence[int]
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int]
+    ignore_eos: bool
+    grammar: str | None
+    json_schema: str | Mapping[str, object] | None
+    top_logprobs: int | None
+
+
+class CoreOptions(TypedDict):
+    """Options of an engine in the form of ``_core.Engine.open``, whose types they fit."""
+
+    n_ctx: int
+    n_slots: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    flash_attn: bool | None
+    kv_type: str
+    swa_full: bool
+
+
+def to_core_options(
+    *,
+    n_ctx: object,
+    n_slots: object,
+    n_batch: object,
+    n_ubatch: object,
+    n_threads: object,
+    flash_attn: object,
+    kv_type: object,
+    swa_full: object,
+) -> CoreOptions:
+    """The options of Engine, checked; limits that need the model are checked in the core.
+
+    Raises:
+        RequestError: An option is of another type or out of its range.
+    """
+    if whole_number("Engine", "n_slots", n_slots) != 1:
+        raise RequestError(
+            f"Engine: n_slots is {n_slots}, this version has 1; open one Engine per sequence"
+        )
+    if flash_attn != "auto" and not isinstance(flash_attn, bool):
+        raise RequestError(f"Engine: flash_attn is {flash_attn!r}, known are 'auto', True, False")
+    if not isinstance(kv_type, str):
+        raise RequestError(f"Engine: kv_type is {kv_type!r}, a name such as 'f16' is needed")
+    return {
+        "n_ctx": 0 if n_ctx is None else whole_number("Engine", "n_ctx", n_ctx),
+        "n_slots": 1,
+        "n_batch": whole_number("Engine", "n_batch", n_batch),
+        "n_ubatch": whole_number("Engine", "n_ubatch", n_ubatch),
+        "n_threads": whole_number("Engine", "n_threads", n_threads),
+        "flash_attn": flash_attn if isinstance(flash_attn, bool) else None,
+        "kv_type": kv_type,
+        "swa_full": bool(swa_full),
+    }
+
+
+def model_path(model: str | os.PathLike[str]) -> str:
+    """*model* as the text of a path.
+
+    Raises:
+        RequestError: It has a zero byte, or characters that UTF-8 cannot express.
+    """
+    path = os.fsdecode(os.fspath(model))
+    encode("Engine", path)
+    if "\0" in path:
+        raise RequestError(f"Engine: the path {path!r} has a zero byte, no file has; correct it")
+    return path
+
+
+def encode(who: str, text: str) -> bytes:
+    """UTF-8 of *text*; RequestError where it has none (surrogates)."""
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"{who}: got {type(text).__name__}, a str is needed")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{who}: character {error.start} of the text is a surrogate, which UTF-8 cannot "
+            "express; decode the text with errors='replace' where it comes from"
+        ) from None
+
+
+def whole_number(who: str, name: str, value: object, low: int = 1, high: int = _INT32_MAX) -> int:
+    """*value* as an int from *low* to *high*; RequestError otherwise."""
+    number = _to_index(value)
+    if number is None or not low <= number <= high:
+        raise RequestError(f"{who}: {name} is {value!r}, a whole number {low}..{high} is needed")
+    return number
+
+
+def byte_count(who: str, name: str, value: object) -> int:
+    """As `whole_number`, for sizes of memory."""
+    return whole_number(who, name, value, high=_INT64_MAX)
+
+
+def token_limit(who: str, value: object) -> int:
+    """*value* as ``max_tokens``: from 1, and what no slot can hold means all of the slot."""
+    return min(whole_number(who, "max_tokens", value, high=_INT64_MAX), _INT32_MAX)
+
+
+def checked_ids(who: str, ids: Iterable[object]) -> list[int]:
+    """*ids* as ints that fit the core; the vocabulary's bounds are checked there."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"{who}: got {type(ids).__name__}, a sequence of token ids is needed")
+    checked: list[int] = []
+    for value in ids:
+        token_id = _to_index(value)
+        if token_id is None:
+            raise InvalidToken(
+                f"{who}: token id {value!r} is no whole number; take ids from tokenize"
+            )
+        if not 0 <= token_id <= _INT32_MAX:
+            raise InvalidToken(f"{who}: token id {token_id}, ids are 0 and above")
+        checked.append(token_id)
+    return checked
+
+
+def _to_index(value: object) -> int | None:
+    # True would be token 1: a mistake that nobody means.
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def to_core(sampling: Sampling) -> _core.SamplingParams:
+    """The core's sampling parameters; the part that the engine thread needs."""
+    params = _core.SamplingParams()
+    for name in _SAME_IN_CORE:
+        setattr(params, name, getattr(sampling, name))
+    for text in (*sampling.dry_sequence_breakers, sampling.grammar or ""):
+        encode("generate", text)
+    params.dry_sequence_breakers = list(sampling.dry_sequence_breakers)
+    params.logit_bias = [(id_, float(bias)) for id_, bias in sampling.logit_bias.items()]
+    params.banned_tokens = list(sampling.banned_tokens)
+    params.grammar = sampling.grammar or ""
+    params.n_logprobs = -1 if sampling.top_logprobs is None else sampling.top_logprobs
+    return params
+
+
+_SAME_IN_CORE = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "xtc_probability",
+    "xtc_threshold",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "seed",
+    "ignore_eos",
+)
+
+
+def to_plan(engine: _core.Engine, capture: Capture, has_all_columns: bool) -> _core.CapturePlan:
+    """What *capture* means for the engine's model.
+
+    Args:
+        engine: The engine.
+        capture: What to capture.
+        has_all_columns: Whether the cache keeps every position of every layer.
+
+    Raises:
+        InvalidCapture: A layer or head is not there, or this version cannot do what is asked.
+    """
+    if not has_all_columns:
+        raise InvalidCapture(
+            "capture: this model has sliding windows and swa_full is off, so its columns are no "
+            "positions; open the Engine with swa_full=True"
+        )
+    later = {
+        "reduce": capture.reduce is not None,
+        "top_k": capture.top_k is not None,
+        "prompt": capture.prompt,
+        "hidden": bool(capture.hidden),
+    }
+    for name, is_asked in later.items():
+        if is_asked:
+            raise InvalidCapture(f"capture: {name} is not in this version; leave it out")
+    return engine.plan(
+        _KINDS[capture.kind],
+        _TYPES[capture.dtype],
+        _core_indices(capture.layers),
+        _core_indices(capture.heads),
+    )
+
+
+def _core_indices(indices: Sequence[int] | None) -> list[int] | None:
+    # No model has that many: the core refuses what is too large for it as well.
+    return None if indices is None else [min(index, _INT32_MAX) for index in indices]
+
+
+def to_policy(capture: Capture | None) -> _core.FullPolicy:
+    """What to do when the attention memory is full."""
+    return _ON_FULL[capture.on_full if capture else "raise"]

@@ -1,0 +1,13 @@
+"""The value types of the public API: what goes into a generation and what comes out of it.
+
+Pure Python, one concept per file. Nothing here touches the native core or holds a native object,
+so these types can be built, compared and tested without a model.
+"""
+
+from kqview.types.capture import Capture
+from kqview.types.model import ModelInfo
+from kqview.types.sampling import Sampling
+from kqview.types.stats import EngineStats, PoolStats, Usage
+from kqview.types.token import Token
+
+__all__ = ["Capture", "EngineStats", "ModelInfo", "PoolStats", "Sampling", "Token", "Usage"]

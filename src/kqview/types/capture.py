@@ -1,0 +1,204 @@
+"""Capture: which attention a generation hands out, and what happens when its memory is full."""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, get_args
+
+from kqview.errors import InvalidCapture
+from kqview.types.model import ModelInfo
+
+Kind = Literal["logits", "scores", "probs"]
+Reduce = Literal["mean_heads", "max_heads", "mean", "max"]
+DType = Literal["float32", "float16"]
+OnFull = Literal["raise", "wait", "drop"]
+
+_ITEM_BYTES: Final = {"float32": 4, "float16": 2}
+_TOP_K_ITEM_BYTES: Final = 4 + 4  # a float32 value and an int32 position
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """What to capture of every generated token.
+
+    Well-formed values that this build or the model cannot serve are refused by the engine, not
+    here. Sequences of indices become tuples and keep their order.
+
+    Attributes:
+        kind: "logits" is the raw product of K and Q before scale, mask and softmax; "scores" is
+            what enters the softmax; "probs" is what leaves it.
+        layers: Layers to keep, None for every layer that has attention.
+        heads: Query heads to keep in each layer, None for all.
+        reduce: None, or the reduction done on the device: "mean_heads" and "max_heads" over heads,
+            "mean" and "max" over layers and heads.
+        top_k: Keep only the k largest values of each row, with their positions.
+        dtype: Type of the values, "float32" or "float16".
+        prompt: Capture the rows of the prompt's own tokens too.
+        hidden: Layers whose hidden state to hand out as well.
+        on_full: When the budget of attention memory is used up: "raise" ends the generation with
+            PoolExhausted, "wait" waits for views to be dropped, "drop" goes on without attention.
+        wait_s: Longest wait in seconds with ``on_full="wait"``; then PoolExhausted.
+    """
+
+    kind: Kind = "logits"
+    layers: Sequence[int] | None = None
+    heads: Sequence[int] | None = None
+    reduce: Reduce | None = None
+    top_k: int | None = None
+    dtype: DType = "float32"
+    prompt: bool = False
+    hidden: Sequence[int] = ()
+    on_full: OnFull = "raise"
+    wait_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidCapture: A field is not well-formed.
+        """
+        _check_choice("kind", self.kind, get_args(Kind))
+        _check_choice("dtype", self.dtype, get_args(DType))
+        _check_choice("on_full", self.on_full, get_args(OnFull))
+        if self.reduce is not None:
+            _check_choice("reduce", self.reduce, get_args(Reduce))
+        if self.layers is not None:
+            object.__setattr__(
+                self, "layers", _to_indices("layers", self.layers, allow_empty=False)
+            )
+        if self.heads is not None:
+            object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
+        object.__setattr__(self, "hidden", _to_indices("hidden", self.hidden, allow_empty=True))
+        if self.top_k is not None:
+            object.__setattr__(self, "top_k", _to_top_k(self.top_k))
+        object.__setattr__(self, "prompt", bool(self.prompt))
+        object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
+
+    @classmethod
+    def of(cls, value: "Capture | str | None") -> "Capture | None":
+        """Turn the ``capture=`` argument of a call into a Capture; a string is its kind.
+
+        Raises:
+            InvalidCapture: *value* is no kind, or no type that names a capture.
+        """
+        if value is None or isinstance(value, Capture):
+            return value
+        if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidCapture(
+                f"capture.of: {type(value).__name__}, a kind or a Capture is needed; "
+                "pass for example 'probs'"
+            )
+        return cls(kind=value)  # pyright: ignore[reportArgumentType]
+
+    def bytes_per_token(self, model: ModelInfo, n_context: int) -> int:
+        """Bytes that one token's capture takes with *n_context* tokens before it.
+
+        Counts attention and hidden states, not the rows of the prompt and not the rounding of the
+        pool. An upper bound where layers differ in their number of heads.
+
+        Args:
+            model: Model of the engine.
+            n_context: Columns of the row, 0 and above.
+
+        Raises:
+            InvalidCapture: A layer or head is not one of *model*, or *n_context* is negative.
+        """
+        if n_context < 0:
+            raise InvalidCapture(
+                f"capture.bytes_per_token: n_context is {n_context}, the least is 0; "
+                "pass the number of tokens before the query"
+            )
+        _check_members("layers", self.layers or (), model.attention_layers)
+        _check_members("heads", self.heads or (), range(model.n_head))
+        _check_members("hidden", self.hidden, range(model.n_layer))
+        n_layers = len(model.attention_layers if self.layers is None else self.layers)
+        n_heads = model.n_head if self.heads is None else len(self.heads)
+        if self.reduce in ("mean", "max"):
+            n_rows = min(n_layers, 1)
+        elif self.reduce is not None:
+            n_rows = n_layers
+        else:
+            n_rows = n_layers * n_heads
+        if self.top_k is not None:
+            attention_bytes = n_rows * min(self.top_k, n_context) * _TOP_K_ITEM_BYTES
+        else:
+            attention_bytes = n_rows * n_context * _ITEM_BYTES[self.dtype]
+        return attention_bytes + len(self.hidden) * model.n_embd * _ITEM_BYTES["float32"]
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InvalidCapture(
+            f"capture.validate: {name} is {value!r}, known are {', '.join(choices)}; "
+            "use one of these"
+        )
+
+
+def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | range) -> None:
+    unknown = [value for value in values if value not in known]
+    if unknown:
+        if known:
+            limit = f"the model has {len(known)} from {known[0]} to {known[-1]}"
+        else:
+            limit = "the model has none"
+        raise InvalidCapture(f"capture.bytes_per_token: {name} {unknown}, {limit}; leave these out")
+
+
+def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise InvalidCapture(
+            f"capture.validate: {name} is {values!r}, a sequence of indices is needed; "
+            f"pass for example {name}=[0, 1]"
+        )
+    indices = tuple(_to_index(name, value) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if len(set(indices)) != len(indices):
+        raise InvalidCapture(
+            f"capture.validate: {name} is {list(indices)}, each index may come once; "
+            "remove the repeated ones"
+        )
+    if not indices and not allow_empty:
+        raise InvalidCapture(
+            f"capture.validate: {name} is empty, one index is the least; pass None to keep all"
+        )
+    return indices
+
+
+def _to_index(name: str, value: object) -> int:
+    index = _to_int(value)
+    if index is None or index < 0:
+        raise InvalidCapture(
+            f"capture.validate: {name} has {value!r}, indices are whole numbers from 0; "
+            "count from the first one"
+        )
+    return index
+
+
+def _to_top_k(value: object) -> int:
+    top_k = _to_int(value)
+    if top_k is None or top_k < 1:
+        raise InvalidCapture(
+            f"capture.validate: top_k is {value!r}, the least is 1; pass None to keep whole rows"
+        )
+    return top_k
+
+
+def _to_int(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
+
+
+def _to_wait_s(value: object) -> float:
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not (math.isfinite(seconds) and seconds >= 0):
+        raise InvalidCapture(
+            f"capture.validate: wait_s is {value!r}, a finite number of seconds from 0 is needed; "
+            "use on_full='raise' for no wait"
+        )
+    return seconds

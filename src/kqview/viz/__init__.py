@@ -1,0 +1,1 @@
+"""Pictures of attention. Importing this package pulls in no drawing library."""

@@ -1,0 +1,205 @@
+"""Heat map of attention for a terminal, and the rule that picks a head worth looking at.
+
+Draws with rich: coloured cells where the terminal has colours, the characters of ``RAMP`` where it
+has none. Reads the arrays it is given and keeps none of them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from rich.cells import cell_len, set_cell_size
+from rich.columns import Columns
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.style import Style
+from rich.text import Text
+
+Row = NDArray[np.floating[Any]]
+
+RAMP: Final = " .:-=+*#%@"
+"""Characters from 0 to 1, for terminals without colours."""
+
+N_LATEST: Final = 4
+"""Columns at a row's end that select_head leaves out: the query itself and three before it."""
+
+_MARKS: Final = "abcdefghijkl"
+_N_LABEL_CELLS: Final = 14
+_PALETTE: Final = ((12, 8, 38), (86, 16, 110), (187, 55, 84), (249, 142, 9), (252, 255, 164))
+
+
+def select_head(
+    rows: Sequence[Row | Sequence[Row]], *, layer: int | None = None, head: int | None = None
+) -> tuple[int, int]:
+    """Choose the head that looks most sharply at something neither first nor recent.
+
+    A head's score is the mean over the rows of its largest weight, leaving out the first column
+    (where idle heads park their mass) and the last ``N_LATEST`` (where heads look that only follow
+    the order of the text). Rows with no other column do not count; the first of equals wins.
+
+    Args:
+        rows: Attention of each token, shape ``(n_layers, n_heads, n_context)`` or a sequence of
+            ``(n_heads, n_context)``, probabilities.
+        layer: Choose only among the heads of this index of the first axis.
+        head: Choose only among the heads with this index.
+
+    Returns:
+        Indices into the first two axes, 0 or what was asked for where no row counts.
+
+    Raises:
+        IndexError: *layer* or *head* is out of range.
+    """
+    totals: list[NDArray[np.float64]] = []
+    for row in rows:
+        if row[0].shape[-1] <= 1 + N_LATEST:
+            continue
+        peaks = [heads[:, 1:-N_LATEST].max(axis=1).astype(np.float64) for heads in row]
+        if totals:
+            peaks = [total + peak for total, peak in zip(totals, peaks, strict=True)]
+        totals = peaks
+    if not totals:
+        return layer or 0, head or 0
+    layers = range(len(totals)) if layer is None else (layer,)
+    candidates = [
+        (float(totals[i][j]), i, j)
+        for i in layers
+        for j in (range(len(totals[i])) if head is None else (head,))
+    ]
+    _, i_layer, i_head = max(candidates, key=lambda candidate: candidate[0])
+    return i_layer, i_head
+
+
+def probabilities(values: Row, kind: str, scale: float) -> Row:
+    """Turn values of any kind of capture into probabilities over the last axis.
+
+    "probs" come back as they are, without a copy. "logits" are scaled first; a model that caps or
+    biases its scores attends a little differently than they say.
+
+    Args:
+        values: Shape ``(..., n_context)``.
+        kind: Kind of the capture.
+        scale: The model's ``attention_scale``.
+    """
+    if kind == "probs":
+        return values
+    scores = values.astype(np.float64) * (scale if kind == "logits" else 1.0)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return weights / weights.sum(axis=-1, keepdims=True)
+
+
+def heat_map(
+    rows: Sequence[Row],
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    *,
+    width: int,
+) -> "HeatMap":
+    """Return a rich renderable with one line a row and one cell a column.
+
+    Rows grow to the right as the context does. Where not all columns fit, those with the most mass
+    are shown, in their order. The columns with the most mass get a letter and a legend below.
+
+    Args:
+        rows: Probabilities of each token, shape ``(n_context,)``.
+        row_labels: Text of each row's token.
+        column_labels: Text of each context token, at least as many as the longest row.
+        width: Cells across.
+
+    Raises:
+        ValueError: There are fewer labels than rows or columns.
+    """
+    n_columns = max((len(row) for row in rows), default=0)
+    if len(row_labels) < len(rows) or len(column_labels) < n_columns:
+        raise ValueError(
+            f"heat_map.draw: {len(row_labels)} row and {len(column_labels)} column labels, "
+            f"{len(rows)} rows and {n_columns} columns; pass a label for each"
+        )
+    weights = np.zeros((len(rows), n_columns))
+    for i, row in enumerate(rows):
+        weights[i, : len(row)] = row
+    mass = weights.sum(axis=0)
+    label_cells = min(_N_LABEL_CELLS, max([1, *(cell_len(_plain(t)) for t in row_labels)]))
+    n_free = max(1, width - label_cells - 1)
+    cell = 2 if 2 * n_columns <= n_free else 1
+    by_mass = np.argsort(-mass, kind="stable")
+    shown = np.sort(by_mass[: n_free // cell])
+    n_marks = min(len(_MARKS), len(shown))
+    marked = sorted(int(column) for column in by_mass[:n_marks] if mass[column] > 0)
+    return HeatMap(
+        weights=weights,
+        n_contexts=tuple(len(row) for row in rows),
+        row_labels=tuple(set_cell_size(_plain(text), label_cells) for text in row_labels),
+        column_labels=tuple(_plain(text) for text in column_labels),
+        shown=tuple(int(column) for column in shown),
+        marks=dict(zip(marked, _MARKS, strict=False)),
+        cell=cell,
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeatMap:
+    """A prepared heat map; print it with a rich console."""
+
+    weights: NDArray[np.float64]  # (n_rows, n_columns), 0 beyond a row's context
+    n_contexts: tuple[int, ...]
+    row_labels: tuple[str, ...]  # all of one width
+    column_labels: tuple[str, ...]
+    shown: tuple[int, ...]  # columns that fit, ascending
+    marks: dict[int, str]  # column -> letter
+    cell: int  # terminal cells a column
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Yield the lines, coloured if *console* shows colours."""
+        if not self.shown:
+            return
+        has_colour = console.color_system is not None and not console.no_color
+        margin = " " * (cell_len(self.row_labels[0]) + 1)
+        header = "".join(self.marks.get(column, " ").ljust(self.cell) for column in self.shown)
+        yield Text(f"{margin}{header.rstrip()}", no_wrap=True)
+        for i in range(len(self.n_contexts)):
+            yield self._line(i, has_colour)
+        yield from self._legend()
+
+    def _line(self, i: int, has_colour: bool) -> Text:
+        line = Text(f"{self.row_labels[i]} ", no_wrap=True, end="\n")
+        for column in self.shown:
+            if column >= self.n_contexts[i]:
+                break
+            level = float(np.clip(self.weights[i, column], 0.0, 1.0)) ** 0.5
+            if has_colour:
+                line.append(" " * self.cell, Style(bgcolor=_colour(level)))
+            else:
+                line.append(RAMP[min(int(level * len(RAMP)), len(RAMP) - 1)] * self.cell)
+        return line
+
+    def _legend(self) -> RenderResult:
+        n_columns = self.weights.shape[1]
+        total = float(self.weights.sum()) or 1.0
+        if len(self.shown) < n_columns:
+            share = float(self.weights[:, list(self.shown)].sum()) / total
+            yield Text(
+                f"{len(self.shown)} of {n_columns} context tokens fit; "
+                f"they hold {share:.0%} of the attention"
+            )
+        entries = [
+            f'{mark} = "{self.column_labels[column]}" at {column} '
+            f"({float(self.weights[:, column].sum()) / total:.0%})"
+            for column, mark in self.marks.items()
+        ]
+        yield Columns([Text(entry) for entry in entries], padding=(0, 3))
+
+
+def _colour(level: float) -> str:
+    """Colour of *level* in 0 to 1, dark to bright, as rich writes it."""
+    position = level * (len(_PALETTE) - 1)
+    i, (low, high) = min(enumerate(pairwise(_PALETTE)), key=lambda p: abs(position - p[0] - 0.5))
+    part = position - i
+    red, green, blue = (round(a + (b - a) * part) for a, b in zip(low, high, strict=True))
+    return f"#{red:02x}{green:02x}{blue:02x}"
+
+
+def _plain(text: str) -> str:
+    """Text on one line that cannot steer the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
