@@ -1,0 +1,65 @@
+"""Fixtures of the engine tests: tiny models made on the spot, and engines that are closed again.
+
+Engines use one thread: the models are so small that more only wait for each other.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import pytest
+
+from kqview import Engine
+from tests.support import tiny_gguf
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator
+
+FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
+
+
+class MakeEngine(Protocol):
+    """Opens an Engine; the options are those of Engine, closed when the test ends."""
+
+    def __call__(self, model: str | os.PathLike[str], **options: Any) -> Engine: ...
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_dir() -> Path:
+    """Folder of llama.cpp's pinned source, which holds vocabulary files; fetched if need be."""
+    done = subprocess.run(
+        [sys.executable, str(FETCH), "--print-path"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip())
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Llama: 3 layers, 4 heads on 2 KV heads, F32 weights, ids 0..255 are the bytes."""
+    return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "llama.gguf", "tiny_llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen2 (Q, K and V have a bias), else as `tiny_llama`."""
+    return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "qwen2.gguf", "tiny_qwen2")
+
+
+@pytest.fixture
+def make_engine() -> Iterator[MakeEngine]:
+    """Open engines with n_threads=1 and n_ctx=512 unless told otherwise."""
+    opened: list[Engine] = []
+
+    def make(model: str | os.PathLike[str], **options: Any) -> Engine:
+        engine = Engine(model, **{"n_threads": 1, "n_ctx": 512, **options})
+        opened.append(engine)
+        return engine
+
+    yield make
+    for engine in opened:
+        engine.close()

@@ -1,0 +1,333 @@
+"""``async for`` over generations: same tokens, no thread, no blocked loop, clean cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import errors
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kqview import Engine, Generation
+    from kqview.types import Token
+    from tests.engine.conftest import MakeEngine
+
+PROMPT = random_ids(12)
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+
+
+async def collect(generation: Generation) -> list[Token]:
+    return [token async for token in generation]
+
+
+def within(awaitable: Awaitable[Any], timeout_s: float = 30) -> Any:
+    """Run to the end in a loop of its own."""
+
+    async def main() -> Any:
+        return await asyncio.wait_for(awaitable, timeout_s)
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize("run_ahead", [0, 8])
+def test_async_and_sync_iteration_give_the_same(
+    make_engine: MakeEngine, tiny_llama: Path, run_ahead: int
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 60, "seed": 3, "capture": "probs", "top_logprobs": 2}
+    want = list(make_engine(tiny_llama, run_ahead=run_ahead).generate(PROMPT, **options))
+    engine = make_engine(tiny_llama, run_ahead=run_ahead)
+    generation = engine.generate(PROMPT, **options)
+    got = within(collect(generation))
+    assert len(got) == len(want)
+    for one, other in zip(got, want, strict=True):
+        assert (one.id, one.text, one.index, one.logprob) == (
+            other.id,
+            other.text,
+            other.index,
+            other.logprob,
+        )
+        np.testing.assert_array_equal(one.attention, other.attention)
+    assert generation.finish_reason == "length"
+    assert within(collect(generation)) == []
+
+
+async def test_many_generations_at_once_share_one_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    prompts = [random_ids(10, seed=seed) for seed in range(40)]
+    want = [[t.id for t in engine.generate(p, max_tokens=12, **GREEDY)] for p in prompts]
+    generations = [engine.generate(p, max_tokens=12, **GREEDY) for p in prompts]
+    got = await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 30)
+    assert [[token.id for token in tokens] for tokens in got] == want
+
+
+async def test_two_engines_in_one_loop_run_side_by_side(
+    make_engine: MakeEngine, tiny_llama: Path, tiny_qwen2: Path
+) -> None:
+    engines = [make_engine(tiny_llama), make_engine(tiny_qwen2)]
+    want = [list(engine.generate(PROMPT, max_tokens=30, **GREEDY)) for engine in engines]
+    got = await asyncio.gather(
+        *(collect(engine.generate(PROMPT, max_tokens=30, **GREEDY)) for engine in engines)
+    )
+    assert [[t.id for t in tokens] for tokens in got] == [[t.id for t in ts] for ts in want]
+
+
+def test_two_loops_in_two_threads_share_an_engine(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    want = [token.id for token in engine.generate(PROMPT, max_tokens=20, **GREEDY)]
+    found: list[list[int]] = []
+
+    async def many() -> None:
+        for _ in range(10):
+            tokens = await collect(engine.generate(PROMPT, max_tokens=20, **GREEDY))
+            found.append([token.id for token in tokens])
+
+    threads = [threading.Thread(target=lambda: within(many()), daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found == [want] * 20
+
+
+def n_threads() -> int:
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return int(status.partition("Threads:")[2].split()[0])
+
+
+async def test_no_thread_is_started_and_none_is_hopped_to(
+    make_engine: MakeEngine, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(tiny_llama, run_ahead=0)
+
+    def refuse(*_: object, **__: object) -> None:
+        pytest.fail("a call went to another thread")
+
+    monkeypatch.setattr(asyncio.AbstractEventLoop, "run_in_executor", refuse)
+    monkeypatch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+    monkeypatch.setattr(asyncio, "to_thread", refuse)
+    before = threading.active_count()
+    n_before = n_threads()
+    seen = 0
+    async for _ in engine.generate(PROMPT, max_tokens=50, **GREEDY):
+        assert threading.active_count() == before
+        assert n_threads() <= n_before
+        seen += 1
+    assert seen == 50
+
+
+async def ticks(gaps: list[float]) -> None:
+    last = time.monotonic()
+    while True:
+        await asyncio.sleep(0.001)
+        now = time.monotonic()
+        gaps.append(now - last)
+        last = now
+
+
+async def test_loop_goes_on_during_a_slow_prefill(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=2048, flash_attn=False)
+    gaps: list[float] = []
+    ticker = asyncio.create_task(ticks(gaps))
+    started = time.monotonic()
+    tokens = await collect(engine.generate(random_ids(2000), max_tokens=2, **GREEDY))
+    duration = time.monotonic() - started
+    ticker.cancel()
+    assert len(tokens) == 2
+    assert len(gaps) > 10
+    assert max(gaps) < max(0.1, duration / 3)
+
+
+def work() -> None:
+    time.sleep(0.001)
+
+
+async def test_loop_goes_on_while_tokens_are_always_there(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    gaps: list[float] = []
+    ticker = asyncio.create_task(ticks(gaps))
+    await asyncio.sleep(0)
+    async for _ in engine.generate(PROMPT, max_tokens=400, **GREEDY):
+        work()  # slower than the engine, so that it never has to wait
+    ticker.cancel()
+    assert len(gaps) > 20
+    assert max(gaps) < 0.2
+
+
+async def test_aclose_rolls_back_and_frees_the_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    async with engine.generate(PROMPT, max_tokens=100, **GREEDY) as generation:
+        taken = [(await anext(generation)).id for _ in range(5)]
+    assert generation.finish_reason == "cancelled"
+    assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    assert not engine.slots[0].is_busy
+    assert await collect(generation) == []
+
+
+async def test_aclose_from_another_task_ends_the_iteration(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+    await anext(holder)
+    queued = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+    consuming = asyncio.create_task(collect(queued))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(*(queued.aclose() for _ in range(3)))
+    assert await asyncio.wait_for(consuming, 10) == []
+    assert len(await collect(holder)) == 99
+
+
+async def test_timeout_loses_no_token(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, run_ahead=0)
+    want = [token.id for token in engine.generate(PROMPT, max_tokens=60, **GREEDY)]
+    generation = engine.generate(PROMPT, max_tokens=60, **GREEDY)
+    got: list[int] = []
+    n_timeouts = 0
+    while generation.finish_reason is None:
+        try:
+            async with asyncio.timeout(0.0002):
+                got.append((await anext(generation)).id)
+        except TimeoutError:
+            n_timeouts += 1
+        except StopAsyncIteration:
+            break
+    assert got == want
+    assert n_timeouts > 0
+
+
+async def test_cancelled_task_drops_its_generation(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    taken: list[int] = []
+
+    async def consume() -> None:
+        async for token in engine.generate(PROMPT, max_tokens=400, **GREEDY):
+            taken.append(token.id)
+            await asyncio.sleep(0.01 if len(taken) < 5 else 30)
+
+    task = asyncio.create_task(consume())
+    await until(lambda: len(taken) == 5)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    del task
+    gc.collect()
+    await until(lambda: not engine.slots[0].is_busy)
+    assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    assert len(await collect(engine.generate(PROMPT, max_tokens=3, **GREEDY))) == 3
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not is_true():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def test_cancelled_wait_leaves_other_waits_alone(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, max_tokens=30, **GREEDY)
+    await anext(holder)
+    tasks = [
+        asyncio.create_task(collect(engine.generate(PROMPT, max_tokens=3, **GREEDY)))
+        for _ in range(6)
+    ]
+    await asyncio.sleep(0.05)
+    for task in tasks[::2]:
+        task.cancel()
+    await asyncio.gather(*tasks[::2], return_exceptions=True)
+    assert len(await collect(holder)) == 29
+    kept = await asyncio.wait_for(asyncio.gather(*tasks[1::2]), 20)
+    assert [len(tokens) for tokens in kept] == [3, 3, 3]
+
+
+async def test_second_task_on_one_generation_is_refused_and_the_first_goes_on(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, max_tokens=30, **GREEDY)
+    await anext(holder)
+    queued = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    first = asyncio.create_task(collect(queued))
+    await asyncio.sleep(0.05)
+    with pytest.raises(errors.BusyError, match="iterate it once"):
+        await anext(queued)
+    with pytest.raises(errors.BusyError, match="iterate it once"):
+        next(queued)
+    await holder.aclose()
+    assert len(await asyncio.wait_for(first, 20)) == 3
+
+
+async def test_waiting_for_a_slot_that_the_same_task_holds_raises_busy_error(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **GREEDY)
+    await anext(holder)
+    waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
+    for _ in range(2):
+        with pytest.raises(errors.BusyError, match="finish or close holder first"):
+            await anext(waiting)
+    # Blocking the loop would be the same deadlock.
+    with pytest.raises(errors.BusyError, match="finish or close holder first"):
+        next(waiting)
+    await holder.aclose()
+    assert len(await collect(waiting)) == 3
+
+
+def test_closing_the_engine_wakes_coroutines_that_wait(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+
+    async def main() -> None:
+        holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+        await anext(holder)
+        waiting = [asyncio.create_task(collect(engine.generate(PROMPT))) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        engine.close()
+        for task in waiting:
+            with pytest.raises(errors.ClosedError):
+                await task
+        with pytest.raises(errors.ClosedError):
+            await collect(holder)
+        await holder.aclose()
+
+    within(main())
+
+
+def test_loops_that_ended_leave_no_descriptor(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+
+    def n_open(engine: Engine) -> int:
+        within(collect(engine.generate(PROMPT, max_tokens=2, **GREEDY)))
+        gc.collect()
+        return len(os.listdir("/proc/self/fd"))
+
+    before = n_open(engine)
+    for _ in range(20):
+        after = n_open(engine)
+    assert after == before

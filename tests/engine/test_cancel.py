@@ -1,0 +1,302 @@
+"""Cancelling: the slot is rolled back to the last token handed out, and what follows builds on it.
+
+The cache is F32 and flash attention is off: greedy ids then do not depend on how a sequence was cut
+into batches, so that a continued slot can be compared with a fresh engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Engine, Generation
+from tests.support import tiny_gguf
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+PROMPT = random_ids(16)
+N_TOKENS = 40
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": N_TOKENS}
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama: Path) -> Iterator[list[int]]:
+    """What the prompt goes on with on an engine that never cancelled anything."""
+    with Engine(tiny_llama, n_ctx=512, n_threads=1, **EXACT) as engine:
+        yield [token.id for token in engine.generate(PROMPT, **GREEDY)]
+
+
+def take(generation: Generation, n: int) -> list[int]:
+    return [next(generation).id for _ in range(n)]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    for _ in range(4000):
+        if is_true():
+            return
+        threading.Event().wait(0.005)
+    pytest.fail("it did not come about")
+
+
+def close(generation: Generation) -> None:
+    generation.close()
+
+
+def cancel(generation: Generation) -> None:
+    generation.cancel()
+    generation.close()  # waits until it is carried out
+
+
+def leave(generation: Generation) -> None:
+    with generation:
+        pass
+
+
+def aclose(generation: Generation) -> None:
+    asyncio.run(generation.aclose())
+
+
+@pytest.mark.parametrize("end", [close, cancel, leave, aclose])
+@pytest.mark.parametrize("run_ahead", [0, 8])
+@pytest.mark.parametrize("n_taken", [0, 1, 3, 12])
+def test_slot_keeps_prompt_and_tokens_handed_out_without_the_last(
+    make_engine: MakeEngine,
+    tiny_llama: Path,
+    expected: list[int],
+    end: Callable[[Generation], None],
+    run_ahead: int,
+    n_taken: int,
+) -> None:
+    engine = make_engine(tiny_llama, run_ahead=run_ahead, **EXACT)
+    generation = engine.generate(PROMPT, **GREEDY)
+    taken = take(generation, n_taken)
+    if n_taken == 0 and run_ahead:
+        wait_until(lambda: engine.stats().n_tokens == run_ahead)
+    end(generation)
+    assert generation.finish_reason == "cancelled"
+    assert taken == expected[:n_taken]
+    kept = engine.slots[0].tokens
+    if n_taken or run_ahead:
+        assert kept == PROMPT + taken[:-1]
+    else:
+        assert kept == PROMPT[: len(kept)]  # perhaps not evaluated yet
+    assert not engine.slots[0].is_busy
+    assert list(generation) == []
+    # What is there is reused, and goes on as if nothing had happened.
+    again = engine.generate(PROMPT + taken, **GREEDY | {"max_tokens": N_TOKENS - n_taken})
+    assert [token.id for token in again] == expected[n_taken:]
+    cached = again.usage.cached_tokens
+    assert cached == min(len(kept), len(PROMPT) + n_taken - 1)
+
+
+@pytest.mark.parametrize("n_taken", [0, 3])
+def test_dropping_rolls_back_too(
+    make_engine: MakeEngine, tiny_llama: Path, expected: list[int], n_taken: int
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    generation = engine.generate(PROMPT, **GREEDY)
+    taken = take(generation, n_taken)
+    wait_until(lambda: engine.stats().n_tokens == n_taken + 8)
+    del generation
+    wait_until(lambda: not engine.slots[0].is_busy)
+    assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    again = engine.generate(PROMPT, **GREEDY)
+    assert [token.id for token in again] == expected
+    assert again.usage.cached_tokens == len(PROMPT) - 1
+
+
+@pytest.mark.parametrize("n_taken", [0, 3, 5])
+@pytest.mark.parametrize("end", [close, aclose, None])
+def test_generation_computed_to_its_end_rolls_back_to_what_was_taken(
+    make_engine: MakeEngine,
+    tiny_llama: Path,
+    expected: list[int],
+    n_taken: int,
+    end: Callable[[Generation], None] | None,
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    n_kept = len(PROMPT) + max(n_taken - 1, 0)
+    for n_computed in range(5, 105, 5):  # often: the roll-back is not to be overtaken
+        generation = engine.generate(PROMPT, **GREEDY | {"max_tokens": 5})
+        taken = take(generation, n_taken)
+        wait_until(lambda n=n_computed: engine.stats().n_tokens == n)
+        wait_until(lambda: not engine.slots[0].is_busy)
+        if end:
+            end(generation)
+        del generation
+        if not end:
+            wait_until(lambda: engine.slots[0].n_tokens == n_kept)
+        assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    assert taken == expected[:n_taken]
+
+
+def test_generation_that_was_taken_to_its_end_leaves_the_slot_alone_when_dropped(
+    make_engine: MakeEngine, tiny_llama: Path, expected: list[int]
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    stop = expected[expected.index(expected[-1])]
+    generation = engine.generate(PROMPT, stop_tokens=[stop], **GREEDY)
+    taken = [token.id for token in generation]
+    assert generation.finish_reason == "stop_token"
+    kept = engine.slots[0].tokens
+    assert kept == PROMPT + taken  # the stop token was sampled, all others are decoded
+    generation.close()
+    del generation
+    assert [token.id for token in engine.generate(kept, **GREEDY | {"max_tokens": 1})] == [stop]
+    assert engine.slots[0].tokens == kept
+
+
+def test_stop_sequence_rolls_back_to_the_token_that_completed_it(
+    make_engine: MakeEngine, tiny_llama: Path, expected: list[int]
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    text = engine.detokenize(expected[:6])
+    generation = engine.generate(PROMPT, stop=[text[-2:]], **GREEDY)
+    taken = [token.id for token in generation]
+    assert generation.finish_reason == "stop_sequence"
+    generation.close()
+    assert taken == expected[: len(taken)]
+    assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    assert generation.usage.completion_tokens == len(taken)
+
+
+def test_cancel_returns_at_once_and_the_iteration_ends(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    generation = engine.generate(PROMPT, **GREEDY)
+    seen: list[int] = []
+    for token in generation:
+        seen.append(token.id)
+        if token.index == 4:
+            generation.cancel()
+    assert len(seen) == 5
+    assert generation.finish_reason == "cancelled"
+
+
+def test_cancelling_from_another_thread_ends_a_wait(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, **GREEDY)
+    next(holder)
+    queued = engine.generate(PROMPT, **GREEDY)
+    found: list[list[Any]] = []
+    thread = threading.Thread(target=lambda: found.append(list(queued)), daemon=True)
+    thread.start()
+    threading.Event().wait(0.1)
+    queued.close()
+    thread.join(20)
+    assert found == [[]]
+    assert queued.finish_reason == "cancelled"
+    assert queued.usage.prompt_tokens == len(PROMPT)
+
+
+def test_closing_a_queued_generation_does_not_wait_for_the_running_one(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, **GREEDY)
+    next(holder)
+    queued = engine.generate(PROMPT, **GREEDY)
+    assert engine.stats().n_queued == 1
+    queued.close()
+    assert engine.stats().n_queued == 0
+    assert engine.stats().n_requests == 1
+    assert len(list(holder)) == N_TOKENS - 1
+
+
+def test_cancelled_prefill_keeps_the_chunks_that_were_done(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=4, n_ctx=2048, **EXACT)
+    prompt = random_ids(1500)
+    generation = engine.generate(prompt, **GREEDY)
+    wait_until(lambda: len(engine.slots[0].tokens) >= 8)
+    generation.close()
+    kept = engine.slots[0].tokens
+    assert 8 <= len(kept) <= len(prompt)
+    assert kept == prompt[: len(kept)]
+    again = engine.generate(prompt, **GREEDY)
+    fresh = make_engine(tiny_llama, n_ctx=2048, **EXACT).generate(prompt, **GREEDY)
+    assert [token.id for token in again] == [token.id for token in fresh]
+    assert again.usage.cached_tokens == min(len(kept), len(prompt) - 1)
+
+
+def test_model_that_cannot_truncate_goes_on_after_a_cancellation(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_mamba(tmp_path / "mamba.gguf")
+    engine = make_engine(model)
+    options = GREEDY | {"max_tokens": 20}
+    expected = [token.id for token in make_engine(model).generate(PROMPT, **options)]
+    generation = engine.generate(PROMPT, **options)
+    taken = take(generation, 3)
+    threading.Event().wait(0.05)
+    assert engine.stats().n_tokens == 3  # it never runs ahead of what it could take back
+    generation.close()
+    assert taken == expected[:3]
+    assert engine.slots[0].tokens == PROMPT + taken[:-1]
+    again = engine.generate(PROMPT + taken, **options | {"max_tokens": 17})
+    assert [token.id for token in again] == expected[3:]
+    assert again.usage.cached_tokens == len(PROMPT) + 2
+    # A prompt that parts from the cache earlier is evaluated afresh.
+    other = engine.generate(PROMPT, **options)
+    assert [token.id for token in other] == expected
+    assert other.usage.cached_tokens == 0
+
+
+def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, _poison=True, **EXACT)
+    prompts = [random_ids(5 + 3 * i, seed=i) for i in range(6)]
+    options = GREEDY | {"max_tokens": 20}
+    expected = [[token.id for token in engine.generate(p, **options)] for p in prompts]
+    deadline = time.monotonic() + 3
+
+    async def take_async(generation: Generation, n: int) -> list[int]:
+        async with generation:
+            return [(await anext(generation)).id for _ in range(n)]
+
+    async def take_many() -> list[list[int]]:
+        generations = [engine.generate(prompt, **options) for prompt in prompts]
+        return await asyncio.gather(*(take_async(one, 20) for one in generations))
+
+    def work(seed: int) -> int:
+        rng = random.Random(seed)
+        n_done = 0
+        while time.monotonic() < deadline:
+            i, n, end = rng.randrange(6), rng.randrange(21), rng.randrange(6)
+            if end == 0:
+                assert asyncio.run(take_many()) == expected
+                continue
+            generation = engine.generate(prompts[i], capture=rng.choice([None, "probs"]), **options)
+            if end == 1:
+                taken = asyncio.run(take_async(generation, n))
+            else:
+                taken = take(generation, n)
+                if end in (2, 3):
+                    [generation.close, generation.cancel][end - 2]()
+            del generation
+            assert taken == expected[i][:n]
+            n_done += 1
+        return n_done
+
+    with ThreadPoolExecutor(6) as threads:
+        assert min(threads.map(work, range(6), timeout=30)) > 0
+    wait_until(lambda: not engine.slots[0].is_busy)
+    assert engine.stats().n_queued == 0
+    assert engine.stats().pool.n_leased == 0

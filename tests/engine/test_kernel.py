@@ -1,0 +1,101 @@
+"""The row kernel over its whole range: head sizes, heads per KV head, column counts, cache types.
+
+With flash attention on the rows come from our kernel; of a model with one layer they depend on
+nothing that flash attention rounds, so they are held to the tight tolerance. A text that grows from
+one token to past 256 has every column count in it, those around vector and padding edges included.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+import pytest
+
+from kqview import Capture
+from tests.support import tiny_gguf
+from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from .conftest import MakeEngine
+
+
+def write_one_layer(path: Path, n_head: int, n_head_kv: int, head_size: int) -> Path:
+    return tiny_gguf.write_model(
+        path, arch="llama", n_layer=1, n_head=n_head, n_head_kv=n_head_kv,
+        n_embd=n_head * head_size, n_ff=32, rms_eps=1e-5,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("n_head", "n_head_kv", "head_size"),
+    [
+        (1, 1, 8), (3, 1, 10), (4, 4, 16), (5, 1, 64), (6, 2, 20), (8, 1, 32), (7, 7, 2),
+        (12, 4, 96), (4, 2, 128), (9, 1, 34),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_equal_reference_for_every_head_shape(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    kind: Kind,
+    n_head: int,
+    n_head_kv: int,
+    head_size: int,
+    record_property: Callable[[str, object], None],
+) -> None:
+    model = write_one_layer(tmp_path / "one.gguf", n_head, n_head_kv, head_size)
+    engine = make_engine(model, kv_type="f32", flash_attn=True)
+    tokens = run(engine, [65], 270, capture=kind)
+    error = largest_error(tokens, forward(model, [65], tokens), kind, [65])
+    record_property("largest_error", error)
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kv_type", "limit"),
+    [("f16", 2e-3), ("bf16", 1e-2), ("q8_0", 2e-2), ("q5_1", 0.2), ("q4_0", 0.35)],
+)
+def test_rows_of_rounded_caches_are_near_the_reference(
+    make_engine: MakeEngine,
+    tmp_path: Path,
+    kv_type: str,
+    limit: float,
+    record_property: Callable[[str, object], None],
+) -> None:
+    model = write_one_layer(tmp_path / "one.gguf", 6, 2, 64)
+    engine = make_engine(model, kv_type=kv_type, flash_attn=True)
+    prompt = random_ids(5)
+    tokens = run(engine, prompt, 100, capture="logits")
+    known: Literal["f16", "f32"] = "f16" if kv_type == "f16" else "f32"
+    error = largest_error(tokens, forward(model, prompt, tokens, kv_type=known), "logits", prompt)
+    record_property("largest_error", error)
+    assert error <= limit
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_rows_do_not_depend_on_the_number_of_threads(
+    make_engine: MakeEngine, tmp_path: Path, n_threads: int, flash_attn: bool, dtype: str
+) -> None:
+    # 5 heads on 1 KV head: shares of the threads cut through the runs of 4 heads.
+    model = write_one_layer(tmp_path / "one.gguf", 5, 1, 32)
+    capture = Capture("probs", dtype=dtype)  # pyright: ignore[reportArgumentType]
+    one, more = (
+        run(
+            make_engine(model, kv_type="f32", flash_attn=flash_attn, n_threads=n),
+            random_ids(30), 4, capture=capture,
+        )
+        for n in (1, n_threads)
+    )  # fmt: skip
+    for a, b in zip(one, more, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(a.attention, np.float32),
+            np.asarray(b.attention, np.float32),
+            rtol=1e-3 if dtype == "float16" else 3e-5,
+            atol=1e-6,
+        )

@@ -1,0 +1,263 @@
+"""Sampling as a caller sees it: ids that come, probabilities reported, options refused."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Engine, Sampling, errors
+from tests.support.rows import random_ids
+from tests.support.tiny_gguf import END_OF_TEXT, IM_END
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from kqview.types import Token
+    from tests.engine.conftest import MakeEngine
+
+PROMPT = random_ids(12)
+OPEN: dict[str, Any] = {"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Engine]:
+    with Engine(tiny_llama, n_ctx=512, n_threads=1, kv_type="f32", flash_attn=False) as engine:
+        list(engine.generate(PROMPT, max_tokens=1))  # from here on every prompt is cached alike
+        yield engine
+
+
+def tokens_of(engine: Engine, n: int = 40, **options: Any) -> list[Token]:
+    tokens = list(engine.generate(PROMPT, max_tokens=n, ignore_eos=True, **options))
+    assert len(tokens) == n
+    return tokens
+
+
+def ids_of(engine: Engine, n: int = 40, **options: Any) -> list[int]:
+    return [token.id for token in tokens_of(engine, n, **options)]
+
+
+# ---- repeatable
+
+
+def test_greedy_gives_the_same_every_time(engine: Engine) -> None:
+    first = ids_of(engine, temperature=0)
+    assert ids_of(engine, temperature=0) == first
+    assert ids_of(engine, temperature=0, seed=5) == first
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        OPEN,
+        {},
+        OPEN | {"mirostat": 1},
+        OPEN | {"mirostat": 2},
+        OPEN | {"xtc_probability": 0.5, "xtc_threshold": 0.01},
+        OPEN | {"dry_multiplier": 0.8, "repeat_penalty": 1.3, "typical_p": 0.9},
+    ],
+    ids=str,
+)
+def test_seed_repeats_a_run_and_another_one_differs(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    first = ids_of(engine, seed=11, **options)
+    assert ids_of(engine, seed=11, **options) == first
+    assert ids_of(engine, seed=12, **options) != first
+
+
+def test_without_seed_runs_differ(engine: Engine) -> None:
+    assert len({tuple(ids_of(engine, **OPEN)) for _ in range(4)}) == 4
+
+
+def test_seed_repeats_a_run_on_another_engine(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    runs = [ids_of(make_engine(tiny_llama), seed=3, **OPEN) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_sampling_object_and_options_mean_the_same(engine: Engine) -> None:
+    options: dict[str, Any] = OPEN | {
+        "seed": 4,
+        "repeat_penalty": 1.2,
+        "logit_bias": {65: 2.0},
+        "banned_tokens": [66, 67],
+        "top_logprobs": 3,
+    }
+    one = tokens_of(engine, **options)
+    generation = engine.generate(
+        PROMPT, max_tokens=40, sampling=Sampling(ignore_eos=True, **options)
+    )
+    for token, other in zip(one, generation, strict=True):
+        assert (token.id, token.logprob, token.top_logprobs) == (
+            other.id,
+            other.logprob,
+            other.top_logprobs,
+        )
+
+
+# ---- what is chosen
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"top_k": 1}, {"temperature": 1e-6}, {"min_p": 1.0}, {"top_p": 1e-6}, {"temperature": 1e-38}],
+    ids=str,
+)
+def test_options_that_leave_the_best_token_alone_are_greedy(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    want = ids_of(engine, temperature=0)
+    assert ids_of(engine, seed=1, **(OPEN | options)) == want
+
+
+def test_top_k_chooses_among_the_k_best(engine: Engine) -> None:
+    for token in tokens_of(engine, seed=2, **(OPEN | {"top_k": 3, "top_logprobs": 3})):
+        assert token.top_logprobs is not None
+        assert token.id in dict(token.top_logprobs)
+
+
+def test_banned_tokens_never_come(engine: Engine) -> None:
+    banned = sorted(set(ids_of(engine, temperature=0)))
+    assert not set(ids_of(engine, temperature=0, banned_tokens=banned)) & set(banned)
+    assert not set(ids_of(engine, seed=1, banned_tokens=banned, **OPEN)) & set(banned)
+    biased = dict.fromkeys(banned, -math.inf)
+    assert not set(ids_of(engine, seed=1, logit_bias=biased, **OPEN)) & set(banned)
+
+
+def test_logit_bias_forces_a_token(engine: Engine) -> None:
+    assert ids_of(engine, seed=1, logit_bias={300: 1e5}, **OPEN) == [300] * 40
+    assert ids_of(engine, temperature=0, logit_bias={300: 1e38}) == [300] * 40
+
+
+def test_ban_outweighs_bias(engine: Engine) -> None:
+    assert 300 not in ids_of(engine, temperature=0, logit_bias={300: 1e5}, banned_tokens=[300])
+
+
+def test_penalty_keeps_tokens_from_coming_again(engine: Engine) -> None:
+    ids = ids_of(engine, temperature=0, presence_penalty=1e4, repeat_last_n=-1)
+    assert len(set(ids)) == 40
+    assert not set(ids) & set(PROMPT)  # the prompt counts
+    assert len(set(ids_of(engine, temperature=0))) < 40
+
+
+def test_sampled_frequencies_follow_the_reported_probabilities(engine: Engine) -> None:
+    n_runs = 2000
+    first = [tokens_of(engine, 1, top_logprobs=320, seed=seed, **OPEN)[0] for seed in range(n_runs)]
+    assert first[0].top_logprobs is not None
+    logits = dict(first[0].top_logprobs)
+    # Reported are the model's own probabilities; temperature flattens what is drawn from.
+    weights = np.exp(np.array([logits[id_] for id_ in range(320)]) / OPEN["temperature"])
+    weights[[END_OF_TEXT, IM_END]] = 0  # ignored
+    expected = weights / weights.sum() * n_runs
+    counts = np.bincount([token.id for token in first], minlength=320)
+    often = expected >= 5
+    chi2 = float(((counts - expected)[often] ** 2 / expected[often]).sum())
+    n_free = int(often.sum())
+    assert n_free > 20
+    assert chi2 < n_free + 5 * math.sqrt(2 * n_free)
+
+
+def test_grammar_holds_at_every_token(engine: Engine) -> None:
+    generation = engine.generate(
+        PROMPT, max_tokens=60, seed=1, grammar="root ::= ([a-c] [0-9] [0-9]){5,8}", **OPEN
+    )
+    text = generation.read()
+    assert len(text) in (15, 18, 21, 24)
+    assert all(c in "abc" for c in text[::3])
+    assert all(c in "0123456789" for i, c in enumerate(text) if i % 3)
+
+
+# ---- logprobs
+
+
+def test_logprobs_come_only_when_asked_for(engine: Engine) -> None:
+    for token in tokens_of(engine, 5, temperature=0):
+        assert token.logprob is None
+        assert token.top_logprobs is None
+    for token in tokens_of(engine, 5, temperature=0, top_logprobs=0):
+        assert token.logprob is not None
+        assert token.logprob <= 0
+        assert token.top_logprobs == []
+
+
+@pytest.mark.parametrize("k", [1, 5, 319, 320])
+def test_top_logprobs_are_the_k_best_in_order(engine: Engine, k: int) -> None:
+    for token in tokens_of(engine, 10, temperature=0, top_logprobs=k):
+        assert token.top_logprobs is not None
+        values = [logprob for _, logprob in token.top_logprobs]
+        assert len(values) == len(dict(token.top_logprobs)) == k
+        assert values == sorted(values, reverse=True)
+        assert token.top_logprobs[0] == (token.id, token.logprob)  # greedy takes the best
+
+
+def test_logprobs_of_the_whole_vocabulary_sum_to_one(engine: Engine) -> None:
+    for token in tokens_of(engine, 10, seed=1, top_logprobs=320, **OPEN):
+        assert token.top_logprobs is not None
+        assert math.isclose(sum(math.exp(p) for _, p in token.top_logprobs), 1, abs_tol=1e-4)
+        assert dict(token.top_logprobs)[token.id] == token.logprob
+
+
+# ---- out of range
+
+BAD_SAMPLING: dict[str, list[Any]] = {
+    "temperature": [-0.1, math.nan, math.inf, 1e39, "hot", None, True],
+    "top_k": [-1, 1.5, 2**31],
+    "top_p": [-0.1, 1.1, math.nan],
+    "min_p": [-0.1, 1.1, math.nan],
+    "typical_p": [-0.1, 1.1, math.nan],
+    "repeat_penalty": [0.0, -1.0, math.inf],
+    "repeat_last_n": [-2, 1.5],
+    "presence_penalty": [math.nan, math.inf],
+    "frequency_penalty": [math.nan, -math.inf],
+    "dry_multiplier": [-1.0, math.nan],
+    "dry_base": [0.5, math.nan],
+    "dry_allowed_length": [-1, 2**40],
+    "dry_penalty_last_n": [-2],
+    "dry_sequence_breakers": [[""], [5]],
+    "xtc_probability": [-0.1, 1.1],
+    "xtc_threshold": [-0.1, 1.1],
+    "mirostat": [-1, 3],
+    "mirostat_tau": [-1.0, math.nan],
+    "mirostat_eta": [-1.0, math.nan],
+    "seed": [-1, 2**32, 1.5],
+    "logit_bias": [{1: math.nan}, {1: math.inf}, {-1: 1.0}, {1.5: 1.0}, {1: "x"}],
+    "banned_tokens": [[-1], [1.5], [True]],
+    "stop": [[""], [5]],
+    "stop_tokens": [[-1], [2**31], ["1"]],
+    "top_logprobs": [-1, 1.5, 321],
+}
+
+
+@pytest.mark.parametrize("name", BAD_SAMPLING)
+def test_sampling_option_out_of_range_is_refused(engine: Engine, name: str) -> None:
+    before = engine.stats().n_requests
+    for value in BAD_SAMPLING[name]:
+        with pytest.raises(errors.InvalidSampling, match=name):
+            engine.generate(PROMPT, **{name: value})
+    assert engine.stats().n_requests == before
+    assert len(ids_of(engine, 3, temperature=0)) == 3
+
+
+def test_ids_of_sampling_outside_the_vocabulary_are_refused(engine: Engine) -> None:
+    with pytest.raises(errors.InvalidToken, match="logit_bias"):
+        engine.generate(PROMPT, logit_bias={320: 1.0})
+    with pytest.raises(errors.InvalidToken, match="banned_tokens"):
+        engine.generate(PROMPT, banned_tokens=[320])
+    with pytest.raises(errors.InvalidSampling, match="banned"):
+        engine.generate(PROMPT, banned_tokens=range(320))
+
+
+@pytest.mark.parametrize("grammar", ["root :: x", 'a ::= "x"', 'root ::= "x', "root ::= root"])
+def test_grammar_that_does_not_parse_is_invalid_sampling(engine: Engine, grammar: str) -> None:
+    with pytest.raises(errors.InvalidSampling, match="grammar"):
+        list(engine.generate(PROMPT, grammar=grammar))
+    assert len(ids_of(engine, 3, temperature=0)) == 3
+
+
+@pytest.mark.parametrize("options", [{"grammar": "\ud800"}, {"dry_sequence_breakers": ["\ud800"]}])
+def test_option_with_surrogates_is_refused(engine: Engine, options: dict[str, Any]) -> None:
+    with pytest.raises(errors.RequestError, match="surrogate"):
+        engine.generate(PROMPT, **options)

@@ -1,0 +1,153 @@
+"""The public surface: names, options and defaults that code outside this repository relies on.
+
+Adding to it is free; a failure here means that something was renamed or taken away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from typing import get_type_hints
+
+import pytest
+
+import kqview
+from kqview import Capture, Engine, Generation, ModelInfo, Sampling, Slot, Token, errors
+from kqview.request_options import SamplingOptions
+
+SAMPLING_DEFAULTS = {
+    "temperature": 0.8,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.05,
+    "seed": None,
+    "logit_bias": {},
+    "banned_tokens": (),
+    "stop": (),
+    "stop_tokens": (),
+    "ignore_eos": False,
+    "grammar": None,
+    "json_schema": None,
+    "top_logprobs": None,
+}
+SAMPLING_NAMES = {
+    *SAMPLING_DEFAULTS,
+    *("typical_p", "repeat_penalty", "repeat_last_n", "presence_penalty", "frequency_penalty"),
+    *("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+    *("dry_sequence_breakers", "xtc_probability", "xtc_threshold"),
+    *("mirostat", "mirostat_tau", "mirostat_eta"),
+}
+GENERATE_DEFAULTS = {
+    "max_tokens": 256,
+    "sampling": None,
+    "capture": None,
+    "slot": None,
+    "mods": (),
+    "request_id": None,
+    "priority": 0,
+    "add_special": True,
+    "parse_special": True,
+}
+ENGINE_NAMES = {
+    *("n_ctx", "n_slots", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "flash_attn"),
+    *("kv_type", "swa_full", "attention_budget_bytes", "run_ahead", "progress"),
+}
+CAPTURE_DEFAULTS = {
+    "kind": "logits",
+    "layers": None,
+    "heads": None,
+    "reduce": None,
+    "top_k": None,
+    "dtype": "float32",
+    "prompt": False,
+    "hidden": (),
+    "on_full": "raise",
+    "wait_s": 10.0,
+}
+MODEL_NAMES = {
+    *("name", "architecture", "n_vocab", "n_layer", "n_head", "n_head_kv", "n_embd"),
+    *("n_ctx_train", "attention_layers", "attention_scale", "bos_token_id", "eos_token_id"),
+    *("eot_token_id", "pad_token_id", "special_tokens", "rope_freq_base", "rope_freq_scale"),
+    *("chat_template", "n_params", "size_bytes", "file_type", "classifier_labels", "metadata"),
+}
+ENGINE_MEMBERS = {
+    *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
+    *("stats", "system_info", "close", "demo", "__enter__", "__exit__"),
+}
+GENERATION_MEMBERS = {
+    *("close", "cancel", "read", "request_id", "tokens", "text", "finish_reason", "usage", "slot"),
+    *("__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__exit__"),
+}
+TOKEN_NAMES = {
+    *("id", "text", "index", "logprob", "top_logprobs", "attention", "forced"),
+}
+ERROR_NAMES = {
+    *("KqviewError", "RequestError", "PromptTooLong", "InvalidToken", "UnknownSlot"),
+    *("InvalidCapture", "InvalidSampling", "ModelError", "ModelLoadError", "UnsupportedModel"),
+    *("CapacityError", "NoFreeSlot", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
+    *("StateFormatError", "StateMismatch", "ClosedError", "BusyError", "DecodeError"),
+    "InternalError",
+}
+
+
+def keyword_defaults(function: object) -> dict[str, object]:
+    """Keyword-only parameters with their defaults."""
+    assert callable(function)
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def field_defaults(cls: type) -> dict[str, object]:
+    made = cls()
+    return {field.name: getattr(made, field.name) for field in dataclasses.fields(cls)}
+
+
+def test_package_exports_its_classes():
+    names = {"Engine", "Capture", "Sampling", "Token", "Generation", "Slot", "ModelInfo", "errors"}
+    assert names | {"Usage", "EngineStats", "PoolStats"} <= set(kqview.__all__)
+    assert all(hasattr(kqview, name) for name in kqview.__all__)
+
+
+def test_engine_takes_its_options_by_name():
+    assert keyword_defaults(Engine.__init__).keys() >= ENGINE_NAMES
+
+
+def test_generate_has_the_documented_options_and_defaults():
+    assert keyword_defaults(Engine.generate).items() >= GENERATE_DEFAULTS.items()
+
+
+def test_generate_takes_every_field_of_sampling_by_name():
+    fields = {field.name for field in dataclasses.fields(Sampling)}
+    assert get_type_hints(SamplingOptions).keys() == fields
+    assert fields >= SAMPLING_NAMES
+
+
+def test_sampling_has_the_documented_defaults():
+    assert field_defaults(Sampling).items() >= SAMPLING_DEFAULTS.items()
+
+
+def test_capture_has_the_documented_options_and_defaults():
+    assert field_defaults(Capture).items() >= CAPTURE_DEFAULTS.items()
+    assert Capture("probs").kind == "probs"
+    assert callable(Capture.bytes_per_token)
+
+
+@pytest.mark.parametrize(("cls", "names"), [(ModelInfo, MODEL_NAMES), (Token, TOKEN_NAMES)])
+def test_dataclass_has_the_documented_fields(cls: type, names: set[str]):
+    assert {field.name for field in dataclasses.fields(cls)} >= names
+
+
+@pytest.mark.parametrize(
+    ("cls", "names"),
+    [(Engine, ENGINE_MEMBERS), (Generation, GENERATION_MEMBERS)],
+)
+def test_class_has_the_documented_members(cls: type, names: set[str]):
+    assert {name for name in names if not hasattr(cls, name)} == set()
+
+
+def test_slot_has_the_documented_members():
+    assert {"tokens", "n_tokens", "is_busy"} <= set(dir(Slot))
+
+
+def test_errors_has_the_documented_classes():
+    assert set(errors.__all__) >= ERROR_NAMES

@@ -1,0 +1,57 @@
+"""What a built wheel carries; .ci/run builds one and names it in KQVIEW_WHEEL."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+import pytest
+
+N_BYTES_MAX = 8 * 2**20  # what a person downloads; the demo model is up to 4 MB of it
+NEEDED = {
+    "kqview/py.typed",
+    "kqview/_core.pyi",
+    "kqview/engine.py",
+    "kqview/demo/__init__.py",
+    "kqview/demo/model.gguf",
+    "kqview/licenses/LICENSE.llama.cpp",
+    "kqview/licenses/LICENSE.llamafile",
+    "kqview/licenses/LICENSE.nanobind",
+    "kqview/licenses/LICENSE.robin_map",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    if not (name := os.environ.get("KQVIEW_WHEEL")):
+        pytest.skip("KQVIEW_WHEEL names no wheel; .ci/run builds one")
+    return Path(name)
+
+
+def test_wheel_carries_module_model_stub_and_licences(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert names >= NEEDED
+    modules = [n for n in names if n.startswith("kqview/_core.") and not n.endswith(".pyi")]
+    assert len(modules) == 1, modules
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+
+
+def test_wheel_carries_nothing_but_the_package(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kqview"}
+    assert [n for n in names if n.startswith("kqview/demo/") and "train" in n] == []
+    assert [n for n in names if n.endswith((".a", ".h", ".cmake", ".cpp"))] == []
+
+
+def test_wheel_is_small(wheel: Path):
+    assert wheel.stat().st_size <= N_BYTES_MAX
+
+
+def test_wheel_licences_have_text(wheel: Path):
+    with zipfile.ZipFile(wheel) as archive:
+        for name in NEEDED:
+            if "/licenses/" in name:
+                assert "THE SOFTWARE IS PROVIDED" in archive.read(name).decode().upper(), name

@@ -1,0 +1,263 @@
+// A model without llama.cpp for the scheduler's tests. The next token is a hash of every token in
+// the slot's cache, so that one wrong, missing or doubled token in a slot changes all that follow;
+// a captured row is filled with the token that comes of it.
+// Owner:   the test keeps the fake_model, the scheduler owns a fake_runner over it.
+// Threads: fake_runner on the engine thread, which is checked; fake_model from any thread.
+// Never:   asserts: what the scheduler does against the contract of runner.h goes to violations().
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "sched/runner.h"
+
+namespace kqview::test {
+
+inline constexpr token_id end_token = 2;
+
+inline token_id hash_of(std::span<const token_id> tokens) {
+    std::uint32_t hash = 2166136261u;
+    for (const token_id id : tokens) hash = (hash ^ static_cast<std::uint32_t>(id)) * 16777619u;
+    // A float, as which it travels through logits(), holds 24 bits.
+    return static_cast<token_id>(10 + hash % 1'000'000u);
+}
+
+struct fake_options {
+    int n_slots = 1;
+    int n_ctx = 256;
+    int n_chunk = 8;
+    bool can_truncate = true;
+    // The token that follows those of a cache.
+    std::function<token_id(std::span<const token_id>)> next = hash_of;
+    // May throw; called in the phase that its name says, on the engine thread.
+    std::function<void(std::span<const step_token>)> on_decode = [](auto) {};
+    std::function<void()> on_want = [] {};
+    std::function<void(token_id)> on_pick = [](token_id) {};
+    // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
+    bool leaves_tokens = false;
+};
+
+class fake_model {
+public:
+    using batch = std::vector<step_token>;
+
+    explicit fake_model(fake_options options)
+        : options(std::move(options)), caches_(static_cast<std::size_t>(this->options.n_slots)) {}
+
+    const fake_options options;
+
+    // Lets `n` decodes pass and holds the ones after them, until the next call.
+    void allow(int n) {
+        const std::lock_guard lock(mutex_);
+        n_allowed_ = n;
+        changed_.notify_all();
+    }
+    void allow_all() { allow(std::numeric_limits<int>::max()); }
+
+    // Blocks until the engine thread is held in a decode; false if that does not come about.
+    bool wait_held() {
+        return wait([this] { return is_held_; });
+    }
+    bool wait_decodes(std::size_t n) {
+        return wait([&] { return decodes_.size() >= n; });
+    }
+
+    // Batches in order, those of decodes that threw included.
+    std::vector<batch> decodes() const { return copy(decodes_); }
+    std::vector<std::pair<slot_id, int>> truncations() const { return copy(truncations_); }
+    std::vector<token_id> cache(slot_id slot) const {
+        return copy(caches_)[static_cast<std::size_t>(slot)];
+    }
+    std::vector<std::string> violations() const { return copy(violations_); }
+    // Grows each time the scheduler looks at a slot that may produce a token.
+    std::size_t n_looks() const { return copy(n_looks_); }
+
+private:
+    friend class fake_runner;
+
+    template <class value>
+    value copy(const value& guarded) const {
+        const std::lock_guard lock(mutex_);
+        return guarded;
+    }
+
+    template <class predicate>
+    bool wait(predicate is_true) {
+        std::unique_lock lock(mutex_);
+        const auto deadline = std::chrono::system_clock::now() + std::chrono::seconds(20);
+        return changed_.wait_until(lock, deadline, is_true);
+    }
+
+    void pass_gate(std::unique_lock<std::mutex>& lock) {
+        is_held_ = n_allowed_ == 0;
+        changed_.notify_all();
+        changed_.wait(lock, [this] { return n_allowed_ > 0; });
+        is_held_ = false;
+        if (n_allowed_ < std::numeric_limits<int>::max()) --n_allowed_;
+    }
+
+    void expect(bool is_true, const std::string& what) {
+        if (!is_true) violations_.push_back(what);
+    }
+
+    mutable std::mutex mutex_;  // guards what follows
+    std::condition_variable changed_;
+    int n_allowed_ = std::numeric_limits<int>::max();
+    bool is_held_ = false;
+    std::vector<std::vector<token_id>> caches_;
+    std::vector<batch> decodes_;
+    std::vector<std::pair<slot_id, int>> truncations_;
+    std::vector<std::string> violations_;
+    std::size_t n_looks_ = 0;
+};
+
+class fake_picker final : public token_picker {
+public:
+    explicit fake_picker(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
+
+    void accept_prompt(std::span<const token_id> ids) override { n_prompt_ = ids.size(); }
+    picked_token pick(float* logits) override {
+        const auto id = static_cast<token_id>(*logits);
+        model_->options.on_pick(id);
+        return {id, -0.5f, {{id, -0.5f}}};
+    }
+
+private:
+    const std::shared_ptr<fake_model> model_;
+    std::size_t n_prompt_ = 0;
+};
+
+class fake_runner final : public runner {
+public:
+    explicit fake_runner(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
+
+    int n_slots() const override { return model_->options.n_slots; }
+    int n_ctx() const override { return model_->options.n_ctx; }
+    int n_chunk() const override { return model_->options.n_chunk; }
+    bool is_end_of_generation(token_id id) const override { return id == end_token; }
+    bool can_truncate() const override {
+        const std::lock_guard lock(model_->mutex_);
+        ++model_->n_looks_;
+        return model_->options.can_truncate;
+    }
+
+    std::unique_ptr<token_picker> make_picker(const sampling_params&) override {
+        return std::make_unique<fake_picker>(model_);
+    }
+
+    void want(const graph_plan& plan) override {
+        check_thread();
+        model_->options.on_want();
+        wanted_ = plan;
+    }
+
+    const std::byte* decode(std::span<const step_token> tokens,
+                            std::span<const step_rows> rows) override {
+        check_thread();
+        std::unique_lock lock(model_->mutex_);
+        model_->decodes_.emplace_back(tokens.begin(), tokens.end());
+        check_batch(tokens);
+        model_->pass_gate(lock);
+        try {
+            model_->options.on_decode(tokens);
+        } catch (...) {
+            if (model_->options.leaves_tokens) append(tokens);
+            throw;
+        }
+        append(tokens);
+        logits_.assign(tokens.size(), -1.0f);
+        for (std::size_t i = 0; i < tokens.size(); ++i) {
+            if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_of(tokens[i].slot));
+        }
+        for (const auto& row : rows) write(tokens, row);
+        return rows.empty() ? nullptr : rows.front().data;
+    }
+
+    float* logits(int i_token) override {
+        const auto i = static_cast<std::size_t>(i_token);
+        const std::lock_guard lock(model_->mutex_);
+        model_->expect(i < logits_.size() && logits_[i] >= 0, "logits of a token that wants none");
+        return &logits_.at(i);
+    }
+
+    bool truncate(slot_id slot, int n_keep) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        auto& cache = cache_of(slot);
+        const auto n = static_cast<std::size_t>(n_keep);
+        model_->truncations_.emplace_back(slot, n_keep);
+        if (n >= cache.size()) return true;
+        if (n > 0 && !model_->options.can_truncate) return false;
+        cache.resize(n);
+        return true;
+    }
+
+private:
+    std::vector<token_id>& cache_of(slot_id slot) {
+        return model_->caches_.at(static_cast<std::size_t>(slot));
+    }
+
+    token_id next_of(slot_id slot) { return model_->options.next(cache_of(slot)); }
+
+    void append(std::span<const step_token> tokens) {
+        for (const auto& token : tokens) cache_of(token.slot).push_back(token.id);
+    }
+
+    // One ubatch of llama.cpp: one token each of adjacent slots, or a run of one slot.
+    void check_batch(std::span<const step_token> tokens) {
+        model_->expect(!tokens.empty(), "an empty batch");
+        const bool is_run = tokens.size() > 1 && tokens[0].slot == tokens[1].slot;
+        for (std::size_t i = 0; i < tokens.size(); ++i) {
+            const auto& token = tokens[i];
+            const auto slot = tokens[0].slot + (is_run ? 0 : static_cast<slot_id>(i));
+            const auto position = cache_of(token.slot).size() + (is_run ? i : 0);
+            model_->expect(token.slot == slot, "a batch of slots that are not adjacent");
+            model_->expect(token.position == static_cast<std::int32_t>(position),
+                           "position " + std::to_string(token.position) + " follows " +
+                               std::to_string(position) + " cached tokens");
+            model_->expect(token.position < model_->options.n_ctx, "a token beyond the slot");
+        }
+        model_->expect(tokens.size() <= static_cast<std::size_t>(is_run ? n_chunk() : n_slots()),
+                       "a batch that is too large");
+    }
+
+    void write(std::span<const step_token> tokens, const step_rows& row) {
+        const auto& query = tokens[static_cast<std::size_t>(row.i_token)];
+        model_->expect(query.wants_logits, "rows of a token that is not sampled");
+        model_->expect(row.n_columns == query.position + 1, "rows that do not end at their query");
+        for (const auto& layer : row.plan->layers()) {
+            model_->expect(wanted_.wants(layer.il, row.plan->kind()),
+                           "rows that no graph provides");
+        }
+        const auto mark = next_of(query.slot);
+        const auto n_bytes = row.plan->bytes(static_cast<std::size_t>(row.n_columns));
+        for (std::size_t at = 0; at + sizeof mark <= n_bytes; at += sizeof mark) {
+            std::memcpy(row.data + at, &mark, sizeof mark);
+        }
+    }
+
+    void check_thread() {
+        if (engine_thread_ == std::thread::id{}) engine_thread_ = std::this_thread::get_id();
+        const std::lock_guard lock(model_->mutex_);
+        model_->expect(engine_thread_ == std::this_thread::get_id(), "a call on another thread");
+    }
+
+    const std::shared_ptr<fake_model> model_;
+    graph_plan wanted_;
+    std::vector<float> logits_;
+    std::thread::id engine_thread_;
+};
+
+}  // namespace kqview::test

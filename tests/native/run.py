@@ -1,0 +1,157 @@
+"""Build and run the native tests under AddressSanitizer (with UBSan) and ThreadSanitizer.
+
+    python tests/native/run.py [BUILD_DIR] [--sanitize address thread none] [--kernel] [-- ARGS]
+
+Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
+``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
+llama.cpp's source (vendor/fetch.py obtains it); with ``--sanitize none`` they also print its speed.
+ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
+``native: N passed, M failed (address)``; the exit status is 0 only if every variant built, ran and
+passed without a sanitizer's report.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+SOURCE_DIR = Path(__file__).resolve().parent
+SANITIZERS = ("address", "thread", "none")
+FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
+KERNEL_PROGRAMS = "kernel_tests_*"
+BUILD_LIMIT_S = 900
+RUN_LIMIT_S = 600
+FIGURES = re.compile(r"^row_kernel: .*", re.MULTILINE)
+SUMMARY = re.compile(r"test cases:\s*\d+ \|\s*(\d+) passed \|\s*(\d+) failed")
+# gcc's TSan before 14 refuses some kernels' address layouts; without randomisation it runs.
+TSAN_LAYOUT_ERROR = "unexpected memory mapping"
+
+
+def default_build_dir() -> Path:
+    """Return a temporary folder of this user and this checkout, the same at every run."""
+    checkout = zlib.crc32(str(SOURCE_DIR).encode())
+    return Path(tempfile.gettempdir()) / f"kqview-native-{os.getuid()}-{checkout:08x}"
+
+
+def run_command(command: list[str], limit_s: int) -> tuple[int, str]:
+    """Run *command*; return its exit status (124 over the limit), stdout and stderr as one."""
+    environment = dict(os.environ)
+    environment.setdefault("UBSAN_OPTIONS", "print_stacktrace=1")
+    try:
+        done = subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=limit_s,
+            env=environment,
+        )
+    except subprocess.TimeoutExpired as expired:
+        output = expired.stdout or b""
+        text = output if isinstance(output, str) else output.decode(errors="replace")
+        return 124, f"{text}\nnative: no end after {limit_s} s: {command[0]}"
+    except FileNotFoundError:
+        return 127, f"native: {command[0]} not found; install it or put it on PATH"
+    return done.returncode, done.stdout
+
+
+def build(build_dir: Path, sanitizer: str, jobs: int, llama_dir: str) -> str | None:
+    """Configure and build one variant; return the output if that failed, else None."""
+    configure = [
+        "cmake",
+        "-S",
+        str(SOURCE_DIR),
+        "-B",
+        str(build_dir),
+        f"-DKQVIEW_SANITIZE={sanitizer}",
+        f"-DKQVIEW_LLAMA_CPP_DIR={llama_dir}",
+    ]
+    if doctest_dir := os.environ.get("KQVIEW_DOCTEST_DIR"):
+        configure.append(f"-DKQVIEW_DOCTEST_DIR={doctest_dir}")
+    for command in (configure, ["cmake", "--build", str(build_dir), "--parallel", str(jobs)]):
+        status, output = run_command(command, BUILD_LIMIT_S)
+        if status != 0:
+            return output
+    return None
+
+
+def run_program(program: Path, label: str, arguments: list[str]) -> bool:
+    """Run one test program, print its result line, and return whether all of it passed."""
+    command = [str(program), *arguments]
+    status, output = run_command(command, RUN_LIMIT_S)
+    if status != 0 and TSAN_LAYOUT_ERROR in output and shutil.which("setarch"):
+        status, output = run_command(["setarch", "-R", *command], RUN_LIMIT_S)
+    summary = SUMMARY.search(output)
+    passed, failed = (int(summary[1]), int(summary[2])) if summary else (0, 0)
+    if status == 0 and failed == 0 and passed > 0:
+        for figures in FIGURES.findall(output):
+            print(figures)
+        print(f"native: {passed} passed, 0 failed ({label})")
+        return True
+    print(output)
+    # A crash or a race report fails the run although no test case did.
+    reason = f": exit status {status}" if failed == 0 else ""
+    print(f"native: {passed} passed, {max(failed, 1)} failed ({label}){reason}")
+    return False
+
+
+def run_variant(
+    build_dir: Path, sanitizer: str, jobs: int, llama_dir: str, arguments: list[str]
+) -> bool:
+    """Build one variant and run its programs; return whether all of them passed."""
+    if (failure := build(build_dir, sanitizer, jobs, llama_dir)) is not None:
+        print(failure)
+        print(f"native: 0 passed, 1 failed ({sanitizer}): the build failed")
+        return False
+    results = [run_program(build_dir / "native_tests", sanitizer, arguments)]
+    # They have one thread: nothing for ThreadSanitizer to find.
+    if llama_dir and sanitizer != "thread":
+        programs = sorted(build_dir.glob(KERNEL_PROGRAMS))
+        results += [run_program(path, f"{sanitizer}, {path.name}", arguments) for path in programs]
+    return all(results)
+
+
+def main() -> int:
+    """Run the variants that were asked for; return the exit status."""
+    parser = argparse.ArgumentParser(description="Build and run the native tests under sanitizers.")
+    parser.add_argument(
+        "build_dir",
+        nargs="?",
+        type=Path,
+        default=default_build_dir(),
+        help="kept between runs, one folder a variant (default: %(default)s)",
+    )
+    parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
+    parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
+    parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
+    own, doctest_arguments = sys.argv[1:], []
+    if "--" in own:
+        split = own.index("--")
+        own, doctest_arguments = own[:split], own[split + 1 :]
+    options = parser.parse_args(own)
+    llama_dir = ""
+    if options.kernel:
+        status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)
+        if status != 0:
+            print(output)
+            return 1
+        llama_dir = output.strip().splitlines()[-1]
+    results = [
+        run_variant(
+            options.build_dir / sanitizer, sanitizer, options.jobs, llama_dir, doctest_arguments
+        )
+        for sanitizer in options.sanitize
+    ]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

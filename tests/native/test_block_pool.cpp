@@ -1,0 +1,337 @@
+// block_pool on one thread: classes, budget, page-locked part, counters, lifetime.
+// Leases over threads and the release listener: test_block_pool_threads.cpp.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "base/error.h"
+#include "memory/block_pool.h"
+
+using kqview::block_pool;
+using kqview::block_pool_options;
+using kqview::host_allocator;
+using kqview::lease;
+
+namespace {
+
+constexpr std::size_t kib = 1024;
+constexpr std::size_t mib = 1024 * kib;
+
+std::shared_ptr<block_pool> make_pool(std::size_t budget_bytes) {
+    block_pool_options options;
+    options.budget_bytes = budget_bytes;
+    return block_pool::create(options);
+}
+
+// Plays the machine: may claim that its memory is page-locked, may run out, counts live bytes.
+class fake_allocator final : public host_allocator {
+public:
+    explicit fake_allocator(bool pins) : pins_(pins) {}
+
+    void* allocate(std::size_t n_bytes, bool& is_pinned) noexcept override {
+        if (out_of_memory) return nullptr;
+        live_bytes += n_bytes;
+        peak_bytes = std::max(peak_bytes, live_bytes);
+        void* data = plain_->allocate(n_bytes, is_pinned);
+        is_pinned = pins_;
+        return data;
+    }
+
+    void release(void* data, std::size_t n_bytes, bool is_pinned) noexcept override {
+        if (is_pinned != pins_) ++n_mismatched;
+        live_bytes -= n_bytes;
+        plain_->release(data, n_bytes, false);
+    }
+
+    bool offers_pinned() const noexcept override { return pins_; }
+
+    bool out_of_memory = false;
+    std::size_t live_bytes = 0;
+    std::size_t peak_bytes = 0;
+    std::size_t n_mismatched = 0;
+
+private:
+    const bool pins_;
+    const std::shared_ptr<host_allocator> plain_ = kqview::plain_allocator();
+};
+
+}  // namespace
+
+TEST_CASE("block_pool: a released block serves the next lease of its class") {
+    const auto pool = make_pool(1 * mib);
+    auto first = pool->try_take(20'000);
+    REQUIRE(first);
+    const std::byte* address = first->data();
+    first.reset();
+    const auto second = pool->try_take(20'100);
+    REQUIRE(second);
+    CHECK(second->data() == address);
+    CHECK(second->size_bytes() == 20'100);
+    CHECK(pool->stats().n_allocations == 1);
+    CHECK(pool->stats().n_reused == 1);
+}
+
+TEST_CASE("block_pool: two live leases never share a byte") {
+    const auto pool = make_pool(1 * mib);
+    const auto a = pool->try_take(5000);
+    const auto b = pool->try_take(5000);
+    REQUIRE(a);
+    REQUIRE(b);
+    std::memset(a->data(), 1, a->capacity_bytes());
+    std::memset(b->data(), 2, b->capacity_bytes());
+    const auto all_are = [](const lease& held, int value) {
+        return std::all_of(held.data(), held.data() + held.capacity_bytes(),
+                           [value](std::byte x) { return std::to_integer<int>(x) == value; });
+    };
+    CHECK(all_are(*a, 1));
+    CHECK(all_are(*b, 2));
+}
+
+TEST_CASE("block_pool: a block exceeds the request by at most a fifth") {
+    double worst = 0;
+    for (std::size_t n = 4096; n < 64 * mib; n += 1 + n / 997) {
+        const std::size_t capacity = block_pool::capacity_for(n);
+        REQUIRE(capacity >= n);
+        worst = std::max(worst, static_cast<double>(capacity - n) / static_cast<double>(n));
+    }
+    CHECK(worst > 0.15);
+    CHECK(worst < 0.2);
+    CHECK(block_pool::capacity_for(1) == 4096);
+    for (std::size_t n : {4097u, 4864u, 4865u, 8192u, 8193u}) {
+        const auto pool = make_pool(1 * mib);
+        CHECK(pool->try_take(n)->capacity_bytes() == block_pool::capacity_for(n));
+    }
+}
+
+TEST_CASE("block_pool: capacities are fixed points of their class and start aligned") {
+    const auto pool = make_pool(64 * mib);
+    for (std::size_t n = 1; n < 8 * mib; n = block_pool::capacity_for(n) + 1) {
+        const std::size_t capacity = block_pool::capacity_for(n);
+        CHECK(block_pool::capacity_for(capacity) == capacity);
+        const auto held = pool->try_take(n);
+        REQUIRE(held);
+        const auto address = reinterpret_cast<std::uintptr_t>(held->data());
+        CHECK(address % (capacity > 64 * kib ? 4096 : kqview::host_alignment_bytes) == 0);
+    }
+}
+
+TEST_CASE("block_pool: a take over budget is null until a lease dies") {
+    const auto pool = make_pool(3 * 8192);
+    std::vector<std::shared_ptr<lease>> held;
+    for (int i = 0; i < 3; ++i) held.push_back(pool->try_take(8192));
+    CHECK(held.back());
+    CHECK_FALSE(pool->try_take(8192));
+    CHECK_FALSE(pool->try_take(1));
+    held.pop_back();
+    CHECK(pool->try_take(8192));
+    CHECK(pool->stats().allocated_bytes == 3 * 8192);
+}
+
+TEST_CASE("block_pool: a request that no budget can hold is null") {
+    const auto pool = make_pool(8 * mib);
+    CHECK_FALSE(pool->try_take(8 * mib + 1));
+    CHECK_FALSE(pool->try_take(SIZE_MAX));
+    CHECK(block_pool::capacity_for(SIZE_MAX) == 0);
+    CHECK(block_pool::capacity_for(std::size_t{1} << 48) == std::size_t{1} << 48);
+    CHECK(block_pool::capacity_for((std::size_t{1} << 48) + 1) == 0);
+    CHECK_FALSE(make_pool(0)->try_take(1));
+    CHECK(pool->stats().n_failed_allocations == 0);
+}
+
+TEST_CASE("block_pool: a request of zero bytes is a request error") {
+    const auto pool = make_pool(1 * mib);
+    try {
+        pool->try_take(0);
+        FAIL("no error");
+    } catch (const kqview::error& e) {
+        CHECK(e.code() == kqview::errc::request);
+    }
+}
+
+TEST_CASE("block_pool: idle blocks of other classes are freed when the budget is short") {
+    const auto allocator = std::make_shared<fake_allocator>(false);
+    block_pool_options options;
+    options.budget_bytes = 4 * 16 * kib;
+    options.allocator = allocator;
+    const auto pool = block_pool::create(options);
+    {
+        std::vector<std::shared_ptr<lease>> small;
+        for (int i = 0; i < 4; ++i) small.push_back(pool->try_take(16 * kib));
+        CHECK(small.back());
+    }
+    CHECK(pool->stats().n_blocks == 4);
+    const auto large = pool->try_take(32 * kib);
+    REQUIRE(large);
+    CHECK(pool->stats().n_blocks == 3);  // two idle ones made room, two stay
+    CHECK(pool->stats().allocated_bytes == options.budget_bytes);
+    CHECK(allocator->peak_bytes == options.budget_bytes);
+    CHECK(allocator->live_bytes == pool->stats().allocated_bytes);
+}
+
+TEST_CASE("block_pool: a take that cannot succeed frees no idle block") {
+    const auto pool = make_pool(4 * 16 * kib);
+    const auto held = pool->try_take(16 * kib);
+    pool->try_take(8 * kib);
+    CHECK(pool->stats().n_blocks == 2);
+    CHECK_FALSE(pool->try_take(64 * kib));
+    CHECK(pool->stats().n_blocks == 2);
+}
+
+TEST_CASE("block_pool: trim frees idle blocks and leaves leases alone") {
+    const auto pool = make_pool(1 * mib);
+    const auto held = pool->try_take(8192);
+    pool->try_take(16 * kib);
+    pool->try_take(32 * kib);
+    CHECK(pool->trim() == 48 * kib);
+    CHECK(pool->stats().allocated_bytes == 8192);
+    CHECK(pool->contains(held->data()));
+    CHECK(pool->trim() == 0);
+}
+
+TEST_CASE("block_pool: a lease outlives the pool's owner") {
+    const auto allocator = std::make_shared<fake_allocator>(false);
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.allocator = allocator;
+    auto pool = block_pool::create(options);
+    const std::weak_ptr<block_pool> alive = pool;
+    auto held = pool->try_take(10'000);
+    pool->try_take(100'000);
+    pool.reset();
+    CHECK_FALSE(alive.expired());
+    std::memset(held->data(), 7, held->size_bytes());
+    held.reset();
+    CHECK(alive.expired());
+    CHECK(allocator->live_bytes == 0);
+}
+
+TEST_CASE("block_pool: contains knows leased and idle blocks to the byte") {
+    const auto pool = make_pool(1 * mib);
+    const auto held = pool->try_take(5000);
+    const std::byte* first = held->data();
+    CHECK(pool->contains(first));
+    CHECK(pool->contains(first + held->capacity_bytes() - 1));
+    CHECK_FALSE(make_pool(1 * mib)->contains(first));
+    const int local = 0;
+    CHECK_FALSE(pool->contains(&local));
+    CHECK_FALSE(pool->contains(nullptr));
+
+    const std::byte* idle = pool->try_take(300'000)->data();
+    CHECK(pool->contains(idle));
+    pool->trim();
+    CHECK_FALSE(pool->contains(idle));
+    // No block lies below the lowest address, nor does one block's end belong to it.
+    CHECK_FALSE(pool->contains(first - 1));
+    CHECK_FALSE(pool->contains(first + held->capacity_bytes()));
+}
+
+TEST_CASE("block_pool: counters follow takes, releases and copies") {
+    const auto pool = make_pool(1 * mib);
+    auto a = pool->try_take(4096);
+    auto b = pool->try_take(8000);
+    pool->count_copied(100);
+    pool->count_copied(23);
+    auto stats = pool->stats();
+    CHECK(stats.budget_bytes == 1 * mib);
+    CHECK(stats.n_leased == 2);
+    CHECK(stats.n_blocks == 2);
+    CHECK(stats.leased_bytes == 4096 + 8192);
+    CHECK(stats.allocated_bytes == 4096 + 8192);
+    CHECK(stats.n_allocations == 2);
+    CHECK(stats.n_reused == 0);
+    CHECK(stats.copied_bytes == 123);
+    CHECK(stats.n_pinned_bytes == 0);
+    CHECK(stats.plain_fallbacks == 0);
+    a.reset();
+    b.reset();
+    stats = pool->stats();
+    CHECK(stats.n_leased == 0);
+    CHECK(stats.leased_bytes == 0);
+    CHECK(stats.n_blocks == 2);
+    CHECK(stats.peak_leased_bytes == 4096 + 8192);
+}
+
+TEST_CASE("block_pool: an allocator without memory gives null and costs no budget") {
+    const auto allocator = std::make_shared<fake_allocator>(false);
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.allocator = allocator;
+    const auto pool = block_pool::create(options);
+    allocator->out_of_memory = true;
+    CHECK_FALSE(pool->try_take(8192));
+    CHECK(pool->stats().n_failed_allocations == 1);
+    CHECK(pool->stats().allocated_bytes == 0);
+    CHECK(pool->stats().leased_bytes == 0);
+    CHECK(pool->stats().n_leased == 0);
+    CHECK(pool->stats().peak_leased_bytes == 0);
+    allocator->out_of_memory = false;
+    CHECK(pool->try_take(1 * mib));
+}
+
+TEST_CASE("block_pool: beyond the page-locked limit blocks are plain and counted") {
+    const auto allocator = std::make_shared<fake_allocator>(true);
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.pinned_limit_bytes = 2 * 16 * kib;
+    options.allocator = allocator;
+    const auto pool = block_pool::create(options);
+    std::vector<std::shared_ptr<lease>> held;
+    for (int i = 0; i < 4; ++i) held.push_back(pool->try_take(16 * kib));
+    CHECK(held[0]->is_pinned());
+    CHECK(held[1]->is_pinned());
+    CHECK_FALSE(held[2]->is_pinned());
+    CHECK_FALSE(held[3]->is_pinned());
+    CHECK(pool->stats().n_pinned_bytes == 2 * 16 * kib);
+    CHECK(pool->stats().plain_fallbacks == 2);
+    held.clear();
+    CHECK(pool->try_take(16 * kib)->is_pinned());  // page-locked idle blocks go first
+    pool->trim();
+    CHECK(pool->stats().n_pinned_bytes == 0);
+    CHECK(allocator->live_bytes == 0);
+    CHECK(allocator->n_mismatched == 0);
+}
+
+TEST_CASE("block_pool: idle page-locked blocks give their room to another class") {
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.pinned_limit_bytes = 64 * kib;
+    options.allocator = std::make_shared<fake_allocator>(true);
+    const auto pool = block_pool::create(options);
+    pool->try_take(64 * kib);
+    const auto held = pool->try_take(32 * kib);
+    CHECK(held->is_pinned());
+    CHECK(pool->stats().n_pinned_bytes == 32 * kib);
+    CHECK(pool->stats().plain_fallbacks == 0);
+}
+
+TEST_CASE("block_pool: refused page-locking falls back to plain memory") {
+    const auto allocator = std::make_shared<fake_allocator>(true);
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.allocator = allocator;
+    const auto pool = block_pool::create(options);
+    allocator->out_of_memory = true;
+    const auto held = pool->try_take(16 * kib);
+    REQUIRE(held);
+    CHECK_FALSE(held->is_pinned());
+    CHECK(pool->stats().plain_fallbacks == 1);
+    CHECK(pool->stats().n_pinned_bytes == 0);
+}
+
+TEST_CASE("block_pool: poison fills a returned block and only then") {
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.poison = true;
+    const auto pool = block_pool::create(options);
+    auto held = pool->try_take(6000);
+    std::memset(held->data(), 1, held->capacity_bytes());
+    CHECK(held->data()[0] == std::byte{1});
+    held.reset();
+    held = pool->try_take(6000);
+    CHECK(std::all_of(held->data(), held->data() + held->capacity_bytes(),
+                      [](std::byte x) { return x == block_pool::poison_byte; }));
+}

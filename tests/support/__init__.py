@@ -1,0 +1,1 @@
+"""What tests share: models made on the spot, and references for captured attention."""

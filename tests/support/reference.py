@@ -1,0 +1,222 @@
+"""A float64 numpy transformer for Llama and Qwen2: an independent truth for captured attention.
+
+Owns: the mathematics only (RMSNorm, RoPE, grouped-query attention, SwiGLU), read straight from a
+GGUF. Shares no code with kqview or llama.cpp, so a fault cannot hide in both sides. The whole
+sequence is one pass without a KV cache. Weights are dequantised exactly; llama.cpp also rounds
+activations when weights are not F32, so tight comparisons need F32 weights.
+
+RoPE angles are exact by default. llama.cpp multiplies them up in float32, which alone moves rows of
+a 3-layer model by 1e-5 at position 200, 2e-5 at 800 and 9e-5 at 1800 (largest relative error of
+probs); ``angle_type="f32"`` does the same here, and the difference is 3e-6 at 1800 again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from gguf import quants
+from numpy.typing import NDArray
+
+from .tiny_gguf import Reader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+F64 = NDArray[np.float64]
+CacheType = Literal["f32", "f16"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One forward pass; all arrays float64 and owned.
+
+    ``logits``: (n_tokens, n_vocab).
+    ``kq``: (n_layer, n_head, n_query, n_key), product of q and k before scale and mask;
+    columns right of the diagonal hold values too, which a causal engine has not computed then.
+    ``scores``: as kq, scaled, columns right of the diagonal -inf.
+    ``probs``: softmax of scores, rows sum to 1.
+    """
+
+    logits: F64
+    kq: F64
+    scores: F64
+    probs: F64
+
+
+def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
+    """Largest over rows (the last axis) of max|got - want| / max|want|."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"relative_error: shapes {got.shape} and {want.shape}; they must be equal")
+    return float((np.abs(got - want).max(-1) / np.abs(want).max(-1)).max())
+
+
+class Reference:
+    """Weights of one model in float64. Immutable after `load`; `forward` may run in any thread."""
+
+    def __init__(self, arch: str, fields: dict[str, Any], weights: dict[str, F64]) -> None:
+        def value(key: str, default: Any = None) -> Any:
+            found = fields.get(f"{arch}.{key}", default)
+            if found is None:
+                raise ValueError(
+                    f"reference.load: no key {arch}.{key}; the file is not a whole {arch} model"
+                )
+            return found
+
+        self.arch = arch
+        self.n_layer = int(value("block_count"))
+        self.n_head = int(value("attention.head_count"))
+        self.n_head_kv = int(value("attention.head_count_kv", self.n_head))
+        self.n_embd = int(value("embedding_length"))
+        self.head_size = int(value("attention.key_length", self.n_embd // self.n_head))
+        self.rms_eps = float(value("attention.layer_norm_rms_epsilon"))
+        self.rope_base = float(value("rope.freq_base", 10000.0))
+        self._weights = weights
+
+    @classmethod
+    def load(cls, path: Path) -> Reference:
+        """Read every weight of a Llama or Qwen2 GGUF.
+
+        Raises:
+            ValueError: The architecture is another one, or rope scaling is asked for.
+        """
+        reader = Reader(path)
+        fields = {
+            key: entry.contents()
+            for key, entry in reader.fields.items()
+            if not key.startswith("tokenizer.")
+        }
+        arch = fields["general.architecture"]
+        if arch not in ("llama", "qwen2"):
+            raise ValueError(
+                f"reference.load: architecture {arch!r}; only llama and qwen2 are written here"
+            )
+        if fields.get(f"{arch}.rope.scaling.type", "none") != "none":
+            raise ValueError("reference.load: rope scaling is set; use a model without it")
+        weights = {
+            tensor.name: np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float64)
+            for tensor in reader.tensors
+        }
+        return cls(arch, fields, weights)
+
+    def forward(
+        self,
+        ids: Sequence[int],
+        *,
+        kv_type: CacheType = "f32",
+        operand_type: CacheType = "f32",
+        angle_type: Literal["f64", "f32"] = "f64",
+        flash_attn: bool = False,
+    ) -> Result:
+        """Run the whole sequence at once.
+
+        Args:
+            ids: Token ids, positions 0 onwards.
+            kv_type: Type in which K and V are kept; "f16" rounds both.
+            operand_type: "f16" also rounds q and the probabilities where they meet K and V, as
+                llama.cpp's CPU product does with an F16 cache and flash attention off. The
+                returned probs are not rounded.
+            angle_type: "f32" multiplies RoPE angles up in float32, as llama.cpp's CPU kernel does.
+            flash_attn: Mix V as llama.cpp's CPU flash attention does for fewer than 64 queries: q,
+                K, V and the running sum rounded to F16. Reaches kq only through the layers below.
+
+        Returns:
+            Logits and attention of every token, layer and head.
+        """
+        tokens = np.asarray(ids, np.int64)
+        if tokens.ndim != 1 or tokens.size == 0:
+            raise ValueError(
+                f"reference.forward: ids have shape {tokens.shape}; pass a flat list of 1 or more"
+            )
+        n_tokens, w = tokens.size, self._weights
+        future = np.triu(np.ones((n_tokens, n_tokens), bool), 1)
+        cos, sin = self._angles(n_tokens, angle_type)
+        x = w["token_embd.weight"][tokens]
+        shape = (self.n_layer, self.n_head, n_tokens, n_tokens)
+        kq, scores, probs = np.empty(shape), np.empty(shape), np.empty(shape)
+        for il in range(self.n_layer):
+            b = f"blk.{il}."
+            h = self._norm(x, b + "attn_norm")
+            q = self._rotate(self._heads(h, b + "attn_q", self.n_head), cos, sin)
+            k = self._rotate(self._heads(h, b + "attn_k", self.n_head_kv), cos, sin)
+            v = self._heads(h, b + "attn_v", self.n_head_kv)
+            # Query head i reads KV head i // (n_head / n_head_kv).
+            k, v = (np.repeat(_round(t, kv_type), self.n_head // self.n_head_kv, 0) for t in (k, v))
+            kq[il] = _round(q, operand_type) @ k.transpose(0, 2, 1)
+            scores[il] = np.where(future, -np.inf, kq[il] / np.sqrt(self.head_size))
+            probs[il] = _softmax(scores[il])
+            if flash_attn:
+                entered = _round(q, "f16") @ _round(k, "f16").transpose(0, 2, 1)
+                mixed = _flash_mix(entered / np.sqrt(self.head_size), _round(v, "f16"))
+            else:
+                mixed = _round(probs[il], operand_type) @ v
+            mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
+            x = x + mixed @ w[b + "attn_output.weight"].T
+            h = self._norm(x, b + "ffn_norm")
+            gate = h @ w[b + "ffn_gate.weight"].T
+            up = h @ w[b + "ffn_up.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
+        output = w.get("output.weight", w["token_embd.weight"])
+        return Result(self._norm(x, "output_norm") @ output.T, kq, scores, probs)
+
+    def _norm(self, x: F64, name: str) -> F64:
+        mean_square = np.mean(x * x, -1, keepdims=True)
+        return x / np.sqrt(mean_square + self.rms_eps) * self._weights[name + ".weight"]
+
+    def _heads(self, h: F64, name: str, n_head: int) -> F64:
+        """Project (n_tokens, n_embd) to (n_head, n_tokens, head_size)."""
+        out = h @ self._weights[name + ".weight"].T + self._weights.get(name + ".bias", 0.0)
+        return out.reshape(len(h), n_head, self.head_size).transpose(1, 0, 2)
+
+    def _angles(self, n_tokens: int, angle_type: str) -> tuple[F64, F64]:
+        """Cosine and sine of position * base^(-2 pair / size), each (n_tokens, head_size / 2)."""
+        of = np.float64 if angle_type == "f64" else np.float32
+        ratio = of(self.rope_base) ** of(-2.0 / self.head_size)
+        angle = np.empty((n_tokens, self.head_size // 2), of)
+        angle[:, 0] = np.arange(n_tokens)
+        for pair in range(1, angle.shape[1]):
+            angle[:, pair] = angle[:, pair - 1] * ratio
+        angle = angle / self._weights.get("rope_freqs.weight", np.ones(1)).astype(of)
+        return np.cos(angle).astype(np.float64), np.sin(angle).astype(np.float64)
+
+    def _rotate(self, t: F64, cos: F64, sin: F64) -> F64:
+        """Rotate (n_head, n_tokens, head_size): neighbours for llama, the two halves for qwen2."""
+        out = np.empty_like(t)
+        half = self.head_size // 2
+        if self.arch == "llama":
+            first, second = slice(0, None, 2), slice(1, None, 2)
+        else:
+            first, second = slice(0, half), slice(half, None)
+        a, b = t[..., first], t[..., second]
+        out[..., first] = a * cos - b * sin
+        out[..., second] = a * sin + b * cos
+        return out
+
+
+def _round(t: F64, to: CacheType) -> F64:
+    return t.astype(np.float16).astype(np.float64) if to == "f16" else t
+
+
+def _softmax(scores: F64) -> F64:
+    e = np.exp(scores - scores.max(-1, keepdims=True))
+    return e / e.sum(-1, keepdims=True)
+
+
+def _flash_mix(scores: F64, v: F64) -> F64:
+    """Mix V (n_head, n_key, head_size) key by key, with a running maximum and an F16 sum."""
+    n_head, n_tokens, _ = scores.shape
+    largest = np.full((n_head, n_tokens), -np.inf)
+    total = np.zeros((n_head, n_tokens))
+    mixed = np.zeros((n_head, n_tokens, v.shape[-1]))
+    for key in range(n_tokens):
+        seen = np.s_[:, key:]  # the queries that see this key
+        score, before = scores[:, key:, key], largest[seen].copy()
+        largest[seen] = np.maximum(score, before)
+        rescale, weight = np.exp(before - largest[seen]), np.exp(score - largest[seen])
+        total[seen] = total[seen] * rescale + weight
+        kept = _round(mixed[seen] * rescale[..., None], "f16")
+        mixed[seen] = _round(kept + v[:, key, None] * weight[..., None], "f16")
+    return mixed / total[..., None]

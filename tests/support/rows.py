@@ -1,0 +1,94 @@
+"""What a test asks of captured rows: run a request, and the same rows of another computation.
+
+Owns: the arithmetic of row indices (token k carries the row of query ``len(prompt) - 1 + k``).
+Never: tolerates anything; tolerances stand in the tests.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from .reference import Reference, relative_error
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from numpy.typing import NDArray
+
+    from kqview import Engine
+    from kqview.types import Token
+
+    from .reference import Result
+    from .stock import Run
+
+Kind = Literal["logits", "scores", "probs"]
+KINDS: tuple[Kind, ...] = ("logits", "scores", "probs")
+
+reference_of = lru_cache(maxsize=None)(Reference.load)
+
+
+def random_ids(n_tokens: int, seed: int = 0) -> list[int]:
+    """*n_tokens* ids that are bytes."""
+    return np.random.default_rng(seed).integers(0, 256, n_tokens).tolist()
+
+
+def run(engine: Engine, prompt: Sequence[int], n_tokens: int, **options: Any) -> list[Token]:
+    """Generate exactly *n_tokens*, sampled with a fixed seed so that they do not repeat."""
+    settings = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 7, **options}
+    tokens = list(engine.generate(prompt, max_tokens=n_tokens, ignore_eos=True, **settings))
+    assert len(tokens) == n_tokens
+    return tokens
+
+
+def sequence_of(prompt: Sequence[int], tokens: Sequence[Token]) -> list[int]:
+    """Every id whose query has a row: the prompt and the tokens except the last one."""
+    return [*prompt, *(token.id for token in tokens[:-1])]
+
+
+def forward(model: Path, prompt: Sequence[int], tokens: Sequence[Token], **options: Any) -> Result:
+    """The float64 reference of the sequence that *tokens* were generated in."""
+    ids = sequence_of(prompt, tokens)
+    return reference_of(model).forward(ids, angle_type="f32", **options)
+
+
+def reference_rows(result: Result, kind: Kind, i_query: int) -> NDArray[np.float64]:
+    """Rows of one query, (n_layer, n_head, i_query + 1)."""
+    full = {"logits": result.kq, "scores": result.scores, "probs": result.probs}[kind]
+    return full[:, :, i_query, : i_query + 1]
+
+
+def largest_error(
+    tokens: Sequence[Token], result: Result, kind: Kind, prompt: Sequence[int]
+) -> float:
+    """Largest relative error of any row of any token against the reference."""
+    errors: list[float] = []
+    for index, token in enumerate(tokens):
+        assert token.attention is not None
+        want = reference_rows(result, kind, len(prompt) - 1 + index)
+        errors.append(relative_error(np.asarray(token.attention), want))
+    return max(errors)
+
+
+def largest_stock_error(
+    tokens: Sequence[Token], stock: Run, kind: Kind, layers: Sequence[int] | None = None
+) -> float:
+    """Largest relative error of any row of any token against the stock build's tensors."""
+    of = slice(None) if layers is None else list(layers)
+    assert len(stock.steps) == len(tokens)
+    name = "kq" if kind == "logits" else kind
+    return max(
+        relative_error(np.asarray(token.attention)[of], getattr(step, name)[of])
+        for token, step in zip(tokens, stock.steps, strict=True)
+    )
+
+
+def same_rows(a: Sequence[Token], b: Sequence[Token]) -> bool:
+    """Are all rows of both equal, bit for bit?"""
+    return len(a) == len(b) and all(
+        np.array_equal(np.asarray(x.attention), np.asarray(y.attention))
+        for x, y in zip(a, b, strict=True)
+    )

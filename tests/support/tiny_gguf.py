@@ -1,0 +1,356 @@
+"""Random-weight GGUF models made on the spot, and files that are no model.
+
+Owns: what a test model looks like. Weights depend only on (seed, tensor name), so two calls with
+the same arguments give the same file and no two layers are equal. Attention scores spread over a
+few units and each head has its own sharpness, so a swapped layer, head or column is visible in any
+comparison.
+Never: loads a model or knows anything of kqview.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFValueType, TokenType, quants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+Vocab = Literal["qwen2", "none", "bytes"]
+WeightType = Literal["F32", "F16", "Q8_0"]
+
+# Specials of the "bytes" vocabulary, directly after the 256 bytes.
+END_OF_TEXT, IM_START, IM_END = 256, 257, 258
+_SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What `write_model` writes; every field is also a keyword of it.
+
+    ``n_vocab`` None means: all of the copied vocabulary ("qwen2"), 320 ("bytes") or 256 ("none").
+    ``tied`` None means: tied for vocab "qwen2" (the embedding is most of the file), else separate.
+    ``score_spread`` is the rough standard deviation of scaled scores before biases.
+    """
+
+    arch: Literal["qwen2", "llama"] = "qwen2"
+    n_layer: int = 3
+    n_head: int = 4
+    n_head_kv: int = 2
+    n_embd: int = 64
+    n_ff: int = 128
+    n_ctx_train: int = 2048
+    vocab: Vocab = "bytes"
+    n_vocab: int | None = None
+    weight_type: WeightType = "F32"
+    seed: int = 0
+    tied: bool | None = None
+    qkv_bias: bool | None = None
+    score_spread: float = 2.0
+    rope_base: float = 10000.0
+    rms_eps: float = 1e-6
+    chat_template: str | None = field(default=CHATML, repr=False)
+
+
+PRESETS: dict[str, Shape] = {
+    "tiny_qwen2": Shape(),
+    "tiny_llama": Shape(arch="llama", rms_eps=1e-5),
+    "tiny_qwen2_real_vocab": Shape(vocab="qwen2", n_embd=32, n_ff=64, n_head=2, n_head_kv=1),
+    # 24 layers x 16 heads (4 KV heads, head size 64): the shape that benchmarks use; about 320 MB.
+    "bench_24x16": Shape(
+        arch="llama", n_layer=24, n_head=16, n_head_kv=4, n_embd=1024, n_ff=2816, n_ctx_train=8192,
+        vocab="bytes", n_vocab=32000, weight_type="Q8_0", tied=True, rms_eps=1e-5,
+    ),
+}  # fmt: skip
+
+
+class Reader(gguf.GGUFReader):
+    """GGUFReader over a plain array: on 151,000 tokens 3 s instead of the memmap's 10 s."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._plain
+
+    @data.setter
+    def data(self, mapped: np.ndarray) -> None:
+        self._plain = np.asarray(mapped).view(np.ndarray)
+
+
+def write_preset(
+    path: Path, preset: str, *, llama_cpp_dir: Path | None = None, **changes: Any
+) -> Path:
+    """Write the preset of that name, with the fields in `changes` replaced; see `write_model`."""
+    if preset not in PRESETS:
+        raise ValueError(f"tiny_gguf.preset: got {preset!r}; choose one of {', '.join(PRESETS)}")
+    return _write(path, replace(PRESETS[preset], **changes), llama_cpp_dir)
+
+
+def write_model(path: Path, *, llama_cpp_dir: Path | None = None, **shape: Any) -> Path:
+    """Write a Llama or Qwen2 model with random weights.
+
+    Args:
+        path: File to write; parent folders are made.
+        llama_cpp_dir: llama.cpp source, whose vocabulary file ``vocab="qwen2"`` copies.
+        shape: Fields of `Shape`.
+
+    Returns:
+        `path`.
+
+    Raises:
+        ValueError: A size does not divide, or the vocabulary is too small or missing.
+    """
+    return _write(path, Shape(**shape), llama_cpp_dir)
+
+
+def write_mamba(
+    path: Path, *, n_layer: int = 2, n_embd: int = 64, n_vocab: int = 320, seed: int = 0
+) -> Path:
+    """Write a tiny Mamba model: recurrent layers only, so there is no attention to capture."""
+    d_inner, d_state, d_conv, dt_rank = 2 * n_embd, 16, 4, 4
+    writer = gguf.GGUFWriter(None, "mamba")
+    writer.add_context_length(2048)
+    writer.add_embedding_length(n_embd)
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(n_layer)
+    writer.add_ssm_conv_kernel(d_conv)
+    writer.add_ssm_inner_size(d_inner)
+    writer.add_ssm_state_size(d_state)
+    writer.add_ssm_time_step_rank(dt_rank)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    _add_bytes_vocab(writer, n_vocab, CHATML)
+    rand = _tensor_source(seed)
+
+    def add(name: str, data: np.ndarray) -> None:
+        writer.add_tensor(name, np.ascontiguousarray(data, dtype=np.float32))
+
+    add("token_embd.weight", rand("token_embd.weight", (n_vocab, n_embd), 0.5))
+    add("output_norm.weight", 1 + rand("output_norm.weight", (n_embd,), 0.1))
+    add("output.weight", rand("output.weight", (n_vocab, n_embd), 3.0 / n_embd**0.5))
+    for il in range(n_layer):
+        b = f"blk.{il}."
+        add(b + "attn_norm.weight", 1 + rand(b + "attn_norm.weight", (n_embd,), 0.1))
+        add(b + "ssm_in.weight", rand(b + "ssm_in.weight", (2 * d_inner, n_embd), n_embd**-0.5))
+        add(b + "ssm_conv1d.weight", rand(b + "ssm_conv1d.weight", (d_inner, d_conv), 0.5))
+        add(b + "ssm_conv1d.bias", rand(b + "ssm_conv1d.bias", (d_inner,), 0.1))
+        add(
+            b + "ssm_x.weight",
+            rand(b + "ssm_x.weight", (dt_rank + 2 * d_state, d_inner), d_inner**-0.5),
+        )
+        add(b + "ssm_dt.weight", rand(b + "ssm_dt.weight", (d_inner, dt_rank), dt_rank**-0.5))
+        add(b + "ssm_dt.bias", rand(b + "ssm_dt.bias", (d_inner,), 0.1))
+        # A is negative, else the state grows without bound.
+        add(
+            b + "ssm_a",
+            np.broadcast_to(-np.arange(1, d_state + 1, dtype=np.float32), (d_inner, d_state)),
+        )
+        add(b + "ssm_d", 1 + rand(b + "ssm_d", (d_inner,), 0.1))
+        add(b + "ssm_out.weight", rand(b + "ssm_out.weight", (n_embd, d_inner), d_inner**-0.5))
+    return _finish(writer, path)
+
+
+def write_truncated(path: Path, model: Path, *, keep: float = 0.5) -> Path:
+    """Write the first `keep` (a fraction) of a good model's bytes."""
+    data = model.read_bytes()
+    path.write_bytes(data[: int(len(data) * keep)])
+    return path
+
+
+def write_not_gguf(path: Path) -> Path:
+    """Write 4 KiB that do not begin with the GGUF magic."""
+    path.write_bytes(b"this is not a model\n" * 205)
+    return path
+
+
+def write_empty(path: Path) -> Path:
+    """Write a file of no bytes."""
+    path.write_bytes(b"")
+    return path
+
+
+def _write(path: Path, shape: Shape, llama_cpp_dir: Path | None) -> Path:
+    if shape.n_embd % shape.n_head or shape.n_head % shape.n_head_kv:
+        raise ValueError(
+            f"tiny_gguf.write: n_embd {shape.n_embd}, n_head {shape.n_head}, "
+            f"n_head_kv {shape.n_head_kv}; each must divide the one before it"
+        )
+    if shape.weight_type == "Q8_0" and (shape.n_embd % 32 or shape.n_ff % 32):
+        raise ValueError(
+            f"tiny_gguf.write: n_embd {shape.n_embd}, n_ff {shape.n_ff}; Q8_0 needs multiples of 32"
+        )
+    head_size = shape.n_embd // shape.n_head
+    writer = gguf.GGUFWriter(None, shape.arch)
+    writer.add_name(f"random {shape.arch} {shape.n_layer}x{shape.n_head}")
+    writer.add_context_length(shape.n_ctx_train)
+    writer.add_embedding_length(shape.n_embd)
+    writer.add_block_count(shape.n_layer)
+    writer.add_feed_forward_length(shape.n_ff)
+    writer.add_head_count(shape.n_head)
+    writer.add_head_count_kv(shape.n_head_kv)
+    writer.add_layer_norm_rms_eps(shape.rms_eps)
+    writer.add_rope_freq_base(shape.rope_base)
+    writer.add_rope_dimension_count(head_size)
+    writer.add_file_type(
+        {"F32": gguf.LlamaFileType.ALL_F32, "F16": gguf.LlamaFileType.MOSTLY_F16,
+         "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[shape.weight_type]
+    )  # fmt: skip
+    n_vocab = _add_vocab(writer, shape, llama_cpp_dir)
+    writer.add_vocab_size(n_vocab)
+    for name, data in _tensors(shape, n_vocab):
+        _add_tensor(writer, name, data, shape.weight_type)
+    return _finish(writer, path)
+
+
+def _tensors(shape: Shape, n_vocab: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (name, float32 array), slowest dimension first as numpy has it."""
+    n_embd, head_size = shape.n_embd, shape.n_embd // shape.n_head
+    n_kv = head_size * shape.n_head_kv
+    tied = shape.vocab == "qwen2" if shape.tied is None else shape.tied
+    bias = shape.arch == "qwen2" if shape.qkv_bias is None else shape.qkv_bias
+    rand = _tensor_source(shape.seed)
+
+    # Layer outputs (about 1 each) outweigh it, else tied models only repeat the last token.
+    yield "token_embd.weight", rand("token_embd.weight", (n_vocab, n_embd), 0.5)
+    yield "output_norm.weight", 1 + rand("output_norm.weight", (n_embd,), 0.1)
+    if not tied:
+        yield "output.weight", rand("output.weight", (n_vocab, n_embd), 3.0 / n_embd**0.5)
+    for il in range(shape.n_layer):
+        b = f"blk.{il}."
+
+        def matrix(
+            name: str, n_out: int, n_in: int, std: float = 1.0, b: str = b
+        ) -> tuple[str, np.ndarray]:
+            return b + name, rand(b + name, (n_out, n_in), std / n_in**0.5)
+
+        yield b + "attn_norm.weight", 1 + rand(b + "attn_norm.weight", (n_embd,), 0.1)
+        # q.k / sqrt(head_size) has the standard deviation std_q * std_k.
+        qk = shape.score_spread**0.5
+        sharpness = np.exp(rand(b + "sharpness", (shape.n_head,), 0.3))
+        name, wq = matrix("attn_q.weight", n_embd, n_embd, qk)
+        yield name, wq * np.repeat(sharpness, head_size)[:, None]
+        yield matrix("attn_k.weight", n_kv, n_embd, qk)
+        yield matrix("attn_v.weight", n_kv, n_embd)
+        if bias:
+            yield b + "attn_q.bias", rand(b + "attn_q.bias", (n_embd,), 0.5)
+            yield b + "attn_k.bias", rand(b + "attn_k.bias", (n_kv,), 0.5)
+            yield b + "attn_v.bias", rand(b + "attn_v.bias", (n_kv,), 0.2)
+        yield matrix("attn_output.weight", n_embd, n_embd)
+        yield b + "ffn_norm.weight", 1 + rand(b + "ffn_norm.weight", (n_embd,), 0.1)
+        yield matrix("ffn_gate.weight", shape.n_ff, n_embd)
+        yield matrix("ffn_up.weight", shape.n_ff, n_embd)
+        yield matrix("ffn_down.weight", n_embd, shape.n_ff, 2.0)
+
+
+def _tensor_source(seed: int) -> Callable[[str, tuple[int, ...], float], np.ndarray]:
+    def rand(name: str, shape: tuple[int, ...], std: float) -> np.ndarray:
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
+
+    return rand
+
+
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, data: np.ndarray, weight_type: WeightType
+) -> None:
+    # llama.cpp keeps vectors (norms, biases) in F32 whatever the file's type.
+    if data.ndim == 1 or weight_type == "F32":
+        writer.add_tensor(name, np.ascontiguousarray(data, dtype=np.float32))
+    elif weight_type == "F16":
+        writer.add_tensor(name, data.astype(np.float16))
+    else:
+        q8_0 = GGMLQuantizationType.Q8_0
+        writer.add_tensor(name, quants.quantize(data, q8_0), raw_dtype=q8_0)
+
+
+def _add_vocab(writer: gguf.GGUFWriter, shape: Shape, llama_cpp_dir: Path | None) -> int:
+    """Add the tokenizer's keys; return the number of ids."""
+    if shape.vocab == "none":
+        writer.add_tokenizer_model("none")
+        return shape.n_vocab or 256
+    if shape.vocab == "bytes":
+        n_vocab = shape.n_vocab or 320
+        _add_bytes_vocab(writer, n_vocab, shape.chat_template)
+        return n_vocab
+    if llama_cpp_dir is None:
+        raise ValueError("tiny_gguf.vocab: 'qwen2' copies a vocabulary file; pass llama_cpp_dir")
+    keys = _read_vocab(Path(llama_cpp_dir) / "models" / "ggml-vocab-qwen2.gguf")
+    n_file = len(next(value for key, value, *_ in keys if key == "tokenizer.ggml.tokens"))
+    n_vocab = shape.n_vocab or n_file
+    if n_vocab != n_file:
+        raise ValueError(
+            f"tiny_gguf.vocab: n_vocab {n_vocab}, qwen2 has {n_file}; leave n_vocab out"
+        )
+    for key, value, value_type, sub_type in keys:
+        if key != "tokenizer.chat_template" or shape.chat_template is None:
+            writer.add_key_value(key, value, value_type, sub_type)
+    if shape.chat_template is not None:
+        writer.add_chat_template(shape.chat_template)
+    return n_vocab
+
+
+@lru_cache(maxsize=2)
+def _read_vocab(path: Path) -> list[tuple[str, Any, GGUFValueType, GGUFValueType | None]]:
+    if not path.is_file():
+        raise ValueError(
+            f"tiny_gguf.vocab: no file {path.name} in {path.parent}; pass llama.cpp's source folder"
+        )
+    found: list[tuple[str, Any, GGUFValueType, GGUFValueType | None]] = []
+    for key, entry in Reader(path).fields.items():
+        if key.startswith("tokenizer."):
+            sub_type = entry.types[-1] if entry.types[0] == GGUFValueType.ARRAY else None
+            found.append((key, entry.contents(), entry.types[0], sub_type))
+    return found
+
+
+def _add_bytes_vocab(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
+    """Id = byte value for 0..255, then specials, then fillers " w<id>" that only sampling makes."""
+    n_min = 256 + len(_SPECIALS) + 1
+    if n_vocab < n_min:
+        raise ValueError(
+            f"tiny_gguf.vocab: n_vocab {n_vocab}, 'bytes' has at least {n_min}; raise n_vocab"
+        )
+    # llama.cpp refuses a gpt2 tokenizer without merges: one, of bytes that UTF-8 never has.
+    letters = _byte_letters()
+    merged = letters[0xFE] + letters[0xFF]
+    fillers = [f"{letters[0x20]}w{i}" for i in range(n_min, n_vocab)]
+    types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(_SPECIALS)
+    types += [TokenType.NORMAL] * (n_vocab - len(types))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list([*letters, *_SPECIALS, merged, *fillers])
+    writer.add_token_types(types)
+    writer.add_token_merges([f"{letters[0xFE]} {letters[0xFF]}"])
+    writer.add_bos_token_id(END_OF_TEXT)
+    writer.add_eos_token_id(IM_END)
+    writer.add_pad_token_id(END_OF_TEXT)
+    writer.add_add_bos_token(False)
+    if chat_template is not None:
+        writer.add_chat_template(chat_template)
+
+
+def _byte_letters() -> list[str]:
+    """The printable letter that GPT-2's tokenizer writes for each byte."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    hidden = iter(range(0x100, 0x200))
+    return [chr(b) if b in printable else chr(next(hidden)) for b in range(256)]
+
+
+def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer.write_header_to_file(path)
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path

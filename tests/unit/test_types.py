@@ -1,0 +1,281 @@
+"""The public value types: defaults, checks, sizes and their printed form."""
+
+import dataclasses
+import math
+import pickle
+
+import numpy as np
+import pytest
+
+from kqview.errors import InvalidCapture, InvalidSampling
+from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage
+
+MODEL = ModelInfo(
+    name="toy",
+    architecture="qwen2",
+    n_vocab=100,
+    n_layer=6,
+    n_head=4,
+    n_head_kv=2,
+    n_embd=32,
+    n_ctx_train=512,
+    attention_layers=(1, 3, 5),
+    attention_scale=0.25,
+    bos_token_id=1,
+    eos_token_id=2,
+    eot_token_id=None,
+    pad_token_id=None,
+    special_tokens={"bos": "<s>"},
+    rope_freq_base=1e4,
+    rope_freq_scale=1.0,
+    chat_template=None,
+    n_params=1000,
+    size_bytes=4000,
+    file_type="F32",
+    classifier_labels=(),
+    metadata={},
+)
+
+
+@pytest.mark.parametrize("value", [MODEL, Sampling(), Capture(), Usage(), EngineStats()])
+def test_value_type_refuses_assignment_and_survives_pickling(value: object):
+    name = dataclasses.fields(value)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, name, None)
+    assert pickle.loads(pickle.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", 1e39),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_k", -1),
+        ("top_k", 2**31),
+        ("top_k", 1.5),
+        ("top_k", None),
+        ("top_p", 1.01),
+        ("top_p", 0),
+        ("min_p", -0.01),
+        ("typical_p", 2),
+        ("repeat_penalty", 0),
+        ("repeat_last_n", -2),
+        ("presence_penalty", math.inf),
+        ("frequency_penalty", math.nan),
+        ("dry_multiplier", -1),
+        ("dry_base", 0.9),
+        ("dry_allowed_length", -1),
+        ("dry_penalty_last_n", -2),
+        ("dry_sequence_breakers", ("",)),
+        ("xtc_probability", 1.5),
+        ("xtc_threshold", -1),
+        ("mirostat", 3),
+        ("mirostat_tau", 0),
+        ("mirostat_eta", 0),
+        ("seed", -1),
+        ("seed", 2**32 - 1),
+        ("logit_bias", {-1: 0.0}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: math.inf}),
+        ("banned_tokens", [-1]),
+        ("banned_tokens", ["a"]),
+        ("stop", ""),
+        ("stop", ["ok", ""]),
+        ("stop", [b"bytes"]),
+        ("stop_tokens", [0.5]),
+        ("top_logprobs", -1),
+    ],
+)
+def test_sampling_option_out_of_range_names_the_option(option: str, value: object):
+    with pytest.raises(InvalidSampling, match=rf"^sampling\.validate: {option}.*allowed.*;"):
+        Sampling(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", 0),
+        ("top_k", 0),
+        ("top_p", 1),
+        ("typical_p", 1),
+        ("repeat_last_n", -1),
+        ("presence_penalty", -2),
+        ("seed", 0),
+        ("seed", 2**32 - 2),
+        ("top_logprobs", 0),
+        ("mirostat", 2),
+        ("temperature", np.float32(0.5)),
+        ("top_k", np.int64(7)),
+    ],
+)
+def test_sampling_keeps_values_at_the_limits(option: str, value: object):
+    assert getattr(Sampling(**{option: value}), option) == value
+
+
+def test_sampling_message_has_value_limit_and_remedy():
+    with pytest.raises(InvalidSampling) as caught:
+        Sampling(top_p=1.5)
+    assert str(caught.value) == (
+        "sampling.validate: top_p is 1.5, allowed is a number above 0 to 1; 1 switches it off"
+    )
+
+
+def test_sampling_defaults_are_those_of_the_api():
+    sampling = Sampling()
+    assert (sampling.temperature, sampling.top_k) == (0.8, 40)
+    assert (sampling.top_p, sampling.min_p) == (0.95, 0.05)
+    assert (sampling.seed, sampling.top_logprobs, sampling.grammar) == (None, None, None)
+    off = Sampling(typical_p=1, repeat_penalty=1, dry_multiplier=0, xtc_probability=0, mirostat=0)
+    assert sampling == off
+
+
+def test_sampling_normalises_collections_and_keeps_its_own():
+    bias = {np.int32(3): -math.inf}
+    sampling = Sampling(stop="end", banned_tokens=[1, 2], stop_tokens=[5], logit_bias=bias)
+    bias[4] = 1.0
+    assert sampling.stop == ("end",)
+    assert sampling.banned_tokens == (1, 2)
+    assert sampling.stop_tokens == (5,)
+    assert sampling.logit_bias == {3: -math.inf}
+
+
+def test_sampling_refuses_grammar_beside_json_schema():
+    with pytest.raises(InvalidSampling, match="leave one out"):
+        Sampling(grammar='root ::= "a"', json_schema={})
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("kind", "weights"),
+        ("kind", None),
+        ("dtype", "float64"),
+        ("on_full", "panic"),
+        ("reduce", "sum"),
+        ("layers", [0, 0]),
+        ("layers", [-1]),
+        ("layers", []),
+        ("layers", [True]),
+        ("layers", "0,1"),
+        ("layers", 3),
+        ("heads", [0.5]),
+        ("hidden", [2, 2]),
+        ("top_k", 0),
+        ("top_k", 1.5),
+        ("wait_s", -1),
+        ("wait_s", math.inf),
+        ("wait_s", "long"),
+    ],
+)
+def test_capture_option_not_well_formed_names_the_option(option: str, value: object):
+    with pytest.raises(InvalidCapture, match=rf"^capture\.validate: {option} .*;"):
+        Capture(**{option: value})
+
+
+def test_capture_accepts_every_well_formed_option():
+    capture = Capture(
+        "probs",
+        layers=np.array([3, 1]),
+        heads=range(2),
+        reduce="mean_heads",
+        top_k=8,
+        dtype="float16",
+        prompt=True,
+        hidden=[0],
+        on_full="wait",
+        wait_s=2,
+    )
+    assert (capture.layers, capture.heads, capture.hidden) == ((3, 1), (0, 1), (0,))
+    assert hash(capture) == hash(dataclasses.replace(capture))
+
+
+def test_capture_of_turns_a_kind_into_a_capture():
+    capture = Capture("scores", layers=[1])
+    assert Capture.of(None) is None
+    assert Capture.of("probs") == Capture(kind="probs")
+    assert Capture.of(capture) is capture
+    with pytest.raises(InvalidCapture, match="'everything'"):
+        Capture.of("everything")
+    with pytest.raises(InvalidCapture, match=r"capture\.of: bool"):
+        Capture.of(True)
+
+
+@pytest.mark.parametrize(
+    ("capture", "shape", "item_bytes", "hidden_bytes"),
+    [
+        (Capture(), (3, 4, 10), 4, 0),
+        (Capture(dtype="float16"), (3, 4, 10), 2, 0),
+        (Capture(layers=[3], heads=[0, 2]), (1, 2, 10), 4, 0),
+        (Capture(reduce="max_heads"), (3, 10), 4, 0),
+        (Capture(reduce="mean"), (10,), 4, 0),
+        (Capture(top_k=5), (3, 4, 5), 8, 0),
+        (Capture(top_k=50), (3, 4, 10), 8, 0),
+        (Capture(hidden=[0, 5]), (3, 4, 10), 4, 2 * 32 * 4),
+    ],
+)
+def test_bytes_per_token_is_the_size_of_the_arrays(
+    capture: Capture, shape: tuple[int, ...], item_bytes: int, hidden_bytes: int
+):
+    expected = math.prod(shape) * item_bytes + hidden_bytes
+    assert capture.bytes_per_token(MODEL, 10) == expected
+
+
+@pytest.mark.parametrize("capture", [Capture(layers=[0]), Capture(heads=[4]), Capture(hidden=[6])])
+def test_bytes_per_token_refuses_what_the_model_does_not_have(capture: Capture):
+    with pytest.raises(InvalidCapture, match=r"capture\.bytes_per_token: \w+ \[\d\], the model"):
+        capture.bytes_per_token(MODEL, 10)
+
+
+def test_bytes_per_token_refuses_a_negative_context():
+    with pytest.raises(InvalidCapture, match="n_context is -1"):
+        Capture().bytes_per_token(MODEL, -1)
+
+
+def test_bytes_per_token_is_zero_for_a_model_without_attention():
+    model = dataclasses.replace(MODEL, attention_layers=())
+    assert Capture().bytes_per_token(model, 10) == 0
+    assert Capture(reduce="mean").bytes_per_token(model, 10) == 0
+
+
+def test_usage_rate_leaves_the_first_token_to_the_prefill():
+    usage = Usage(
+        prompt_tokens=30, cached_tokens=10, completion_tokens=11, prefill_s=2.0, decode_s=5.0
+    )
+    assert usage.tokens_per_s == 2.0
+    assert usage.prefill_tokens_per_s == 10.0
+
+
+@pytest.mark.parametrize("usage", [Usage(), Usage(completion_tokens=1, decode_s=1.0)])
+def test_usage_rate_is_zero_below_two_tokens(usage: Usage):
+    assert usage.tokens_per_s == 0.0
+
+
+def test_token_repr_shows_shape_and_never_values():
+    attention = np.full((2, 3, 500), 0.123, dtype=np.float32)
+    token = Token(7, " a", 0, logprob=-0.5, top_logprobs=[(7, -0.5)], attention=attention)
+    assert repr(token) == (
+        "Token(id=7, text=' a', index=0, logprob=-0.5, top_logprobs=<1>, "
+        "attention=<(2, 3, 500) float32>)"
+    )
+
+
+def test_token_repr_counts_the_layers_of_a_tuple():
+    layers = (np.zeros((2, 5), np.float32), np.zeros((4, 5), np.float32))
+    assert repr(Token(7, "", 3, attention=layers, forced=True)) == (
+        "Token(id=7, text='', index=3, attention=<2 layers>, forced=True)"
+    )
+
+
+def test_token_compares_by_identity_so_arrays_are_no_obstacle():
+    attention = np.zeros((1, 1, 2), np.float32)
+    token = Token(1, "a", 0, attention=attention)
+    assert token in [token]
+    assert token != Token(1, "a", 0, attention=attention)
+
+
+def test_token_has_no_instance_dict():
+    assert not hasattr(Token(1, "a", 0), "__dict__")
