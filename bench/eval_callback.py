@@ -1,0 +1,127 @@
+"""How does the tap compare with llama.cpp's eval callback, the route that anyone can take today?
+
+The stock program is kq-eval-rows of bench/peers: a callback copies the `kq` tensor of every layer
+to the host, which needs flash attention off. Ours captures the logits of all heads, with flash
+attention on and off. A round is one start of kq-eval-rows, which runs without and with its
+callback, and a prompt and a generation of ours for each setting: one pair of each row.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING, Any
+
+from console import main
+from harness import Pairs, quantile, step_ms
+from models import model_path, peer
+from report import Timing
+from runs import DecodeRuns, PrefillRuns, open_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from console import ProgressLine
+    from settings import Settings
+
+CALLBACK = "eval callback (stock build); flash attention off"
+PLAIN = "stock build without callback; flash attention off"
+TAP = "tap: logits, all heads; flash attention"
+PREFILL_TARGET, DECODE_TARGET = 1 / 1.5, 1.0
+# name -> (what, against, target)
+CASES = {
+    "callback-prefill-flash": (f"{TAP} on", CALLBACK, PREFILL_TARGET),
+    "callback-prefill-plain": (f"{TAP} off", CALLBACK, PREFILL_TARGET),
+    "callback-prefill-stock": (CALLBACK, PLAIN, None),
+    "callback-decode-flash": (f"{TAP} on", CALLBACK, DECODE_TARGET),
+    "callback-decode-plain": (f"{TAP} off", CALLBACK, DECODE_TARGET),
+    "callback-decode-stock": (CALLBACK, PLAIN, None),
+}
+# All rows come out of the same rounds.
+WEIGHTS = {name: 90.0 / len(CASES) for name in CASES}
+MOST_ROUNDS = 5  # each is four prompts long; 5 is the least that has a bound
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
+    """Measure all cases in the same rounds and yield the chosen ones."""
+    names = settings.chosen(CASES)
+    if not names:
+        return
+    program = str(peer("kq-eval-rows"))
+    n_rounds = min(settings.n_pairs, MOST_ROUNDS)
+    found = {name: Pairs() for name in CASES}
+    for name in names[:-1]:
+        line.start(name, 1)
+    line.start(names[-1], n_rounds)
+    with (
+        open_engine(settings, flash_attn=True) as flash,
+        open_engine(settings, flash_attn=False) as plain,
+    ):
+        prefills = {
+            "flash": PrefillRuns(settings, flash),
+            "plain": PrefillRuns(settings, plain),
+        }
+        for i in range(n_rounds):
+            stock = _run_stock(program, settings) if i % 2 == 0 else None
+            ours = {name: _run_ours(settings, runs) for name, runs in prefills.items()}
+            stock = stock or _run_stock(program, settings)
+            without, callback = (
+                _stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
+            )
+            for part in ("prefill", "decode"):
+                found[f"callback-{part}-stock"].add(without[part], callback[part])
+                for name, ms in ours.items():
+                    found[f"callback-{part}-{name}"].add(callback[part], ms[part])
+            line.tick()
+    for name in names:
+        what, baseline, target = CASES[name]
+        is_prefill = "prefill" in name
+        piece = "a prompt of {} tokens" if is_prefill else "a decoded token at {} tokens of context"
+        yield Timing(
+            name=name,
+            what=what,
+            baseline=baseline,
+            work=piece.format(settings.n_context),
+            pairs=found[name],
+            target=settings.target(target),
+            command=f"python bench/eval_callback.py --row {name} {settings.flags}",
+        )
+
+
+def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
+    """Milliseconds of a prompt with capture and of a step of the generation after it."""
+    prefill_ms = prefills.ms("logits")
+    decodes = DecodeRuns(settings, prefills.engine, prefills.prompt)
+    stamps_s = decodes.stamps_s(settings.n_tokens, capture="logits")
+    return {"prefill": prefill_ms, "decode": step_ms(stamps_s, settings.n_skip)}
+
+
+def _stock_ms(settings: Settings, run: dict[str, Any]) -> dict[str, float]:
+    """The same of one run of the stock program."""
+    decode_ms = quantile(run["decode_ms"][settings.n_skip :], 0.5)
+    return {"prefill": run["prefill_ms"], "decode": decode_ms}
+
+
+def _run_stock(program: str, settings: Settings) -> dict[str, Any]:
+    """One start of kq-eval-rows: a run without callback and one with it."""
+    flags: dict[str, object] = {
+        "--model": model_path(is_quick=settings.is_quick),
+        "--prompt-len": settings.n_context,
+        "--n-predict": settings.n_tokens,
+        "--n-ctx": settings.n_context + 256,
+        "--n-ubatch": 512,
+        "--threads": settings.n_threads,
+        "--flash-attn": "off",
+        "--kv-type": "f16",
+        "--bench": "both",
+        "--repeat": 1,
+    }
+    command = [program, *(str(word) for flag in flags.items() for word in flag)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"kq-eval-rows: exit status {done.returncode}; {done.stderr[-500:]}")
+    return json.loads(done.stdout)
+
+
+if __name__ == "__main__":
+    main(__doc__, WEIGHTS, measure)

@@ -1,0 +1,114 @@
+"""Pairs: how every benchmark here times two ways of doing the same work, and what it says of them.
+
+Owns: the alternation and the statistics; pure functions and values, no engine, no output.
+
+A pair is one run of each way, one directly after the other; which one goes first changes from pair
+to pair, so that a drift of the machine cancels. The published figure is the median of the pairs'
+ratios (candidate / baseline) with its upper 95 % bound. The bound is an order statistic: the k-th
+smallest ratio, k being the least for which P(Binomial(n, 1/2) < k) >= 0.95. It is exact for any
+distribution and needs no resampling; below 5 pairs there is none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import comb, floor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The q-quantile, 0 <= q <= 1, interpolated between the two nearest of *values*."""
+    if not values:
+        raise ValueError("harness.quantile: no values, at least 1 is needed")
+    if not 0.0 <= q <= 1.0:
+        raise ValueError(f"harness.quantile: q is {q}, 0 to 1 is possible")
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def median_upper_bound(values: Sequence[float], confidence: float = 0.95) -> float | None:
+    """One-sided upper confidence bound of the median; None where *values* are too few for it."""
+    n = len(values)
+    below = 0.0  # P(fewer than k of n values lie below the median)
+    for k in range(1, n + 1):
+        below += comb(n, k - 1) / 2**n
+        if below >= confidence:
+            return sorted(values)[k - 1]
+    return None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """What is left of many measurements: their 10 %, 50 % and 90 % quantiles."""
+
+    p10: float
+    median: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """The spread of at least one value."""
+        return cls(quantile(values, 0.1), quantile(values, 0.5), quantile(values, 0.9))
+
+    def __str__(self) -> str:
+        digits = 0 if self.median >= 1000 else 2
+        return " / ".join(f"{value:,.{digits}f}" for value in (self.p10, self.median, self.p90))
+
+
+@dataclass
+class Pairs:
+    """Times of both ways, pair by pair, in milliseconds of the same piece of work."""
+
+    baseline_ms: list[float] = field(default_factory=list[float])
+    candidate_ms: list[float] = field(default_factory=list[float])
+
+    def add(self, baseline_ms: float, candidate_ms: float) -> None:
+        """Append one pair."""
+        self.baseline_ms.append(baseline_ms)
+        self.candidate_ms.append(candidate_ms)
+
+    @property
+    def ratios(self) -> list[float]:
+        """Candidate / baseline of each pair."""
+        return [c / b for b, c in zip(self.baseline_ms, self.candidate_ms, strict=True)]
+
+    @property
+    def median_ratio(self) -> float:
+        """Median of the ratios, which is not the ratio of the medians."""
+        return quantile(self.ratios, 0.5)
+
+    @property
+    def upper_bound(self) -> float | None:
+        """Upper 95 % bound of the median ratio, None with fewer than 5 pairs."""
+        return median_upper_bound(self.ratios)
+
+
+def alternate(
+    baseline: Callable[[], float], candidate: Callable[[], float], n_pairs: int
+) -> Iterator[tuple[float, float]]:
+    """Yield (baseline ms, candidate ms) of *n_pairs* pairs, run in the order A B, B A, A B, ..."""
+    for i in range(n_pairs):
+        if i % 2 == 0:
+            before = baseline()
+            yield before, candidate()
+        else:
+            after = candidate()
+            yield baseline(), after
+
+
+def step_ms(stamps_s: Sequence[float], n_skip: int = 0) -> float:
+    """Median time of a step from the arrival times of tokens, the first *n_skip* steps left out."""
+    steps = [after - before for before, after in pairwise(stamps_s)]
+    return quantile(steps[n_skip:], 0.5) * 1000.0
+
+
+def mean_step_ms(stamps_s: Sequence[float]) -> float:
+    """Time of a step over the whole run: what a tool that only times the whole can be held to."""
+    return (stamps_s[-1] - stamps_s[0]) / (len(stamps_s) - 1) * 1000.0
