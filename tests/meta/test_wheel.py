@@ -43,7 +43,8 @@ def test_wheel_carries_nothing_but_the_package(wheel: Path):
         names = archive.namelist()
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kqview"}
     assert [n for n in names if n.startswith("kqview/demo/") and "train" in n] == []
-    assert [n for n in names if n.endswith((".a", ".h", ".cmake", ".cpp"))] == []
+    code = [name for name in names if not name.startswith("kqview/licenses/")]
+    assert [n for n in code if n.endswith((".a", ".h", ".cmake", ".cpp"))] == []
 
 
 def test_wheel_is_small(wheel: Path):
@@ -54,4 +55,4 @@ def test_wheel_licences_have_text(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         for name in NEEDED:
             if "/licenses/" in name:
-                assert "THE SOFTWARE IS PROVIDED" in archive.read(name).decode().upper(), name
+                assert "SOFTWARE IS PROVIDED" in archive.read(name).decode().upper(), name

@@ -53,8 +53,8 @@ TEST_CASE("wake_handle: signals before a drain are one write") {
 }
 
 TEST_CASE("wake_handle: wait is false when a signal handler ran") {
-    struct sigaction action{};
-    struct sigaction former{};
+    struct sigaction action {};
+    struct sigaction former {};
     action.sa_handler = [](int) {};
     sigaction(SIGUSR1, &action, &former);
     wake_handle handle;
