@@ -22,15 +22,18 @@ void bind_capture(nb::module_& module);
 void bind_engine(nb::module_& module);
 void bind_generation(nb::module_& module);
 
-// The attention of a token as Python sees it: one array, a tuple of arrays where layers keep different
-// numbers of heads, or None. bind_rows.cpp is the only file that makes ndarrays.
-nb::object rows_to_python(token_rows rows);
+// What was captured as Python sees it: (attention, positions, hidden), or None without a block. Attention
+// and positions are one array, a tuple of arrays where layers keep different numbers of heads, or None.
+// `has_query_axis`: rows of several queries. bind_rows.cpp is the only file that makes ndarrays.
+nb::object rows_to_python(const captured_rows& rows, bool has_query_axis);
 
 // What an Engine and its generations share.
 struct engine_core {
     std::shared_ptr<model> source;
     int n_ctx = 0;
-    std::vector<attention_layer> layers;
+    int n_chunk = 0;
+    capture_source capture;
+    bool has_cache = true;
     std::shared_ptr<const graph_counters> graphs;
     std::unique_ptr<scheduler> sched;
 

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <tuple>
+#include <utility>
 
 #include "bind/bind.h"
 #include "sample/grammar.h"
@@ -40,7 +41,9 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     auto core = std::make_shared<engine_core>();
     core->source = std::move(source);
     core->n_ctx = runner->n_ctx();
-    core->layers = runner->layers();
+    core->n_chunk = runner->n_chunk();
+    core->capture = runner->source();
+    core->has_cache = runner->has_cache();
     core->graphs = runner->graphs();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
@@ -55,7 +58,8 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
                                           const sampling_params& sampling, int max_tokens,
                                           std::vector<token_id> stop_tokens,
                                           const capture_plan* capture, full_policy on_full,
-                                          double wait_s, int run_ahead, int priority) {
+                                          double wait_s, int run_ahead, int priority,
+                                          int n_prompt_rows, bool only_attends) {
     check(sampling, self->source->n_vocab());
     if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
     auto wanted = std::make_shared<request>();
@@ -70,6 +74,8 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
     wanted->wait_limit = std::chrono::duration<double>(wait_s);
     wanted->run_ahead = run_ahead;
     wanted->priority = priority;
+    wanted->n_prompt_rows = n_prompt_rows;
+    wanted->only_attends = only_attends;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
     handle->core = self;
@@ -119,29 +125,46 @@ void bind_engine(nb::module_& module) {
                     nb::arg("attention_budget_bytes"), nb::arg("host_memory_bytes"),
                     nb::arg("poison"), "Creates the context and starts the engine thread.")
         .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
+        .def_prop_ro(
+            "n_chunk", [](const engine_core& self) { return self.n_chunk; },
+            "Most prompt tokens of one step.")
         .def_prop_ro("n_slots", [](const engine_core& self) { return self.sched->n_slots(); })
         .def_prop_ro(
             "attention_layers",
             [](const engine_core& self) {
                 std::vector<std::tuple<int, int, int, float>> layers;
-                for (const auto& layer : self.layers) {
+                for (const auto& layer : self.capture.attention) {
                     layers.emplace_back(layer.il, layer.n_head, layer.n_head_kv, layer.scale);
                 }
                 return layers;
             },
             "(layer, heads, KV heads, scale) of each layer with attention.")
+        .def_prop_ro(
+            "hidden_layers", [](const engine_core& self) { return self.capture.hidden_layers; },
+            "Layers whose output can be captured.")
+        .def_prop_ro(
+            "has_cache", [](const engine_core& self) { return self.has_cache; },
+            "False for encoders and diffusion models: a prompt is one step.")
         .def(
             "plan",
             [](const engine_core& self, row_kind kind, row_type type,
-               const std::optional<std::vector<int>>& layers,
-               const std::optional<std::vector<int>>& heads) {
-                return std::make_shared<capture_plan>(kind, type, layers, heads, self.layers);
+               std::optional<std::vector<int>> layers, std::optional<std::vector<int>> heads,
+               row_reduction reduce, int top_k, std::vector<int> hidden) {
+                return std::make_shared<capture_plan>(
+                    capture_options{kind, type, std::move(layers), std::move(heads), reduce, top_k,
+                                    std::move(hidden)},
+                    self.capture);
             },
             nb::arg("kind"), nb::arg("type"), nb::arg("layers").none(), nb::arg("heads").none(),
+            nb::arg("reduce") = row_reduction::none, nb::arg("top_k") = 0,
+            nb::arg("hidden") = std::vector<int>{},
             "Resolves what to capture; raises InvalidCapture.")
         .def("submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
              nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
-             nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"), "Queues a request.")
+             nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
+             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false,
+             "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
+             "`only_attends`: no token is sampled.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")

@@ -17,9 +17,9 @@
 #include "sched/wake_handle.h"
 
 // What next() returns, for the type stubs.
-#define KQVIEW_ITEM                                                                             \
-    "tuple[int, float | None, list[tuple[int, float]] | None, typing.Any, bool] | list[int] | " \
-    "types.EllipsisType | None"
+#define KQVIEW_ITEM                                                                 \
+    "tuple[int, float | None, list[tuple[int, float]] | None, typing.Any, bool] | " \
+    "tuple[int, int, typing.Any] | list[int] | types.EllipsisType | None"
 
 namespace kqview::bind {
 
@@ -53,9 +53,15 @@ private:
     std::atomic<bool>& taken_;
 };
 
-// (id, logprob or None, top or None, attention or None, is_last), or None at the end, whose error is raised.
+// (id, logprob or None, top or None, rows or None, is_last) of a token, (start, n_rows, rows or None) of
+// prompt rows, or None at the end, whose error is raised.
 nb::object to_python(generation_handle& self, mailbox::item item) {
     if (item.end && !self.end) self.end = std::make_shared<const end_event>(*item.end);
+    if (item.prompt) {
+        self.written_at = item.prompt->rows.written_at;
+        return nb::make_tuple(item.prompt->start, item.prompt->n_rows,
+                              rows_to_python(item.prompt->rows, true));
+    }
     if (!item.token) {
         if (self.end->failure) throw *self.end->failure;
         return nb::none();
@@ -71,7 +77,7 @@ nb::object to_python(generation_handle& self, mailbox::item item) {
     }
     return nb::make_tuple(token.id,
                           has_logprob ? nb::object(nb::float_(token.logprob)) : nb::none(), top,
-                          rows_to_python(std::move(token.rows)), item.end.has_value());
+                          rows_to_python(token.rows, false), item.end.has_value());
 }
 
 // Waits of this thread. A forked child gets one of its own: it shares the parent's descriptor.
@@ -92,6 +98,7 @@ struct shared_waiter {
 };
 
 using clock = std::chrono::steady_clock;
+constexpr double longest_wait_s = 365.0 * 24 * 3600;  // well within the clock's range
 
 int milliseconds_until(const std::optional<clock::time_point>& deadline) {
     if (!deadline) return -1;
@@ -123,8 +130,8 @@ nb::object next_item(generation_handle& self, std::optional<double> wait_s, bool
     if (!goes_on && self.wanted->slot.load() < 0) box.forget_stall();
     std::optional<clock::time_point> deadline;
     if (wait_s) {
-        deadline = clock::now() + std::chrono::duration_cast<clock::duration>(
-                                      std::chrono::duration<double>(*wait_s));
+        const std::chrono::duration<double> wait(std::clamp(*wait_s, 0.0, longest_wait_s));
+        deadline = clock::now() + std::chrono::duration_cast<clock::duration>(wait);
     }
     for (;;) {
         if (auto item = box.try_take()) return to_python(self, std::move(*item));
@@ -200,11 +207,11 @@ void bind_generation(nb::module_& module) {
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
                      "-> " KQVIEW_ITEM),
-             "Next item, blocking: (id, logprob, top, attention, is_last); None at the end. While "
-             "the "
-             "request is queued and every slot waits for its consumer: the ids of the requests in "
-             "them, "
-             "once unless they change; `goes_on` then waits on. `...` after wait_s.")
+             "Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, "
+             "rows) of the prompt, rows being (attention, positions, hidden); None at the end. "
+             "While the request is queued and every slot waits for its consumer: the ids of the "
+             "requests in them, once unless they change; `goes_on` then waits on. `...` after "
+             "wait_s.")
         .def("try_next", &try_next_item, nb::arg("goes_on") = false,
              nb::sig("def try_next(self, goes_on: bool = False) -> " KQVIEW_ITEM),
              "As next(), but `...` when nothing is there yet.")

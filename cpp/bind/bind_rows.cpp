@@ -4,8 +4,9 @@
 // Never:  writable, and never without an owner.
 #include <nanobind/ndarray.h>
 
-#include <array>
+#include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "bind/bind.h"
 
@@ -22,36 +23,67 @@ nb::capsule owner_of(const std::shared_ptr<lease>& block) {
     return owner;
 }
 
+constexpr nb::dlpack::dtype float16{std::uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+
+nb::dlpack::dtype dtype_of(row_type type) {
+    return type == row_type::f32 ? nb::dtype<float>() : float16;
+}
+
 // Read-only, C-contiguous.
-template <std::size_t n_dims>
-nb::object view_of(const std::byte* data, const std::array<std::size_t, n_dims>& shape,
-                   row_type type, const nb::capsule& owner) {
-    const auto dtype = type == row_type::f32
-                           ? nb::dtype<float>()
-                           : nb::dlpack::dtype{std::uint8_t(nb::dlpack::dtype_code::Float), 16, 1};
+nb::object view_of(const std::byte* data, const std::vector<std::size_t>& shape,
+                   nb::dlpack::dtype dtype, const nb::capsule& owner) {
     using array = nb::ndarray<nb::numpy, nb::ro, nb::c_contig>;
-    return nb::cast(array(data, n_dims, shape.data(), owner, nullptr, dtype));
+    return nb::cast(array(data, shape.size(), shape.data(), owner, nullptr, dtype));
+}
+
+// One array of (layers and heads as the plan keeps them, n_queries with that axis, n_values), or a tuple
+// of one a layer where layers keep different numbers of heads.
+nb::object arrays_of(const captured_rows& rows, bool has_query_axis, const std::byte* data,
+                     nb::dlpack::dtype dtype, const nb::capsule& owner) {
+    const auto& plan = *rows.plan;
+    if (plan.n_rows() == 0) return nb::none();
+    std::vector<std::size_t> tail;
+    if (has_query_axis) tail.push_back(static_cast<std::size_t>(rows.layout.n_queries));
+    tail.push_back(static_cast<std::size_t>(rows.layout.n_values));
+    const auto shape_of = [&](std::vector<std::size_t> shape) {
+        shape.insert(shape.end(), tail.begin(), tail.end());
+        return shape;
+    };
+    const auto n_layers = plan.layers().size();
+    if (plan.reduces_layers()) return view_of(data, shape_of({}), dtype, owner);
+    if (plan.reduce() != row_reduction::none)
+        return view_of(data, shape_of({n_layers}), dtype, owner);
+    if (plan.is_uniform())
+        return view_of(data, shape_of({n_layers, plan.layers().front().heads.size()}), dtype,
+                       owner);
+    const auto row_bytes = static_cast<std::size_t>(rows.layout.n_queries) *
+                           static_cast<std::size_t>(rows.layout.n_values) * (dtype.bits / 8u);
+    nb::list layers;
+    for (const auto& layer : plan.layers()) {
+        const auto* const from = data + static_cast<std::size_t>(layer.first_row) * row_bytes;
+        layers.append(view_of(from, shape_of({layer.heads.size()}), dtype, owner));
+    }
+    return nb::tuple(layers);
 }
 
 }  // namespace
 
-nb::object rows_to_python(token_rows rows) {
+nb::object rows_to_python(const captured_rows& rows, bool has_query_axis) {
     if (!rows.block) return nb::none();
     const auto& plan = *rows.plan;
-    const auto n_columns = static_cast<std::size_t>(rows.n_columns);
     const auto owner = owner_of(rows.block);
-    if (plan.is_uniform()) {
-        // (n_layers, n_heads, n_context)
-        const std::array shape{plan.layers().size(), plan.layers().front().heads.size(), n_columns};
-        return view_of(rows.block->data(), shape, plan.type(), owner);
-    }
-    nb::list layers;
-    for (const auto& layer : plan.layers()) {
-        const auto* const data = rows.block->data() + static_cast<std::size_t>(layer.first_row) *
-                                                          n_columns * plan.element_bytes();
-        layers.append(view_of(data, std::array{layer.heads.size(), n_columns}, plan.type(), owner));
-    }
-    return nb::tuple(layers);
+    const auto* const data = rows.block->data();
+    nb::object positions = nb::none();
+    if (plan.top_k() > 0)
+        positions = arrays_of(rows, has_query_axis, data + rows.layout.positions_offset,
+                              nb::dtype<std::int32_t>(), owner);
+    nb::object hidden = nb::none();
+    if (rows.layout.has_hidden)
+        hidden = view_of(data + rows.layout.hidden_offset,
+                         {plan.hidden().size(), static_cast<std::size_t>(plan.n_embd())},
+                         nb::dtype<float>(), owner);
+    return nb::make_tuple(arrays_of(rows, has_query_axis, data, dtype_of(plan.type()), owner),
+                          positions, hidden);
 }
 
 }  // namespace kqview::bind

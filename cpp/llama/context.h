@@ -51,6 +51,8 @@ public:
     int n_chunk() const { return n_chunk_; }  // most tokens of one decode
     int n_ubatch() const { return n_ubatch_; }
     int n_slots() const { return n_slots_; }
+    // Encoders and diffusion models have none.
+    bool has_cache() const { return llama_get_memory(handle_.get()) != nullptr; }
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
     // slots' caches hold what they held before. Raises decode.

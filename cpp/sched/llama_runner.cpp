@@ -96,8 +96,13 @@ const std::byte* llama_runner::decode(std::span<const step_token> tokens,
 row_target llama_runner::target_of(std::span<const step_token> tokens,
                                    const step_rows& rows) const {
     const bool is_one_slot = tokens.front().slot == tokens.back().slot;
-    return {rows.plan, is_one_slot ? 0 : rows.i_token, is_one_slot ? rows.i_token : 0,
-            rows.n_columns, rows.data};
+    return {rows.plan,
+            is_one_slot ? 0 : rows.i_token,
+            is_one_slot ? rows.i_token : 0,
+            rows.i_token,
+            rows.n_visible,
+            rows.layout,
+            rows.data};
 }
 
 bool llama_runner::truncate(slot_id slot, int n_keep) { return context_->truncate(slot, n_keep); }

@@ -28,6 +28,7 @@ public:
     int n_ctx() const override { return context_->n_ctx(); }
     int n_chunk() const override { return context_->n_chunk(); }
     bool can_truncate() const override { return model_->can_truncate(); }
+    bool has_cache() const override { return context_->has_cache(); }
     bool is_end_of_generation(token_id id) const override;
 
     std::unique_ptr<token_picker> make_picker(const sampling_params& params) override;
@@ -37,8 +38,8 @@ public:
     float* logits(int i_token) override { return context_->logits(i_token); }
     bool truncate(slot_id slot, int n_keep) override;
 
-    // Layers with attention, found in the graph that llama.cpp reserved.
-    const std::vector<attention_layer>& layers() const { return tap_->layers(); }
+    // What can be captured, found in the graph that llama.cpp reserved.
+    const capture_source& source() const { return tap_->source(); }
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }

@@ -7,7 +7,7 @@ namespace kqview {
 
 bool mailbox::has_room(int run_ahead) {
     const std::lock_guard lock(mutex_);
-    const bool has_room = static_cast<int>(tokens_.size()) < run_ahead || is_awaited();
+    const bool has_room = static_cast<int>(events_.size()) < run_ahead || is_awaited();
     engine_waits_ = !has_room;
     return has_room;
 }
@@ -22,8 +22,15 @@ bool mailbox::is_starving() {
 void mailbox::put(token_event token, std::optional<end_event> end) {
     const std::lock_guard lock(mutex_);
     if (is_cancelled_) return;
-    tokens_.push_back(std::move(token));
+    events_.emplace_back(std::move(token));
     if (end) end_ = std::move(end);
+    wake_consumer();
+}
+
+void mailbox::put(prompt_event rows) {
+    const std::lock_guard lock(mutex_);
+    if (is_cancelled_) return;
+    events_.emplace_back(std::move(rows));
     wake_consumer();
 }
 
@@ -69,13 +76,17 @@ std::optional<mailbox::item> mailbox::try_take() {
     bool ring = false;
     {
         const std::lock_guard lock(mutex_);
-        if (!tokens_.empty()) {
+        if (!events_.empty()) {
             taken.emplace();
-            taken->token = std::move(tokens_.front());
-            tokens_.pop_front();
-            ++n_taken_;
+            if (auto* const token = std::get_if<token_event>(&events_.front())) {
+                taken->token = std::move(*token);
+                ++n_taken_;
+            } else {
+                taken->prompt = std::move(std::get<prompt_event>(events_.front()));
+            }
+            events_.pop_front();
             // A failure is raised, after the token that came before it.
-            if (tokens_.empty() && end_ && !end_->failure) taken->end = end_;
+            if (taken->token && events_.empty() && end_ && !end_->failure) taken->end = end_;
             is_end_taken_ = taken->end.has_value();
             ring = std::exchange(engine_waits_, false);
         } else if (end_) {
@@ -130,7 +141,7 @@ void mailbox::disarm(const wake_handle* waiter) {
 }
 
 bool mailbox::cancel() {
-    std::deque<token_event> dropped;  // dies outside the lock: releasing a lease rings the engine
+    std::deque<event> dropped;  // dies outside the lock: releasing a lease rings the engine
     {
         const std::lock_guard lock(mutex_);
         if (is_cancelled_) return false;
@@ -139,7 +150,7 @@ bool mailbox::cancel() {
             is_settled_.store(true, std::memory_order_release);
             return false;
         }
-        dropped.swap(tokens_);
+        dropped.swap(events_);
     }
     return true;
 }

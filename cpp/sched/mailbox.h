@@ -1,4 +1,4 @@
-// Tokens of one request on their way from the engine thread to one consumer.
+// Tokens of one request, and rows of its prompt, on their way from the engine thread to one consumer.
 // Owner:   shared by the request and the consumer's handle.
 // Threads: "producer" members on the engine thread, "consumer" members on one consumer at a time.
 // Never:   blocks the producer. The bound is kept by the producer asking has_room() first.
@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "sched/doorbell.h"
@@ -22,7 +23,7 @@ public:
     // `engine` is rung when the consumer makes room or starts to wait.
     explicit mailbox(std::shared_ptr<doorbell> engine) : engine_(std::move(engine)) {}
 
-    // Producer: may another token be computed? With nothing left to take it may whenever the consumer
+    // Producer: may another token, or run of prompt rows, be computed? With nothing left to take it may whenever the consumer
     // waits, even with run_ahead 0. After a false the engine is rung on the next change.
     bool has_room(int run_ahead);
 
@@ -32,6 +33,7 @@ public:
 
     // Producer: adds a token, together with the end when it is the last one.
     void put(token_event token, std::optional<end_event> end);
+    void put(prompt_event rows);
     void finish(end_event end);
 
     // Producer, while the request is queued: every slot waits for the consumers of `holders`, so it
@@ -46,8 +48,9 @@ public:
     void settle();
 
     struct item {
-        std::optional<token_event> token;  // no token: see `end`
-        std::optional<end_event> end;      // with a token: it is the last one
+        std::optional<token_event> token;
+        std::optional<prompt_event> prompt;  // with neither: see `end`
+        std::optional<end_event> end;        // with a token: it is the last one
     };
     // Consumer: the next item, or nothing yet. The end is repeated for ever.
     std::optional<item> try_take();
@@ -74,15 +77,17 @@ public:
     void wait_settled() const;
 
 private:
-    bool has_something() const { return !tokens_.empty() || end_.has_value() || is_stall_new_; }
-    bool is_awaited() const { return tokens_.empty() && !waiters_.empty(); }
+    using event = std::variant<token_event, prompt_event>;
+
+    bool has_something() const { return !events_.empty() || end_.has_value() || is_stall_new_; }
+    bool is_awaited() const { return events_.empty() && !waiters_.empty(); }
     void add_waiter(std::shared_ptr<wake_handle> waiter);
     void wake_consumer();
 
     const std::shared_ptr<doorbell> engine_;
 
     mutable std::mutex mutex_;  // guards what follows
-    std::deque<token_event> tokens_;
+    std::deque<event> events_;
     std::optional<end_event> end_;
     int n_taken_ = 0;
     bool is_end_taken_ = false;

@@ -27,11 +27,11 @@ enum class finish_reason {
 
 enum class full_policy { raise, wait, drop };  // what to do when the block pool has no room
 
-// Attention of one token: a lease and how to read it.
-struct token_rows {
+// Rows of a token, or of a run of prompt tokens: a lease and how to read it.
+struct captured_rows {
     std::shared_ptr<lease> block;
     std::shared_ptr<const capture_plan> plan;
-    int n_columns = 0;
+    row_layout layout;
     const std::byte* written_at = nullptr;  // where the kernel of that step wrote first
 };
 
@@ -39,7 +39,14 @@ struct token_event {
     token_id id;
     float logprob;  // NaN when not asked for
     std::vector<std::pair<token_id, float>> top;
-    token_rows rows;  // no block when nothing is captured, or dropped
+    captured_rows rows;  // no block when nothing is captured, or dropped
+};
+
+// Rows of the prompt's tokens start .. start + n_rows.
+struct prompt_event {
+    int start = 0;
+    int n_rows = 0;
+    captured_rows rows;  // no block when it was dropped
 };
 
 struct request_usage {
@@ -65,6 +72,8 @@ struct request {
     sampling_params sampling;
     std::vector<token_id> stop_tokens;            // sorted
     std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
+    int n_prompt_rows = 0;      // of the prompt's last tokens, whose rows are captured too
+    bool only_attends = false;  // ends with the prompt: no token is sampled
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed before they are taken

@@ -37,11 +37,12 @@ struct step_token {
     bool wants_logits;
 };
 
-// Rows to write during the step for the query that is the step's token `i_token`.
+// Rows to write during the step for the queries that are the step's tokens from `i_token` on.
 struct step_rows {
     std::shared_ptr<const capture_plan> plan;
     int i_token;
-    int n_columns;
+    int n_visible;  // columns the first query sees; each next one sees one more, up to n_columns
+    row_layout layout;
     std::byte* data;
 };
 
@@ -53,6 +54,8 @@ public:
     virtual int n_ctx() const = 0;    // tokens of a slot
     virtual int n_chunk() const = 0;  // most prompt tokens of one step
     virtual bool can_truncate() const = 0;
+    // Without a cache a prompt is one step, every query sees all of it, and nothing stays.
+    virtual bool has_cache() const = 0;
     virtual bool is_end_of_generation(token_id id) const = 0;
 
     virtual std::unique_ptr<token_picker> make_picker(const sampling_params& params) = 0;

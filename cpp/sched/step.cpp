@@ -76,8 +76,11 @@ void step::admit(const std::shared_ptr<request>& wanted) {
     try {
         want_union(wanted.get());
         // The last prompt token is decoded even when all are cached: its logits are wanted.
-        truncate(target, std::min(n_best, wanted->prompt.size() - 1));
+        // So are those whose rows are wanted: no query of theirs is kept.
+        const auto n_new = static_cast<std::size_t>(std::max(1, wanted->n_prompt_rows));
+        truncate(target, std::min(n_best, wanted->prompt.size() - n_new));
         target.usage.cached_tokens = static_cast<int>(target.tokens.size());
+        if (wanted->only_attends) return;
         target.picker = model_.make_picker(wanted->sampling);
         target.picker->accept_prompt(wanted->prompt);
     } catch (...) {
@@ -181,13 +184,26 @@ void step::decode() {
         if (!done.samples || done.target->tokens.size() == done.target->active->prompt.size()) {
             counters_.n_prompt_tokens += batch_.size();
         }
-        if (!done.samples) continue;
         try {
-            sample(done, rows_.size() == 1 ? written_at : nullptr);
+            if (done.n_rows > 0) publish(done, written_at);
+            if (done.samples) sample(done, rows_.size() == 1 ? written_at : nullptr);
+            if (done.is_end) finish(*done.target, finish_reason::stop);
         } catch (...) {
             finish(*done.target, finish_reason::error, current_failure());
         }
     }
+}
+
+void step::publish(const work& done, const std::byte* written_at) {
+    auto& target = *done.target;
+    const auto& active = *target.active;
+    prompt_event rows{static_cast<int>(target.tokens.size()) - done.n_rows, done.n_rows, {}};
+    if (target.prompt_block) {
+        const auto layout = prompt_layout(target, done.n_rows);
+        counters_.n_attention_bytes += layout.size_bytes;
+        rows.rows = {std::move(target.prompt_block), active.capture, layout, written_at};
+    }
+    active.box->put(std::move(rows));
 }
 
 void step::sample(const work& done, const std::byte* written_at) {
@@ -205,9 +221,9 @@ void step::sample(const work& done, const std::byte* written_at) {
     ++target.usage.completion_tokens;
     token_event token{picked.id, picked.logprob, std::move(picked.top), {}};
     if (target.block) {
-        const auto n_columns = static_cast<int>(target.tokens.size());
-        counters_.n_attention_bytes += active.capture->bytes(target.tokens.size());
-        token.rows = {std::move(target.block), active.capture, n_columns, written_at};
+        const auto layout = active.capture->layout(static_cast<int>(target.tokens.size()));
+        counters_.n_attention_bytes += layout.size_bytes;
+        token.rows = {std::move(target.block), active.capture, layout, written_at};
     }
     if (n_left(target) == 0) {
         const auto box = active.box;
@@ -247,10 +263,12 @@ void step::finish(slot& target, finish_reason reason, std::optional<error> failu
 
 void step::release(slot& target) {
     target.block.reset();
+    target.prompt_block.reset();
     target.picker.reset();
     target.starved_until.reset();
     change(target.state, slot_state::idle);
     const std::lock_guard lock(tokens_mutex_);
+    if (!model_.has_cache()) target.tokens.clear();
     target.active.reset();
 }
 

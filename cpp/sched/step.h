@@ -68,9 +68,9 @@ private:
         std::vector<token_id> tokens;  // ids in the cache
         std::shared_ptr<request> active;
         std::unique_ptr<token_picker> picker;
-        token_id pending = 0;          // sampled, not decoded yet
-        std::shared_ptr<lease> block;  // for the row of the coming step
-        bool row_dropped = false;      // ... that the pool had no room for
+        token_id pending = 0;                 // sampled, not decoded yet
+        std::shared_ptr<lease> block;         // for the coming token's rows
+        std::shared_ptr<lease> prompt_block;  // for the coming prompt tokens' rows
         std::optional<clock::time_point> starved_until;
         request_usage usage;
         clock::time_point started;
@@ -82,18 +82,30 @@ private:
         slot* target;
         int i_token;   // its last token in the batch
         bool samples;  // that token's logits are wanted
+        int n_rows;    // tokens up to it whose rows are captured as the prompt's
+        bool is_end;   // of a request that only attends
+    };
+    // The next piece of a prompt.
+    struct chunk {
+        int n_tokens;
+        int n_rows;  // of its last tokens, captured as the prompt's
+        bool samples;
+        bool is_last;
     };
 
     // fill
-    bool make_ready(slot& target);
-    bool take_block(slot& target, int n_columns);
-    void starve(slot& target, bool is_final);
     bool fill_prefill();
     bool fill_decode();
-    void add_rows(const slot& target, int i_token);
+    chunk next_chunk(const slot& target) const;
+    bool make_ready(slot& target, const chunk& piece);
+    bool take_block(slot& target, const row_layout& layout, std::shared_ptr<lease>& block);
+    void starve(slot& target, std::size_t n_bytes, bool is_final);
+    void add_rows(const slot& target, int i_token, int n_prompt_rows);
+    row_layout prompt_layout(const slot& target, int n_rows) const;
 
     // decode, sample, publish
     void decode();
+    void publish(const work& done, const std::byte* written_at);
     void sample(const work& done, const std::byte* written_at);
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;

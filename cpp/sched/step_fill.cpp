@@ -10,6 +10,7 @@ namespace kqview {
 
 namespace {
 
+constexpr std::size_t n_blocks_of_budget = 4;         // of prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
 }  // namespace
@@ -21,20 +22,45 @@ bool step::fill_prefill() {
         const auto n_done = target.tokens.size();
         const bool is_prompt = n_done < prompt.size();
         if (!is_prompt) continue;
-        const auto n = std::min(prompt.size() - n_done, static_cast<std::size_t>(model_.n_chunk()));
-        const bool is_last = n_done + n == prompt.size();
-        if (is_last && !make_ready(target)) continue;
+        const auto piece = next_chunk(target);
+        if (!make_ready(target, piece)) continue;
+        const auto n = static_cast<std::size_t>(piece.n_tokens);
         for (std::size_t i = 0; i < n; ++i) {
             batch_.push_back({target.id, prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                              is_last && i + 1 == n});
+                              piece.samples && i + 1 == n});
         }
-        const int i_token = static_cast<int>(n) - 1;
-        if (is_last) add_rows(target, i_token);
-        work_.push_back({&target, i_token, is_last});
+        const int i_token = piece.n_tokens - 1;
+        add_rows(target, i_token, piece.n_rows);
+        work_.push_back({&target, i_token, piece.samples, piece.n_rows,
+                         piece.is_last && target.active->only_attends});
         prefilled_last_ = true;
         return true;
     }
     return false;
+}
+
+// As much of the prompt as one step takes; less where the rows of all its tokens would fill more than
+// a part of the pool, so that a consumer can hold some blocks and more come.
+step::chunk step::next_chunk(const slot& target) const {
+    const auto& active = *target.active;
+    const auto n_prompt = static_cast<int>(active.prompt.size());
+    const auto n_done = static_cast<int>(target.tokens.size());
+    chunk piece{};
+    piece.n_tokens = std::min(n_prompt - n_done, model_.n_chunk());
+    if (active.n_prompt_rows > 0) {
+        // Tokens of this piece before the first one whose rows are wanted.
+        const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
+        piece.n_rows = std::max(0, piece.n_tokens - n_before);
+        const auto row_bytes = std::max<std::size_t>(1, prompt_layout(target, 1).size_bytes);
+        const auto n_rows_max = pool_->stats().budget_bytes / n_blocks_of_budget / row_bytes;
+        if (model_.has_cache() && static_cast<std::size_t>(piece.n_rows) > n_rows_max) {
+            piece.n_rows = std::max(1, static_cast<int>(n_rows_max));
+            piece.n_tokens = n_before + piece.n_rows;
+        }
+    }
+    piece.is_last = n_done + piece.n_tokens == n_prompt;
+    piece.samples = piece.is_last && !active.only_attends;
+    return piece;
 }
 
 bool step::fill_decode() {
@@ -45,13 +71,14 @@ bool step::fill_decode() {
     for (std::size_t i = 0; i < n_slots; ++i) {
         auto next = (decode_cursor_ + i) % n_slots;
         // A run of adjacent slots that are ready, from the first one found.
-        while (next < n_slots && is_generating(slots_[next]) && make_ready(slots_[next])) {
+        while (next < n_slots && is_generating(slots_[next]) &&
+               make_ready(slots_[next], {1, 0, true, true})) {
             auto& target = slots_[next];
             const int i_token = static_cast<int>(batch_.size());
             batch_.push_back(
                 {target.id, target.pending, static_cast<std::int32_t>(target.tokens.size()), true});
-            add_rows(target, i_token);
-            work_.push_back({&target, i_token, true});
+            add_rows(target, i_token, 0);
+            work_.push_back({&target, i_token, true, 0, false});
             ++next;
         }
         if (!batch_.empty()) {
@@ -63,45 +90,59 @@ bool step::fill_decode() {
     return false;
 }
 
-// May this slot produce a token now? Sets its state, and takes the block that the row will need.
-bool step::make_ready(slot& target) {
+// May this slot go on now? Sets its state, and takes the blocks that its rows will need.
+bool step::make_ready(slot& target, const chunk& piece) {
     const auto& active = *target.active;
     const bool is_prompt = target.tokens.size() < active.prompt.size();
-    const int run_ahead = model_.can_truncate() ? active.run_ahead : 0;
+    if (!piece.samples && piece.n_rows == 0) return true;  // nobody has to take anything
+    // Rows of a prompt are large: one run of them waits while the next one is computed.
+    const int run_ahead = model_.can_truncate()
+                              ? std::min(active.run_ahead, piece.n_rows > 0 ? 1 : active.run_ahead)
+                              : 0;
     if (!active.box->has_room(run_ahead)) {
         target.starved_until.reset();
         change(target.state, slot_state::paused);
         return false;
     }
     const auto n_columns = is_prompt ? active.prompt.size() : target.tokens.size() + 1;
-    if (active.capture && !take_block(target, static_cast<int>(n_columns))) return false;
+    if (piece.n_rows > 0 &&
+        !take_block(target, prompt_layout(target, piece.n_rows), target.prompt_block)) {
+        return false;
+    }
+    if (piece.samples && active.capture &&
+        !take_block(target, active.capture->layout(static_cast<int>(n_columns)), target.block)) {
+        return false;
+    }
     change(target.state, is_prompt ? slot_state::prefill : slot_state::decode);
     return true;
 }
 
-bool step::take_block(slot& target, int n_columns) {
-    target.row_dropped = false;
-    const auto n_bytes = target.active->capture->bytes(static_cast<std::size_t>(n_columns));
-    target.block = pool_->try_take(n_bytes);
+row_layout step::prompt_layout(const slot& target, int n_rows) const {
+    const auto n_columns = static_cast<int>(target.active->prompt.size());
+    return target.active->capture->layout(n_columns, n_rows, false);
+}
+
+bool step::take_block(slot& target, const row_layout& layout, std::shared_ptr<lease>& block) {
+    if (block) return true;  // from a try in which the other one found no room
+    block = pool_->try_take(layout.size_bytes);
     // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
-    const bool is_final = !target.block && target.active->box->is_starving();
-    if (is_final) target.block = pool_->try_take(n_bytes);
-    if (target.block) {
+    const bool is_final = !block && target.active->box->is_starving();
+    if (is_final) block = pool_->try_take(layout.size_bytes);
+    if (block) {
         target.starved_until.reset();
         return true;
     }
     if (is_final && target.active->on_full == full_policy::drop) {
-        target.row_dropped = true;
-        ++counters_.n_dropped_rows;
+        counters_.n_dropped_rows += static_cast<std::uint64_t>(layout.n_queries);
         return true;
     }
-    starve(target, is_final);
+    starve(target, layout.size_bytes, is_final);
     return false;
 }
 
 // No room for the next row: the slot does not take part in this step. As long as the consumer has
 // tokens to take, their blocks may come back: running ahead stops first.
-void step::starve(slot& target, bool is_final) {
+void step::starve(slot& target, std::size_t n_bytes, bool is_final) {
     change(target.state, slot_state::starved);
     if (!is_final) {
         target.starved_until.reset();
@@ -118,23 +159,29 @@ void step::starve(slot& target, bool is_final) {
         if (now < *target.starved_until) return;
     }
     const auto stats = pool_->stats();
-    const auto n_columns = std::max(active.prompt.size(), target.tokens.size() + 1);
     finish(
         target, finish_reason::error,
         error(
             errc::pool_exhausted,
-            "generate: the next token's attention needs " +
-                std::to_string(active.capture->bytes(n_columns)) + " bytes, " +
+            "generate: the next rows of attention need " + std::to_string(n_bytes) + " bytes, " +
                 std::to_string(stats.leased_bytes) + " of " + std::to_string(stats.budget_bytes) +
                 " are held by " + std::to_string(stats.n_leased) +
                 " views; drop views, capture fewer layers or heads, use on_full=\"drop\" or raise "
                 "attention_budget_bytes"));
 }
 
-void step::add_rows(const slot& target, int i_token) {
-    if (!target.block) return;
-    const auto n_columns = static_cast<int>(batch_.back().position) + 1;
-    rows_.push_back({target.active->capture, i_token, n_columns, target.block->data()});
+void step::add_rows(const slot& target, int i_token, int n_prompt_rows) {
+    const auto& plan = target.active->capture;
+    const int n_columns = batch_.back().position + 1;
+    if (target.prompt_block) {
+        const auto layout = prompt_layout(target, n_prompt_rows);
+        const int n_visible = model_.has_cache() ? n_columns - n_prompt_rows + 1 : n_columns;
+        rows_.push_back(
+            {plan, i_token - n_prompt_rows + 1, n_visible, layout, target.prompt_block->data()});
+    }
+    if (target.block) {
+        rows_.push_back({plan, i_token, n_columns, plan->layout(n_columns), target.block->data()});
+    }
 }
 
 }  // namespace kqview

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cstring>
+#include <map>
 #include <optional>
 #include <string_view>
 #include <unordered_map>
@@ -135,6 +136,20 @@ attention_sites find_attention(ggml_cgraph* graph) {
         i = end;
     }
     return result;
+}
+
+std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
+    std::map<int, ggml_tensor*> found;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        ggml_tensor* const node = ggml_graph_node(graph, i);
+        const auto il = layer_of(node, "l_out");
+        const bool is_matrix = node->type == GGML_TYPE_F32 && node->nb[0] == sizeof(float) &&
+                               node->ne[2] == 1 && node->ne[3] == 1;
+        if (il && is_matrix) found[*il] = node;
+    }
+    std::vector<hidden_site> sites;
+    for (const auto& [il, output] : found) sites.push_back({il, output});
+    return sites;
 }
 
 bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {

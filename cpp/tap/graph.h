@@ -42,6 +42,15 @@ struct attention_sites {
 };
 attention_sites find_attention(ggml_cgraph* graph);
 
+// The residual stream behind one layer: F32 ne=[n_embd, n_tokens]; of the last layer maybe only the
+// tokens whose logits are wanted.
+struct hidden_site {
+    int il;
+    ggml_tensor* output;
+};
+// In order of layer; a layer whose output has no name of llama.cpp's is left out.
+std::vector<hidden_site> find_hidden(ggml_cgraph* graph);
+
 // Adds each node to the graph directly behind its anchor, so that nothing the anchor read has to stay
 // alive longer than it did. Every source of a node must already be in the graph.
 struct placed_node {

@@ -10,11 +10,19 @@ namespace kqview {
 
 namespace {
 
-std::string join(std::span<const attention_layer> layers) {
+constexpr unsigned hidden_bit = 7;
+
+std::string join(std::span<const int> layers) {
     if (layers.empty()) return "none";
     std::string text;
-    for (const auto& layer : layers) text += (text.empty() ? "" : ", ") + std::to_string(layer.il);
+    for (const int il : layers) text += (text.empty() ? "" : ", ") + std::to_string(il);
     return text;
+}
+
+std::vector<int> layers_of(std::span<const attention_layer> layers) {
+    std::vector<int> all;
+    for (const auto& layer : layers) all.push_back(layer.il);
+    return all;
 }
 
 std::vector<int> all_heads(int n_head) {
@@ -23,59 +31,65 @@ std::vector<int> all_heads(int n_head) {
     return heads;
 }
 
+std::size_t aligned(std::size_t n_bytes) { return (n_bytes + 63) / 64 * 64; }
+
+void check_hidden(const capture_options& options, const capture_source& source) {
+    for (const int il : options.hidden) {
+        const auto& known = source.hidden_layers;
+        if (std::find(known.begin(), known.end(), il) != known.end()) continue;
+        throw error(errc::invalid_capture,
+                    "capture: layer " + std::to_string(il) +
+                        " has no hidden state here, layers that have one are " + join(known));
+    }
+}
+
 }  // namespace
 
-capture_plan::capture_plan(row_kind kind, row_type type,
-                           const std::optional<std::vector<int>>& layers,
-                           const std::optional<std::vector<int>>& heads,
-                           std::span<const attention_layer> available)
-    : kind_(kind), type_(type) {
+capture_plan::capture_plan(const capture_options& options, const capture_source& source)
+    : options_(options), n_embd_(source.n_embd) {
+    const auto available = layers_of(source.attention);
+    check_hidden(options, source);
+    if (options.layers && options.layers->empty() && !options.hidden.empty()) return;
     if (available.empty()) {
         throw error(errc::invalid_capture,
                     "capture: this model has no layer whose attention can be captured; "
                     "leave capture out");
     }
-    const auto find_available = [&](int il) {
-        return std::find_if(available.begin(), available.end(),
-                            [il](const attention_layer& layer) { return layer.il == il; });
-    };
-    std::vector<int> wanted;
-    if (layers) {
-        wanted = *layers;
-    } else {
-        for (const auto& layer : available) wanted.push_back(layer.il);
-    }
-    if (wanted.empty() || (heads && heads->empty())) {
+    const auto& wanted = options.layers ? *options.layers : available;
+    if (wanted.empty() || (options.heads && options.heads->empty())) {
         throw error(errc::invalid_capture,
                     "capture: no layers or no heads are named; leave the option out for all");
     }
     for (const int il : wanted) {
-        const auto layer = find_available(il);
-        if (layer == available.end()) {
+        const auto found = std::find(available.begin(), available.end(), il);
+        if (found == available.end()) {
             throw error(errc::invalid_capture,
                         "capture: layer " + std::to_string(il) +
                             " has no attention here, layers with attention are " + join(available));
         }
-        layer_rows rows{il, n_rows_, heads ? *heads : all_heads(layer->n_head)};
-        for (const int head : rows.heads) {
-            if (head >= 0 && head < layer->n_head) continue;
-            throw error(errc::invalid_capture, "capture: head " + std::to_string(head) +
-                                                   " of layer " + std::to_string(il) +
-                                                   ", it has heads 0.." +
-                                                   std::to_string(layer->n_head - 1));
-        }
-        n_rows_ += static_cast<int>(rows.heads.size());
-        is_uniform_ =
-            is_uniform_ && (layers_.empty() || layers_[0].heads.size() == rows.heads.size());
-        const auto i = static_cast<std::size_t>(il);
-        if (index_of_layer_.size() <= i) index_of_layer_.resize(i + 1, -1);
-        if (index_of_layer_[i] >= 0) {
-            throw error(errc::invalid_capture,
-                        "capture: layer " + std::to_string(il) + " is named twice; name it once");
-        }
-        index_of_layer_[i] = static_cast<int>(layers_.size());
-        layers_.push_back(std::move(rows));
+        add_layer(il, source.attention[static_cast<std::size_t>(found - available.begin())]);
     }
+}
+
+void capture_plan::add_layer(int il, const attention_layer& found) {
+    const auto i = static_cast<std::size_t>(il);
+    if (index_of_layer_.size() <= i) index_of_layer_.resize(i + 1, -1);
+    if (index_of_layer_[i] >= 0) {
+        throw error(errc::invalid_capture,
+                    "capture: layer " + std::to_string(il) + " is named twice; name it once");
+    }
+    layer_rows rows{il, static_cast<int>(layers_.size()), n_heads_total_,
+                    options_.heads ? *options_.heads : all_heads(found.n_head)};
+    for (const int head : rows.heads) {
+        if (head >= 0 && head < found.n_head) continue;
+        throw error(errc::invalid_capture, "capture: head " + std::to_string(head) + " of layer " +
+                                               std::to_string(il) + ", it has heads 0.." +
+                                               std::to_string(found.n_head - 1));
+    }
+    n_heads_total_ += static_cast<int>(rows.heads.size());
+    is_uniform_ = is_uniform_ && (layers_.empty() || layers_[0].heads.size() == rows.heads.size());
+    index_of_layer_[i] = rows.index;
+    layers_.push_back(std::move(rows));
 }
 
 const capture_plan::layer_rows* capture_plan::find(int il) const {
@@ -84,18 +98,57 @@ const capture_plan::layer_rows* capture_plan::find(int il) const {
     return &layers_[static_cast<std::size_t>(index_of_layer_[i])];
 }
 
-void graph_plan::add(const capture_plan& plan) {
-    for (const auto& rows : plan.layers()) {
-        const auto i = static_cast<std::size_t>(rows.il);
-        if (kinds_by_layer_.size() <= i) kinds_by_layer_.resize(i + 1, 0);
-        kinds_by_layer_[i] |= static_cast<std::uint8_t>(1u << static_cast<unsigned>(plan.kind()));
+int capture_plan::find_hidden(int il) const {
+    const auto found = std::find(hidden().begin(), hidden().end(), il);
+    return found == hidden().end() ? -1 : static_cast<int>(found - hidden().begin());
+}
+
+int capture_plan::n_rows() const {
+    if (reduce() == row_reduction::none) return n_heads_total_;
+    return reduces_layers() ? std::min(1, n_heads_total_) : static_cast<int>(layers_.size());
+}
+
+row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) const {
+    row_layout where;
+    where.n_queries = n_queries;
+    where.n_columns = n_columns;
+    where.n_values = top_k() > 0 ? std::min(top_k(), n_columns) : n_columns;
+    const auto n_values = static_cast<std::size_t>(n_rows()) * static_cast<std::size_t>(n_queries) *
+                          static_cast<std::size_t>(where.n_values);
+    where.size_bytes = n_values * element_bytes();
+    if (top_k() > 0) {
+        where.positions_offset = aligned(where.size_bytes);
+        where.size_bytes = where.positions_offset + n_values * sizeof(std::int32_t);
     }
+    if (with_hidden && !hidden().empty()) {
+        where.has_hidden = true;
+        where.hidden_offset = aligned(where.size_bytes);
+        where.size_bytes = where.hidden_offset +
+                           hidden().size() * static_cast<std::size_t>(n_embd_) * sizeof(float);
+    }
+    return where;
+}
+
+void graph_plan::add(const capture_plan& plan) {
+    for (const auto& rows : plan.layers()) mark(rows.il, static_cast<unsigned>(plan.kind()));
+    for (const int il : plan.hidden()) mark(il, hidden_bit);
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {
+    return is_marked(il, static_cast<unsigned>(kind));
+}
+
+bool graph_plan::wants_hidden(int il) const { return is_marked(il, hidden_bit); }
+
+void graph_plan::mark(int il, unsigned bit) {
     const auto i = static_cast<std::size_t>(il);
-    return i < kinds_by_layer_.size() &&
-           (kinds_by_layer_[i] >> static_cast<unsigned>(kind) & 1u) != 0;
+    if (wanted_by_layer_.size() <= i) wanted_by_layer_.resize(i + 1, 0);
+    wanted_by_layer_[i] = static_cast<std::uint8_t>(wanted_by_layer_[i] | 1u << bit);
+}
+
+bool graph_plan::is_marked(int il, unsigned bit) const {
+    const auto i = static_cast<std::size_t>(il);
+    return i < wanted_by_layer_.size() && (wanted_by_layer_[i] >> bit & 1u) != 0;
 }
 
 }  // namespace kqview

@@ -1,5 +1,5 @@
-// What to capture: the rows one request asked for, and the union that a graph must provide.
-// Pure values; no ggml, no threads.
+// What to capture: the rows one request asked for, how they lie in memory, and the union that a graph
+// must provide. Pure values; no ggml, no threads.
 #pragma once
 
 #include <cstddef>
@@ -20,6 +20,13 @@ struct attention_layer {
     bool operator==(const attention_layer&) const = default;
 };
 
+// What a model has to capture; found in the first graph that llama.cpp reserves.
+struct capture_source {
+    std::vector<attention_layer> attention;  // ascending
+    std::vector<int> hidden_layers;          // whose output is in the graph, ascending
+    int n_embd = 0;                          // of a hidden state
+};
+
 enum class row_kind : std::uint8_t {
     logits,  // K·Q, before scale, mask and softmax
     scores,  // what enters the softmax
@@ -28,54 +35,98 @@ enum class row_kind : std::uint8_t {
 
 enum class row_type : std::uint8_t { f32, f16 };
 
-// The rows of one captured token: a row is one head of one layer, n_columns values, C-contiguous,
-// in the order of layers and heads that was asked for. Immutable; shared by the request, its targets and its tokens.
+enum class row_reduction : std::uint8_t {
+    none,
+    mean_heads,  // over the heads of a layer
+    max_heads,
+    mean,  // over layers and heads
+    max,
+};
+
+struct capture_options {
+    row_kind kind = row_kind::logits;
+    row_type type = row_type::f32;
+    std::optional<std::vector<int>> layers;  // none = all
+    std::optional<std::vector<int>> heads;   // none = all
+    row_reduction reduce = row_reduction::none;
+    int top_k = 0;            // keep the k largest of each row; 0 = whole rows
+    std::vector<int> hidden;  // layers whose output is wanted too
+};
+
+// Where the parts of `n_queries` captured queries of `n_columns` columns lie in their block.
+// Values come first: (row, query, value); a row is a head, or what heads were reduced to.
+struct row_layout {
+    int n_queries = 1;
+    int n_columns = 0;
+    int n_values = 0;                  // of a row: n_columns, or fewer with top_k
+    std::size_t positions_offset = 0;  // int32 (row, query, value), with top_k
+    bool has_hidden = false;
+    std::size_t hidden_offset = 0;  // float32 (layer, n_embd), one query only
+    std::size_t size_bytes = 0;
+};
+
+// The rows of one captured token, in the order of layers and heads that was asked for. Immutable;
+// shared by the request, its targets and its tokens.
 class capture_plan {
 public:
     struct layer_rows {
         int il;
-        int first_row;
+        int index;               // in layers()
+        int first_row;           // among the rows of all layers, before reduction
         std::vector<int> heads;  // in the order asked for
     };
 
-    // Raises invalid_capture for layers without attention or heads that a layer does not have.
-    // No `layers` (or `heads`) means all.
-    capture_plan(row_kind kind, row_type type, const std::optional<std::vector<int>>& layers,
-                 const std::optional<std::vector<int>>& heads,
-                 std::span<const attention_layer> available);
+    // Raises invalid_capture for layers, heads or hidden layers that the model does not have.
+    capture_plan(const capture_options& options, const capture_source& source);
 
-    row_kind kind() const { return kind_; }
-    row_type type() const { return type_; }
+    row_kind kind() const { return options_.kind; }
+    row_type type() const { return options_.type; }
+    row_reduction reduce() const { return options_.reduce; }
+    bool reduces_layers() const {
+        return reduce() == row_reduction::mean || reduce() == row_reduction::max;
+    }
+    int top_k() const { return options_.top_k; }
+    const std::vector<int>& hidden() const { return options_.hidden; }
+    int n_embd() const { return n_embd_; }
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
+    // Index of a layer in hidden(), -1 where it is not asked for.
+    int find_hidden(int il) const;
 
-    int n_rows() const { return n_rows_; }
+    int n_heads_total() const { return n_heads_total_; }  // rows before reduction
+    int n_rows() const;                                   // rows that are handed out
     // True when every layer keeps the same number of heads, so that rows form one array.
     bool is_uniform() const { return is_uniform_; }
-    std::size_t element_bytes() const { return type_ == row_type::f32 ? 4 : 2; }
-    std::size_t bytes(std::size_t n_columns) const {
-        return static_cast<std::size_t>(n_rows_) * n_columns * element_bytes();
-    }
+    std::size_t element_bytes() const { return type() == row_type::f32 ? 4 : 2; }
+
+    // Hidden states are of single queries: rows of a prompt have none.
+    row_layout layout(int n_columns, int n_queries = 1, bool with_hidden = true) const;
 
 private:
-    row_kind kind_;
-    row_type type_;
+    void add_layer(int il, const attention_layer& found);
+
+    capture_options options_;
     std::vector<layer_rows> layers_;   // in the order asked for
     std::vector<int> index_of_layer_;  // into layers_, -1 where nothing is captured
-    int n_rows_ = 0;
+    int n_heads_total_ = 0;
+    int n_embd_ = 0;
     bool is_uniform_ = true;
 };
 
-// The nodes a graph needs: per layer, which kinds are read from it. Empty means no node at all.
+// The nodes a graph needs: per layer, what is read from it. Empty means no node at all.
 class graph_plan {
 public:
     void add(const capture_plan& plan);
     bool wants(int il, row_kind kind) const;
-    bool is_empty() const { return kinds_by_layer_.empty(); }
+    bool wants_hidden(int il) const;
+    bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
 
 private:
-    std::vector<std::uint8_t> kinds_by_layer_;  // bit per row_kind, index il
+    void mark(int il, unsigned bit);
+    bool is_marked(int il, unsigned bit) const;
+
+    std::vector<std::uint8_t> wanted_by_layer_;  // bit per row_kind and one for hidden, index il
 };
 
 }  // namespace kqview

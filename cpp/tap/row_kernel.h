@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 namespace kqview {
@@ -25,9 +26,9 @@ struct key_rows {
 
 // Working memory of one compute thread; grows, never shrinks.
 struct row_scratch {
-    std::vector<float>
-        rows;  // max_heads_at_once rows, for results that are converted before they leave
+    std::vector<float> rows;   // results that are converted or reduced before they leave
     std::vector<float> cells;  // dequantised keys of a tile
+    std::vector<std::pair<float, std::int32_t>> best;  // the largest values of a row
 };
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.

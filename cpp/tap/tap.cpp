@@ -14,9 +14,15 @@ thread_local tap* current_tap = nullptr;
 // What was added to one graph, and for which plan. Owns the added tensors' descriptions.
 struct tap::marked_graph {
     std::uint64_t generation = 0;
-    bool has_attention = false;
+    bool is_ours = false;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors{nullptr, ggml_free};
     std::vector<std::unique_ptr<row_op>> ops;
+};
+
+// What was found in a graph.
+struct tap::sites {
+    attention_sites attention;
+    std::vector<hidden_site> hidden;
 };
 
 tap::tap(int n_threads) { table_.scratch.resize(static_cast<std::size_t>(n_threads)); }
@@ -36,13 +42,17 @@ bool tap::want(const graph_plan& plan) {
 
 void tap::begin_step(std::vector<row_target> targets) {
     table_.targets = std::move(targets);
+    table_.prepare_reductions();
     table_.n_rows_written.store(0, std::memory_order_relaxed);
     table_.first_write.store(nullptr, std::memory_order_relaxed);
 }
 
 const std::byte* tap::end_step() {
     int n_expected = 0;
-    for (const auto& target : table_.targets) n_expected += target.plan->n_rows();
+    for (const auto& target : table_.targets) {
+        n_expected += target.plan->n_rows() * target.layout.n_queries;
+        if (target.layout.has_hidden) n_expected += static_cast<int>(target.plan->hidden().size());
+    }
     table_.targets.clear();
     const int n_written = table_.n_rows_written.load(std::memory_order_relaxed);
     if (n_written != n_expected) {
@@ -58,31 +68,35 @@ void tap::abandon_step() noexcept { table_.targets.clear(); }
 bool tap::prepare(ggml_cgraph* graph) {
     ++n_graphs_built_;
     n_nodes_added_ = 0;
-    const auto found = find_attention(graph);
+    const sites found{find_attention(graph), find_hidden(graph)};
     if (!is_discovered_) discover(found);
     auto& mark = graphs_[graph];
     mark = std::make_unique<marked_graph>();
     mark->generation = generation_;
-    mark->has_attention = !found.sites.empty();
+    mark->is_ours = !found.attention.sites.empty() || !found.hidden.empty();
     return wanted_.is_empty() || add_nodes(graph, found, *mark);
 }
 
-void tap::discover(const attention_sites& found) {
+void tap::discover(const sites& found) {
     is_discovered_ = true;
-    for (const auto& site : found.sites) {
-        layers_.push_back({site.il, site.n_head, site.n_head_kv, site.scale});
+    for (const auto& site : found.attention.sites) {
+        source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale});
+    }
+    for (const auto& site : found.hidden) {
+        source_.n_embd = static_cast<int>(site.output->ne[0]);
+        source_.hidden_layers.push_back(site.il);
     }
 }
 
-bool tap::add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_graph& mark) {
-    for (const int il : found.ambiguous) {
+bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) {
+    for (const int il : found.attention.ambiguous) {
         for (const auto kind : {row_kind::logits, row_kind::scores, row_kind::probs}) {
             if (!wanted_.wants(il, kind)) continue;
             failure_ = "two attention nodes claim layer " + std::to_string(il);
             return false;
         }
     }
-    const auto n_nodes_max = found.sites.size() * 3;
+    const auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
     mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<placed_node> placed;
     const auto new_op = [&]() -> row_op& {
@@ -90,7 +104,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_gra
         mark.ops.back()->table = &table_;
         return *mark.ops.back();
     };
-    for (const auto& site : found.sites) {
+    for (const auto& site : found.attention.sites) {
         const bool logits = wanted_.wants(site.il, row_kind::logits);
         const bool scores = wanted_.wants(site.il, row_kind::scores);
         const bool probs = wanted_.wants(site.il, row_kind::probs);
@@ -115,6 +129,10 @@ bool tap::add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_gra
                 {site.softmax, make_plain_row_node(tensors, site, row_kind::probs, new_op())});
         }
     }
+    for (const auto& site : found.hidden) {
+        if (!wanted_.wants_hidden(site.il)) continue;
+        placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
+    }
     if (!insert_nodes(graph, placed)) {
         failure_ = "the graph has no room for " + std::to_string(placed.size()) +
                    " more nodes; capture fewer layers";
@@ -126,7 +144,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_gra
 
 bool tap::may_compute(const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
-    if (mark == graphs_.end() || !mark->second->has_attention) return true;  // not a graph of ours
+    if (mark == graphs_.end() || !mark->second->is_ours) return true;  // not a graph of ours
     if (mark->second->generation == generation_) return true;
     failure_ = "a graph of an older capture plan was about to run";
     return false;

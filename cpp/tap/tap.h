@@ -40,8 +40,8 @@ public:
     };
     static tap* current() noexcept;
 
-    // Layers with attention, ascending; known once llama.cpp reserved its first graph.
-    const std::vector<attention_layer>& layers() const { return layers_; }
+    // What can be captured; known once llama.cpp reserved its first graph.
+    const capture_source& source() const { return source_; }
 
     // Sets what the graphs must provide from now on. True when that changed: the caller then drops
     // llama.cpp's graphs (context::reserve) before the next decode.
@@ -69,12 +69,14 @@ public:
 private:
     struct marked_graph;
 
-    void discover(const attention_sites& found);
-    bool add_nodes(ggml_cgraph* graph, const attention_sites& found, marked_graph& mark);
+    struct sites;
+
+    void discover(const sites& found);
+    bool add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark);
 
     graph_plan wanted_;
     std::uint64_t generation_ = 0;  // of `wanted_`
-    std::vector<attention_layer> layers_;
+    capture_source source_;
     bool is_discovered_ = false;
     // llama.cpp keeps a handful of graphs and reuses their addresses; an entry is replaced then.
     std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;

@@ -5,9 +5,19 @@ from importlib.metadata import version
 
 from kqview import errors
 from kqview.engine import Engine
+from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.slot import Slot
-from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling, Token, Usage
+from kqview.types import (
+    Capture,
+    EngineStats,
+    ModelInfo,
+    PoolStats,
+    PromptBlock,
+    Sampling,
+    Token,
+    Usage,
+)
 
 # A library is silent until its user configures logging.
 logging.getLogger("kqview").addHandler(logging.NullHandler())
@@ -21,6 +31,8 @@ __all__ = [
     "Generation",
     "ModelInfo",
     "PoolStats",
+    "PromptAttention",
+    "PromptBlock",
     "Sampling",
     "Slot",
     "Token",

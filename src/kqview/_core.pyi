@@ -200,6 +200,17 @@ class RowType(enum.Enum):
 
     float16 = 1
 
+class RowReduction(enum.Enum):
+    none = 0
+
+    mean_heads = 1
+
+    max_heads = 2
+
+    mean = 3
+
+    max = 4
+
 class FullPolicy(enum.Enum):
     raise_ = 0
 
@@ -210,10 +221,10 @@ class FullPolicy(enum.Enum):
 class CapturePlan:
     @property
     def n_rows(self) -> int:
-        """Rows of one token: heads summed over layers."""
+        """Rows of one token that are handed out."""
 
-    def bytes(self, n_columns: int) -> int:
-        """Bytes of one token's rows."""
+    def bytes(self, n_columns: int, n_queries: int = 1) -> int:
+        """Bytes of the rows of a run of queries."""
 
 def stop_waking() -> None:
     """The interpreter exits: threads that wait do so for ever."""
@@ -241,12 +252,12 @@ class Generation:
         Address that the kernel of the last taken token wrote first; 0 without capture.
         """
 
-    def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | list[int] | types.EllipsisType | None:
+    def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """
-        Next item, blocking: (id, logprob, top, attention, is_last); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
+        Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
         """
 
-    def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | list[int] | types.EllipsisType | None:
+    def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """As next(), but `...` when nothing is there yet."""
 
     def arm(self, waiter: WakeHandle) -> bool:
@@ -283,17 +294,31 @@ class Engine:
     def n_ctx(self) -> int: ...
 
     @property
+    def n_chunk(self) -> int:
+        """Most prompt tokens of one step."""
+
+    @property
     def n_slots(self) -> int: ...
 
     @property
     def attention_layers(self) -> list[tuple[int, int, int, float]]:
         """(layer, heads, KV heads, scale) of each layer with attention."""
 
-    def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None) -> CapturePlan:
+    @property
+    def hidden_layers(self) -> list[int]:
+        """Layers whose output can be captured."""
+
+    @property
+    def has_cache(self) -> bool:
+        """False for encoders and diffusion models: a prompt is one step."""
+
+    def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int) -> Generation:
-        """Queues a request."""
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False) -> Generation:
+        """
+        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled.
+        """
 
     def close(self) -> None:
         """Ends the engine thread and every request."""

@@ -6,20 +6,20 @@ puts the token into the request's mailbox; `Generation` takes it out as a Token 
 view of the block.
 """
 
-import asyncio
 import atexit
 import logging
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from kqview import _core
 from kqview.demo import MODEL_PATH
-from kqview.errors import PromptTooLong, RequestError, UnknownSlot, UnsupportedModel
-from kqview.generation.astream import LoopWaker
+from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel
+from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.machine import default_threads, physical_memory_bytes
 from kqview.model_info import model_info
@@ -27,17 +27,15 @@ from kqview.request_options import (
     SamplingOptions,
     byte_count,
     checked_ids,
-    encode,
     model_path,
-    to_core,
     to_core_options,
-    to_plan,
-    to_policy,
     token_limit,
     whole_number,
 )
+from kqview.requests import Requests
 from kqview.slot import Slot
 from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
+from kqview.vocabulary import Vocabulary
 
 _llama_log = logging.getLogger("kqview.llama")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
@@ -61,7 +59,7 @@ def _print_progress(fraction: float) -> None:
     print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
-class Engine:
+class Engine(Vocabulary):
     """A GGUF model in this process, ready to generate.
 
     Use from any thread; `close` it, or use it as a context manager, to free its memory. Generations
@@ -120,7 +118,7 @@ class Engine:
             kv_type=kv_type,
             swa_full=swa_full,
         )
-        self._run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
+        run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
         memory_bytes = physical_memory_bytes()
         budget_bytes = byte_count(
             "Engine",
@@ -143,19 +141,20 @@ class Engine:
         finally:
             _forward_log()
         self._info = model_info(self._model, self._core)
+        self._open_vocabulary()
         raw = self._model.info()
-        self._has_vocab: bool = raw["has_vocab"]
-        self._can_generate: bool = raw["can_generate"]
-        # Without the whole cache the columns of window layers are no positions.
-        self._has_all_columns: bool = swa_full or raw["n_swa"] == 0
+        self._can_generate: bool = raw["can_generate"] and self._core.has_cache
+        self._requests = Requests(
+            self._core,
+            self._model,
+            self._info,
+            run_ahead=run_ahead,
+            # Without the whole cache the columns of window layers are no positions.
+            has_all_columns=swa_full or raw["n_swa"] == 0,
+            token_bytes=self._bytes_of,
+            on_end=_forward_log,
+        )
         self._slots = tuple(Slot(self._core, i) for i in range(self._core.n_slots))
-        self._token_bytes: dict[int, bytes] = {}
-        self._generations: weakref.WeakValueDictionary[int, Generation] = (
-            weakref.WeakValueDictionary()
-        )
-        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
-            weakref.WeakKeyDictionary()
-        )
         _open_engines.add(self)
 
     @classmethod
@@ -197,49 +196,6 @@ class Engine:
         info["n_threads_default"] = default_threads()
         info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
         return info
-
-    # ---- text
-
-    def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = True
-    ) -> list[int]:
-        """Ids of *text*. Works in any thread, also while the engine generates.
-
-        Args:
-            text: Any text.
-            add_special: Add the ids that the model wants around a text, such as BOS.
-            parse_special: Read the text of special tokens as their ids, not as ordinary text.
-
-        Raises:
-            RequestError: *text* has surrogates, which UTF-8 cannot express.
-            UnsupportedModel: The model file has no vocabulary.
-        """
-        self._core.check_open()
-        return self._model.tokenize(encode("tokenize", text), add_special, parse_special)
-
-    def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of *ids*, special tokens included; bytes that are no UTF-8 become U+FFFD.
-
-        Raises:
-            InvalidToken: An id is not in the vocabulary.
-            UnsupportedModel: The model file has no vocabulary.
-        """
-        self._core.check_open()
-        return self._model.detokenize(checked_ids("detokenize", ids)).decode("utf-8", "replace")
-
-    def token_bytes(self, id: int) -> bytes:
-        """Bytes of one token; a character may be spread over several tokens.
-
-        Raises:
-            InvalidToken: *id* is not in the vocabulary.
-            UnsupportedModel: The model file has no vocabulary.
-        """
-        self._core.check_open()
-        return self._model.token_bytes(checked_ids("token_bytes", [id])[0])
-
-    def token_text(self, id: int) -> str:
-        """`token_bytes` as text; bytes that are no UTF-8 by themselves become U+FFFD."""
-        return self.token_bytes(id).decode("utf-8", "replace")
 
     # ---- generation
 
@@ -308,60 +264,90 @@ class Engine:
             raise RequestError("generate: mods are not in this version")
         if slot is not None and slot not in range(len(self._slots)):
             raise UnknownSlot(f"generate: slot {slot}, the engine has 0..{len(self._slots) - 1}")
+        ids = self._prompt_ids("generate", prompt, add_special, parse_special)
+        capture = Capture.of(capture)
+        return self._requests.submit(
+            "generate",
+            ids,
+            sampling,
+            capture,
+            max_tokens=token_limit("generate", max_tokens),
+            n_prompt_rows=len(ids) if capture and capture.prompt else 0,
+            request_id=request_id,
+            priority=priority,
+        )
+
+    def attend(
+        self,
+        prompt: str | Sequence[int],
+        capture: Capture | str = "probs",
+        *,
+        last: int | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> PromptAttention:
+        """Attention of the prompt itself: the rows of every position, in blocks.
+
+        No token is sampled and no logits are computed. What the slot holds of the prompt already
+        is decoded again where its rows are wanted.
+
+        Args:
+            prompt: As in `generate`.
+            capture: What to hand out: a Capture, or a kind as short form.
+            last: Only the rows of the last so many positions; None for all.
+            request_id: As in `generate`.
+            priority: As in `generate`.
+            add_special: As in `tokenize`.
+            parse_special: As in `tokenize`.
+
+        Returns:
+            An iterator, sync and async, of PromptBlock; ``.array()`` is the whole, of shape
+            ``(n_layers, n_heads, n_rows, n_prompt)``.
+
+        Raises:
+            RequestError: Or one of its kinds (PromptTooLong, InvalidToken, InvalidCapture): an
+                argument cannot work.
+            UnsupportedModel: A str prompt needs a vocabulary.
+            QueueFull: Too many requests wait.
+            ClosedError: The engine is closed.
+        """
+        self._core.check_open()
+        ids = self._prompt_ids("attend", prompt, add_special, parse_special)
+        n_rows = len(ids) if last is None else whole_number("attend", "last", last)
+        n_rows = min(n_rows, len(ids))
+        wanted = Capture.of(capture)
+        if wanted is None or wanted.hidden:
+            raise InvalidCapture(
+                "attend: hidden states are of generated tokens; use generate, or leave hidden out"
+                if wanted
+                else "attend: capture is None, a kind or a Capture is needed; pass 'probs'"
+            )
+        wanted = replace(wanted, prompt=True)
+        generation = self._requests.submit(
+            "attend",
+            ids,
+            Sampling(),
+            wanted,
+            max_tokens=1,
+            n_prompt_rows=n_rows,
+            only_attends=True,
+            request_id=request_id,
+            priority=priority,
+        )
+        budget_bytes = self._core.stats()["pool"]["budget_bytes"]
+        return PromptAttention(generation, len(ids) - n_rows, len(ids), budget_bytes)
+
+    def _prompt_ids(
+        self, who: str, prompt: str | Sequence[int], add_special: bool, parse_special: bool
+    ) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenize(prompt, add_special=add_special, parse_special=parse_special)
         else:
-            ids = checked_ids("generate", prompt)
-        capture = Capture.of(capture)
-        handle = self._core.submit(
-            prompt=self._checked_prompt(ids),
-            sampling=to_core(sampling),
-            max_tokens=token_limit("generate", max_tokens),
-            stop_tokens=checked_ids("generate", sampling.stop_tokens),
-            capture=to_plan(self._core, capture, self._has_all_columns) if capture else None,
-            on_full=to_policy(capture),
-            wait_s=capture.wait_s if capture else 0.0,
-            run_ahead=self._run_ahead,
-            priority=whole_number("generate", "priority", priority, low=-(2**31)),
-        )
-        generation = Generation(
-            handle,
-            request_id=request_id or f"generation-{handle.id}",
-            n_prompt=len(ids),
-            stop=tuple(sampling.stop),
-            token_bytes=self._bytes_of,
-            waker=self._waker,
-            on_end=_forward_log,
-            by_id=self._generations.get,
-        )
-        self._generations[handle.id] = generation
-        return generation
-
-    def _checked_prompt(self, ids: list[int]) -> list[int]:
-        if not ids:
-            raise RequestError("generate: the prompt has no tokens, at least 1 is needed")
-        if len(ids) > self.n_ctx:
-            raise PromptTooLong(
-                f"generate: the prompt has {len(ids)} tokens, a slot holds {self.n_ctx}; "
-                "raise n_ctx or shorten the prompt"
-            )
-        self._model.check_tokens(ids, "generate")
+            ids = checked_ids(who, prompt)
+        self._requests.check_prompt(who, ids)
         return ids
-
-    def _bytes_of(self, token_id: int) -> bytes:
-        # Each id once: text of a token costs a dictionary look-up from then on.
-        known = self._token_bytes.get(token_id)
-        if known is None:
-            known = self._model.token_bytes(token_id) if self._has_vocab else b""
-            self._token_bytes[token_id] = known
-        return known
-
-    def _waker(self) -> LoopWaker:
-        loop = asyncio.get_running_loop()
-        waker = self._wakers.get(loop)
-        if waker is None:
-            waker = self._wakers[loop] = LoopWaker()
-        return waker
 
     def count_copied(self, n_bytes: int) -> None:
         """Tell `stats` that *n_bytes* of attention were copied out of views."""

@@ -6,23 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, TypedDict
 
 from kqview import _core
-from kqview.errors import InvalidCapture, InvalidToken, RequestError
-from kqview.types import Capture, Sampling
+from kqview.errors import InvalidToken, RequestError
+from kqview.types import Sampling
 
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
-
-_KINDS = {
-    "logits": _core.RowKind.logits,
-    "scores": _core.RowKind.scores,
-    "probs": _core.RowKind.probs,
-}
-_TYPES = {"float32": _core.RowType.float32, "float16": _core.RowType.float16}
-_ON_FULL = {
-    "raise": _core.FullPolicy.raise_,
-    "wait": _core.FullPolicy.wait,
-    "drop": _core.FullPolicy.drop,
-}
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -215,46 +203,3 @@ _SAME_IN_CORE = (
     "seed",
     "ignore_eos",
 )
-
-
-def to_plan(engine: _core.Engine, capture: Capture, has_all_columns: bool) -> _core.CapturePlan:
-    """What *capture* means for the engine's model.
-
-    Args:
-        engine: The engine.
-        capture: What to capture.
-        has_all_columns: Whether the cache keeps every position of every layer.
-
-    Raises:
-        InvalidCapture: A layer or head is not there, or this version cannot do what is asked.
-    """
-    if not has_all_columns:
-        raise InvalidCapture(
-            "capture: this model has sliding windows and swa_full is off, so its columns are no "
-            "positions; open the Engine with swa_full=True"
-        )
-    later = {
-        "reduce": capture.reduce is not None,
-        "top_k": capture.top_k is not None,
-        "prompt": capture.prompt,
-        "hidden": bool(capture.hidden),
-    }
-    for name, is_asked in later.items():
-        if is_asked:
-            raise InvalidCapture(f"capture: {name} is not in this version; leave it out")
-    return engine.plan(
-        _KINDS[capture.kind],
-        _TYPES[capture.dtype],
-        _core_indices(capture.layers),
-        _core_indices(capture.heads),
-    )
-
-
-def _core_indices(indices: Sequence[int] | None) -> list[int] | None:
-    # No model has that many: the core refuses what is too large for it as well.
-    return None if indices is None else [min(index, _INT32_MAX) for index in indices]
-
-
-def to_policy(capture: Capture | None) -> _core.FullPolicy:
-    """What to do when the attention memory is full."""
-    return _ON_FULL[capture.on_full if capture else "raise"]

@@ -28,7 +28,8 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "slot"},
+    | {"model_info", "request_options", "capture_plan", "slot"},
+    {"requests", "vocabulary"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public
     {"viz", "server", "scale"},

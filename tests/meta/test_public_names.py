@@ -72,14 +72,15 @@ MODEL_NAMES = {
 }
 ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
-    *("stats", "system_info", "close", "demo", "__enter__", "__exit__"),
+    *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
 }
 GENERATION_MEMBERS = {
-    *("close", "cancel", "read", "request_id", "tokens", "text", "finish_reason", "usage", "slot"),
+    *("close", "cancel", "read", "prompt_attention", "request_id", "tokens", "text", "finish_reason", "usage", "slot"),
     *("__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__exit__"),
 }
 TOKEN_NAMES = {
     *("id", "text", "index", "logprob", "top_logprobs", "attention", "forced"),
+    *("attention_positions", "hidden"),
 }
 ERROR_NAMES = {
     *("KqviewError", "RequestError", "PromptTooLong", "InvalidToken", "UnknownSlot"),

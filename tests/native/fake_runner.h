@@ -145,6 +145,7 @@ public:
 
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
+    bool has_cache() const override { return true; }
     int n_chunk() const override { return model_->options.n_chunk; }
     bool is_end_of_generation(token_id id) const override { return id == end_token; }
     bool can_truncate() const override {
@@ -235,14 +236,18 @@ private:
 
     void write(std::span<const step_token> tokens, const step_rows& row) {
         const auto& query = tokens[static_cast<std::size_t>(row.i_token)];
-        model_->expect(query.wants_logits, "rows of a token that is not sampled");
-        model_->expect(row.n_columns == query.position + 1, "rows that do not end at their query");
+        const auto n_queries = static_cast<std::size_t>(row.layout.n_queries);
+        model_->expect(n_queries > 1 || query.wants_logits || row.layout.n_columns > 0,
+                       "rows of a token that is not sampled");
+        model_->expect(row.i_token + row.layout.n_queries <= static_cast<int>(tokens.size()),
+                       "rows of queries that are not in the batch");
+        model_->expect(row.n_visible == query.position + 1, "rows that do not end at their query");
         for (const auto& layer : row.plan->layers()) {
             model_->expect(wanted_.wants(layer.il, row.plan->kind()),
                            "rows that no graph provides");
         }
         const auto mark = next_of(query.slot);
-        const auto n_bytes = row.plan->bytes(static_cast<std::size_t>(row.n_columns));
+        const auto n_bytes = row.layout.size_bytes;
         for (std::size_t at = 0; at + sizeof mark <= n_bytes; at += sizeof mark) {
             std::memcpy(row.data + at, &mark, sizeof mark);
         }

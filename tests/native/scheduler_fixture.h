@@ -52,14 +52,15 @@ inline ids operator+(ids left, const ids& right) {
 }
 
 inline std::shared_ptr<const capture_plan> make_plan(int n_head = 1) {
-    const std::vector<attention_layer> layers{{0, n_head, 1, 0.125f}};
-    return std::make_shared<const capture_plan>(row_kind::probs, row_type::f32, std::nullopt,
-                                                std::nullopt, layers);
+    capture_options options;
+    options.kind = row_kind::probs;
+    return std::make_shared<const capture_plan>(options,
+                                                capture_source{{{0, n_head, 1, 0.125f}}, {}, 0});
 }
 
 // Does every value of the row say that it belongs to this token?
 inline bool is_row_of(const token_event& token) {
-    const auto n = token.rows.plan->bytes(static_cast<std::size_t>(token.rows.n_columns));
+    const auto n = token.rows.layout.size_bytes;
     for (std::size_t at = 0; at < n; at += sizeof(token_id)) {
         if (std::memcmp(token.rows.block->data() + at, &token.id, sizeof(token_id)) != 0)
             return false;

@@ -21,7 +21,7 @@ TEST_CASE("scheduler: a request runs to max_tokens, each token with the row of i
     while (const auto token = taker.next()) {
         taken.push_back(token->id);
         REQUIRE(token->rows.block);
-        CHECK(token->rows.n_columns == n_columns++);
+        CHECK(token->rows.layout.n_columns == n_columns++);
         CHECK(token->rows.written_at == token->rows.block->data());
         CHECK(is_row_of(*token));
         CHECK(token->logprob == -0.5f);

@@ -1,8 +1,10 @@
 """Generation: the tokens of one request, taken synchronously or with ``async for``.
 
-Both ways share `_receive`, which turns what the core hands over into a Token; they differ in how
-they wait. The synchronous wait is in C++ (no GIL, ends on signals), the asynchronous one in
-`astream.py`. The engine computes up to ``run_ahead`` tokens before they are asked for.
+Both ways share `_receive`, which turns what the core hands over into a Token or into rows of the
+prompt; they differ in how they wait. Rows of the prompt come before the first token: who iterates
+one of the two keeps what he meets of the other. The synchronous wait is in C++ (no GIL, ends on
+signals), the asynchronous one in `astream.py`. The engine computes up to ``run_ahead`` tokens
+before they are asked for.
 
 A generation may wait for a slot whose holder waits to be taken from. Only who takes the holders'
 tokens can let go of them: when that is who waits here, waiting would never end (`_wait_turn`).
@@ -12,17 +14,20 @@ import asyncio
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from types import EllipsisType, TracebackType
 from typing import Any, Final, Self
 
 from kqview import _core
-from kqview.errors import BusyError
+from kqview.errors import BusyError, InvalidCapture
 from kqview.generation.astream import LoopWaker
+from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
-from kqview.types import Token, Usage
+from kqview.types import Capture, PromptBlock, Token, Usage
 
-_Item = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool]
+_TokenItem = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool]
+_Item = _TokenItem | tuple[int, int, Any]
 
 # A generation that nobody has taken from yet may be on its way to another thread.
 _HANDOVER_S: Final = 2.0
@@ -52,21 +57,27 @@ class Generation:
         *,
         request_id: str,
         n_prompt: int,
+        capture: Capture | None,
         stop: tuple[str, ...],
         token_bytes: Callable[[int], bytes],
         waker: Callable[[], LoopWaker],
         on_end: Callable[[], None],
         by_id: Callable[[int], "Generation | None"],
+        count_copied: Callable[[int], None],
     ) -> None:
         self._handle = handle
         self._request_id = request_id
         self._n_prompt = n_prompt
+        self._capture = capture
         self._token_bytes = token_bytes
         self._waker = waker
         self._on_end = on_end
         self._by_id = by_id
+        self.count_copied = count_copied
         self._text = TextStream(stop)
         self._ids: list[int] = []
+        self._blocks: deque[PromptBlock] = deque()
+        self._ahead: Token | None = None  # met while rows of the prompt were asked for
         self._reason: str | None = None
         self._is_awaited = False
         self._turn_ends = 0.0
@@ -80,8 +91,17 @@ class Generation:
         return self
 
     def __next__(self) -> Token:
+        while self._ahead is None:
+            received = self._take()
+            if received is None:
+                raise StopIteration
+            self._keep(received)
+        return self._token_kept()
+
+    def _take(self) -> Token | PromptBlock | None:
+        """The next thing that the core hands over, None at the end; waits."""
         if self._reason is not None:
-            raise StopIteration
+            return None
         self._check_alone()
         try:
             item = self._handle.next()
@@ -93,15 +113,32 @@ class Generation:
             self._finish()
             raise
         self._thread, self._task = threading.get_ident(), None
-        token = self._receive(item)
-        if token is None:
-            raise StopIteration
+        return self._receive(item)
+
+    def _keep(self, received: Token | PromptBlock) -> None:
+        if isinstance(received, Token):
+            self._ahead = received
+        else:
+            self._blocks.append(received)
+
+    def _token_kept(self) -> Token:
+        token, self._ahead = self._ahead, None
+        assert token is not None
         return token
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Token:
+        while self._ahead is None:
+            received = await self._atake()
+            if received is None:
+                raise StopAsyncIteration
+            self._keep(received)
+        return self._token_kept()
+
+    async def _atake(self) -> Token | PromptBlock | None:
+        """As `_take`, without blocking the event loop."""
         self._check_alone()
         task = asyncio.current_task()
         if time.monotonic() > self._turn_ends:
@@ -125,11 +162,8 @@ class Generation:
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
             self._thread, self._task = threading.get_ident(), task and weakref.ref(task)
-            token = self._receive(item)
-            if token is None:
-                break
-            return token
-        raise StopAsyncIteration
+            return self._receive(item)
+        return None
 
     async def _wait(self) -> None:
         self._is_awaited = True
@@ -184,13 +218,21 @@ class Generation:
             f"tokens are taken right here; finish or close {names} first"
         )
 
-    def _receive(self, item: _Item | None) -> Token | None:
+    def _receive(self, item: _Item | None) -> Token | PromptBlock | None:
         if item is None:
             self._finish()
             return None
-        token_id, logprob, top, attention, is_last = item
+        if len(item) == 3:
+            start, n_rows, rows = item
+            attention, positions, _ = rows or (None, None, None)
+            return PromptBlock(start, n_rows, attention, positions)
+        token_id, logprob, top, rows, is_last = item
+        attention, positions, hidden = rows or (None, None, None)
         text = self._text.feed(self._token_bytes(token_id))
-        token = Token(token_id, text, len(self._ids), logprob, top, attention)
+        token = Token(
+            token_id, text, len(self._ids), logprob, top, attention, positions, hidden,
+            capture=self._capture,
+        )  # fmt: skip
         self._ids.append(token_id)
         if self._text.stop_match is not None:
             self._stop("stop_sequence")
@@ -213,6 +255,7 @@ class Generation:
         if self._reason is None:
             self._reason = reason
             self._text.flush()
+            self._ahead = None
             self._handle.cancel()
             self._on_end()
 
@@ -261,6 +304,43 @@ class Generation:
         for _ in self:
             pass
         return self.text
+
+    # ---- the prompt
+
+    @property
+    def prompt_attention(self) -> "PromptAttention":
+        """Rows of the prompt's tokens, with ``Capture(prompt=True)``; an iterator of PromptBlock.
+
+        They come before the first token. Rows that are never taken stay in memory as long as the
+        generation does.
+
+        Raises:
+            InvalidCapture: The generation does not capture its prompt.
+        """
+        if self._capture is None or not self._capture.prompt:
+            raise InvalidCapture(
+                "generation.prompt_attention: rows of the prompt are not captured; "
+                "pass capture=Capture(..., prompt=True)"
+            )
+        return PromptAttention(self, 0, self._n_prompt)
+
+    def next_block(self) -> PromptBlock | None:
+        """The next rows of the prompt, None when there are no more; blocks until they are there."""
+        while not self._blocks and self._ahead is None and not self._ids:
+            received = self._take()
+            if received is None:
+                break
+            self._keep(received)
+        return self._blocks.popleft() if self._blocks else None
+
+    async def anext_block(self) -> PromptBlock | None:
+        """As `next_block`, without blocking the event loop."""
+        while not self._blocks and self._ahead is None and not self._ids:
+            received = await self._atake()
+            if received is None:
+                break
+            self._keep(received)
+        return self._blocks.popleft() if self._blocks else None
 
     # ---- what is known
 

@@ -6,8 +6,18 @@ so these types can be built, compared and tested without a model.
 
 from kqview.types.capture import Capture
 from kqview.types.model import ModelInfo
+from kqview.types.prompt import PromptBlock
 from kqview.types.sampling import Sampling
 from kqview.types.stats import EngineStats, PoolStats, Usage
 from kqview.types.token import Token
 
-__all__ = ["Capture", "EngineStats", "ModelInfo", "PoolStats", "Sampling", "Token", "Usage"]
+__all__ = [
+    "Capture",
+    "EngineStats",
+    "ModelInfo",
+    "PoolStats",
+    "PromptBlock",
+    "Sampling",
+    "Token",
+    "Usage",
+]

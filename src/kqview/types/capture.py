@@ -3,7 +3,7 @@
 import math
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 from kqview.errors import InvalidCapture
@@ -15,7 +15,7 @@ DType = Literal["float32", "float16"]
 OnFull = Literal["raise", "wait", "drop"]
 
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2}
-_TOP_K_ITEM_BYTES: Final = 4 + 4  # a float32 value and an int32 position
+_POSITION_BYTES: Final = 4  # int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,15 @@ class Capture:
     Attributes:
         kind: "logits" is the raw product of K and Q before scale, mask and softmax; "scores" is
             what enters the softmax; "probs" is what leaves it.
-        layers: Layers to keep, None for every layer that has attention.
+        layers: Layers to keep, None for every layer that has attention. May be empty beside
+            *hidden*: then there is no attention.
         heads: Query heads to keep in each layer, None for all.
         reduce: None, or the reduction done on the device: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
         top_k: Keep only the k largest values of each row, with their positions.
         dtype: Type of the values, "float32" or "float16".
         prompt: Capture the rows of the prompt's own tokens too.
-        hidden: Layers whose hidden state to hand out as well.
+        hidden: Layers whose output, the residual stream behind them, to hand out as well.
         on_full: When the budget of attention memory is used up: "raise" ends the generation with
             PoolExhausted, "wait" waits for views to be dropped, "drop" goes on without attention.
         wait_s: Longest wait in seconds with ``on_full="wait"``; then PoolExhausted.
@@ -63,13 +64,13 @@ class Capture:
         _check_choice("on_full", self.on_full, get_args(OnFull))
         if self.reduce is not None:
             _check_choice("reduce", self.reduce, get_args(Reduce))
+        object.__setattr__(self, "hidden", _to_indices("hidden", self.hidden, allow_empty=True))
         if self.layers is not None:
             object.__setattr__(
-                self, "layers", _to_indices("layers", self.layers, allow_empty=False)
+                self, "layers", _to_indices("layers", self.layers, allow_empty=bool(self.hidden))
             )
         if self.heads is not None:
             object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
-        object.__setattr__(self, "hidden", _to_indices("hidden", self.hidden, allow_empty=True))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _to_top_k(self.top_k))
         object.__setattr__(self, "prompt", bool(self.prompt))
@@ -90,6 +91,10 @@ class Capture:
                 "pass for example 'probs'"
             )
         return cls(kind=value)  # pyright: ignore[reportArgumentType]
+
+    def resolved(self, model: ModelInfo) -> "Capture":
+        """This capture with the layers of *model* where it names none."""
+        return self if self.layers is not None else replace(self, layers=model.attention_layers)
 
     def bytes_per_token(self, model: ModelInfo, n_context: int) -> int:
         """Bytes that one token's capture takes with *n_context* tokens before it.
@@ -121,7 +126,9 @@ class Capture:
         else:
             n_rows = n_layers * n_heads
         if self.top_k is not None:
-            attention_bytes = n_rows * min(self.top_k, n_context) * _TOP_K_ITEM_BYTES
+            attention_bytes = (
+                n_rows * min(self.top_k, n_context) * (_ITEM_BYTES[self.dtype] + _POSITION_BYTES)
+            )
         else:
             attention_bytes = n_rows * n_context * _ITEM_BYTES[self.dtype]
         return attention_bytes + len(self.hidden) * model.n_embd * _ITEM_BYTES["float32"]

@@ -1,19 +1,27 @@
 """Token: one generated token with the attention of the query that produced it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-Attention = NDArray[np.floating[Any]] | tuple[NDArray[np.floating[Any]], ...]
+from kqview.errors import InvalidCapture
+from kqview.types.capture import Capture
+
+Array = NDArray[np.floating[Any]]
+Attention = Array | tuple[Array, ...]
+Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
+
+_LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Token:
     """One generated token.
 
-    Tokens compare by identity: arrays have no single truth value.
+    Tokens compare by identity: arrays have no single truth value. Arrays are read-only views that
+    nobody copied; each stays valid for as long as it is held.
 
     Attributes:
         id: Id in the vocabulary.
@@ -23,11 +31,16 @@ class Token:
         logprob: Natural logarithm of the probability of ``id``, None unless top_logprobs was given.
         top_logprobs: The most probable ids with their logprobs, best first, None unless asked for.
         attention: Row of the query that produced this token, columns are the ``n_context`` tokens
-            before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16, read-only, a
-            view that nobody copied and that stays valid for as long as it is held. A tuple of
-            ``(n_heads, n_context)``, one a layer, where layers differ in heads. None without
-            capture, and where ``on_full="drop"`` dropped it.
+            before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16, C-contiguous.
+            A tuple of ``(n_heads, n_context)``, one a layer, where layers differ in heads. With
+            ``reduce`` ``(n_layers, n_context)`` or ``(n_context,)``; with ``top_k`` the k largest
+            values of each row, best first, in place of ``n_context``. None without capture, and
+            where ``on_full="drop"`` dropped it.
+        attention_positions: With ``top_k``: int32 positions of the values, shaped as attention.
+        hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
+            this token, float32 ``(n_hidden_layers, n_embd)``. Else None.
         forced: True where a mod fed this token in place of sampling it.
+        capture: What was captured, with its layers named; None without capture.
     """
 
     id: int
@@ -36,7 +49,67 @@ class Token:
     logprob: float | None = None
     top_logprobs: list[tuple[int, float]] | None = None
     attention: Attention | None = None
+    attention_positions: Positions | None = None
+    hidden: NDArray[np.float32] | None = None
     forced: bool = False
+    capture: Capture | None = field(default=None)
+
+    def to_hf(self) -> tuple[Array, ...]:
+        """The attention as Hugging Face transformers returns it for one step of ``generate``.
+
+        Returns:
+            One array of shape ``(1, n_heads, 1, n_context)`` for each captured layer: views of
+            ``attention``. transformers' own values are those of kind "probs".
+
+        Raises:
+            InvalidCapture: There is no attention, or it was reduced or cut to its largest values.
+        """
+        _, rows = self._rows_by_layer("to_hf")
+        return tuple(row[None, :, None, :] for row in rows)
+
+    def named(self) -> dict[str, NDArray[Any]]:
+        """What was captured under the names of TransformerLens' activation cache.
+
+        Returns:
+            ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
+            ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
+            ``(1, n_heads, 1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
+            ``(1, 1, n_embd)`` for hidden states. Views.
+
+        Raises:
+            InvalidCapture: There is nothing to name: no capture, rows that were reduced or cut, or
+                kind "logits", which TransformerLens has no name for.
+        """
+        named: dict[str, NDArray[Any]] = {}
+        if self.attention is not None:
+            capture, rows = self._rows_by_layer("named")
+            if capture.kind not in _LENS_NAMES:
+                raise InvalidCapture(
+                    f"token.named: TransformerLens has no name for kind '{capture.kind}'; "
+                    "capture 'scores' or 'probs'"
+                )
+            for layer, row in zip(capture.layers or (), rows, strict=True):
+                named[f"blocks.{layer}.{_LENS_NAMES[capture.kind]}"] = row[None, :, None, :]
+        if self.hidden is not None and self.capture is not None:
+            for layer, state in zip(self.capture.hidden, self.hidden, strict=True):
+                named[f"blocks.{layer}.hook_resid_post"] = state[None, None, :]
+        if not named:
+            raise InvalidCapture("token.named: nothing was captured; pass capture= to generate")
+        return named
+
+    def _rows_by_layer(self, who: str) -> tuple[Capture, tuple[Array, ...]]:
+        capture = self.capture
+        if self.attention is None or capture is None:
+            raise InvalidCapture(
+                f"token.{who}: this token has no attention; pass capture= to generate"
+            )
+        if capture.reduce is not None or capture.top_k is not None:
+            option = "reduce" if capture.reduce is not None else "top_k"
+            raise InvalidCapture(
+                f"token.{who}: rows of single heads are needed, {option} took them away; "
+                f"capture without {option}"
+            )
+        return capture, tuple(self.attention)
 
     def __repr__(self) -> str:
         """One line; arrays show as shape and dtype."""
@@ -49,6 +122,8 @@ class Token:
             parts.append(f"attention=<{len(self.attention)} layers>")
         elif self.attention is not None:
             parts.append(f"attention=<{self.attention.shape} {self.attention.dtype}>")
+        if self.hidden is not None:
+            parts.append(f"hidden=<{self.hidden.shape} {self.hidden.dtype}>")
         if self.forced:
             parts.append("forced=True")
         return f"Token({', '.join(parts)})"

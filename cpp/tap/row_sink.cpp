@@ -1,0 +1,195 @@
+#include "tap/row_sink.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+
+namespace kqview {
+
+namespace {
+
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+
+using ranked = std::pair<float, std::int32_t>;  // value, column
+
+// Larger values first, and the earlier column among equals.
+bool ranks_before(const ranked& a, const ranked& b) {
+    return a.first > b.first || (a.first == b.first && a.second < b.second);
+}
+
+// The k largest values of a row, best first, into `best`.
+void select_top(const float* row, int n_columns, std::size_t k, std::vector<ranked>& best) {
+    best.clear();
+    float least = minus_infinity;
+    for (int c = 0; c < n_columns; ++c) {
+        if (best.size() == k && !(row[c] > least)) continue;
+        if (best.size() == k) {
+            std::pop_heap(best.begin(), best.end(), ranks_before);
+            best.pop_back();
+        }
+        best.emplace_back(row[c], c);
+        std::push_heap(best.begin(), best.end(), ranks_before);
+        least = best.front().first;
+    }
+    std::sort_heap(best.begin(), best.end(), ranks_before);
+}
+
+}  // namespace
+
+void row_table::prepare_reductions() {
+    while (reductions.size() < targets.size()) reductions.emplace_back();
+    for (std::size_t i = 0; i < targets.size(); ++i) {
+        const auto& plan = *targets[i].plan;
+        if (plan.reduce() == row_reduction::none) continue;
+        auto& shared = reductions[i];
+        const auto n_columns = static_cast<std::size_t>(targets[i].layout.n_columns);
+        const auto n_queries = static_cast<std::size_t>(targets[i].layout.n_queries);
+        shared.n_arrived.store(0, std::memory_order_relaxed);
+        if (n_queries == 1) shared.partials.resize(scratch.size() * n_columns);
+        if (plan.reduces_layers()) {
+            shared.totals.resize(n_queries * n_columns);
+            shared.n_layers_added.assign(n_queries, 0);
+        }
+    }
+}
+
+row_sink::row_sink(row_table& table, std::size_t i_target, const capture_plan::layer_rows& rows,
+                   int ith)
+    : table_(table),
+      target_(table.targets[i_target]),
+      shared_(table.reductions[i_target]),
+      plan_(*target_.plan),
+      rows_(rows),
+      scratch_(table.scratch[static_cast<std::size_t>(ith)]),
+      is_first_target_(i_target == 0),
+      ith_(ith) {
+    if (is_direct()) return;
+    const auto n_lanes = static_cast<std::size_t>(max_heads_at_once + 1);  // the last one sums up
+    if (scratch_.rows.size() < n_columns() * n_lanes) scratch_.rows.resize(n_columns() * n_lanes);
+}
+
+void row_sink::begin_query(int i_query) {
+    i_query_ = i_query;
+    n_summed_ = 0;
+    if (!is_reduced()) return;
+    sum_ = target_.layout.n_queries == 1
+               ? shared_.partials.data() + static_cast<std::size_t>(ith_) * n_columns()
+               : scratch_.rows.data() + max_heads_at_once * n_columns();
+}
+
+std::size_t row_sink::index_of(int i_row) const {
+    const auto& layout = target_.layout;
+    return (static_cast<std::size_t>(i_row) * static_cast<std::size_t>(layout.n_queries) +
+            static_cast<std::size_t>(i_query_)) *
+           static_cast<std::size_t>(layout.n_values);
+}
+
+float* row_sink::place(int i_head, int i_lane) {
+    if (!is_direct()) return scratch_.rows.data() + static_cast<std::size_t>(i_lane) * n_columns();
+    return reinterpret_cast<float*>(target_.data) + index_of(rows_.first_row + i_head);
+}
+
+void row_sink::finish(int i_head, const float* row) {
+    if (is_reduced()) {
+        if (n_summed_++ == 0) {
+            std::memcpy(sum_, row, n_columns() * sizeof(float));
+        } else {
+            add(sum_, row);
+        }
+        return;
+    }
+    if (is_direct()) return count(reinterpret_cast<const std::byte*>(row));
+    write(rows_.first_row + i_head, row);
+}
+
+void row_sink::end_query(int nth) {
+    if (!is_reduced()) return;
+    if (target_.layout.n_queries > 1) return finish_layer(sum_);
+    // The thread that comes last adds up what all brought; a share may be empty.
+    const int n_arrived = shared_.n_arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
+    if (n_arrived < nth) return;
+    shared_.n_arrived.store(0, std::memory_order_relaxed);
+    const auto n_heads = static_cast<int>(rows_.heads.size());
+    float* const first = shared_.partials.data();
+    bool is_filled = false;
+    for (int i = 0; i < nth; ++i) {
+        if (n_heads * i / nth == n_heads * (i + 1) / nth) continue;
+        const float* const part = first + static_cast<std::size_t>(i) * n_columns();
+        if (is_filled) {
+            add(first, part);
+        } else if (part != first) {
+            std::memcpy(first, part, n_columns() * sizeof(float));
+        }
+        is_filled = true;
+    }
+    finish_layer(first);
+}
+
+// `row` holds the sum or the maximum over the heads of this layer.
+void row_sink::finish_layer(float* row) {
+    if (!plan_.reduces_layers()) {
+        if (is_mean()) scale(row, 1.0f / static_cast<float>(rows_.heads.size()));
+        return write(rows_.index, row);
+    }
+    const auto i = static_cast<std::size_t>(i_query_);
+    float* const total = shared_.totals.data() + i * n_columns();
+    if (shared_.n_layers_added[i]++ == 0) {
+        std::memcpy(total, row, n_columns() * sizeof(float));
+    } else {
+        add(total, row);
+    }
+    if (shared_.n_layers_added[i] < static_cast<int>(plan_.layers().size())) return;
+    if (is_mean()) scale(total, 1.0f / static_cast<float>(plan_.n_heads_total()));
+    write(0, total);
+}
+
+void row_sink::add(float* sum, const float* row) const {
+    const auto n = n_columns();
+    if (is_mean()) {
+        for (std::size_t c = 0; c < n; ++c) sum[c] += row[c];
+    } else {
+        for (std::size_t c = 0; c < n; ++c) sum[c] = std::max(sum[c], row[c]);
+    }
+}
+
+void row_sink::scale(float* row, float factor) const {
+    for (std::size_t c = 0; c < n_columns(); ++c) row[c] *= factor;
+}
+
+void row_sink::write(int i_row, const float* row) {
+    if (plan_.top_k() > 0) return write_top(i_row, row);
+    std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
+    if (plan_.type() == row_type::f32) {
+        std::memcpy(to, row, n_columns() * sizeof(float));
+    } else {
+        ggml_fp32_to_fp16_row(row, reinterpret_cast<ggml_fp16_t*>(to), target_.layout.n_columns);
+    }
+    count(to);
+}
+
+void row_sink::write_top(int i_row, const float* row) {
+    const auto n_values = static_cast<std::size_t>(target_.layout.n_values);
+    select_top(row, target_.layout.n_columns, n_values, scratch_.best);
+    std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
+    auto* const positions =
+        reinterpret_cast<std::int32_t*>(target_.data + target_.layout.positions_offset) +
+        index_of(i_row);
+    for (std::size_t i = 0; i < n_values; ++i) {
+        const auto [value, column] = scratch_.best[i];
+        if (plan_.type() == row_type::f32) {
+            reinterpret_cast<float*>(to)[i] = value;
+        } else {
+            reinterpret_cast<ggml_fp16_t*>(to)[i] = ggml_fp32_to_fp16(value);
+        }
+        positions[i] = column;
+    }
+    count(to);
+}
+
+void row_sink::count(const std::byte* to) {
+    if (is_first_target_ && to == target_.data)
+        table_.first_write.store(to, std::memory_order_relaxed);
+    table_.n_rows_written.fetch_add(1, std::memory_order_relaxed);
+}
+
+}  // namespace kqview
