@@ -38,12 +38,14 @@ class Result:
     columns right of the diagonal hold values too, which a causal engine has not computed then.
     ``scores``: as kq, scaled, columns right of the diagonal -inf.
     ``probs``: softmax of scores, rows sum to 1.
+    ``hidden``: (n_layer, n_tokens, n_embd), the residual stream behind each layer.
     """
 
     logits: F64
     kq: F64
     scores: F64
     probs: F64
+    hidden: F64
 
 
 def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
@@ -137,6 +139,7 @@ class Reference:
         x = w["token_embd.weight"][tokens]
         shape = (self.n_layer, self.n_head, n_tokens, n_tokens)
         kq, scores, probs = np.empty(shape), np.empty(shape), np.empty(shape)
+        hidden = np.empty((self.n_layer, n_tokens, self.n_embd))
         for il in range(self.n_layer):
             b = f"blk.{il}."
             h = self._norm(x, b + "attn_norm")
@@ -159,8 +162,9 @@ class Reference:
             gate = h @ w[b + "ffn_gate.weight"].T
             up = h @ w[b + "ffn_up.weight"].T
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
+            hidden[il] = x
         output = w.get("output.weight", w["token_embd.weight"])
-        return Result(self._norm(x, "output_norm") @ output.T, kq, scores, probs)
+        return Result(self._norm(x, "output_norm") @ output.T, kq, scores, probs, hidden)
 
     def _norm(self, x: F64, name: str) -> F64:
         mean_square = np.mean(x * x, -1, keepdims=True)

@@ -98,6 +98,7 @@ class PromptAttention:
                 "prompt_attention.array: every block was taken already; ask for a new one"
             )
         if first.n_rows == self.n_rows:
+            next(self, None)  # the end: `usage` is final then
             return _rows_of(first), first.positions
         rows = _Joined(self._source, self.n_rows, self._budget_bytes)
         positions = _Joined(self._source, self.n_rows, self._budget_bytes)

@@ -1,0 +1,306 @@
+"""Attention of the prompt itself: `attend` and ``Capture(prompt=True)``."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, errors
+from tests.support import tiny_gguf
+from tests.support.rows import KINDS, Kind, random_ids, reference_of, same_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kqview import Engine, PromptBlock
+    from tests.support.reference import Result
+
+    from .conftest import MakeEngine
+
+PROMPT = random_ids(70)
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+UNSEEN = {"logits": -np.inf, "scores": -np.inf, "probs": 0.0}
+
+
+@pytest.fixture(params=[False, True], ids=["flash_off", "flash_on"])
+def flash_attn(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def attend(
+    engine: Engine, capture: Capture | str = "probs", **options: Any
+) -> np.ndarray[Any, Any]:
+    whole = engine.attend(PROMPT, capture, **options).array()
+    assert isinstance(whole, np.ndarray)
+    return whole
+
+
+def check_rows(rows: np.ndarray[Any, Any], result: Result, kind: Kind, start: int, limit: float):
+    """Columns up to each query equal the reference, the others say that nothing is seen."""
+    want = {"logits": result.kq, "scores": result.scores, "probs": result.probs}[kind]
+    for i in range(rows.shape[2]):
+        n = start + i + 1
+        got, exact = rows[:, :, i, :n], want[:, :, n - 1, :n]
+        # A product of the first few columns may be near zero by chance: no measure of its error.
+        size = np.abs(exact if n >= 8 else want[:, :, 7, :8]).max(-1, keepdims=True)
+        assert (np.abs(got - exact) / size).max() <= limit
+        assert (rows[:, :, i, n:] == UNSEEN[kind]).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n_ubatch", [512, 32])
+def test_rows_of_every_position_equal_reference(
+    make_engine: MakeEngine, tmp_path: Path, kind: Kind, n_ubatch: int, flash_attn: bool
+) -> None:
+    # Flat attention: rounding inside of flash attention reaches the layers above less.
+    model = tiny_gguf.write_preset(tmp_path / "flat.gguf", "tiny_qwen2", score_spread=1.0)
+    engine = make_engine(model, kv_type="f32", flash_attn=flash_attn, n_ubatch=n_ubatch)
+    blocks = list(engine.attend(PROMPT, kind))
+    starts = [0] if n_ubatch == 512 else [0, 32, 64]
+    assert [block.start for block in blocks] == starts
+    assert [block.n_rows for block in blocks] == ([70] if n_ubatch == 512 else [32, 32, 6])
+    # From 64 queries on llama.cpp's CPU flash attention sums V in F32.
+    sums_f16 = flash_attn and n_ubatch < 64
+    result = reference_of(model).forward(PROMPT, angle_type="f32", flash_attn=sums_f16)
+    for block in blocks:
+        assert isinstance(block.rows, np.ndarray)
+        assert block.rows.shape == (3, 4, block.n_rows, 70)
+        check_rows(block.rows, result, kind, block.start, 2e-3 if flash_attn else 1e-5)
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 3])
+def test_threads_share_the_rows(
+    make_engine: MakeEngine, tiny_llama: Path, n_threads: int, flash_attn: bool
+) -> None:
+    engine = make_engine(
+        tiny_llama, kv_type="f32", flash_attn=flash_attn, n_threads=n_threads, n_ubatch=33
+    )
+    result = reference_of(tiny_llama).forward(PROMPT, angle_type="f32", flash_attn=flash_attn)
+    # On this model, of sharp attention, F16 sums of V are seen in the layers above.
+    check_rows(attend(engine, "scores"), result, "scores", 0, 5e-3 if flash_attn else 1e-5)
+
+
+def test_chosen_heads_layers_and_float16(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    full = attend(engine)
+    chosen = attend(engine, Capture("probs", layers=(2, 0), heads=(3, 1), dtype="float16"))
+    assert chosen.dtype == np.float16
+    np.testing.assert_array_equal(chosen, full[[2, 0]][:, [3, 1]].astype(np.float16))
+
+
+# ---- the last rows, and what the slot holds
+
+
+def test_last_rows_equal_the_end_of_all_rows(
+    make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
+) -> None:
+    engine = make_engine(tiny_llama, flash_attn=flash_attn, n_ubatch=32)
+    full = attend(engine)
+    for n in (1, 5, 6, 7, 40, 70, 1000):
+        fresh = make_engine(tiny_llama, flash_attn=flash_attn, n_ubatch=32)
+        rows = fresh.attend(PROMPT, last=n)
+        assert (rows.start, rows.n_rows) == (max(0, 70 - n), min(n, 70))
+        np.testing.assert_allclose(rows.array(), full[:, :, -n:], atol=1e-6)
+
+
+def test_what_the_slot_holds_is_decoded_again_only_where_rows_are_wanted(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    full = attend(engine)
+    assert engine.slots[0].tokens == PROMPT
+    again = engine.attend(PROMPT)
+    np.testing.assert_allclose(again.array(), full, atol=1e-6)
+    assert again.usage.cached_tokens == 0
+    tail = engine.attend(PROMPT, last=10)
+    np.testing.assert_allclose(tail.array(), full[:, :, -10:], atol=1e-6)
+    assert tail.usage.cached_tokens == 60
+    generation = engine.generate(PROMPT, max_tokens=1, **GREEDY)
+    generation.read()
+    assert generation.usage.cached_tokens == 69
+
+
+def test_attend_computes_no_token(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    rows = engine.attend(PROMPT)
+    rows.array()
+    stats = engine.stats()
+    assert (stats.n_tokens, stats.prefill_tokens, stats.n_decodes) == (0, 70, 1)
+    assert rows.usage.prefill_s > 0
+    assert not engine.slots[0].is_busy
+
+
+# ---- prompt=True
+
+
+@pytest.mark.parametrize("n_ubatch", [512, 32])
+def test_generation_hands_out_prompt_rows_and_the_same_tokens(
+    make_engine: MakeEngine, tiny_llama: Path, n_ubatch: int, flash_attn: bool
+) -> None:
+    def engine() -> Engine:
+        return make_engine(tiny_llama, flash_attn=flash_attn, n_ubatch=n_ubatch)
+
+    plain = list(engine().generate(PROMPT, max_tokens=6, capture="probs", **GREEDY))
+    generation = engine().generate(
+        PROMPT, max_tokens=6, capture=Capture("probs", prompt=True), **GREEDY
+    )
+    blocks = list(generation.prompt_attention)
+    tokens = list(generation)
+    assert [t.id for t in tokens] == [t.id for t in plain]
+    assert same_rows(tokens, plain)
+    assert blocks[-1].start + blocks[-1].n_rows == len(PROMPT)
+    np.testing.assert_array_equal(blocks[-1].rows[:, :, -1], tokens[0].attention)  # type: ignore[index]
+    whole = np.concatenate([np.asarray(block.rows) for block in blocks], axis=2)
+    np.testing.assert_array_equal(whole, attend(engine()))
+
+
+def test_prompt_rows_can_be_taken_after_tokens_and_between(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=32)
+    wanted = Capture("probs", prompt=True)
+    first = engine.generate(PROMPT, max_tokens=4, capture=wanted, **GREEDY)
+    tokens = list(first)
+    late = list(first.prompt_attention)
+    assert len(tokens) == 4
+    assert [block.start for block in late] == [0, 32, 64]
+    second = engine.generate(PROMPT, max_tokens=4, capture=wanted, **GREEDY)
+    blocks: list[PromptBlock] = [next(second.prompt_attention)]
+    ids = [next(second).id]
+    blocks += second.prompt_attention
+    ids += [token.id for token in second]
+    assert ids == [token.id for token in tokens]
+    for one, other in zip(late, blocks, strict=True):
+        np.testing.assert_array_equal(one.rows, other.rows)  # type: ignore[arg-type]
+    assert next(second.prompt_attention, None) is None
+
+
+async def test_blocks_and_tokens_can_be_awaited(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=32)
+    starts = [block.start async for block in engine.attend(PROMPT)]
+    assert starts == [0, 32, 64]
+    generation = engine.generate(
+        PROMPT, max_tokens=3, capture=Capture("probs", prompt=True), **GREEDY
+    )
+    blocks = [block async for block in generation.prompt_attention]
+    tokens = [token async for token in generation]
+    assert (len(blocks), len(tokens)) == (3, 3)
+    rows = engine.attend(PROMPT)
+    await rows.__anext__()
+    await asyncio.wait_for(rows.aclose(), 10)
+    assert not engine.slots[0].is_busy
+
+
+# ---- memory
+
+
+def test_one_block_is_a_view_and_several_are_a_counted_copy(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    exact: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+    engine = make_engine(tiny_llama, **exact)
+    whole = attend(engine)
+    assert not whole.flags.owndata
+    assert not whole.flags.writeable
+    assert engine._core.pool_contains(whole.__array_interface__["data"][0])
+    assert engine.stats().copied_bytes == 0
+    chunked = make_engine(tiny_llama, n_ubatch=32, **exact)
+    copied = attend(chunked)
+    assert chunked.stats().copied_bytes == copied.nbytes
+    np.testing.assert_allclose(copied, whole, atol=1e-6)
+
+
+def test_blocks_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    row_bytes = 3 * 4 * 70 * 4
+    full = attend(make_engine(tiny_llama, kv_type="f32", flash_attn=False))
+    engine = make_engine(
+        tiny_llama, kv_type="f32", flash_attn=False, attention_budget_bytes=60 * row_bytes
+    )
+    n_rows = 0
+    for block in engine.attend(PROMPT):
+        assert block.n_rows <= 15
+        assert isinstance(block.rows, np.ndarray)
+        end = block.start + block.n_rows
+        np.testing.assert_allclose(block.rows, full[:, :, block.start : end], atol=1e-6)
+        n_rows += block.n_rows
+        del block
+    assert n_rows == 70
+    assert engine.stats().pool.peak_leased_bytes <= 60 * row_bytes
+    with pytest.raises(errors.OutOfMemory, match="attention_budget_bytes"):
+        engine.attend(PROMPT).array()
+
+
+def test_held_blocks_that_fill_the_budget_follow_on_full(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, attention_budget_bytes=40 * 3 * 4 * 70 * 4)
+    held: list[PromptBlock] = []
+
+    def hold(on_full: Any) -> None:
+        held.clear()
+        held.extend(engine.attend(PROMPT, Capture("probs", on_full=on_full, wait_s=0.05)))
+
+    for on_full in ("raise", "wait"):
+        with pytest.raises(errors.PoolExhausted, match="views"):
+            hold(on_full)
+    held.clear()
+    hold("drop")
+    kept = [block for block in held if block.rows is not None]
+    assert 0 < len(kept) < len(held)
+    assert held[-1].start + held[-1].n_rows == 70
+    assert engine.stats().dropped_rows == sum(b.n_rows for b in held if b.rows is None)
+
+
+def test_closing_early_frees_the_slot_and_keeps_views(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=16)
+    with engine.attend(PROMPT) as rows:
+        block = next(rows)
+    assert not engine.slots[0].is_busy
+    engine.close()
+    np.testing.assert_allclose(np.asarray(block.rows).sum(-1), 1, atol=1e-5)
+    assert next(rows, None) is None
+
+
+# ---- bad input
+
+
+def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    with pytest.raises(errors.RequestError, match="no tokens"):
+        engine.attend([])
+    with pytest.raises(errors.PromptTooLong, match="attend: the prompt has 513"):
+        engine.attend([1] * 513)
+    with pytest.raises(errors.InvalidToken, match="attend"):
+        engine.attend([1, -1])
+    with pytest.raises(errors.RequestError, match="last is 0"):
+        engine.attend(PROMPT, last=0)
+    with pytest.raises(errors.InvalidCapture, match="hidden states are of generated tokens"):
+        engine.attend(PROMPT, Capture(hidden=[1]))
+    with pytest.raises(errors.InvalidCapture, match="layer 9"):
+        engine.attend(PROMPT, Capture("probs", layers=[9]))
+    with pytest.raises(errors.InvalidCapture, match="known are"):
+        engine.attend(PROMPT, "weights")
+    with pytest.raises(errors.InvalidCapture, match="capture is None"):
+        engine.attend(PROMPT, None)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidCapture, match="prompt rows of no layers"):
+        engine.generate(PROMPT, capture=Capture(layers=(), hidden=[1], prompt=True))
+    generation = engine.generate(PROMPT, max_tokens=1, capture="probs")
+    with pytest.raises(errors.InvalidCapture, match="prompt=True"):
+        _ = generation.prompt_attention
+    engine.close()
+    with pytest.raises(errors.ClosedError):
+        engine.attend(PROMPT)
+
+
+def test_array_twice_says_that_the_blocks_are_gone(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    rows = make_engine(tiny_llama).attend(PROMPT)
+    rows.array()
+    with pytest.raises(errors.InvalidCapture, match="taken already"):
+        rows.array()
