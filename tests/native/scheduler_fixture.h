@@ -74,11 +74,16 @@ public:
     explicit consumer(std::shared_ptr<request> wanted) : wanted_(std::move(wanted)) {}
 
     // The next token, none at the end. Waits on when it is told of a stall.
-    std::optional<token_event> next() {
+    std::optional<token_event> next() { return take_item().token; }
+
+    // The next run of prompt rows, none at the end.
+    std::optional<prompt_event> next_prompt() { return take_item().prompt; }
+
+    mailbox::item take_item() {
         for (;;) {
             if (auto item = wanted_->box->try_take()) {
                 if (item->end) end_ = item->end;
-                return std::move(item->token);
+                return std::move(*item);
             }
             if (auto holders = wanted_->box->take_stall(); !holders.empty())
                 stalls_.push_back(holders);
