@@ -11,6 +11,7 @@
 #include "bind/bind.h"
 #include "sample/grammar.h"
 #include "sample/params.h"
+#include "sched/sampler_picker.h"
 
 namespace kqview::bind {
 
@@ -61,10 +62,13 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
                                           double wait_s, int run_ahead, int priority,
                                           int n_prompt_rows, bool only_attends) {
     check(sampling, self->source->n_vocab());
-    if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
-    wanted->sampling = sampling;
+    if (!only_attends) {
+        const nb::gil_scoped_release release;  // a grammar or DRY takes its time
+        if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
+        wanted->picker = make_sampler_picker(*self->source, sampling, wanted->prompt);
+    }
     wanted->max_tokens = max_tokens;
     std::sort(stop_tokens.begin(), stop_tokens.end());
     wanted->stop_tokens = std::move(stop_tokens);

@@ -4,31 +4,8 @@
 #include <utility>
 
 #include "base/error.h"
-#include "sample/chain.h"
 
 namespace kqview {
-
-namespace {
-
-class chain_picker final : public token_picker {
-public:
-    chain_picker(const model& source, const sampling_params& params)
-        : n_vocab_(source.n_vocab()),
-          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get())) {}
-
-    void accept_prompt(std::span<const token_id> ids) override { sampler_.accept_prompt(ids); }
-
-    picked_token pick(float* logits) override {
-        auto sampled = sampler_.sample(logits, n_vocab_);
-        return {sampled.id, sampled.logprob, std::move(sampled.top)};
-    }
-
-private:
-    int n_vocab_;
-    sampler sampler_;
-};
-
-}  // namespace
 
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
@@ -45,10 +22,6 @@ llama_runner::~llama_runner() {
 
 bool llama_runner::is_end_of_generation(token_id id) const {
     return model_->has_vocab() && llama_vocab_is_eog(model_->vocab(), id);
-}
-
-std::unique_ptr<token_picker> llama_runner::make_picker(const sampling_params& params) {
-    return std::make_unique<chain_picker>(*model_, params);
 }
 
 void llama_runner::want(const graph_plan& plan) {

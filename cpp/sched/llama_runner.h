@@ -31,7 +31,6 @@ public:
     bool has_cache() const override { return context_->has_cache(); }
     bool is_end_of_generation(token_id id) const override;
 
-    std::unique_ptr<token_picker> make_picker(const sampling_params& params) override;
     void want(const graph_plan& plan) override;
     const std::byte* decode(std::span<const step_token> tokens,
                             std::span<const step_rows> rows) override;

@@ -12,7 +12,7 @@
 #include "base/error.h"
 #include "base/ids.h"
 #include "memory/block_pool.h"
-#include "sample/params.h"
+#include "sched/token_picker.h"
 #include "tap/plan.h"
 
 namespace kqview {
@@ -69,7 +69,7 @@ struct request {
     request_id id = 0;
     std::vector<token_id> prompt;
     int max_tokens = 256;
-    sampling_params sampling;
+    std::unique_ptr<token_picker> picker;         // null when only_attends; moves to the slot
     std::vector<token_id> stop_tokens;            // sorted
     std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
     int n_prompt_rows = 0;      // of the prompt's last tokens, whose rows are captured too

@@ -10,25 +10,9 @@
 #include <vector>
 
 #include "base/ids.h"
-#include "sample/params.h"
 #include "tap/plan.h"
 
 namespace kqview {
-
-struct picked_token {
-    token_id id;
-    float logprob;
-    std::vector<std::pair<token_id, float>> top;
-};
-
-// Chooses tokens for one request and remembers what it chose.
-class token_picker {
-public:
-    virtual ~token_picker() = default;
-    virtual void accept_prompt(std::span<const token_id> ids) = 0;
-    // F32 ne=[n_vocab]; may be changed in place.
-    virtual picked_token pick(float* logits) = 0;
-};
 
 struct step_token {
     slot_id slot;
@@ -57,8 +41,6 @@ public:
     // Without a cache a prompt is one step, every query sees all of it, and nothing stays.
     virtual bool has_cache() const = 0;
     virtual bool is_end_of_generation(token_id id) const = 0;
-
-    virtual std::unique_ptr<token_picker> make_picker(const sampling_params& params) = 0;
 
     // Provides the nodes of `plan` in every step from now on.
     virtual void want(const graph_plan& plan) = 0;

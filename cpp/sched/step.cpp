@@ -80,9 +80,7 @@ void step::admit(const std::shared_ptr<request>& wanted) {
         const auto n_new = static_cast<std::size_t>(std::max(1, wanted->n_prompt_rows));
         truncate(target, std::min(n_best, wanted->prompt.size() - n_new));
         target.usage.cached_tokens = static_cast<int>(target.tokens.size());
-        if (wanted->only_attends) return;
-        target.picker = model_.make_picker(wanted->sampling);
-        target.picker->accept_prompt(wanted->prompt);
+        target.picker = std::move(wanted->picker);
     } catch (...) {
         finish(target, finish_reason::error, current_failure());
     }

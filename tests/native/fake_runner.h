@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "sched/runner.h"
+#include "sched/token_picker.h"
 
 namespace kqview::test {
 
@@ -127,7 +128,6 @@ class fake_picker final : public token_picker {
 public:
     explicit fake_picker(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
 
-    void accept_prompt(std::span<const token_id> ids) override { n_prompt_ = ids.size(); }
     picked_token pick(float* logits) override {
         const auto id = static_cast<token_id>(*logits);
         model_->options.on_pick(id);
@@ -136,7 +136,6 @@ public:
 
 private:
     const std::shared_ptr<fake_model> model_;
-    std::size_t n_prompt_ = 0;
 };
 
 class fake_runner final : public runner {
@@ -152,10 +151,6 @@ public:
         const std::lock_guard lock(model_->mutex_);
         ++model_->n_looks_;
         return model_->options.can_truncate;
-    }
-
-    std::unique_ptr<token_picker> make_picker(const sampling_params&) override {
-        return std::make_unique<fake_picker>(model_);
     }
 
     void want(const graph_plan& plan) override {

@@ -153,6 +153,7 @@ public:
         wanted->prompt = std::move(prompt);
         wanted->max_tokens = max_tokens;
         if (adjust) adjust(*wanted);
+        if (!wanted->only_attends) wanted->picker = std::make_unique<fake_picker>(model);
         sched->submit(wanted);
         return wanted;
     }

@@ -258,6 +258,7 @@ TEST_CASE("scheduler: a view outlives the engine that made it") {
         const auto model = std::make_shared<fake_model>(fake_options{});
         scheduler sched(std::make_unique<fake_runner>(model), pool);
         const auto wanted = std::make_shared<request>();
+        wanted->picker = std::make_unique<fake_picker>(model);
         wanted->prompt = make_prompt(1, 3);
         wanted->capture = make_plan();
         sched.submit(wanted);

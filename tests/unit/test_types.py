@@ -279,3 +279,24 @@ def test_token_compares_by_identity_so_arrays_are_no_obstacle():
 
 def test_token_has_no_instance_dict():
     assert not hasattr(Token(1, "a", 0), "__dict__")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 10**400},
+        {"logit_bias": None},
+        {"logit_bias": {1: 10**400}},
+        {"logit_bias": {1: -(10**400)}},
+        {"stop": None},
+        {"stop": 5},
+        {"stop_tokens": None},
+        {"banned_tokens": 5},
+        {"banned_tokens": "12"},
+    ],
+)
+def test_sampling_names_what_is_no_value_of_its_type(options: dict[str, object]):
+    with pytest.raises(InvalidSampling) as caught:
+        Sampling(**options)  # pyright: ignore[reportArgumentType]
+    assert next(iter(options)) in str(caught.value)
+    assert len(str(caught.value)) < 250

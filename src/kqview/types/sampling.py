@@ -9,7 +9,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from kqview.errors import InvalidSampling
 
@@ -163,12 +163,17 @@ class Sampling:
 
 
 def _invalid(name: str, value: object, limit: object, remedy: str) -> InvalidSampling:
-    return InvalidSampling(f"sampling.validate: {name} is {value!r}, allowed is {limit}; {remedy}")
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else shown[:77] + "..."
+    return InvalidSampling(f"sampling.validate: {name} is {shown}, allowed is {limit}; {remedy}")
 
 
 def _to_float(name: str, value: object, limit: _Limit) -> float:
     if not isinstance(value, bool) and isinstance(value, Real):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an int beyond every float
+            number = math.inf
         if limit.contains(number):
             return number
     raise _invalid(name, value, f"a number {limit}", limit.remedy)
@@ -189,24 +194,41 @@ def _to_int(name: str, value: object, limit: _Limit) -> int:
 _TOKEN_ID: Final = _Limit(0, _INT_MAX, "take ids from tokenize()")
 
 
-def _to_token_ids(name: str, values: Iterable[object]) -> tuple[int, ...]:
-    return tuple(_to_int(f"{name}[{i}]", value, _TOKEN_ID) for i, value in enumerate(values))
+def _to_token_ids(name: str, values: object) -> tuple[int, ...]:
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise _invalid(name, values, "a sequence of token ids", _TOKEN_ID.remedy)
+    return tuple(
+        _to_int(f"{name}[{i}]", value, _TOKEN_ID)
+        for i, value in enumerate(cast("Iterable[object]", values))
+    )
 
 
 def _to_bias(bias: Mapping[int, float]) -> dict[int, float]:
     checked: dict[int, float] = {}
+    if not isinstance(bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise _invalid("logit_bias", bias, "a mapping of token id to number", "use {} for none")
     for token_id, value in bias.items():
-        name = f"logit_bias[{token_id!r}]"
-        is_number = isinstance(value, Real) and not isinstance(value, bool)  # pyright: ignore[reportUnnecessaryIsInstance]
-        if not is_number or math.isnan(value) or value > _FLOAT_MAX:
+        number = math.nan
+        if isinstance(value, Real) and not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            number = -math.inf if value == -math.inf else _to_finite(value)
+        if math.isnan(number):
+            name = f"logit_bias[{token_id!r}]"
             raise _invalid(name, value, "a number below infinity", "-inf bans the token")
-        checked[_to_int("logit_bias id", token_id, _TOKEN_ID)] = float(value)
+        checked[_to_int("logit_bias id", token_id, _TOKEN_ID)] = number
     return checked
 
 
-def _to_strings(name: str, values: str | Iterable[object]) -> tuple[str, ...]:
+def _to_finite(value: float) -> float:
+    """*value* as a float32 can hold it, NaN where none can."""
+    return float(value) if -_FLOAT_MAX <= value <= _FLOAT_MAX else math.nan
+
+
+def _to_strings(name: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, Iterable):
+        raise _invalid(name, values, "text or a sequence of texts", "use () for none")
+    wanted = cast("Iterable[object]", (values,) if isinstance(values, str) else values)
     strings: list[str] = []
-    for value in (values,) if isinstance(values, str) else values:
+    for value in wanted:
         if not isinstance(value, str) or not value:
             raise _invalid(name, value, "text of at least one character", "leave it out")
         strings.append(value)
