@@ -1,6 +1,7 @@
 #include <ggml-backend.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -8,6 +9,8 @@
 
 #include <exception>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "llama/backend.h"
@@ -25,12 +28,14 @@ std::string_view view_of(const nb::bytes& bytes) {
 // Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
 // callback raises comes out of here.
 std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check_tensors,
-                                  const nb::object& progress) {
+                                  const nb::object& progress,
+                                  const std::vector<std::pair<std::string, float>>& lora) {
     std::exception_ptr raised;
     model_options options;
     options.path = std::move(path);
     options.n_gpu_layers = n_gpu_layers;
     options.check_tensors = check_tensors;
+    for (const auto& [adapter, scale] : lora) options.lora.push_back({adapter, scale});
     options.progress = [&](float fraction) {
         stay_if_exiting();
         const nb::gil_scoped_acquire gil;
@@ -121,7 +126,9 @@ void bind_model(nb::module_& module) {
     nb::class_<model>(module, "Model")
         .def_static("load", &load_model, nb::arg("path"), nb::arg("n_gpu_layers"),
                     nb::arg("check_tensors"), nb::arg("progress").none(),
-                    "Loads a GGUF file; `progress(fraction)` is called meanwhile.")
+                    nb::arg("lora") = std::vector<std::pair<std::string, float>>{},
+                    "Loads a GGUF file and LoRA adapters (path, scale); `progress(fraction)` is "
+                    "called meanwhile.")
         .def("info", &info_of, nb::sig("def info(self) -> dict[str, typing.Any]"),
              "Facts of the model as llama.cpp has them; ids of -1 mean none.")
         .def("metadata", &model::metadata, "The GGUF's key-value pairs as text; no arrays.")

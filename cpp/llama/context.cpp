@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
@@ -172,6 +173,19 @@ context::context(std::shared_ptr<model> source, const context_options& options)
                         (memory ? "; lower n_ctx, n_slots or n_ubatch" : ""));
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
+    use_adapters();
+}
+
+void context::use_adapters() {
+    // llama.cpp changes neither; its signature is from C.
+    const auto adapters = model_->adapters();
+    if (adapters.empty()) return;
+    std::vector<llama_adapter_lora*> handles(adapters.begin(), adapters.end());
+    std::vector<float> scales(model_->adapter_scales().begin(), model_->adapter_scales().end());
+    if (llama_set_adapters_lora(handle_.get(), handles.data(), handles.size(), scales.data()) !=
+        0) {
+        throw error(errc::model_load, "Engine: llama.cpp refused the LoRA adapters");
+    }
 }
 
 void context::decode(std::span<const batch_token> tokens) {

@@ -79,6 +79,8 @@ private:
         ~batch_owner();
     };
 
+    void use_adapters();
+
     std::shared_ptr<model> model_;  // outlives the context
     std::unique_ptr<llama_context, context_deleter> handle_;
     batch_owner batch_;

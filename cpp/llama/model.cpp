@@ -31,9 +31,8 @@ void check_file(const std::string& path) {
 
 }  // namespace
 
-model::model(const model_options& options)
-    : options_{options.path, options.n_gpu_layers, options.check_tensors, options.no_alloc,
-               nullptr} {
+model::model(const model_options& options) : options_(options) {
+    options_.progress = nullptr;
     check_file(options.path);
     start_llama();
     const std::string activity = "loading " + options.path;
@@ -68,6 +67,21 @@ model::model(const model_options& options)
     }
     vocab_ = llama_model_get_vocab(handle_.get());
     n_vocab_ = llama_vocab_n_tokens(vocab_);
+    if (options.no_alloc) return;
+    for (const auto& option : options.lora) load_adapter(option);
+}
+
+void model::load_adapter(const lora_option& option) {
+    check_file(option.path);
+    const auto log_position = log_ring::instance().position();
+    auto* const adapter = llama_adapter_lora_init(get(), option.path.c_str());
+    if (!adapter) {
+        throw error(errc::model_load, "Engine: the LoRA adapter " + option.path +
+                                          " cannot be used with this model: " +
+                                          log_ring::instance().errors_since(log_position));
+    }
+    adapters_.push_back(adapter);
+    adapter_scales_.push_back(option.scale);
 }
 
 bool model::can_truncate() const {

@@ -16,8 +16,15 @@
 
 namespace kqview {
 
+// Low-rank changes to the weights, added while the graph runs (Hu et al., 2021).
+struct lora_option {
+    std::string path;
+    float scale = 1.0f;
+};
+
 struct model_options {
     std::string path;
+    std::vector<lora_option> lora;
     int n_gpu_layers = -1;
     bool check_tensors = false;
     bool no_alloc =
@@ -35,6 +42,10 @@ public:
     const llama_model* get() const { return handle_.get(); }
     llama_model* get() { return handle_.get(); }
     const llama_vocab* vocab() const { return vocab_; }
+
+    // Adapters and their scales, for contexts; freed with the model.
+    std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
+    std::span<const float> adapter_scales() const { return adapter_scales_; }
 
     int n_vocab() const { return n_vocab_; }
     bool has_vocab() const { return llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_NONE; }
@@ -56,10 +67,13 @@ private:
         void operator()(llama_model* handle) const { llama_model_free(handle); }
     };
 
+    void load_adapter(const lora_option& option);
     void require_vocab(const char* who) const;
 
     model_options options_;
     std::unique_ptr<llama_model, model_deleter> handle_;
+    std::vector<llama_adapter_lora*> adapters_;
+    std::vector<float> adapter_scales_;
     const llama_vocab* vocab_ = nullptr;
     int n_vocab_ = 0;
 };

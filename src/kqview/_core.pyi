@@ -11,8 +11,10 @@ def drain_log() -> list[tuple[int, str]]:
 
 class Model:
     @staticmethod
-    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None) -> Model:
-        """Loads a GGUF file; `progress(fraction)` is called meanwhile."""
+    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = []) -> Model:
+        """
+        Loads a GGUF file and LoRA adapters (path, scale); `progress(fraction)` is called meanwhile.
+        """
 
     def info(self) -> dict[str, Any]:
         """Facts of the model as llama.cpp has them; ids of -1 mean none."""

@@ -27,6 +27,7 @@ from kqview.request_options import (
     SamplingOptions,
     byte_count,
     checked_ids,
+    lora_adapters,
     model_path,
     to_core_options,
     token_limit,
@@ -36,6 +37,8 @@ from kqview.requests import Requests
 from kqview.slot import Slot
 from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
 from kqview.vocabulary import Vocabulary
+
+Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 _llama_log = logging.getLogger("kqview.llama")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
@@ -78,13 +81,14 @@ class Engine(Vocabulary):
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
         swa_full: Keep the whole cache of layers with a sliding window, so that every column exists.
+        lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
         attention_budget_bytes: Most memory that attention views may hold together; None for a
             quarter of the machine's memory.
         run_ahead: Tokens computed before they are asked for. 0 computes each one on demand.
         progress: Called with the loaded fraction, 0..1; True prints it.
 
     Raises:
-        ModelLoadError: The file is missing or llama.cpp cannot use it.
+        ModelLoadError: A file is missing or llama.cpp cannot use it.
         OutOfMemory: There is no room for the context; the message says what to lower.
         RequestError: An option is out of its range.
     """
@@ -102,12 +106,14 @@ class Engine(Vocabulary):
         flash_attn: Literal["auto"] | bool = "auto",
         kv_type: str = "f16",
         swa_full: bool = True,
+        lora: Lora | Sequence[Lora] | None = None,
         attention_budget_bytes: int | None = None,
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
         _poison: bool = False,
     ) -> None:
         path = model_path(model)
+        adapters = lora_adapters(lora)
         options = to_core_options(
             n_ctx=n_ctx,
             n_slots=n_slots,
@@ -130,7 +136,7 @@ class Engine(Vocabulary):
         if show is not None and not callable(show):
             raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
         try:
-            self._model = _core.Model.load(path, n_gpu_layers, False, show)
+            self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters)
             self._core = _core.Engine.open(
                 self._model,
                 **options,

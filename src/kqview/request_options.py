@@ -3,7 +3,7 @@
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypedDict
+from typing import Final, TypedDict, cast
 
 from kqview import _core
 from kqview.errors import InvalidToken, RequestError
@@ -11,6 +11,7 @@ from kqview.types import Sampling
 
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
+_SCALE_MAX: Final = 1e6
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -106,6 +107,45 @@ def model_path(model: str | os.PathLike[str]) -> str:
     if "\0" in path:
         raise RequestError(f"Engine: the path {path!r} has a zero byte, no file has; correct it")
     return path
+
+
+def lora_adapters(value: object) -> list[tuple[str, float]]:
+    """The ``lora`` option of Engine as (path, scale) pairs.
+
+    Raises:
+        RequestError: It is no path, no (path, scale) pair and no list of these.
+    """
+    match value:
+        case None:
+            return []
+        case list():
+            return [_lora_adapter(item) for item in cast("list[object]", value)]
+        case tuple() if not _is_pair(cast("tuple[object, ...]", value)):
+            return [_lora_adapter(item) for item in cast("tuple[object, ...]", value)]
+        case _:
+            return [_lora_adapter(value)]
+
+
+def _is_pair(items: tuple[object, ...]) -> bool:
+    return len(items) == 2 and not isinstance(items[1], str | os.PathLike | tuple)
+
+
+def _lora_adapter(item: object) -> tuple[str, float]:
+    path, scale = item, 1.0
+    if isinstance(item, tuple) and len(cast("tuple[object, ...]", item)) == 2:
+        path, scale = cast("tuple[object, object]", item)
+    if not isinstance(path, str | os.PathLike):
+        raise RequestError(f"Engine: lora has {item!r}, a path or a (path, scale) pair is needed")
+    number = _to_float(scale)
+    if number is None or not abs(number) <= _SCALE_MAX:
+        raise RequestError(
+            f"Engine: lora has {item!r}, a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g} is needed"
+        )
+    return model_path(cast("str | os.PathLike[str]", path)), number
+
+
+def _to_float(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def encode(who: str, text: str) -> bytes:

@@ -50,7 +50,7 @@ GENERATE_DEFAULTS = {
 }
 ENGINE_NAMES = {
     *("n_ctx", "n_slots", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "flash_attn"),
-    *("kv_type", "swa_full", "attention_budget_bytes", "run_ahead", "progress"),
+    *("kv_type", "swa_full", "lora", "attention_budget_bytes", "run_ahead", "progress"),
 }
 CAPTURE_DEFAULTS = {
     "kind": "logits",

@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType, quants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 Vocab = Literal["qwen2", "none", "bytes"]
 WeightType = Literal["F32", "F16", "Q8_0"]
@@ -113,6 +113,32 @@ def write_model(path: Path, *, llama_cpp_dir: Path | None = None, **shape: Any) 
     return _write(path, Shape(**shape), llama_cpp_dir)
 
 
+def write_lora(
+    path: Path, preset: str, *, rank: int = 4, alpha: float = 4.0, merged: Path, scale: float = 1.0
+) -> Path:
+    """Write a random LoRA adapter of Q and K for a preset, and the model that it makes to `merged`.
+
+    The adapter adds ``scale * alpha / rank * b @ a`` to a weight (Hu et al., 2021).
+    """
+    shape = PRESETS[preset]
+    writer = gguf.GGUFWriter(None, shape.arch)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", alpha)
+    rand = _tensor_source(shape.seed + 1)
+    added: dict[str, np.ndarray] = {}
+    for name, weight in _tensors(shape, 0):
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            n_out, n_in = weight.shape
+            a = rand(name + ".lora_a", (rank, n_in), 1 / n_in**0.5)
+            b = rand(name + ".lora_b", (n_out, rank), 1 / rank**0.5)
+            writer.add_tensor(name + ".lora_a", a)
+            writer.add_tensor(name + ".lora_b", b)
+            added[name] = np.float32(scale * alpha / rank) * (b @ a)
+    _write(merged, shape, None, added)
+    return _finish(writer, path)
+
+
 def write_mamba(
     path: Path, *, n_layer: int = 2, n_embd: int = 64, n_vocab: int = 320, seed: int = 0
 ) -> Path:
@@ -180,7 +206,12 @@ def write_empty(path: Path) -> Path:
     return path
 
 
-def _write(path: Path, shape: Shape, llama_cpp_dir: Path | None) -> Path:
+def _write(
+    path: Path,
+    shape: Shape,
+    llama_cpp_dir: Path | None,
+    added: Mapping[str, np.ndarray] | None = None,
+) -> Path:
     if shape.n_embd % shape.n_head or shape.n_head % shape.n_head_kv:
         raise ValueError(
             f"tiny_gguf.write: n_embd {shape.n_embd}, n_head {shape.n_head}, "
@@ -209,7 +240,7 @@ def _write(path: Path, shape: Shape, llama_cpp_dir: Path | None) -> Path:
     n_vocab = _add_vocab(writer, shape, llama_cpp_dir)
     writer.add_vocab_size(n_vocab)
     for name, data in _tensors(shape, n_vocab):
-        _add_tensor(writer, name, data, shape.weight_type)
+        _add_tensor(writer, name, data + (added or {}).get(name, 0), shape.weight_type)
     return _finish(writer, path)
 
 
