@@ -7,22 +7,25 @@ import sys
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from harness import Spread
-from models import PeersMissing
-from report import COUNT_COLUMNS, Count, Row, Timing, append_json, facts
+from models import NotHere
+from report import COUNT_COLUMNS, Count, Row, Timing, chosen_name, facts, save_file, to_record
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from settings import Settings, add_options, settings_of
+
+from kqview.bench.lines import append
+from kqview.bench.rows import CELL_LEGEND, LeftOut, SweepRow, by_reason, tables
+from kqview.bench.sweep import is_failure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     # Rows of one benchmark by name, with the seconds that each takes on two cores.
     Weights = Mapping[str, float]
-    Measure = Callable[[Settings, "ProgressLine"], Iterator[Row]]
+    Measure = Callable[[Settings, "ProgressLine"], Iterator[Row | LeftOut]]
     Benchmark = tuple[Weights, Measure]
 
 
@@ -42,9 +45,9 @@ class ProgressLine:
         self._step = self._weights[name] / n_ticks
         self._done += self._weights[name]
 
-    def tick(self) -> None:
-        """A part of the row is done."""
-        self._progress.advance(self._task, self._step)
+    def tick(self, n: int = 1) -> None:
+        """*n* parts of the row are done."""
+        self._progress.advance(self._task, n * self._step)
 
 
 @contextmanager
@@ -61,15 +64,42 @@ def progress_line(weights: Weights) -> Generator[ProgressLine]:
 
 @dataclass
 class Outcome:
-    """Rows, and notes that say what is not among them; a missing stock program is no failure."""
+    """Rows, and notes that say what is not among them; what is just not there is no failure."""
 
     rows: list[Row] = field(default_factory=list[Row])
-    notes: list[str] = field(default_factory=list[str])
-    has_failed: bool = False
+    left_out: list[LeftOut] = field(default_factory=list[LeftOut])
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each reason, with the rows that it kept from being measured."""
+        found = by_reason(self.left_out).items()
+        return [f"not measured: {', '.join(names)}; {reason}" for reason, names in found]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something is broken."""
+        return any(row.is_failure for row in self.left_out)
 
 
-def collect(benchmarks: Sequence[Benchmark], settings: Settings) -> Outcome:
-    """Measure the chosen rows of all benchmarks; one that fails does not take the others along."""
+def attempt(name: str, measure: Callable[..., Row], *args: Any) -> Row | LeftOut:
+    """The row that *measure* returns; an error of it does not take the rows after it along."""
+    try:
+        return measure(*args)
+    except Exception as error:
+        return _left_out(name, error)
+
+
+def _left_out(name: str, error: Exception) -> LeftOut:
+    has_failed = not isinstance(error, NotHere) and is_failure(error)
+    if has_failed:
+        traceback.print_exc()
+    return LeftOut(name, str(error) or type(error).__name__, has_failed)
+
+
+def collect(
+    benchmarks: Sequence[Benchmark], settings: Settings, about: Mapping[str, Any]
+) -> Outcome:
+    """Measure the chosen rows of all benchmarks; with --save each is on disk when it is done."""
     weights = {
         name: weight
         for rows, _ in benchmarks
@@ -79,16 +109,20 @@ def collect(benchmarks: Sequence[Benchmark], settings: Settings) -> Outcome:
     outcome = Outcome()
     with progress_line(weights) as line:
         for rows, measure in benchmarks:
+            settled: list[str] = []
             try:
                 for row in measure(settings, line):
+                    settled.append(row.name)
+                    if isinstance(row, LeftOut):
+                        outcome.left_out.append(row)
+                        continue
                     outcome.rows.append(row)
+                    if settings.save:
+                        append(save_file(settings.save, about), to_record(row, about))
             except Exception as error:
-                names = {row.name for row in outcome.rows}
-                left_out = ", ".join(name for name in settings.chosen(rows) if name not in names)
-                outcome.notes.append(f"not measured: {left_out}; {error}")
-                if not isinstance(error, PeersMissing):
-                    outcome.has_failed = True
-                    traceback.print_exc()
+                names = settings.chosen(rows)
+                done = {chosen_name(row, names) for row in settled}
+                outcome.left_out += [_left_out(n, error) for n in names if n not in done]
     return outcome
 
 
@@ -103,8 +137,16 @@ def show(rows: Sequence[Row], notes: Sequence[str]) -> None:
             table.add_column(column)
         for row in timings:
             if row.work == work:
-                _, ours, _, theirs, ratio, upper, _, target, verdict, _ = row.cells(Spread)
+                _, ours, _, theirs, ratio, upper, _, target, verdict, _ = row.cells()
                 table.add_row(row.name, ours, theirs, ratio, upper, target, verdict)
+        console.print(table)
+    for sweep in tables([row for row in rows if isinstance(row, SweepRow)]):
+        flash = "on" if sweep.flash_attn else "off"
+        table = Table(
+            *sweep.columns, title=f"a decoded token, flash attention {flash}", caption=CELL_LEGEND
+        )
+        for cells in sweep.lines:
+            table.add_row(*cells)
         console.print(table)
     counts = [row for row in rows if isinstance(row, Count)]
     if counts:
@@ -129,9 +171,9 @@ def main(question: str | None, weights: Weights, measure: Measure) -> None:
     args = parser.parse_args()
     settings = settings_of(args, args.row)
     about = facts(settings)
-    outcome = collect([(weights, measure)], settings)
+    outcome = collect([(weights, measure)], settings, about)
     show(outcome.rows, outcome.notes)
     if settings.save and outcome.rows:
-        print(f"saved {append_json(settings.save, outcome.rows, about)}")
+        print(f"saved {save_file(settings.save, about)}")
     if outcome.has_failed or not outcome.rows:
         raise SystemExit(1)

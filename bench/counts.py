@@ -16,11 +16,12 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from console import main
+from console import attempt, main
 from report import Count
-from runs import CHOSEN_HEADS, CHOSEN_HEADS_QUICK, DecodeRuns, open_engine
+from runs import decode_runs, open_engine
 
 from kqview import Capture
+from kqview.bench.sweep import chosen_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,11 +30,14 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
+    from kqview.bench.rows import LeftOut
+    from kqview.bench.runs import DecodeRuns
 
+TEN_HEADS = Capture(layers=(0,), heads=(0,))  # stands for heads that depend on the model
 CASES: dict[str, tuple[str, bool, Capture | None]] = {
     "counts-flash-off": ("none; flash attention on", True, None),
     "counts-flash-logits": ("logits, all heads; flash attention on", True, Capture("logits")),
-    "counts-flash-10-heads": ("logits of 10 chosen heads; flash attention on", True, CHOSEN_HEADS),
+    "counts-flash-10-heads": ("logits of 10 chosen heads; flash attention on", True, TEN_HEADS),
     "counts-plain-off": ("none; flash attention off", False, None),
     "counts-plain-logits": ("logits, all heads; flash attention off", False, Capture("logits")),
 }
@@ -42,24 +46,24 @@ EVENT = "instructions:u"
 ATTACH_S = 0.5  # perf says nowhere that it is attached
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Count]:
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Count | LeftOut]:
     """Count for the chosen cases, one engine for each setting of flash attention."""
     for flash_attn in (True, False):
         names = [name for name in settings.chosen(CASES) if CASES[name][1] == flash_attn]
         if not names:
             continue
         with open_engine(replace(settings, n_threads=1), flash_attn=flash_attn) as engine:
-            runs = DecodeRuns(settings, engine)
+            runs = decode_runs(settings, engine)
             for name in names:
                 line.start(name, 1)
-                yield _count(settings, engine, runs, name)
+                yield attempt(name, _count, settings, engine, runs, name)
                 line.tick()
 
 
 def _count(settings: Settings, engine: Engine, runs: DecodeRuns, name: str) -> Count:
     what, flash_attn, capture = CASES[name]
-    if settings.is_quick and capture is CHOSEN_HEADS:
-        capture = CHOSEN_HEADS_QUICK
+    if capture is TEN_HEADS:
+        capture = chosen_heads(engine.model)
     model = engine.model
     n_layers = len((capture and capture.layers) or model.attention_layers)
     n_heads = len((capture and capture.heads) or range(model.n_head))

@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from console import main
-from harness import Pairs, alternate, step_ms
+from console import attempt, main
 from report import Timing
-from runs import CHOSEN_HEADS, CHOSEN_HEADS_QUICK, DecodeRuns, open_engine
+from runs import decode_runs, open_engine
 
 from kqview import Capture
+from kqview.bench.pairs import Pairs, alternate, step_ms
+from kqview.bench.sweep import chosen_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,14 +24,18 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
+    from kqview import Engine
+    from kqview.bench.rows import LeftOut
+    from kqview.bench.runs import DecodeRuns
+
 
 @dataclass(frozen=True)
 class Case:
-    """A way to capture."""
+    """A way to capture; None stands for ten chosen heads, which ones depends on the model."""
 
     what: str
     flash_attn: bool
-    capture: Capture
+    capture: Capture | None
     target: float | None = None
 
 
@@ -41,31 +46,38 @@ CASES = {
     "decode-flash-float16": Case(
         "logits as float16, all heads", True, Capture("logits", dtype="float16")
     ),
-    "decode-flash-10-heads": Case("logits of 10 chosen heads", True, CHOSEN_HEADS),
+    "decode-flash-10-heads": Case("logits of 10 chosen heads", True, None),
+    "decode-flash-logits-mean-heads": Case(
+        "logits, mean over heads", True, Capture("logits", reduce="mean_heads")
+    ),
+    "decode-flash-probs-mean": Case(
+        "probs, mean over layers and heads", True, Capture("probs", reduce="mean")
+    ),
+    "decode-flash-top-8": Case("probs, the 8 largest of each row", True, Capture("probs", top_k=8)),
     "decode-plain-logits": Case("logits, all heads", False, Capture("logits"), 1.02),
     "decode-plain-probs": Case("probs, all heads", False, Capture("probs"), 1.02),
 }
 WEIGHTS = {name: 16.0 if case.target else 8.0 for name, case in CASES.items()}
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
     """Measure the chosen cases, one engine for each setting of flash attention."""
     for flash_attn in (True, False):
         names = [n for n in settings.chosen(CASES) if CASES[n].flash_attn == flash_attn]
         if not names:
             continue
         with open_engine(settings, flash_attn=flash_attn) as engine:
-            runs = DecodeRuns(settings, engine)
+            runs = decode_runs(settings, engine)
             for name in names:
                 line.start(name, settings.pairs_for(CASES[name].target))
-                yield _measure_case(settings, line, runs, name)
+                yield attempt(name, _measure, settings, line, engine, runs, name)
 
 
-def _measure_case(settings: Settings, line: ProgressLine, runs: DecodeRuns, name: str) -> Timing:
+def _measure(
+    settings: Settings, line: ProgressLine, engine: Engine, runs: DecodeRuns, name: str
+) -> Timing:
     case = CASES[name]
-    capture = case.capture
-    if settings.is_quick and capture is CHOSEN_HEADS:
-        capture = CHOSEN_HEADS_QUICK
+    capture = case.capture or chosen_heads(engine.model)
 
     def run(capture: Capture | None) -> float:
         return step_ms(runs.stamps_s(settings.n_tokens, capture=capture), settings.n_skip)

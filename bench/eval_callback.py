@@ -13,16 +13,19 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from console import main
-from harness import Pairs, quantile, step_ms
 from models import model_path, peer
 from report import Timing
-from runs import DecodeRuns, PrefillRuns, open_engine
+from runs import decode_runs, open_engine, prefill_runs
+
+from kqview.bench.pairs import Pairs, quantile, step_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from console import ProgressLine
     from settings import Settings
+
+    from kqview.bench.runs import PrefillRuns
 
 CALLBACK = "eval callback (stock build); flash attention off"
 PLAIN = "stock build without callback; flash attention off"
@@ -58,8 +61,8 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
         open_engine(settings, flash_attn=False) as plain,
     ):
         prefills = {
-            "flash": PrefillRuns(settings, flash),
-            "plain": PrefillRuns(settings, plain),
+            "flash": prefill_runs(settings, flash),
+            "plain": prefill_runs(settings, plain),
         }
         for i in range(n_rounds):
             stock = _run_stock(program, settings) if i % 2 == 0 else None
@@ -91,7 +94,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
 def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
     """Milliseconds of a prompt with capture and of a step of the generation after it."""
     prefill_ms = prefills.ms("logits")
-    decodes = DecodeRuns(settings, prefills.engine, prefills.prompt)
+    decodes = decode_runs(settings, prefills.engine, prefills.prompt)
     stamps_s = decodes.stamps_s(settings.n_tokens, capture="logits")
     return {"prefill": prefill_ms, "decode": step_ms(stamps_s, settings.n_skip)}
 

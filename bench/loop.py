@@ -13,17 +13,21 @@ import json
 import subprocess
 from typing import TYPE_CHECKING, Any
 
-from console import main
-from harness import Pairs, alternate, mean_step_ms, step_ms
+from console import attempt, main
 from models import model_path, peer
 from report import Timing
-from runs import DecodeRuns, open_engine
+from runs import decode_runs, open_engine
+
+from kqview.bench.pairs import Pairs, alternate, mean_step_ms, step_ms
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from console import ProgressLine
     from settings import Settings
+
+    from kqview.bench.rows import LeftOut
+    from kqview.bench.runs import DecodeRuns
 
 OWN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loop-sampled": (
@@ -41,17 +45,17 @@ N_REPETITIONS = 4  # of one start of llama-bench: the prompt is evaluated once a
 TARGET = 1 / 0.98
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
     """Measure the chosen cases: ours against ours first, they need no stock program."""
     own = settings.chosen(OWN_CASES)
     if own:
         with open_engine(settings, flash_attn=True) as engine:
-            runs = DecodeRuns(settings, engine)
+            runs = decode_runs(settings, engine)
             for name in own:
                 line.start(name, settings.pairs_for(None))
-                yield _measure_own(settings, line, runs, name)
+                yield attempt(name, _measure_own, settings, line, runs, name)
     for name in settings.chosen(BENCH_CASES):
-        yield _measure_against_bench(settings, line, name)
+        yield attempt(name, _measure_against_bench, settings, line, name)
 
 
 def _measure_own(settings: Settings, line: ProgressLine, runs: DecodeRuns, name: str) -> Timing:
@@ -82,7 +86,7 @@ def _measure_against_bench(settings: Settings, line: ProgressLine, name: str) ->
     line.start(name, n_rounds)
     pairs = Pairs()
     with open_engine(settings, flash_attn=flash_attn) as engine:
-        runs = DecodeRuns(settings, engine)
+        runs = decode_runs(settings, engine)
 
         def ours() -> list[float]:
             # The first of the tokens comes from the prompt, the others from the depths that

@@ -1,4 +1,4 @@
-"""What is measured: the random model, the prompt, and where the stock programs lie.
+"""What is measured: the random model, and where the stock programs lie.
 
 Owns: the cached model file, made once a machine by tests/support/tiny_gguf.py. Never: downloads.
 """
@@ -12,26 +12,29 @@ import sys
 from functools import cache
 from pathlib import Path
 
-import numpy as np
 from peers.build import cache_root
 
 ROOT = Path(__file__).resolve().parents[1]
 _QUICK_CHANGES = {"n_layer": 2, "n_vocab": 2000}
 
 
-class PeersMissing(Exception):
-    """A stock program is not built; the message says how to build it."""
+class NotHere(Exception):
+    """A program or package to compare with is missing; the message says how to get it."""
 
 
-def model_path(*, is_quick: bool) -> Path:
+def model_path(*, is_quick: bool, weight_type: str = "Q8_0") -> Path:
     """Path of the model: 24 layers x 16 heads (4 KV heads, head size 64), Q8_0, 320 MB.
 
-    With *is_quick* 2 of the layers and a small vocabulary, 26 MB.
+    With *is_quick* 2 of the layers and a small vocabulary, 26 MB. With another *weight_type*, F16
+    or F32, the same shape in that type.
     """
-    changes = _QUICK_CHANGES if is_quick else {}
+    changes: dict[str, object] = dict(_QUICK_CHANGES) if is_quick else {}
+    if weight_type != "Q8_0":
+        changes["weight_type"] = weight_type
     generator = ROOT / "tests" / "support" / "tiny_gguf.py"
     key = hashlib.sha256(generator.read_bytes() + repr(changes).encode()).hexdigest()[:8]
-    path = cache_root() / f"bench-{'quick' if is_quick else '24x16'}-{key}.gguf"
+    size = "quick" if is_quick else "24x16"
+    path = cache_root() / f"bench-{size}-{key}.gguf"
     if not path.is_file():
         print(f"bench: writing {path.name} into the cache folder, once", file=sys.stderr)
         sys.path.insert(0, str(ROOT))
@@ -43,17 +46,12 @@ def model_path(*, is_quick: bool) -> Path:
     return path
 
 
-def prompt_ids(n_tokens: int, n_vocab: int, seed: int = 0) -> list[int]:
-    """Random ids, the same for the same arguments."""
-    return np.random.default_rng(seed).integers(0, n_vocab, n_tokens).tolist()
-
-
 @cache
 def peer(name: str) -> Path:
     """Path of a stock program of bench/peers.
 
     Raises:
-        PeersMissing: It is not built.
+        NotHere: It is not built.
     """
     folder = os.environ.get("KQVIEW_PEERS_DIR")
     if folder is None:
@@ -67,5 +65,5 @@ def peer(name: str) -> Path:
         folder = done.stdout.strip() if done.returncode == 0 else ""
     path = Path(folder) / name
     if not folder or not path.is_file():
-        raise PeersMissing(f"{name} is not built; run python bench/peers/build.py {name}")
+        raise NotHere(f"{name} is not built; run python bench/peers/build.py {name}")
     return path

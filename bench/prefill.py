@@ -1,18 +1,22 @@
-"""How much dearer is a prompt when the attention of its last row is captured?
+"""How much dearer is a prompt when attention is captured: of its last row, or of all its rows?
 
 One engine; every prompt begins with another id, so nothing of it is in the slot. A pair is a prompt
-with capture and one without, timed from the call of `generate` to the first token in Python: the
-graphs that a change of capture makes llama.cpp build are part of it.
+with capture and one without, timed from the call to the first token in Python (or to the last block
+of rows): the graphs that a change of capture makes llama.cpp build are part of it. Blocks of rows
+are dropped as they come.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from console import main
-from harness import Pairs, alternate
+from console import attempt, main
 from report import Timing
-from runs import PrefillRuns, open_engine
+from runs import open_engine, prefill_runs
+
+from kqview import Capture
+from kqview.bench.pairs import Pairs, alternate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -20,39 +24,73 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-# name -> (flash attention, target). Prompts take long: the second row is for information.
-CASES = {"prefill-flash-logits": (True, 1.02), "prefill-plain-logits": (False, None)}
-MOST_PAIRS = 6  # of that one
-WEIGHTS = {"prefill-flash-logits": 120.0, "prefill-plain-logits": 40.0}
+    from kqview.bench.rows import LeftOut
+    from kqview.bench.runs import PrefillRuns
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
-    """Measure the chosen cases."""
-    for name in settings.chosen(CASES):
-        flash_attn, target = CASES[name]
-        n_pairs = settings.n_pairs if target else min(settings.n_pairs, MOST_PAIRS)
-        line.start(name, n_pairs)
+@dataclass(frozen=True)
+class Case:
+    """A way to capture; with *attend* through `Engine.attend`, else through `generate`."""
+
+    what: str
+    flash_attn: bool
+    capture: Capture
+    target: float | None = None
+    attend: bool = False
+
+
+# Prompts take long: rows without target are for information and have few pairs.
+CASES = {
+    "prefill-flash-logits": Case("logits of the last row", True, Capture("logits"), 1.02),
+    "prefill-plain-logits": Case("logits of the last row", False, Capture("logits")),
+    "prefill-flash-attend-logits": Case(
+        "logits of all rows, attend", True, Capture("logits"), 1.25, attend=True
+    ),
+    "prefill-flash-attend-probs": Case(
+        "probs of all rows, attend", True, Capture("probs"), attend=True
+    ),
+    "prefill-plain-attend-logits": Case(
+        "logits of all rows, attend", False, Capture("logits"), attend=True
+    ),
+    "prefill-flash-prompt-logits": Case(
+        "logits of all rows, Capture(prompt=True)", True, Capture("logits", prompt=True), 1.25
+    ),
+}
+MOST_PAIRS = 6
+WEIGHTS = {name: 180.0 if case.target else 60.0 for name, case in CASES.items()}
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+    """Measure the chosen cases, one engine for each setting of flash attention."""
+    for flash_attn in (True, False):
+        names = [n for n in settings.chosen(CASES) if CASES[n].flash_attn == flash_attn]
+        if not names:
+            continue
         with open_engine(settings, flash_attn=flash_attn) as engine:
-            runs = PrefillRuns(settings, engine)
+            runs = prefill_runs(settings, engine)
             runs.ms(None)  # brings the weights into memory
-            pairs = Pairs()
-            for baseline, candidate in alternate(
-                lambda runs=runs: runs.ms(None),
-                lambda runs=runs: runs.ms("logits"),
-                n_pairs,
-            ):
-                pairs.add(baseline, candidate)
-                line.tick()
-        flash = "on" if flash_attn else "off"
-        yield Timing(
-            name=name,
-            what=f"logits of the last row, all heads; flash attention {flash}",
-            baseline="no capture",
-            work=f"a prompt of {settings.n_context} tokens",
-            pairs=pairs,
-            target=settings.target(target),
-            command=f"python bench/prefill.py --row {name} {settings.flags}",
-        )
+            for name in names:
+                yield attempt(name, _measure, settings, line, runs, name)
+
+
+def _measure(settings: Settings, line: ProgressLine, runs: PrefillRuns, name: str) -> Timing:
+    case = CASES[name]
+    n_pairs = settings.n_pairs if case.target else min(settings.n_pairs, MOST_PAIRS)
+    line.start(name, n_pairs)
+    run = runs.attend_ms if case.attend else runs.ms
+    pairs = Pairs()
+    for baseline, candidate in alternate(lambda: runs.ms(None), lambda: run(case.capture), n_pairs):
+        pairs.add(baseline, candidate)
+        line.tick()
+    return Timing(
+        name=name,
+        what=f"{case.what}, all heads; flash attention {'on' if case.flash_attn else 'off'}",
+        baseline="no capture",
+        work=f"a prompt of {settings.n_context} tokens",
+        pairs=pairs,
+        target=settings.target(case.target),
+        command=f"python bench/prefill.py --row {name} {settings.flags}",
+    )
 
 
 if __name__ == "__main__":

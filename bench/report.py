@@ -5,19 +5,17 @@ Forms: a table on the terminal, JSON lines, Markdown between the markers of READ
 
 from __future__ import annotations
 
-import json
-import os
-import platform
-import subprocess
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from kqview.bench.facts import facts as machine_facts
+from kqview.bench.pairs import Pairs, Spread
+from kqview.bench.rows import CELL_LEGEND, SweepRow, tables
 
-    from harness import Pairs, Spread
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
     from settings import Settings
 
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
@@ -45,14 +43,14 @@ class Timing:
             return "?"
         return "yes" if upper <= self.target else "no"
 
-    def cells(self, spread: type[Spread]) -> list[str]:
+    def cells(self) -> list[str]:
         """The row as text, in the order of TIMING_COLUMNS."""
         upper = self.pairs.upper_bound
         return [
             self.what,
-            str(spread.of(self.pairs.candidate_ms)),
+            str(Spread.of(self.pairs.candidate_ms)),
             self.baseline,
-            str(spread.of(self.pairs.baseline_ms)),
+            str(Spread.of(self.pairs.baseline_ms)),
             f"{self.pairs.median_ratio:.3f}",
             "" if upper is None else f"{upper:.3f}",
             str(len(self.pairs.ratios)),
@@ -93,66 +91,106 @@ TIMING_COLUMNS = (
 COUNT_COLUMNS = (
     "capture", "nodes added", "bytes written", "dot products", "instructions", "command",
 )  # fmt: skip
-Row = Timing | Count
+Row = Timing | Count | SweepRow
 
 
 def facts(settings: Settings) -> dict[str, Any]:
     """The machine, the commits and the flags that figures belong to."""
-    import kqview
-    from kqview import _core
-
-    build = _core.build_info()
     return {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cpu": _cpu_name(),
-        "n_cores": os.cpu_count(),
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "kqview": kqview.__version__,
-        "kqview_commit": _commit(),
-        "llama_cpp_commit": build["llama_cpp_commit"],
+        **machine_facts(),
         "flags": settings.flags,
         "n_context": settings.n_context,
         "is_quick": settings.is_quick,
     }
 
 
-def as_json(row: Row, about: dict[str, Any]) -> str:
-    """One line of JSON: the facts, the row with every single time, and what follows from them."""
-    data: dict[str, Any] = {"row": row.name, **about, **asdict(row)}
+def to_record(row: Row, about: Mapping[str, Any]) -> dict[str, Any]:
+    """The row for JSON: the facts, every single time, and what follows from them."""
+    if isinstance(row, SweepRow):
+        return {**about, **row.to_record()}
+    record = {"row": row.name, **about, **asdict(row)}
     if isinstance(row, Timing):
-        data["median_ratio"] = row.pairs.median_ratio
-        data["upper_bound"] = row.pairs.upper_bound
-    return json.dumps(data)
+        record["median_ratio"] = row.pairs.median_ratio
+        record["upper_bound"] = row.pairs.upper_bound
+    return record
 
 
-def append_json(path: Path, rows: Sequence[Row], about: dict[str, Any]) -> Path:
-    """Append the rows to *path*; in a folder to a file of the day. Returns the file."""
-    if path.suffix != ".jsonl":
-        path = path / f"{about['date'][:10]}.jsonl"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(as_json(row, about) + "\n" for row in rows)
-    return path
+def from_record(record: Mapping[str, Any]) -> Row:
+    """The row that `to_record` made a record of.
+
+    Raises:
+        KeyError: It is a record of something else.
+    """
+    if (row := SweepRow.from_record(record)) is not None:
+        return row
+    sort = Timing if "pairs" in record else Count
+    values = {field.name: record[field.name] for field in fields(sort)}
+    if sort is Timing:
+        values["pairs"] = Pairs(**values["pairs"])
+    return sort(**values)
 
 
-def markdown(
-    rows: Sequence[Row], notes: Sequence[str], about: dict[str, Any], spread: type[Spread]
-) -> str:
-    """The published tables with the machine above and the notes below them."""
+def save_file(path: Path, about: Mapping[str, Any]) -> Path:
+    """The file that ``--save PATH`` means: *path*, or in a folder the file of the day."""
+    return path if path.suffix == ".jsonl" else path / f"{about['date'][:10]}.jsonl"
+
+
+def chosen_name(row: str, names: Iterable[str]) -> str:
+    """The one of *names* that *row* was chosen by, "" if none: a sweep's rows begin with it."""
+    return max((name for name in names if row.startswith(name)), key=len, default="")
+
+
+def newest(
+    records: Sequence[Mapping[str, Any]], flags: str
+) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """The newest record of each row that was measured with *flags*, and notes on the others.
+
+    Records of another processor than the newest one's are left out as well.
+    """
+    same = [record for record in records if record["flags"] == flags]
+    cpu = same[-1]["cpu"] if same else ""
+    kept = {record["row"]: record for record in same if record["cpu"] == cpu}
+    notes: list[str] = []
+    for reason, names in _others(records, flags, cpu, kept).items():
+        notes.append(f"saved, but {reason}: {', '.join(names)}")
+    return list(kept.values()), notes
+
+
+def _others(
+    records: Sequence[Mapping[str, Any]], flags: str, cpu: str, kept: Mapping[str, object]
+) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for record in records:
+        if record["row"] in kept:
+            continue
+        reason = f"with `{record['flags']}`" if record["flags"] != flags else f"on {record['cpu']}"
+        names = found.setdefault(reason, [])
+        if record["row"] not in names:
+            names.append(record["row"])
+    return found
+
+
+def markdown(rows: Sequence[Row], notes: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> str:
+    """The published tables with the machine above and the notes below them.
+
+    Args:
+        rows: All rows.
+        notes: What is not among them.
+        abouts: Facts of the runs that the rows come from, at least one.
+    """
     timings = [row for row in rows if isinstance(row, Timing)]
     counts = [row for row in rows if isinstance(row, Count)]
-    parts = [
-        f"{about['cpu']}, {about['n_cores']} cores, {about['machine']} {about['system']}; "
-        f"kqview {about['kqview_commit']}, llama.cpp {about['llama_cpp_commit'][:12]}; "
-        f"{about['date']}, load average before the run {about['load_average']}; "
-        f"`python bench/table.py {about['flags']}`, {about['n_context']} tokens of context"
-    ]
+    parts = [_headline(abouts)]
     for work in dict.fromkeys(row.work for row in timings):
-        cells = [row.cells(spread) for row in timings if row.work == work]
+        cells = [row.cells() for row in timings if row.work == work]
         parts.append(
             f"**{work[0].upper()}{work[1:]}**\n\n" + _markdown_table(TIMING_COLUMNS, cells)
+        )
+    for table in tables([row for row in rows if isinstance(row, SweepRow)]):
+        flash = "on" if table.flash_attn else "off"
+        parts.append(
+            f"**A decoded token by context, flash attention {flash}**, {CELL_LEGEND}; "
+            "`python bench/contexts.py`\n\n" + _markdown_table(table.columns, table.lines)
         )
     if counts:
         parts.append(
@@ -162,6 +200,23 @@ def markdown(
     if notes:
         parts.append("\n".join(f"- {note}" for note in notes))
     return "\n\n".join(parts)
+
+
+def _headline(abouts: Sequence[Mapping[str, Any]]) -> str:
+    last = abouts[-1]
+    kqview, llama_cpp = (
+        ", ".join(dict.fromkeys(about[key][:12] for about in abouts))
+        for key in ("kqview_commit", "llama_cpp_commit")
+    )
+    dates = sorted(about["date"] for about in abouts)
+    date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    loads = [about["load_average"] for about in abouts if about["load_average"] is not None]
+    load = f"at most {max(loads)}" if loads else "unknown"
+    return (
+        f"{last['cpu']}, {last['n_cores']} cores, {last['machine']} {last['system']}; "
+        f"kqview {kqview}, llama.cpp {llama_cpp}; {date}, load average before a run {load}; "
+        f"`python bench/table.py {last['flags']}`"
+    )
 
 
 def replace_marked(text: str, replacement: str) -> str:
@@ -181,31 +236,3 @@ def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     lines = ["| " + " | ".join(row) + " |" for row in (columns, *rows)]
     lines.insert(1, "|" + "---|" * len(columns))
     return "\n".join(lines)
-
-
-def _cpu_name() -> str:
-    """The processor's name, with family, model and vectors: virtual machines may hide it."""
-    fields: dict[str, str] = {}
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            key, _, value = line.partition(":")
-            fields.setdefault(key.strip(), value.strip())
-    except OSError:
-        return platform.processor() or "unknown processor"
-    name = fields.get("model name") or platform.processor() or "unknown processor"
-    flags = fields.get("flags", "").split()
-    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in flags), "")
-    family, model = fields.get("cpu family"), fields.get("model")
-    return name + (f" (family {family}, model {model}, {widest})" if family and widest else "")
-
-
-def _commit() -> str:
-    """Commit of this checkout, with "-dirty" where files differ from it."""
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--exclude=*"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return done.stdout.strip() or "unknown"

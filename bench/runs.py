@@ -1,27 +1,26 @@
-"""Runs: the engine that is measured and the single pieces of work that rows compare."""
+"""Runs: the engine that is measured, and the pieces of work with the settings put in."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from models import model_path, prompt_ids
+from models import model_path
 
-from kqview import Capture, Engine
+from kqview import Engine
+from kqview.bench.runs import DecodeRuns, PrefillRuns, prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from settings import Settings
 
-# 10 heads of 24 layers x 16 heads, as someone who knows his induction heads would choose.
-CHOSEN_HEADS = Capture(layers=(3, 8, 13, 18, 23), heads=(2, 9))
-CHOSEN_HEADS_QUICK = Capture(layers=(0, 1), heads=(1, 4, 7, 10, 13))
 
-
-def open_engine(settings: Settings, *, flash_attn: bool, **options: Any) -> Engine:
+def open_engine(
+    settings: Settings, *, flash_attn: bool, weight_type: str = "Q8_0", **options: Any
+) -> Engine:
     """An engine as llama-bench would open it: F16 cache, ubatches of 512, the CPU."""
     return Engine(
-        model_path(is_quick=settings.is_quick),
+        model_path(is_quick=settings.is_quick, weight_type=weight_type),
         **{
             "n_ctx": settings.n_context + 256,
             "n_threads": settings.n_threads,
@@ -34,50 +33,14 @@ def open_engine(settings: Settings, *, flash_attn: bool, **options: Any) -> Engi
     )
 
 
-class DecodeRuns:
-    """Greedy generations after one prompt, which stays in the slot.
-
-    Each run evaluates only the last prompt token again (prefix reuse), so a pair of runs costs
-    two short generations and not two prefills.
-    """
-
-    def __init__(
-        self, settings: Settings, engine: Engine, prompt: Sequence[int] | None = None
-    ) -> None:
-        """Bring *prompt*, random ids where None is given, into the slot."""
-        self._now_s = settings.now_s
-        self._engine = engine
-        self._prompt = prompt or prompt_ids(settings.n_context, engine.model.n_vocab)
-        self.stamps_s(1)
-
-    def stamps_s(self, n_tokens: int, **options: Any) -> list[float]:
-        """Arrival times of *n_tokens* tokens; views are dropped as the next token comes."""
-        options.setdefault("temperature", 0.0)
-        stamps: list[float] = []
-        for _ in self._engine.generate(
-            self._prompt, max_tokens=n_tokens, ignore_eos=True, **options
-        ):
-            stamps.append(self._now_s())
-        return stamps
+def decode_runs(
+    settings: Settings, engine: Engine, prompt: Sequence[int] | None = None
+) -> DecodeRuns:
+    """Generations after *prompt*, random ids where None is given."""
+    prompt = prompt or prompt_ids(settings.n_context, engine.model.n_vocab)
+    return DecodeRuns(engine, prompt, now_s=settings.now_s)
 
 
-class PrefillRuns:
-    """Prompts that share nothing with what the slot holds; one token is generated after each."""
-
-    def __init__(self, settings: Settings, engine: Engine) -> None:
-        self._now_s = settings.now_s
-        self.engine = engine
-        self.prompt = prompt_ids(settings.n_context, engine.model.n_vocab)  # of the last run
-        self._n_runs = 0
-
-    def ms(self, capture: Capture | str | None) -> float:
-        """Milliseconds from the call to the first token."""
-        self._n_runs += 1
-        # Another first id each time: no prefix to reuse.
-        self.prompt = [self._n_runs % self.engine.model.n_vocab, *self.prompt[1:]]
-        start = self._now_s()
-        with self.engine.generate(
-            self.prompt, max_tokens=1, temperature=0.0, ignore_eos=True, capture=capture
-        ) as generation:
-            next(generation)
-            return (self._now_s() - start) * 1000.0
+def prefill_runs(settings: Settings, engine: Engine) -> PrefillRuns:
+    """Prompts of random ids."""
+    return PrefillRuns(engine, settings.n_context, now_s=settings.now_s)

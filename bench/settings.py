@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 CONTEXT, QUICK_CONTEXT = 1024, 128
+TOKENS, QUICK_TOKENS = 20, 12
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Settings:
 
     is_quick: bool = False
     n_context: int = CONTEXT
-    n_tokens: int = 20
+    n_tokens: int = TOKENS
     n_skip: int = 4
     n_pairs: int = 20
     n_threads: int = 1
@@ -66,6 +67,8 @@ class Settings:
         words += ["--threads", str(self.n_threads), "--pairs", str(self.n_pairs)]
         if self.n_context != (QUICK_CONTEXT if self.is_quick else CONTEXT):
             words += ["--context", str(self.n_context)]
+        if self.n_tokens != (QUICK_TOKENS if self.is_quick else TOKENS):
+            words += ["--tokens", str(self.n_tokens)]
         if self.clock != "wall":
             words += ["--clock", self.clock]
         return " ".join(words)
@@ -107,7 +110,7 @@ def settings_of(args: argparse.Namespace, rows: Iterable[str] | None = None) -> 
     settings = Settings(
         is_quick=quick,
         n_context=args.context or (QUICK_CONTEXT if quick else CONTEXT),
-        n_tokens=args.tokens or (12 if quick else 20),
+        n_tokens=args.tokens or (QUICK_TOKENS if quick else TOKENS),
         n_pairs=args.pairs or (5 if quick else 20),
         n_threads=args.threads or default_threads(),
         clock=args.clock,

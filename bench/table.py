@@ -1,48 +1,88 @@
-"""The first table: what does capture cost, and what does our loop cost, against the targets?
+"""The table of README.md: what does capture cost, and what does our loop cost, against the targets?
 
-Runs every benchmark and rewrites the table in README.md between its markers; with --quick it prints
-only. Every row names the command that measures it alone.
+Runs every benchmark and rewrites the table between its markers; with --quick it prints only. With
+--from it measures nothing and takes the newest row of each name that --save has kept with the same
+flags: rows may come from several runs, one of which was stopped. Every row names the command that
+measures it alone.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import contexts
 import counts
 import decode
 import eval_callback
+import hf
 import loop
 import prefill
 from console import collect, show
-from harness import Spread
-from report import append_json, facts, markdown, replace_marked
+from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
 from settings import add_options, settings_of
+
+from kqview.bench.lines import read
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from report import Row
 
 README = Path(__file__).resolve().parent / "README.md"
 BENCHMARKS = [
-    (module.WEIGHTS, module.measure) for module in (counts, decode, prefill, loop, eval_callback)
+    (module.WEIGHTS, module.measure)
+    for module in (decode, prefill, loop, eval_callback, hf, contexts, counts)
 ]
 
 
 def main() -> None:
-    """Measure everything, print it, write it."""
+    """Measure everything or read it, print it, write it."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser)
     parser.add_argument("--no-write", action="store_true", help="leave README.md as it is")
+    parser.add_argument(
+        "--from", dest="source", type=Path, metavar="FILE.jsonl",
+        help="measure nothing, take the rows that --save has kept with the same flags",
+    )  # fmt: skip
     args = parser.parse_args()
     settings = settings_of(args)
-    about = facts(settings)
-    outcome = collect(BENCHMARKS, settings)
-    show(outcome.rows, outcome.notes)
-    if settings.save:
-        print(f"saved {append_json(settings.save, outcome.rows, about)}")
+    has_failed = False
+    if args.source:
+        rows, notes, abouts = saved(read(args.source), settings.flags)
+    else:
+        about = facts(settings)
+        outcome = collect(BENCHMARKS, settings, about)
+        rows, notes, abouts = outcome.rows, outcome.notes, [about]
+        has_failed = outcome.has_failed
+        if settings.save:
+            print(f"saved {save_file(settings.save, about)}")
+    show(rows, notes)
     if not settings.is_quick and not args.no_write:
-        table = markdown(outcome.rows, outcome.notes, about, Spread)
+        table = markdown(rows, notes, abouts)
         README.write_text(replace_marked(README.read_text("utf-8"), table), encoding="utf-8")
         print("wrote the table in README.md")
-    if outcome.has_failed:
+    if has_failed:
         raise SystemExit(1)
+
+
+def saved(
+    records: Sequence[Mapping[str, Any]], flags: str
+) -> tuple[list[Row], list[str], list[Mapping[str, Any]]]:
+    """Rows with *flags* in the table's order, notes on what is not among them, and their facts."""
+    found, notes = newest(records, flags)
+    if not found:
+        known = ", ".join(f"`{words}`" for words in dict.fromkeys(r["flags"] for r in records))
+        raise SystemExit(f"bench: no row was saved with `{flags}`; there are rows with {known}")
+    names = [name for weights, _ in BENCHMARKS for name in weights]
+    chosen_by = {record["row"]: chosen_name(record["row"], names) for record in found}
+    place = {name: i for i, name in enumerate(names)}
+    found.sort(key=lambda record: place.get(chosen_by[record["row"]], len(names)))
+    missing = [name for name in names if name not in chosen_by.values()]
+    if missing:
+        notes.append(f"no row saved: {', '.join(missing)}")
+    return [from_record(record) for record in found], notes, found
 
 
 if __name__ == "__main__":

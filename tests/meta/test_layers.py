@@ -32,7 +32,7 @@ PYTHON_LAYERS = (
     {"requests", "vocabulary"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public
-    {"viz", "server", "scale"},
+    {"viz", "server", "scale", "bench"},
     {"cli"},
     {"__main__"},
 )

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from kqview.viz.terminal import N_LATEST, RAMP, HeatMap, heat_map, probabilities, select_head
+from kqview.viz.heads import N_LATEST, probabilities, select_head
+from kqview.viz.terminal import RAMP, HeatMap, heat_map
 
 
 def rendered(picture: HeatMap, *, width: int = 60, color: str | None = None) -> str:

@@ -1,6 +1,7 @@
 """``kqview demo``: the bundled model generates, and its attention is drawn and measured."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,10 @@ from rich.table import Table
 
 from kqview.cli.loading import open_engine
 from kqview.cli.options import Kind, ThreadsOption
-from kqview.viz.terminal import heat_map, probabilities, select_head
+from kqview.viz import heatmap
+from kqview.viz.figures import require_matplotlib
+from kqview.viz.heads import probabilities, select_head
+from kqview.viz.terminal import heat_map
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, ModelInfo, Token
@@ -29,6 +33,10 @@ def demo(
     head: Annotated[int | None, typer.Option(min=0, help="Head to draw, not the sharpest.")] = None,
     kind: Annotated[Kind, typer.Option(help="What to capture.")] = Kind.PROBS,
     runs: Annotated[int, typer.Option(min=1, help="Pairs of runs to time.")] = 5,
+    png: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", dir_okay=False, help="Write the heat map as a picture."),
+    ] = None,
     threads: ThreadsOption = None,
 ) -> None:
     """Generate with the bundled model and draw what each new token attended to.
@@ -41,10 +49,13 @@ def demo(
 
     - `kqview demo`
     - `kqview demo --prompt "Anna has a red ball." --layer 2 --head 1`
+    - `kqview demo --png attention.png`
     """
     from kqview import Capture
     from kqview.demo import PROMPT
 
+    if png is not None:
+        require_matplotlib("demo --png")
     console = Console()
     capture = Capture(kind=kind.value)
     with open_engine(None, demo=True, n_threads=threads) as engine:
@@ -57,7 +68,9 @@ def demo(
         if not rows:
             return
         labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
-        _draw(console, engine.model, rows, labels, kind.value, layer_index, head)
+        place = _draw(console, engine.model, rows, labels, kind.value, layer_index, head)
+        if png is not None:
+            _write_picture(png, engine.model, tokens, labels, capture, place)
         copied_bytes = engine.stats().copied_bytes - copied_before
         rates = _measure(engine, ids, max_tokens, capture, runs)
         console.print(_summary(engine, rows[-1], capture, rates, copied_bytes))
@@ -97,7 +110,8 @@ def _draw(
     kind: str,
     layer_index: int | None,
     head: int | None,
-) -> None:
+) -> tuple[int, int]:
+    """Print the heat map; return the indices of the layer and head that it shows."""
     # For "probs" these are the captured views themselves.
     weights = [
         [probabilities(heads, kind, model.attention_scale) for heads in layers] for layers in rows
@@ -111,6 +125,23 @@ def _draw(
     drawn = [layers[i_layer][i_head] for layers in weights]
     console.print(heat_map(drawn, labels[-len(rows) :], labels, width=console.width))
     console.print()
+    return i_layer, i_head
+
+
+def _write_picture(
+    path: Path,
+    model: "ModelInfo",
+    tokens: Sequence["Token"],
+    labels: Sequence[str],
+    capture: "Capture",
+    place: tuple[int, int],
+) -> None:
+    layer, head = place
+    heatmap(
+        tokens, labels, layer=layer, head=head, kind=capture.kind,
+        title=f"{model.name}, layer {model.attention_layers[layer]}, head {head}: "
+        "where the model looked to generate each token (row)",
+    ).savefig(path)  # pyright: ignore[reportUnknownMemberType] # fmt: skip
 
 
 def _measure(

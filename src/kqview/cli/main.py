@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
+from kqview.cli.bench import bench
 from kqview.cli.demo import demo
 from kqview.cli.generate import generate
 from kqview.cli.info import info
@@ -83,7 +84,7 @@ def options(
     """Options before the subcommand."""
 
 
-for _command in (demo, generate, info, tokenize):
+for _command in (bench, demo, generate, info, tokenize):
     app.command()(_command)
 
 

@@ -1,4 +1,4 @@
-"""Pairs: how every benchmark here times two ways of doing the same work, and what it says of them.
+"""Pairs: how every benchmark of kqview times two ways of doing the same work, and what it says.
 
 Owns: the alternation and the statistics; pure functions and values, no engine, no output.
 
@@ -17,15 +17,15 @@ from math import comb, floor
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile, 0 <= q <= 1, interpolated between the two nearest of *values*."""
     if not values:
-        raise ValueError("harness.quantile: no values, at least 1 is needed")
+        raise ValueError("pairs.quantile: no values, at least 1 is needed")
     if not 0.0 <= q <= 1.0:
-        raise ValueError(f"harness.quantile: q is {q}, 0 to 1 is possible")
+        raise ValueError(f"pairs.quantile: q is {q}, 0 to 1 is possible")
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
@@ -94,13 +94,22 @@ def alternate(
     baseline: Callable[[], float], candidate: Callable[[], float], n_pairs: int
 ) -> Iterator[tuple[float, float]]:
     """Yield (baseline ms, candidate ms) of *n_pairs* pairs, run in the order A B, B A, A B, ..."""
-    for i in range(n_pairs):
-        if i % 2 == 0:
-            before = baseline()
-            yield before, candidate()
-        else:
-            after = candidate()
-            yield baseline(), after
+    ways = {"baseline": baseline, "candidate": candidate}
+    for times in rounds(ways, n_pairs):
+        yield times["baseline"], times["candidate"]
+
+
+def rounds(ways: Mapping[str, Callable[[], float]], n_rounds: int) -> Iterator[dict[str, float]]:
+    """Yield what each of *ways* returned in each round, run in the order A B C, C B A, A B C, ...
+
+    Several ways share one run of the baseline in a round, which halves the time that pairs of their
+    own would take. A drift cancels as in pairs: a way that runs i places after the baseline in one
+    round runs i places before it in the next.
+    """
+    order = list(ways)
+    for i in range(n_rounds):
+        times = {name: ways[name]() for name in (order if i % 2 == 0 else reversed(order))}
+        yield {name: times[name] for name in order}
 
 
 def step_ms(stamps_s: Sequence[float], n_skip: int = 0) -> float:

@@ -1,0 +1,27 @@
+"""Draws the cost of capture against the context from rows that `bench/contexts.py --save` kept.
+
+python bench/plot.py bench/results/2026-11-20.jsonl --out bench/results/contexts.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from kqview.bench.lines import read
+from kqview.viz import overhead_plot
+
+
+def main() -> None:
+    """Read, draw, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, metavar="FILE.jsonl", help="rows to draw")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="picture")
+    parser.add_argument("--title", help="line above the picture (the processor and the commit)")
+    args = parser.parse_args()
+    overhead_plot(read(args.source), title=args.title).savefig(args.out)
+    print(f"wrote {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""``kqview bench``: what capture costs a decoded token on the user's own model and machine."""
+
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from kqview.cli.loading import open_engine
+from kqview.cli.options import (
+    DemoOption,
+    FlashAttention,
+    GpuLayersOption,
+    HubOption,
+    ModelArgument,
+    ThreadsOption,
+    parse_indices,
+)
+from kqview.machine import default_threads
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+    from contextlib import AbstractContextManager
+
+    from kqview import Engine, ModelInfo
+    from kqview.bench.rows import LeftOut, SweepRow
+    from kqview.bench.sweep import SweepPlan
+
+_QUICK: Final = {"contexts": (64, 128), "n_rounds": 5, "n_tokens": 8}
+
+
+class FlashSettings(StrEnum):
+    """Settings of flash attention to compare."""
+
+    BOTH = "both"
+    ON = "on"
+    OFF = "off"
+
+
+_SETTINGS: Final = {
+    FlashSettings.BOTH: (True, False),
+    FlashSettings.ON: (True,),
+    FlashSettings.OFF: (False,),
+}
+
+
+def bench(
+    model: ModelArgument = None,
+    hf: HubOption = None,
+    demo: DemoOption = False,
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens of context, such as 256,1024. [256,1024,4096]")
+    ] = None,
+    captures: Annotated[
+        str | None, typer.Option(help="Ways to capture, such as logits,10-heads. [all]")
+    ] = None,
+    flash_attn: Annotated[
+        FlashSettings, typer.Option("--flash-attn", help="Flash attention.")
+    ] = FlashSettings.BOTH,
+    pairs: Annotated[
+        int | None, typer.Option(min=1, help="Pairs of each row; 5 are the least for a bound. [10]")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=6, help="Tokens of one run; the first 4 do not count. [16]")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Contexts of 64 and 128, 5 pairs: does it run?")
+    ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", dir_okay=False, help="Append JSON lines to FILE."),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw the rows into FILE."),
+    ] = None,
+    threads: ThreadsOption = None,
+    ngl: GpuLayersOption = -1,
+) -> None:
+    """Measure what capturing attention costs on this machine.
+
+    For each context one prompt of random tokens stays in the cache, and every way to capture
+    decodes the same number of tokens after it: interleaved, in turns of which every second one runs
+    backwards. A cell is the median of how much more a token takes, and the upper 95 % bound of that
+    median. "none, once more" captures nothing: it says what a difference is worth.
+
+    Ways: logits, scores, probs (every layer and head), float16, 10-heads, mean-heads, mean, top-8.
+
+    Examples:
+
+    - `kqview bench model.gguf`
+    - `kqview bench model.gguf --contexts 1024 --captures logits,10-heads --flash-attn on`
+    - `kqview bench --demo --quick --json rows.jsonl --plot rows.png`
+    """
+    from kqview.bench.lines import append
+    from kqview.bench.rows import LeftOut
+    from kqview.bench.sweep import SweepPlan, fitting_contexts, sweep
+
+    if plot is not None:
+        _check_picture(plot)
+    plan = SweepPlan(captures=_capture_names(captures), flash_attn=_SETTINGS[flash_attn])
+    wanted: dict[str, Any] = dict(_QUICK) if quick else {}
+    given = {
+        "contexts": parse_indices("--contexts", contexts), "n_rounds": pairs, "n_tokens": tokens,
+    }  # fmt: skip
+    wanted |= {name: value for name, value in given.items() if value is not None}
+    if 0 in wanted.get("contexts", ()):
+        raise typer.BadParameter("--contexts has 0; the least is 1")
+
+    def open_one(n_ctx: int, with_flash: bool) -> "AbstractContextManager[Engine]":
+        return open_engine(
+            model, from_hub=hf, demo=demo, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl,
+            flash_attn=FlashAttention.ON if with_flash else FlashAttention.OFF,
+        )  # fmt: skip
+
+    with open_one(256, True) as engine:
+        info = engine.model
+    plan = replace(plan, **wanted)
+    fitting, left_out = fitting_contexts(info, plan.contexts)
+    plan = replace(plan, contexts=tuple(fitting))
+    if json_file is not None:
+        json_file.open("a").close()  # better refused now than after the first row
+    about = _about(info, plan, threads)
+    rows: list[SweepRow] = []
+    with _progress_line(plan.n_runs) as on_run:
+        for row in sweep(open_one, plan, on_run):
+            if isinstance(row, LeftOut):
+                left_out.append(row)
+                continue
+            rows.append(row)
+            if json_file is not None:
+                append(json_file, {**about, **row.to_record()})
+    _show(info, rows, left_out)
+    if plot is not None and rows:
+        from kqview.viz import overhead_plot
+
+        title = f"Cost of capture: {info.name or info.architecture}\n{about['cpu']}"
+        records = [{**about, **row.to_record()} for row in rows]
+        overhead_plot(records, title=title).savefig(plot)  # pyright: ignore[reportUnknownMemberType]
+    if any(row.is_failure for row in left_out) or not rows:
+        raise typer.Exit(1)
+
+
+def _capture_names(text: str | None) -> tuple[str, ...]:
+    from kqview.bench.sweep import CAPTURE_NAMES
+
+    names = CAPTURE_NAMES if text is None else [name.strip() for name in text.split(",")]
+    unknown = [name for name in names if name not in CAPTURE_NAMES]
+    if unknown:
+        raise typer.BadParameter(
+            f"--captures has {', '.join(map(repr, unknown))}; known are {', '.join(CAPTURE_NAMES)}"
+        )
+    return tuple(dict.fromkeys(names))
+
+
+def _check_picture(plot: Path) -> None:
+    from kqview.viz.figures import require_matplotlib
+
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"--plot is {str(plot)!r}; end it in .png, .svg or .pdf")
+    if not plot.parent.is_dir():
+        raise typer.BadParameter(f"--plot is {str(plot)!r}; there is no folder {plot.parent}")
+    require_matplotlib("bench --plot")
+
+
+def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[str, Any]:
+    """What every JSON line begins with."""
+    from kqview.bench.facts import facts
+
+    return {
+        **facts(),
+        "model": model.name or model.architecture,
+        "model_bytes": model.size_bytes,
+        "file_type": model.file_type,
+        "flags": f"--threads {threads or default_threads()} --pairs {plan.n_rounds} "
+        f"--tokens {plan.n_tokens}",
+    }
+
+
+@contextmanager
+def _progress_line(n_runs: int) -> "Generator[Callable[[str, int], None]]":
+    """What is measured, how much is done, the time left: one line on stderr if it is a terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs,"),
+        TimeElapsedColumn(), TextColumn("gone,"), TimeRemainingColumn(), TextColumn("left"),
+    )  # fmt: skip
+    with Progress(
+        *columns, console=console, disable=not console.is_terminal, transient=True
+    ) as progress:
+        task = progress.add_task("opening the model", total=n_runs)
+
+        def on_run(name: str, n_done: int) -> None:
+            progress.update(task, description=name, advance=n_done)
+
+        yield on_run
+
+
+def _show(model: "ModelInfo", rows: "Sequence[SweepRow]", left_out: "Sequence[LeftOut]") -> None:
+    from kqview.bench.rows import CELL_LEGEND, by_reason, tables
+
+    console = Console()
+    for found in tables(rows):
+        flash = "on" if found.flash_attn else "off"
+        title = f"{model.name or model.architecture}: a decoded token, flash attention {flash}"
+        table = Table(*found.columns, title=title, caption=CELL_LEGEND)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        for cells in found.lines:
+            table.add_row(*cells)
+        console.print(table)
+    for reason, names in by_reason(left_out).items():
+        console.print(f"left out: {', '.join(names)}: {reason}", highlight=False, markup=False)

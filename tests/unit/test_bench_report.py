@@ -1,0 +1,283 @@
+"""bench/report.py and what saves and reads rows: nothing measured is lost, nothing is mixed up."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench import report
+from kqview.bench import lines
+from kqview.bench.pairs import Pairs
+from kqview.bench.rows import LeftOut, SweepRow
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import ModuleType
+
+BENCH = Path(report.__file__).parent
+ABOUT: dict[str, Any] = {
+    "date": "2025-01-02T03:04:05+00:00", "machine": "x86_64", "system": "Linux", "cpu": "some cpu",
+    "n_cores": 2, "load_average": 0.1, "kqview_commit": "abc",
+    "llama_cpp_commit": "0123456789abcdef",
+    "flags": "--threads 2 --pairs 20", "n_context": 1024, "is_quick": False,
+}  # fmt: skip
+
+
+def timing(ratio: float, n_pairs: int, target: float | None, name: str = "r") -> report.Timing:
+    pairs = Pairs([10.0] * n_pairs, [10.0 * ratio] * n_pairs)
+    return report.Timing(name, "what", "against", "a token", pairs, target, "python bench/x.py")
+
+
+def sweep_row(capture: str, ratio: float, n_context: int = 256, *, flash: bool = True) -> SweepRow:
+    return SweepRow(capture, flash, n_context, 1000, Pairs([10.0] * 5, [10.0 * ratio] * 5))
+
+
+COUNT = report.Count("c", "what", 2, 16384, 4096, None, "python bench/counts.py")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "n_pairs", "target", "verdict"),
+    [(1.04, 20, 1.05, "yes"), (1.06, 20, 1.05, "no"), (1.0, 4, 1.05, "?"), (9.0, 20, None, "")],
+)
+def test_verdict_compares_the_bound_with_the_target(
+    ratio: float, n_pairs: int, target: float | None, verdict: str
+) -> None:
+    assert timing(ratio, n_pairs, target).verdict == verdict
+
+
+def test_record_keeps_every_single_time() -> None:
+    record = report.to_record(timing(1.5, 5, None), {"cpu": "some"})
+    assert record["pairs"] == {"baseline_ms": [10.0] * 5, "candidate_ms": [15.0] * 5}
+    assert (record["row"], record["cpu"], record["upper_bound"]) == ("r", "some", 1.5)
+
+
+@pytest.mark.parametrize("row", [timing(1.5, 5, 1.05), COUNT, sweep_row("probs", 1.2)])
+def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines.append(path, report.to_record(row, ABOUT))
+    (record,) = lines.read(path)
+    assert report.from_record(record) == row
+
+
+def test_saving_to_a_folder_means_the_file_of_the_day(tmp_path: Path) -> None:
+    assert report.save_file(tmp_path, ABOUT) == tmp_path / "2025-01-02.jsonl"
+    assert report.save_file(tmp_path / "x.jsonl", ABOUT) == tmp_path / "x.jsonl"
+
+
+def test_append_makes_the_folder_and_adds_lines(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "rows.jsonl"
+    lines.append(path, {"row": "a"})
+    lines.append(path, {"row": "b"})
+    assert path.read_text() == '{"row": "a"}\n{"row": "b"}\n'
+
+
+def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"row": "a"}\n{"row": "b", "pai')
+    lines.append(path, {"row": "c"})
+    assert [record["row"] for record in lines.read(path)] == ["a", "c"]
+
+
+def test_reading_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("no JSON\n")
+    with pytest.raises(ValueError, match="no line of JSON"):
+        lines.read(path)
+
+
+# ---- which saved rows make the table
+
+
+def saved(row: str, minute: int, **changes: Any) -> dict[str, Any]:
+    return {"row": row, **ABOUT, "date": f"2025-01-02T03:{minute:02}:00+00:00", **changes}
+
+
+def test_newest_takes_the_last_record_of_each_name() -> None:
+    first, second, other = saved("a", 1), saved("a", 2), saved("b", 1)
+    found, notes = report.newest([first, other, second], ABOUT["flags"])
+    assert sorted(found, key=lambda record: record["row"]) == [second, other]
+    assert notes == []
+
+
+def test_newest_leaves_other_flags_and_machines_out_and_says_so() -> None:
+    records = [
+        saved("a", 1, flags="--threads 1 --pairs 20"), saved("b", 2, cpu="old"), saved("c", 3),
+    ]  # fmt: skip
+    found, notes = report.newest(records, ABOUT["flags"])
+    assert [record["row"] for record in found] == ["c"]
+    assert notes == ["saved, but with `--threads 1 --pairs 20`: a", "saved, but on old: b"]
+
+
+def test_chosen_name_is_the_longest_that_a_row_begins_with() -> None:
+    names = ["context-256-flash", "decode-flash-logits", "decode-flash-logits-mean-heads"]
+    assert report.chosen_name("context-256-flash-probs", names) == names[0]
+    assert report.chosen_name("decode-flash-logits-mean-heads", names) == names[2]
+    assert report.chosen_name("decode-flash-logits", names) == names[1]
+    assert report.chosen_name("loop", names) == ""
+
+
+def test_markdown_has_a_table_for_each_sort_of_row() -> None:
+    rows = [timing(1.02, 20, 1.05), sweep_row("off", 1.0), sweep_row("probs", 1.031), COUNT]
+    later = {**ABOUT, "date": "2025-01-03T00:00:00+00:00", "kqview_commit": "def"}
+    text = report.markdown(rows, ["not measured: x"], [ABOUT, later])
+    assert "kqview abc, def" in text
+    assert "2025-01-02T03:04:05+00:00 to 2025-01-03" in text
+    assert "| what | 10.20 / 10.20 / 10.20 | against | 10.00 / 10.00 / 10.00 | 1.020 |" in text
+    assert "| probs | 1 kB | +3.1 (+3.1) |" in text
+    assert "| what | 2 | 16,384 | 4,096 | not counted |" in text
+    assert text.endswith("- not measured: x")
+
+
+def test_replace_marked_keeps_what_lies_around_the_markers() -> None:
+    text = f"before {report.BEGIN} old {report.END} after"
+    assert report.replace_marked(text, "new") == (f"before {report.BEGIN}\nnew\n{report.END} after")
+
+
+def test_replace_marked_without_markers_is_an_error() -> None:
+    with pytest.raises(ValueError, match="markers missing"):
+        report.replace_marked("no markers", "new")
+
+
+def test_readme_has_the_markers_of_the_table() -> None:
+    report.replace_marked((BENCH / "README.md").read_text(encoding="utf-8"), "new")
+
+
+# ---- scripts: they import each other as programs of their folder do
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    pytest.importorskip("rich")
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module
+
+
+def test_collect_saves_each_row_when_it_is_done(script: Any, tmp_path: Path) -> None:
+    console, settings = script("console"), script("settings")
+    own_report = script("report")
+    path = tmp_path / "rows.jsonl"
+    n_lines: list[int] = []
+
+    def row(name: str) -> Any:
+        pairs = Pairs([1.0] * 5, [1.0] * 5)
+        return own_report.Timing(name, "what", "against", "a token", pairs, None, "command")
+
+    def measure(*_: object) -> Iterator[Any]:
+        yield row("a")
+        n_lines.append(len(path.read_text().splitlines()))
+        yield row("b")
+        n_lines.append(len(path.read_text().splitlines()))
+        raise KeyboardInterrupt
+
+    weights = dict.fromkeys("abc", 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        console.collect([(weights, measure)], settings.Settings(save=path), ABOUT)
+    assert n_lines == [1, 2]
+    assert [record["row"] for record in lines.read(path)] == ["a", "b"]
+
+
+def test_row_that_fails_does_not_take_the_others_along(
+    script: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console, settings, models = script("console"), script("settings"), script("models")
+    own_report = script("report")
+
+    def measured(name: str) -> Any:
+        if name == "broken":
+            raise RuntimeError("it broke")
+        if name == "missing":
+            raise models.NotHere("get it")
+        pairs = Pairs([1.0] * 5, [1.0] * 5)
+        return own_report.Timing(name, "what", "against", "a token", pairs, None, "command")
+
+    names = ("broken", "missing", "fine")
+
+    def measure(*_: object) -> Iterator[Any]:
+        for name in names:
+            yield console.attempt(name, measured, name)
+
+    def measure_nothing(*_: object) -> Iterator[Any]:
+        raise RuntimeError("no engine")
+        yield
+
+    benchmarks = [(dict.fromkeys(names, 1.0), measure), ({"other": 1.0}, measure_nothing)]
+    outcome = console.collect(benchmarks, settings.Settings(), ABOUT)
+    assert [row.name for row in outcome.rows] == ["fine"]
+    assert outcome.left_out == [
+        LeftOut("broken", "it broke", True), LeftOut("missing", "get it"),
+        LeftOut("other", "no engine", True),
+    ]  # fmt: skip
+    assert outcome.has_failed
+    assert "it broke" in capsys.readouterr().err
+
+
+def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
+    table = script("table")
+    names = ["context-256-flash-probs", "counts-flash-off", "decode-flash-logits"]
+    rows = [
+        report.to_record(sweep_row("probs", 1.1), saved(names[0], 1)),
+        report.to_record(COUNT, saved(names[1], 1)) | {"row": names[1], "name": names[1]},
+        report.to_record(timing(1.0, 5, None), saved(names[2], 1))
+        | {"row": names[2], "name": names[2]},
+    ]
+    found, notes, abouts = table.saved(rows, ABOUT["flags"])
+    assert [row.name for row in found] == [names[2], names[0], names[1]]
+    assert len(abouts) == 3
+    assert notes[-1].startswith("no row saved: ")
+    assert "decode-flash-scores" in notes[-1]
+    assert "decode-flash-logits," not in notes[-1]
+
+
+def test_table_from_a_file_without_these_flags_names_those_that_are_there(script: Any) -> None:
+    with pytest.raises(SystemExit, match=r"there are rows with `--threads 2 --pairs 20`"):
+        script("table").saved([saved("a", 1)], "--threads 9")
+
+
+def test_hf_rows_without_torch_say_what_to_install(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hf, settings, models = script("hf"), script("settings"), script("models")
+    monkeypatch.setattr(hf.importlib.util, "find_spec", lambda name: None)
+
+    class Line:
+        def start(self, *_: object) -> None:
+            pass
+
+    rows = list(hf.measure(settings.Settings(is_quick=True), Line()))
+    assert [row.name for row in rows] == list(hf.CASES)
+    assert {row.reason for row in rows} == {
+        "torch and transformers not installed; run pip install torch transformers"
+    }
+    assert not any(row.is_failure for row in rows)
+    assert models.NotHere
+
+
+# ---- perf
+
+
+@pytest.fixture
+def counts(script: Any) -> ModuleType:
+    return script("counts")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("123456,,instructions:u,1000,100.00,,\n", 123456),
+        ("<not supported>,,instructions:u,0,100.00,,\n", None),
+        ("Error: no permission\n", None),
+        ("", None),
+    ],
+)
+def test_perf_output_is_a_count_or_none(counts: ModuleType, text: str, count: int | None) -> None:
+    assert counts.parse_perf(text) == count
+
+
+def test_record_is_one_line_of_json(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    lines.append(path, report.to_record(timing(1.5, 5, None), ABOUT))
+    assert json.loads(path.read_text())["median_ratio"] == 1.5
