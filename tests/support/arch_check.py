@@ -23,9 +23,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from kqview.types import Token
-
-N_PROMPT = 20
 N_TOKENS = 6
 N_CTX = 256
 # exp of a score this far below the row's largest one is 0 in float32.
@@ -42,6 +39,8 @@ class Report:
     layers: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     errors: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
     n_heads: list[int] = field(default_factory=list[int])
+    # Hidden columns of the last token's logits, over all heads.
+    n_hidden: dict[int, int] = field(default_factory=dict[int, int])
     # Smallest and largest sum of a row of probabilities, in all layers.
     sums: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     # The same of the stock build's rows, with columns that are no tokens.
@@ -59,12 +58,6 @@ class Report:
             if not first_layer or layer == min(by_layer)
         ]
         return max(found, default=0.0)
-
-
-def layers_of(token: Token) -> list[NDArray[np.float32]]:
-    """Rows of each captured layer, (n_heads, n_context)."""
-    assert token.attention is not None
-    return [np.asarray(rows) for rows in token.attention]
 
 
 def row_error(kind: Kind, got: NDArray[np.float32], layer: stock.Layer) -> float:
@@ -97,117 +90,97 @@ def relative(got: NDArray[Any], want: NDArray[np.float64]) -> float:
 class ModelCheck:
     """Runs one model through the engine and the stock build."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, n_prompt: int = 20, kv_type: stock.KvType = "f32") -> None:
         self.path = path
+        self.kv_type: stock.KvType = kv_type
+        self.prompt: list[int] = np.random.default_rng(3).integers(0, 128, n_prompt).tolist()
         self.report = Report(path.stem)
-        self._stock: dict[tuple[Any, ...], stock.Run] = {}
+        self._stock: dict[tuple[int, ...], stock.Run] = {}
 
     def run(self) -> Report:
         """Generate with each kind and flash attention off and on; compare every row."""
         for flash_attn in (False, True):
-            with Engine(
-                self.path,
-                n_ctx=N_CTX,
-                n_threads=1,
-                kv_type="f32",
-                flash_attn=flash_attn,
-                attention_budget_bytes=2**28,
-            ) as engine:
-                self._generate(engine, flash_attn)
+            for kind in KINDS:
+                # A fresh one: reusing the prompt's cache would round differently.
+                with Engine(
+                    self.path,
+                    n_ctx=N_CTX,
+                    n_threads=1,
+                    kv_type=self.kv_type,
+                    flash_attn=flash_attn,
+                    attention_budget_bytes=2**28,
+                ) as engine:
+                    self._check(engine, kind, flash_attn)
         return self.report
 
-    def _generate(self, engine: Engine, flash_attn: bool) -> None:
-        report = self.report
-        prompt = np.random.default_rng(3).integers(0, 128, N_PROMPT).tolist()
-        for kind in KINDS:
-            key = f"{kind} {'on' if flash_attn else 'off'}"
-            layers = engine.model.attention_layers
-            try:
-                tokens = list(
-                    engine.generate(
-                        prompt,
-                        max_tokens=N_TOKENS,
-                        temperature=0.0,
-                        ignore_eos=True,
-                        capture=kind if layers else None,
-                    )
-                )
-            except UnsupportedModel:
-                report.mode = "attend"
-                self._attend(engine, prompt, flash_attn)
-                return
-            report.mode = "generate"
-            assert len(tokens) == N_TOKENS
-            run = self._stock_rows(prompt, [token.id for token in tokens])
-            report.expected_layers = [layer.layer for layer in run.steps[0].layers]
-            report.layers[key] = list(layers)
-            if layers:
-                self._compare(kind, key, tokens, run)
+    def _check(self, engine: Engine, kind: Kind, flash_attn: bool) -> None:
+        layers = engine.model.attention_layers
+        options: dict[str, Any] = {
+            "max_tokens": N_TOKENS, "temperature": 0.0, "ignore_eos": True,
+            "capture": kind if layers else None,
+        }  # fmt: skip
+        try:
+            tokens = list(engine.generate(self.prompt, **options))
+        except UnsupportedModel:
+            self.report.mode = "attend"
+            found = engine.attend(self.prompt, capture=kind).array()
+            self._compare(kind, flash_attn, layers, [found], self._stock_rows([]))
+            return
+        self.report.mode = "generate"
+        assert len(tokens) == N_TOKENS
+        run = self._stock_rows([token.id for token in tokens])
+        self._compare(kind, flash_attn, layers, [token.attention for token in tokens], run)
 
-    def _compare(self, kind: Kind, key: str, tokens: list[Token], run: stock.Run) -> None:
+    def _compare(
+        self, kind: Kind, flash_attn: bool, layers: tuple[int, ...], found: list[Any],
+        run: stock.Run,
+    ) -> None:  # fmt: skip
+        """`found`: for each step rows of (n_layers, n_heads, ..., n_context), or a tuple of them."""
         report = self.report
-        report.is_tuple = isinstance(tokens[0].attention, tuple)
-        errors = dict.fromkeys(report.layers[key], 0.0)
+        key = f"{kind} {'on' if flash_attn else 'off'}"
+        report.expected_layers = [layer.layer for layer in run.steps[0].layers]
+        report.layers[key] = list(layers)
+        report.errors[key] = dict.fromkeys(layers, 0.0)
+        if not layers:
+            return
+        report.is_tuple = isinstance(found[0], tuple)
         low, high = np.inf, -np.inf
-        for index, (token, step) in enumerate(zip(tokens, run.steps, strict=True)):
-            got = dict(zip(report.layers[key], layers_of(token), strict=True))
-            report.n_heads = [len(rows) for rows in got.values()]
+        for attention, step in zip(found, run.steps, strict=True):
+            rows_of = dict(zip(layers, (np.asarray(rows) for rows in attention), strict=True))
+            report.n_heads = [len(rows) for rows in rows_of.values()]
             for layer in step.layers:
-                if layer.layer not in got:
+                if layer.layer not in rows_of:
                     continue
-                rows = got[layer.layer]
-                assert rows.shape[-1] == N_PROMPT + index
-                errors[layer.layer] = max(errors[layer.layer], row_error(kind, rows, layer))
+                rows = rows_of[layer.layer]
+                # A token has one query, a prompt one of each id.
+                assert rows.shape == (layer.kq[:, 0] if rows.ndim == 2 else layer.kq).shape
+                before = report.errors[key][layer.layer]
+                report.errors[key][layer.layer] = max(before, row_error(kind, rows, layer))
+                if kind == "logits" and step is run.steps[-1]:
+                    report.n_hidden[layer.layer] = int((rows == -np.inf).sum())
                 if kind == "probs":
                     sums = rows.sum(axis=-1)
                     low, high = min(low, float(sums.min())), max(high, float(sums.max()))
+                    known = report.stock_sums
                     report.stock_sums = (
-                        min(report.stock_sums[0], float(layer.sums.min())),
-                        max(report.stock_sums[1], float(layer.sums.max())),
+                        min(known[0], float(layer.sums.min())),
+                        max(known[1], float(layer.sums.max())),
                     )
-        report.errors[key] = errors
         if kind == "probs":
             report.sums[key] = (low, high)
 
-    def _stock_rows(self, prompt: list[int], ids: list[int], **options: Any) -> stock.Run:
+    def _stock_rows(self, ids: list[int]) -> stock.Run:
+        """The stock build's rows of the prompt and then `ids`, or of the prompt alone."""
         # The same tokens in most runs: the stock build runs once for all of them.
-        key = (*ids[:-1], *options.items())
+        key = tuple(ids[:-1])
         if key not in self._stock:
             self._stock[key] = stock.read_rows(
                 self.path,
-                prompt,
+                self.prompt,
                 n_predict=max(len(ids), 1),
                 forced_ids=ids,
-                kv_type="f32",
+                kv_type=self.kv_type,
                 n_ctx=N_CTX,
-                **options,
+                rows="last" if ids else "all",
             )
         return self._stock[key]
-
-    def _attend(self, engine: Engine, prompt: list[int], flash_attn: bool) -> None:
-        report = self.report
-        run = self._stock_rows(prompt, [], rows="all")
-        report.expected_layers = [layer.layer for layer in run.steps[0].layers]
-        for kind in KINDS:
-            key = f"{kind} {'on' if flash_attn else 'off'}"
-            layers = engine.model.attention_layers
-            report.layers[key] = list(layers)
-            blocks = engine.attend(prompt, capture=kind).array()
-            report.is_tuple = isinstance(blocks, tuple)
-            got = dict(zip(layers, (np.asarray(rows) for rows in blocks), strict=True))
-            errors = dict.fromkeys(layers, 0.0)
-            low, high = np.inf, -np.inf
-            for layer in run.steps[0].layers:
-                if layer.layer not in got:
-                    continue
-                rows = got[layer.layer]
-                assert rows.shape == layer.kq.shape
-                errors[layer.layer] = row_error(kind, rows, layer)
-                if kind == "probs":
-                    sums = rows.sum(axis=-1)
-                    low, high = min(low, float(sums.min())), max(high, float(sums.max()))
-            report.n_heads = [rows.shape[0] for rows in got.values()]
-            report.errors[key] = errors
-            if kind == "probs":
-                report.sums[key] = (low, high)
-                report.stock_sums = (low, high)

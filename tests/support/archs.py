@@ -13,13 +13,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import stock
 from .arch_check import ModelCheck, Report
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+Value = TypeVar("Value")
 
 N_MODELS = 128
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,20 +43,27 @@ def make_models(folder: Path, pattern: str = "") -> list[Path]:
     return sorted(folder.glob("*.gguf"))
 
 
-def check_all(models: Sequence[Path], n_workers: int = 2) -> list[Report]:
-    """Check each model in one of `n_workers` processes; reports in the order of `models`."""
+def check_all(
+    models: Sequence[Path],
+    *,
+    n_prompt: int = 20,
+    kv_type: stock.KvType = "f32",
+    n_workers: int = 2,
+) -> dict[str, Report]:
+    """Check each model in one of `n_workers` processes; reports by the file's stem."""
     shares = [list(models[i::n_workers]) for i in range(n_workers)]
     with ThreadPoolExecutor(n_workers) as pool:
-        found = {report.name: report for part in pool.map(_check_share, shares) for report in part}
-    return [found[model.stem] for model in models]
+        parts = pool.map(lambda share: _check_share(share, n_prompt, kv_type), shares)
+        return {report.name: report for part in parts for report in part}
 
 
-def _check_share(models: list[Path]) -> list[Report]:
+def _check_share(models: list[Path], n_prompt: int, kv_type: stock.KvType) -> list[Report]:
     """Feed models to a worker, and to a new one after each that ends it."""
     reports: list[Report] = []
     rest = list(models)
     while rest:
-        command = [sys.executable, "-m", "tests.support.archs", *map(str, rest)]
+        command = [sys.executable, "-m", "tests.support.archs", str(n_prompt), kv_type]
+        command += map(str, rest)
         worker = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
@@ -76,17 +85,20 @@ def _check_share(models: list[Path]) -> list[Report]:
 
 def _report_of(line: str) -> Report:
     report = Report(**json.loads(line))
-    report.errors = {
-        key: {int(layer): error for layer, error in by_layer.items()}
-        for key, by_layer in report.errors.items()
-    }
+    # JSON's keys are text.
+    report.errors = {key: _by_layer(errors) for key, errors in report.errors.items()}
+    report.n_hidden = _by_layer(report.n_hidden)
     return report
 
 
-def main(paths: Sequence[str]) -> None:
+def _by_layer(values: dict[Any, Value]) -> dict[int, Value]:
+    return {int(layer): value for layer, value in values.items()}
+
+
+def main(n_prompt: str, kv_type: stock.KvType, *paths: str) -> None:
     """Check models in this process, one line of JSON each."""
     for path in paths:
-        check = ModelCheck(Path(path))
+        check = ModelCheck(Path(path), int(n_prompt), kv_type)
         try:
             check.run()
         except Exception as error:
@@ -95,4 +107,4 @@ def main(paths: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])  # type: ignore[arg-type]
