@@ -252,7 +252,8 @@ std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
     std::map<int, ggml_tensor*> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor* const node = ggml_graph_node(graph, i);
-        const auto il = layer_of(node, "l_out");
+        if (!has_stem(node, "l_out")) continue;
+        const auto il = layer_of(node);
         const bool is_matrix = node->type == GGML_TYPE_F32 && node->nb[0] == sizeof(float) &&
                                node->ne[2] == 1 && node->ne[3] == 1;
         if (il && is_matrix) found[*il] = node;

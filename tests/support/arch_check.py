@@ -8,7 +8,7 @@ and not in the other. Never: tolerates anything; limits stand in the tests.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -31,7 +31,10 @@ UNDERFLOW = 80.0
 
 @dataclass
 class Report:
-    """What one model gave. Errors by "<kind> <flash attention>" and layer."""
+    """What one model gave. Errors by "<kind> <flash attention>" and layer.
+
+    The kind "prompt" are the probs of the prompt's own tokens, from `attend`.
+    """
 
     name: str
     mode: str = ""  # "generate" or "attend"
@@ -95,23 +98,34 @@ class ModelCheck:
         self.kv_type: stock.KvType = kv_type
         self.prompt: list[int] = np.random.default_rng(3).integers(0, 128, n_prompt).tolist()
         self.report = Report(path.stem)
-        self._stock: dict[tuple[int, ...], stock.Run] = {}
+        self._stock: dict[tuple[int, ...] | None, stock.Run] = {}
 
     def run(self) -> Report:
         """Generate with each kind and flash attention off and on; compare every row."""
         for flash_attn in (False, True):
             for kind in KINDS:
-                # A fresh one: reusing the prompt's cache would round differently.
-                with Engine(
-                    self.path,
-                    n_ctx=N_CTX,
-                    n_threads=1,
-                    kv_type=self.kv_type,
-                    flash_attn=flash_attn,
-                    attention_budget_bytes=2**28,
-                ) as engine:
+                with self._open(flash_attn) as engine:
                     self._check(engine, kind, flash_attn)
+            if self.report.expected_layers:
+                with self._open(flash_attn) as engine:
+                    self._check_prompt(engine, flash_attn)
         return self.report
+
+    def _open(self, flash_attn: bool) -> Engine:
+        # A fresh one each time: reusing the prompt's cache would round differently.
+        return Engine(
+            self.path,
+            n_ctx=N_CTX,
+            n_threads=1,
+            kv_type=self.kv_type,
+            flash_attn=flash_attn,
+            attention_budget_bytes=2**28,
+        )
+
+    def _check_prompt(self, engine: Engine, flash_attn: bool) -> None:
+        found = engine.attend(self.prompt, capture="probs").array()
+        layers = engine.model.attention_layers
+        self._compare("prompt", flash_attn, layers, [found], self._stock_rows([]))
 
     def _check(self, engine: Engine, kind: Kind, flash_attn: bool) -> None:
         layers = engine.model.attention_layers
@@ -132,7 +146,7 @@ class ModelCheck:
         self._compare(kind, flash_attn, layers, [token.attention for token in tokens], run)
 
     def _compare(
-        self, kind: Kind, flash_attn: bool, layers: tuple[int, ...], found: list[Any],
+        self, kind: Kind | Literal["prompt"], flash_attn: bool, layers: tuple[int, ...], found: list[Any],
         run: stock.Run,
     ) -> None:  # fmt: skip
         """`found`: for each step rows of (n_layers, n_heads, ..., n_context), or a tuple of them."""
@@ -155,7 +169,8 @@ class ModelCheck:
                 # A token has one query, a prompt one of each id.
                 assert rows.shape == (layer.kq[:, 0] if rows.ndim == 2 else layer.kq).shape
                 before = report.errors[key][layer.layer]
-                report.errors[key][layer.layer] = max(before, row_error(kind, rows, layer))
+                error = row_error("probs" if kind == "prompt" else kind, rows, layer)
+                report.errors[key][layer.layer] = max(before, error)
                 if kind == "logits" and step is run.steps[-1]:
                     report.n_hidden[layer.layer] = int((rows == -np.inf).sum())
                 if kind == "probs":
@@ -172,7 +187,7 @@ class ModelCheck:
     def _stock_rows(self, ids: list[int]) -> stock.Run:
         """The stock build's rows of the prompt and then `ids`, or of the prompt alone."""
         # The same tokens in most runs: the stock build runs once for all of them.
-        key = tuple(ids[:-1])
+        key = tuple(ids[:-1]) if ids else None
         if key not in self._stock:
             self._stock[key] = stock.read_rows(
                 self.path,
