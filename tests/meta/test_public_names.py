@@ -75,7 +75,18 @@ ENGINE_MEMBERS = {
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
 }
 GENERATION_MEMBERS = {
-    *("close", "cancel", "read", "prompt_attention", "request_id", "tokens", "text", "finish_reason", "usage", "slot"),
+    *(
+        "close",
+        "cancel",
+        "read",
+        "prompt_attention",
+        "request_id",
+        "tokens",
+        "text",
+        "finish_reason",
+        "usage",
+        "slot",
+    ),
     *("__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__exit__"),
 }
 TOKEN_NAMES = {

@@ -146,10 +146,14 @@ class ModelCheck:
         self._compare(kind, flash_attn, layers, [token.attention for token in tokens], run)
 
     def _compare(
-        self, kind: Kind | Literal["prompt"], flash_attn: bool, layers: tuple[int, ...], found: list[Any],
+        self,
+        kind: Kind | Literal["prompt"],
+        flash_attn: bool,
+        layers: tuple[int, ...],
+        found: list[Any],
         run: stock.Run,
-    ) -> None:  # fmt: skip
-        """`found`: for each step rows of (n_layers, n_heads, ..., n_context), or a tuple of them."""
+    ) -> None:
+        """`found`: for each step rows (n_layers, n_heads, ..., n_context), or a tuple of layers."""
         report = self.report
         key = f"{kind} {'on' if flash_attn else 'off'}"
         report.expected_layers = [layer.layer for layer in run.steps[0].layers]

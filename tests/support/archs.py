@@ -8,6 +8,7 @@ Never: keeps the models; the caller names a folder.
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +24,33 @@ if TYPE_CHECKING:
 
 Value = TypeVar("Value")
 
-N_MODELS = 128
+# What the pinned commit makes, as architecture-variant.
+_NAMES = """
+    afmoe-moe arcee-dense arctic-moe baichuan-dense bailingmoe-moe bailingmoe2-moe
+    bailingmoe3-moe bloom-dense chatglm-dense codeshell-dense cogvlm-dense cohere2-dense
+    cohere2moe-moe command-r-dense dbrx-moe deci-dense deepseek-moe deepseek2-moe
+    deepseek32-moe deepseek4-moe dots1-moe dots3note-moe dream-dense ernie4_5-moe
+    ernie4_5-moe-moe exaone-dense exaone-moe-moe exaone4-dense falcon-dense falcon-h1-dense
+    gemma-dense gemma2-dense gemma3-dense glm-dsa-moe glm4-dense glm4moe-moe glm5-next-moe
+    gpt-oss-moe gpt2-dense gptneox-dense granite-dense granite-moe granite_swa-dense
+    granitehybrid-dense granitemoe-dense granitemoe-moe grok-moe grovemoe-moe hrm_text-dense
+    hunyuan-dense-dense hunyuan-moe-moe hunyuan_vl-dense hy_v3-moe hy_v4-moe internlm2-dense
+    jais-dense jais2-dense jamba-dense kimi-k3-moe kimi-linear-moe laguna-moe lfm2-dense
+    lfm2moe-moe llada-dense llada-moe-moe llama-dense llama-moe llama4-moe maincoder-dense
+    mamba-dense mamba2-dense maple-moe mellum-moe mimo2-moe minicpm-dense minicpm-moe
+    minicpm3-dense minimax-01-moe minimax-m2-moe minimax-m3-moe mistral3-dense mistral3-moe
+    mistral4-moe mpt-dense muse-glimmer-dense nanbeige-dense nemotron-dense nemotron_h-dense
+    nemotron_h_moe-dense olmo-dense olmo2-dense olmoe-moe openelm-dense orion-dense
+    paddleocr-moe pangu-embedded-dense phi2-dense phi3-dense phimoe-moe plamo-dense
+    plamo2-dense plamo3-dense pockettts-dense qwen-dense qwen2-dense qwen2moe-moe
+    qwen2vl-dense qwen3-dense qwen35-dense qwen35moe-moe qwen3moe-moe qwen3next-moe
+    qwen3tts-dense qwen3vl-dense qwen3vlmoe-moe qwen4exp-moe refact-dense refact-moe rnd1-moe
+    seed_oss-dense smallthinker-moe smollm3-dense spark2_5-dense stablelm-dense
+    starcoder-dense starcoder2-dense talkie-dense xverse-dense
+"""
+NAMES = tuple(_NAMES.split())
+# Diffusion models: without a KV cache.
+WITHOUT_CACHE = ("dream-dense", "llada-dense", "llada-moe-moe", "rnd1-moe")
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_TIMEOUT_S = 120
 
@@ -41,6 +68,19 @@ def make_models(folder: Path, pattern: str = "") -> list[Path]:
     command += ["-a", pattern] if pattern else []
     subprocess.run(command, check=True, capture_output=True, text=True)
     return sorted(folder.glob("*.gguf"))
+
+
+def with_value(model: Path, path: Path, key: str, value: float) -> Path:
+    """Write a copy of `model` with another metadata value of `key`, which is a u32 or f32."""
+    data = bytearray(model.read_bytes())
+    name = key.encode()
+    # The length of a key precedes it, its type and value follow.
+    at = data.index(struct.pack("<Q", len(name)) + name) + 8 + len(name)
+    (kind,) = struct.unpack_from("<I", data, at)
+    code = {4: "<I", 6: "<f"}[kind]
+    struct.pack_into(code, data, at + 4, int(value) if code == "<I" else value)
+    path.write_bytes(data)
+    return path
 
 
 def check_all(
