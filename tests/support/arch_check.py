@@ -166,6 +166,7 @@ class ModelCheck:
         for attention, step in zip(found, run.steps, strict=True):
             rows_of = dict(zip(layers, (np.asarray(rows) for rows in attention), strict=True))
             report.n_heads = [len(rows) for rows in rows_of.values()]
+            assert [layer.layer for layer in step.layers] == report.expected_layers
             for layer in step.layers:
                 if layer.layer not in rows_of:
                     continue
