@@ -90,14 +90,32 @@ def source_path(source_dir: str | None) -> str:
     return done.stdout.strip()
 
 
+def stage(folder: Path) -> Path:
+    """Copy the CMake files and sources of ours below `folder`; return the folder to configure.
+
+    CMake binds a build folder to one source folder, and the cache is shared by every checkout.
+    """
+    root = HERE.parents[1]
+    for path in (*INPUTS, root / "vendor" / "amx.cmake"):
+        target = folder / "source" / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.is_file() or target.read_bytes() != path.read_bytes():
+            shutil.copyfile(path, target)
+    return folder / "source" / HERE.relative_to(root)
+
+
 def build(folder: Path, targets: list[str], source: str, defines: list[str], jobs: int) -> None:
     """Configure (again) and build `targets`; then stamp them."""
     cmake = shutil.which("cmake")
     if cmake is None:
         raise PeersError("peers.build: no cmake on the PATH; install it (pip install cmake ninja)")
-    configure = [cmake, "-S", str(HERE), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    staged = stage(folder)
+    cache = folder / "CMakeCache.txt"
+    if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={staged}\n" not in cache.read_text():
+        cache.unlink()
+    configure = [cmake, "-S", str(staged), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DKQVIEW_LLAMA_CPP_DIR={source}", *(f"-D{define}" for define in defines)]
-    if not (folder / "CMakeCache.txt").is_file() and shutil.which("ninja"):
+    if not cache.is_file() and shutil.which("ninja"):
         configure += ["-G", "Ninja"]
     for command in (
         configure,

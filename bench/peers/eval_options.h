@@ -34,12 +34,13 @@ struct options {
     bool flash_attn = false;
     bool all_rows = false;
     bool logits = false;
+    bool encode = false;  // one llama_encode: the encoder of a model that also has a decoder
 };
 
 inline const char* const usage =
     "kq-eval-rows --model M (--ids FILE|1,2,3 [--prompt-len N] | --prompt-len N) [--n-predict K]\n"
-    "  [--forced-ids FILE|1,2,3] [--flash-attn off|on] [--kv-type f16|f32|q8_0] [--n-ctx N]\n"
-    "  [--n-ubatch N] [--threads N] [--n-gpu-layers N] [--rows last|all]\n"
+    "  [--forced-ids FILE|1,2,3] [--flash-attn off|on] [--kv-type f16|f32|q8_0|q4_0] [--n-ctx N]\n"
+    "  [--n-ubatch N] [--threads N] [--n-gpu-layers N] [--rows last|all] [--encode]\n"
     "  (--out DIR [--logits] | --bench plain|callback|both [--repeat R])\n";
 
 inline int to_int(const std::string& name, const std::string& text, int low) {
@@ -68,8 +69,8 @@ inline options parse(int argc, char** argv) {
     options o;
     for (int i = 1; i < argc; ++i) {
         const std::string name = argv[i];
-        if (name == "--logits") {
-            o.logits = true;
+        if (name == "--logits" || name == "--encode") {
+            (name == "--logits" ? o.logits : o.encode) = true;
             continue;
         }
         if (i + 1 == argc) {
@@ -85,7 +86,7 @@ inline options parse(int argc, char** argv) {
         else if (name == "--out")
             o.out = value;
         else if (name == "--kv-type")
-            o.kv_type = one_of(name, value, {"f16", "f32", "q8_0"});
+            o.kv_type = one_of(name, value, {"f16", "f32", "q8_0", "q4_0"});
         else if (name == "--bench")
             o.bench = one_of(name, value, {"plain", "callback", "both"});
         else if (name == "--flash-attn")

@@ -1,7 +1,7 @@
 // kq-eval-rows: attention rows by the stock route, llama.cpp's eval callback. Values to compare
-// with, and the route that benchmarks compare against. Owns:    its own model, contexts and files.
-// A program over llama.h alone, linked to an unmodified llama.cpp,
-//          so a fault of kqview's tap cannot hide in both sides.
+// with, and the route that benchmarks compare against. A program over llama.h alone, linked to an
+// unmodified llama.cpp, so a fault of kqview's tap cannot hide in both sides.
+// Owns:    its own model, contexts and files.
 // Threads: one; llama.cpp's workers are not seen here.
 // Never:   reads a tensor after the graph ran. The softmax runs in place over kq, so each row is
 // copied in the
@@ -56,12 +56,14 @@ struct rows {
     }
 };
 
+// A layer with two softmaxes (a decoder with cross attention) keeps its first, the self attention.
 struct layer_rows {
     rows kq;     // before scale and mask
     rows input;  // what the softmax reads where a softcap or bias lies between; else empty
     rows probs;
     float scale = 1.0f;
     float max_bias = 0.0f;
+    int n_softmax = 0;
 };
 
 struct capture {
@@ -106,11 +108,16 @@ bool on_node(ggml_tensor* t, bool ask, void* user_data) {
         return ask ? wanted : true;
     }
     layer_rows& layer = to.layers[il];
+    if (layer.n_softmax > 0) {
+        layer.n_softmax += kind == node::probs;
+        return true;
+    }
     (kind == node::kq      ? layer.kq
      : kind == node::probs ? layer.probs
                            : layer.input)
         .copy(t, to.all_rows);
     if (kind == node::probs) {
+        layer.n_softmax = 1;
         std::memcpy(&layer.scale, reinterpret_cast<const float*>(t->op_params) + 0, sizeof(float));
         std::memcpy(&layer.max_bias, reinterpret_cast<const float*>(t->op_params) + 1,
                     sizeof(float));
@@ -127,6 +134,7 @@ using context_ptr = std::unique_ptr<llama_context, decltype(&llama_free)>;
 context_ptr open_context(const options& o, llama_model* model, bool flash_attn, capture* to) {
     const ggml_type kv = o.kv_type == "f32"    ? GGML_TYPE_F32
                          : o.kv_type == "q8_0" ? GGML_TYPE_Q8_0
+                         : o.kv_type == "q4_0" ? GGML_TYPE_Q4_0
                                                : GGML_TYPE_F16;
     llama_context_params p = llama_context_default_params();
     p.n_ctx = static_cast<uint32_t>(o.n_ctx);
@@ -137,7 +145,7 @@ context_ptr open_context(const options& o, llama_model* model, bool flash_attn, 
     p.type_k = kv;
     // llama.cpp has no quantised V without flash attention; kq does not depend on V's type within a
     // layer.
-    p.type_v = kv == GGML_TYPE_Q8_0 && !flash_attn ? GGML_TYPE_F16 : kv;
+    p.type_v = ggml_is_quantized(kv) && !flash_attn ? GGML_TYPE_F16 : kv;
     p.swa_full = true;
     if (to != nullptr) {
         p.cb_eval = on_node;
@@ -150,14 +158,15 @@ context_ptr open_context(const options& o, llama_model* model, bool flash_attn, 
     return context;
 }
 
-// Decodes and waits; milliseconds.
-double decode(llama_context* context, std::vector<llama_token>& ids) {
+// Decodes (or encodes) and waits; milliseconds.
+double decode(llama_context* context, std::vector<llama_token>& ids, bool encode = false) {
     const auto start = std::chrono::steady_clock::now();
-    const int rc =
-        llama_decode(context, llama_batch_get_one(ids.data(), static_cast<int32_t>(ids.size())));
+    const auto batch = llama_batch_get_one(ids.data(), static_cast<int32_t>(ids.size()));
+    const int rc = encode ? llama_encode(context, batch) : llama_decode(context, batch);
     llama_synchronize(context);
     if (rc != 0) {
-        throw std::runtime_error("llama_decode: returned " + std::to_string(rc));
+        throw std::runtime_error((encode ? "llama_encode: returned " : "llama_decode: returned ") +
+                                 std::to_string(rc));
     }
     return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start)
         .count();
@@ -209,13 +218,16 @@ void run_capture(const options& o, llama_model* model, std::vector<llama_token> 
             std::vector<llama_token> part(ids.begin() + static_cast<std::ptrdiff_t>(begin),
                                           ids.begin() + static_cast<std::ptrdiff_t>(end));
             to.layers.clear();
-            const double ms = decode(context.get(), part);
+            const double ms = decode(context.get(), part, o.encode);
             n_past += static_cast<int>(part.size());
             if (end != ids.size() && !o.all_rows) {
                 continue;
             }
             std::vector<std::string> layers;
             for (const auto& [il, layer] : to.layers) {
+                if (layer.n_softmax == 0) {
+                    continue;  // a product of that name without a softmax is no attention
+                }
                 kq.write(layer.kq.values.data(), layer.kq.values.size());
                 input.write(layer.input.values.data(), layer.input.values.size());
                 probs.write(layer.probs.values.data(), layer.probs.values.size());
@@ -223,11 +235,11 @@ void run_capture(const options& o, llama_model* model, std::vector<llama_token> 
                 std::snprintf(text, sizeof(text),
                               "{\"layer\": %d, \"n_head\": %d, \"n_rows\": %d, \"n_kv\": %d, "
                               "\"scale\": %.9g, "
-                              "\"max_bias\": %.9g, \"input\": %s}",
+                              "\"max_bias\": %.9g, \"n_softmax\": %d, \"input\": %s}",
                               il, static_cast<int>(layer.kq.n_head),
                               static_cast<int>(layer.kq.n_rows), static_cast<int>(layer.kq.n_kv),
                               static_cast<double>(layer.scale), static_cast<double>(layer.max_bias),
-                              layer.input.values.empty() ? "false" : "true");
+                              layer.n_softmax, layer.input.values.empty() ? "false" : "true");
                 layers.emplace_back(text);
             }
             std::ostringstream call;
@@ -241,6 +253,9 @@ void run_capture(const options& o, llama_model* model, std::vector<llama_token> 
     const size_t n_prompt = next.size();
     for (int i = 0; i < o.n_predict; ++i) {
         step(next, i);
+        if (o.encode) {
+            break;
+        }
         const float* row = llama_get_logits_ith(context.get(), -1);
         if (o.logits) {
             logits.write(row, static_cast<size_t>(n_vocab));
@@ -253,6 +268,7 @@ void run_capture(const options& o, llama_model* model, std::vector<llama_token> 
     meta << "{\"n_layer\": " << llama_model_n_layer(model)
          << ", \"n_head\": " << llama_model_n_head(model) << ", \"n_vocab\": " << n_vocab
          << ", \"n_prompt\": " << n_prompt
+         << ", \"has_cache\": " << (llama_get_memory(context.get()) != nullptr ? "true" : "false")
          << ", \"flash_attn\": " << (o.flash_attn ? "true" : "false")
          << ", \"logits\": " << (o.logits ? "true" : "false") << ",\n\"tokens\": " << join(tokens)
          << ",\n\"calls\": " << join(calls) << "}\n";

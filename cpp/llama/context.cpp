@@ -98,12 +98,26 @@ double largest_need_bytes(const llama_model* source, const llama_context_params&
     return 4.0 * params.n_ctx * (n_cache_floats + n_score_floats);
 }
 
+using context_handle = std::unique_ptr<llama_context, void (*)(llama_context*)>;
+
+// A context without a cache (an encoder, a diffusion model) computes every token of a batch in one step
+// and gives an output for each. That a model has none shows in the context alone.
+context_handle open_context(llama_model* source, llama_context_params params) {
+    context_handle handle(llama_init_from_model(source, params), llama_free);
+    if (!handle || llama_get_memory(handle.get()) || params.n_outputs_max >= params.n_ubatch) {
+        return handle;
+    }
+    params.n_outputs_max = params.n_ubatch;
+    handle.reset();
+    handle.reset(llama_init_from_model(source, params));
+    return handle;
+}
+
 // Host memory of a context as llama.cpp plans it, without what it keeps about each cell.
 double planned_bytes(model& weightless, llama_context_params params, std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
     const llama_activity guard("estimating a context's memory");
-    const std::unique_ptr<llama_context, decltype(&llama_free)> handle(
-        llama_init_from_model(weightless.get(), params), llama_free);
+    const auto handle = open_context(weightless.get(), params);
     if (!handle) return 0;  // the real one fails the same way and says why
     double n_bytes = 0;
     for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle.get())) {
@@ -162,7 +176,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
 
     const llama_activity guard("creating a context");
     const auto log_position = log_ring::instance().position();
-    handle_.reset(llama_init_from_model(model_->get(), params));
+    handle_.reset(open_context(model_->get(), params).release());
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);
         const bool memory = why.find("alloc") != std::string::npos;
@@ -201,11 +215,14 @@ void context::decode(std::span<const batch_token> tokens) {
     }
     const llama_activity guard("decoding");
     const auto log_position = log_ring::instance().position();
-    const int status = llama_decode(handle_.get(), batch);
+    const bool has_encoder = llama_model_has_encoder(model_->get());
+    const int status =
+        has_encoder ? llama_encode(handle_.get(), batch) : llama_decode(handle_.get(), batch);
     if (status == 0) return;
-    throw error(errc::decode, "llama_decode returned " + std::to_string(status) + " for " +
-                                  std::to_string(tokens.size()) +
-                                  " tokens: " + log_ring::instance().errors_since(log_position));
+    throw error(errc::decode,
+                std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
+                    std::to_string(status) + " for " + std::to_string(tokens.size()) +
+                    " tokens: " + log_ring::instance().errors_since(log_position));
 }
 
 float* context::logits(int i_token) {
@@ -224,7 +241,8 @@ void context::reserve() {
     const auto log_position = log_ring::instance().position();
     const auto n_slots = static_cast<std::uint32_t>(n_slots_);
     const auto n_tokens = static_cast<std::uint32_t>(std::max(n_ubatch_, n_slots_));
-    if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_slots)) return;
+    const auto n_outputs = has_cache() ? n_slots : n_tokens;
+    if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_outputs)) return;
     throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: " +
                                          log_ring::instance().errors_since(log_position) +
                                          "; lower n_ubatch or n_slots");

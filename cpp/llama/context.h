@@ -52,7 +52,10 @@ public:
     int n_ubatch() const { return n_ubatch_; }
     int n_slots() const { return n_slots_; }
     // Encoders and diffusion models have none.
-    bool has_cache() const { return llama_get_memory(handle_.get()) != nullptr; }
+    bool has_cache() const {
+        return llama_get_memory(handle_.get()) != nullptr &&
+               !llama_model_has_encoder(model_->get());
+    }
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
     // slots' caches hold what they held before. Raises decode.

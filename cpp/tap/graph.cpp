@@ -14,17 +14,21 @@ namespace kqview {
 namespace {
 
 // The layer of a tensor that llama.cpp named "<stem>-<il>".
-std::optional<int> layer_of(const ggml_tensor* tensor, std::string_view stem) {
+std::optional<int> layer_of(const ggml_tensor* tensor) {
     const std::string_view name = tensor->name;
-    if (name.size() < stem.size() + 2 || name.substr(0, stem.size()) != stem ||
-        name[stem.size()] != '-') {
-        return std::nullopt;
-    }
-    const auto digits = name.substr(stem.size() + 1);
+    const auto dash = name.rfind('-');
+    if (dash == std::string_view::npos || dash == 0 || dash + 1 == name.size()) return std::nullopt;
+    const auto digits = name.substr(dash + 1);
     int il = 0;
-    const auto [end, failure] = std::from_chars(digits.begin(), digits.end(), il);
-    if (failure != std::errc{} || end != digits.end()) return std::nullopt;
+    const auto [end, failure] = std::from_chars(digits.data(), digits.data() + digits.size(), il);
+    if (failure != std::errc{} || end != digits.data() + digits.size()) return std::nullopt;
     return il;
+}
+
+bool has_stem(const ggml_tensor* tensor, std::string_view stem) {
+    const std::string_view name = tensor->name;
+    return name.size() > stem.size() && name.substr(0, stem.size()) == stem &&
+           name[stem.size()] == '-';
 }
 
 float op_param_f32(const ggml_tensor* tensor, int i) {
@@ -33,23 +37,31 @@ float op_param_f32(const ggml_tensor* tensor, int i) {
     return value;
 }
 
-// `kqv_out` is a reshape of the flash attention node, or of what MLA multiplies it with.
-ggml_tensor* flash_behind(ggml_tensor* output) {
-    ggml_tensor* node = output;
-    for (int i = 0; i < 12 && node; ++i) {
-        switch (node->op) {
-            case GGML_OP_FLASH_ATTN_EXT: return node;
-            case GGML_OP_RESHAPE:
-            case GGML_OP_VIEW:
-            case GGML_OP_PERMUTE:
-            case GGML_OP_TRANSPOSE:
-            case GGML_OP_CONT:
-            case GGML_OP_CPY: node = node->src[0]; break;
-            case GGML_OP_MUL_MAT: node = node->src[1]; break;
-            default: return nullptr;
+using consumers = std::unordered_map<const ggml_tensor*, ggml_tensor*>;
+
+// The first node that reads each tensor.
+consumers first_consumers(ggml_cgraph* graph) {
+    consumers first;
+    for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
+        ggml_tensor* const node = ggml_graph_node(graph, i);
+        for (const ggml_tensor* const source : node->src) {
+            if (source) first.emplace(source, node);
         }
     }
-    return nullptr;
+    return first;
+}
+
+// Flash attention has no name of its own. The first name behind it is `kqv_out-<il>`, or what a model
+// calls the same tensor when it goes on to gate it (`attn_pregate-<il>` and the like).
+std::optional<int> layer_behind(const ggml_tensor* flash, const consumers& readers) {
+    const ggml_tensor* node = flash;
+    for (int i = 0; i < 12; ++i) {
+        if (const auto il = layer_of(node)) return il;
+        const auto next = readers.find(node);
+        if (next == readers.end()) return std::nullopt;
+        node = next->second;
+    }
+    return std::nullopt;
 }
 
 // With an F32 cache llama.cpp casts K to F16 for flash attention; the rows are of the cache itself.
@@ -74,23 +86,109 @@ ggml_tensor* product_behind(ggml_tensor* node) {
     return nullptr;
 }
 
+operand_strides strides_of(const ggml_tensor* tensor) {
+    return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
+}
+
+void set_mask(attention_site& site, ggml_tensor* mask) {
+    site.mask = mask;
+    if (mask) site.mask_strides = {mask->nb[1], 0, mask->ne[3] == 1 ? 0 : mask->nb[3]};
+}
+
+// Keys that a model appends to those of the tokens: each stands for several tokens (deepseek4).
+int n_appended(const ggml_tensor* k) {
+    const ggml_tensor* const all = k->op == GGML_OP_PERMUTE ? k->src[0] : k;
+    const bool is_appended = all->op == GGML_OP_CONCAT && all->op_params[0] == 2;
+    return is_appended ? static_cast<int>(all->src[1]->ne[2]) : 0;
+}
+
+bool is_readable(const attention_site& site) {
+    return site.q->type == GGML_TYPE_F32 && site.q->nb[0] == sizeof(float) &&
+           site.q->ne[0] == site.k->ne[0] && site.n_head_kv > 0 &&
+           site.n_head % site.n_head_kv == 0 && site.k->nb[0] == ggml_type_size(site.k->type);
+}
+
 std::optional<attention_site> site_of_flash(ggml_tensor* flash, int il) {
     attention_site site;
     site.il = il;
     site.flash = flash;
     site.q = flash->src[0];
     site.k = keys_behind(flash->src[1]);
-    site.mask = flash->src[3];
+    set_mask(site, flash->src[3]);
     site.sinks = flash->src[4];
     site.scale = op_param_f32(flash, 0);
     site.max_bias = op_param_f32(flash, 1);
     site.softcap = op_param_f32(flash, 2);
     site.n_head = static_cast<int>(site.q->ne[2]);
     site.n_head_kv = static_cast<int>(site.k->ne[2]);
-    const bool is_known = site.q->type == GGML_TYPE_F32 && site.q->nb[0] == sizeof(float) &&
-                          site.q->ne[0] == site.k->ne[0] && site.n_head % site.n_head_kv == 0 &&
-                          site.k->nb[0] == ggml_type_size(site.k->type);
-    return is_known ? std::optional(site) : std::nullopt;
+    site.n_stream = static_cast<int>(site.q->ne[3]);
+    site.n_extra_cells = n_appended(site.k);
+    site.n_cells = static_cast<int>(site.k->ne[1]) - site.n_extra_cells;
+    site.q_strides = strides_of(site.q);
+    site.k_strides = strides_of(site.k);
+    return is_readable(site) ? std::optional(site) : std::nullopt;
+}
+
+// The node that gathered these rows, or null: casts and reshapes lie between.
+const ggml_tensor* gather_behind(const ggml_tensor* rows) {
+    while (rows->op == GGML_OP_CPY || rows->op == GGML_OP_RESHAPE) rows = rows->src[0];
+    return rows->op == GGML_OP_GET_ROWS ? rows : nullptr;
+}
+
+// minimax-m3 lays (KV head, stream) on the stream dimension, KV heads innermost. A single token gathers
+// its keys by row number of the cache, which holds n_head_kv rows a cell; a prompt has a mask a KV head.
+std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
+    auto site = site_of_flash(flash, il);
+    if (!site) return std::nullopt;
+    const auto* const gather = gather_behind(flash->src[1]);
+    const auto n_channels = static_cast<int>(site->q->ne[3]);
+    site->k = flash->src[1];
+    site->n_stream = gather ? static_cast<int>(gather->src[1]->ne[1]) : 1;
+    site->n_head_kv = n_channels / site->n_stream;
+    site->n_head = static_cast<int>(site->q->ne[2]) * site->n_head_kv;
+    const auto per_channel = [&](const ggml_tensor* tensor) {
+        const auto n_head_kv = static_cast<std::size_t>(site->n_head_kv);
+        return operand_strides{tensor->nb[1], tensor->nb[3], n_head_kv * tensor->nb[3]};
+    };
+    site->q_strides = {site->q->nb[1], site->q->nb[2], per_channel(site->q).stream};
+    site->k_strides = per_channel(site->k);
+    site->mask_strides = per_channel(site->mask);
+    if (gather) {
+        site->gathered = gather->src[1];
+        site->gathered_strides = {0, static_cast<std::size_t>(site->n_cells) * sizeof(int),
+                                  site->gathered->nb[1]};
+        site->rows_per_cell = site->n_head_kv;
+        site->n_cells_max = static_cast<int>(gather->src[0]->ne[1]) / site->n_head_kv;
+    }
+    return is_readable(*site) ? site : std::nullopt;
+}
+
+// glm5-next gathers keys for every query of a small batch and lays the queries on the last dimension.
+std::optional<attention_site> site_of_gathered_softmax(ggml_tensor* softmax, int il) {
+    const ggml_tensor* const kq = softmax->src[0];
+    if (kq->op != GGML_OP_MUL_MAT) return std::nullopt;
+    const auto* const gather = gather_behind(kq->src[0]);
+    if (!gather || gather->src[1]->type != GGML_TYPE_I32) return std::nullopt;
+    const auto* const cache = gather->src[0]->view_src;
+    if (!cache) return std::nullopt;
+    attention_site site;
+    site.il = il;
+    site.flash = softmax;
+    site.k = kq->src[0];  // ne=[n_embd_head, n_gathered, 1, n_tokens]
+    site.q = kq->src[1];  // ne=[n_embd_head, 1, n_head, n_tokens]
+    site.scale = op_param_f32(softmax, 0);
+    site.n_head = static_cast<int>(site.q->ne[2]);
+    site.n_head_kv = 1;
+    site.n_stream = static_cast<int>(site.q->ne[3]);
+    site.n_cells = static_cast<int>(site.k->ne[1]);
+    site.q_strides = strides_of(site.q);
+    site.k_strides = strides_of(site.k);
+    set_mask(site, softmax->src[1]);
+    site.gathered = gather->src[1];
+    site.gathered_strides = {0, 0, static_cast<std::size_t>(site.n_cells) * sizeof(int)};
+    site.n_cells_max = static_cast<int>(cache->ne[1]);
+    site.has_stream_per_query = true;
+    return is_readable(site) ? std::optional(site) : std::nullopt;
 }
 
 std::optional<attention_site> site_of_softmax(ggml_tensor* softmax, int il) {
@@ -99,28 +197,38 @@ std::optional<attention_site> site_of_softmax(ggml_tensor* softmax, int il) {
     site.softmax = softmax;
     site.kq = product_behind(softmax->src[0]);
     if (!site.kq || !ggml_are_same_shape(site.kq, softmax)) return std::nullopt;
-    site.mask = softmax->src[1];
+    set_mask(site, softmax->src[1]);
     site.sinks = softmax->src[2];
     site.scale = op_param_f32(softmax, 0);
     site.max_bias = op_param_f32(softmax, 1);
     site.n_head = static_cast<int>(softmax->ne[2]);
     site.n_head_kv = static_cast<int>(site.kq->src[0]->ne[2]);
+    site.n_stream = static_cast<int>(softmax->ne[3]);
+    site.n_cells = static_cast<int>(softmax->ne[0]) - n_appended(site.kq->src[0]);
     return site;
+}
+
+std::optional<attention_site> site_of(ggml_tensor* node, const consumers& readers) {
+    if (node->op == GGML_OP_SOFT_MAX) {
+        const auto il = layer_of(node);
+        if (!il) return std::nullopt;
+        if (has_stem(node, "kq_soft_max")) return site_of_softmax(node, *il);
+        if (has_stem(node, "kq_soft_max_gathered")) return site_of_gathered_softmax(node, *il);
+    } else if (node->op == GGML_OP_FLASH_ATTN_EXT) {
+        const auto il = layer_behind(node, readers);
+        if (!il) return std::nullopt;
+        return has_stem(node, "msa_fattn") ? site_of_msa(node, *il) : site_of_flash(node, *il);
+    }
+    return std::nullopt;
 }
 
 }  // namespace
 
 attention_sites find_attention(ggml_cgraph* graph) {
+    const auto readers = first_consumers(graph);
     std::vector<attention_site> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
-        ggml_tensor* const node = ggml_graph_node(graph, i);
-        std::optional<attention_site> site;
-        if (node->op == GGML_OP_SOFT_MAX) {
-            if (const auto il = layer_of(node, "kq_soft_max")) site = site_of_softmax(node, *il);
-        } else if (const auto il = layer_of(node, "kqv_out")) {
-            if (auto* const flash = flash_behind(node)) site = site_of_flash(flash, *il);
-        }
-        if (site) found.push_back(*site);
+        if (const auto site = site_of(ggml_graph_node(graph, i), readers)) found.push_back(*site);
     }
     std::stable_sort(found.begin(), found.end(),
                      [](const auto& a, const auto& b) { return a.il < b.il; });
@@ -128,7 +236,9 @@ attention_sites find_attention(ggml_cgraph* graph) {
     for (std::size_t i = 0; i < found.size();) {
         auto end = i + 1;
         while (end < found.size() && found[end].il == found[i].il) ++end;
-        if (end == i + 1) {
+        // minimax-m3 attends to each stream of a prompt by itself; only one stream is ever captured.
+        const bool is_msa = found[i].flash && has_stem(found[i].flash, "msa_fattn");
+        if (end == i + 1 || is_msa) {
             result.sites.push_back(found[i]);
         } else {
             result.ambiguous.push_back(found[i].il);
@@ -142,7 +252,8 @@ std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
     std::map<int, ggml_tensor*> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
         ggml_tensor* const node = ggml_graph_node(graph, i);
-        const auto il = layer_of(node, "l_out");
+        if (!has_stem(node, "l_out")) continue;
+        const auto il = layer_of(node);
         const bool is_matrix = node->type == GGML_TYPE_F32 && node->nb[0] == sizeof(float) &&
                                node->ne[2] == 1 && node->ne[3] == 1;
         if (il && is_matrix) found[*il] = node;
@@ -164,18 +275,26 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     const auto n_needed = static_cast<std::size_t>(n_before) + leafs.size() + placed.size();
     if (n_needed > static_cast<std::size_t>(ggml_graph_size(graph))) return false;
 
-    std::unordered_multimap<const ggml_tensor*, ggml_tensor*> behind;
-    for (const auto& [anchor, node] : placed) {
-        ggml_build_forward_expand(graph, node);
-        behind.emplace(anchor, node);
-    }
-    // ggml appended the nodes at the end; move each one behind its anchor.
     ggml_tensor** const nodes = ggml_graph_nodes(graph);
+    std::unordered_map<const ggml_tensor*, int> position;
+    for (int i = 0; i < n_before; ++i) position.emplace(nodes[i], i);
+    // Behind the anchor and behind every source: the mask of a sparse layer comes after its product.
+    std::unordered_multimap<int, ggml_tensor*> behind;
+    for (const auto& [anchor, node] : placed) {
+        int last = position.at(anchor);
+        for (const ggml_tensor* const source : node->src) {
+            const auto found = position.find(source);
+            if (found != position.end()) last = std::max(last, found->second);
+        }
+        behind.emplace(last, node);
+        ggml_build_forward_expand(graph, node);
+    }
+    // ggml appended the nodes at the end; move each one to its place.
     const std::vector<ggml_tensor*> before(nodes, nodes + n_before);
     auto* next = nodes;
-    for (ggml_tensor* const node : before) {
-        *next++ = node;
-        const auto [first, last] = behind.equal_range(node);
+    for (int i = 0; i < n_before; ++i) {
+        *next++ = before[static_cast<std::size_t>(i)];
+        const auto [first, last] = behind.equal_range(i);
         for (auto added = first; added != last; ++added) *next++ = added->second;
     }
     return true;

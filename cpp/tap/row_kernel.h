@@ -29,6 +29,9 @@ struct row_scratch {
     std::vector<float> rows;   // results that are converted or reduced before they leave
     std::vector<float> cells;  // dequantised keys of a tile
     std::vector<std::pair<float, std::int32_t>> best;  // the largest values of a row
+    std::vector<float>
+        gathered;              // max_heads_at_once rows over gathered keys, before they are columns
+    std::vector<float> extra;  // a row over keys that are no tokens
 };
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.

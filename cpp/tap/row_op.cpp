@@ -4,6 +4,8 @@
 #include <cstring>
 #include <limits>
 
+#include "tap/operands.h"
+
 namespace kqview {
 
 namespace {
@@ -18,24 +20,9 @@ struct query_view {
     const ggml_tensor* node;
     const row_target& target;
     const capture_plan::layer_rows& rows;
-    int i_query;    // in the target
+    query_place place;
     int n_visible;  // columns it sees
-    mask_row mask;
 };
-
-mask_row mask_of(const row_op& op, const ggml_tensor* node, const row_target& target, int i_query,
-                 int n_visible) {
-    if (op.i_mask < 0) return {};
-    const ggml_tensor* const mask = node->src[op.i_mask];
-    const auto stream = static_cast<std::size_t>(target.i_stream % mask->ne[3]);
-    const auto* const row = bytes_of(mask) + stream * mask->nb[3] +
-                            static_cast<std::size_t>(target.i_query + i_query) * mask->nb[1];
-    return read_mask(row, mask->type, n_visible);
-}
-
-const float* sink_of(const row_op& op, const ggml_tensor* node, int head) {
-    return op.i_sinks < 0 ? nullptr : static_cast<const float*>(node->src[op.i_sinks]->data) + head;
-}
 
 // Columns behind the query: positions that it does not attend to.
 void fill_unseen(const query_view& query, row_kind kind, float* row) {
@@ -47,15 +34,16 @@ void fill_unseen(const query_view& query, row_kind kind, float* row) {
 void write_flash_rows(const query_view& query, int begin, int end, row_sink& sink,
                       row_scratch& scratch) {
     const auto& op = query.op;
+    const auto& site = op.site;
     const auto& heads = query.rows.heads;
-    const ggml_tensor* const q = query.node->src[0];
-    const ggml_tensor* const k = query.node->src[1];
     const auto kind = query.target.plan->kind();
-    const auto stream = static_cast<std::size_t>(query.target.i_stream);
-    const int n_group = op.n_head / op.n_head_kv;
-    const auto* const q_row =
-        bytes_of(q) + stream * q->nb[3] +
-        static_cast<std::size_t>(query.target.i_query + query.i_query) * q->nb[1];
+    const int n_group = site.n_head / site.n_head_kv;
+    const bool is_gathered = op.i_gathered >= 0;
+    const int n_cells = is_gathered ? site.n_cells : query.n_visible;
+    const auto n_gathered = static_cast<std::size_t>(is_gathered ? n_cells : 0);
+    if (scratch.gathered.size() < n_gathered * max_heads_at_once) {
+        scratch.gathered.resize(n_gathered * max_heads_at_once);
+    }
 
     for (int i = begin; i < end;) {
         // A run of wanted heads that share a KV head reads its keys once.
@@ -66,29 +54,33 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
         while (n < max_heads_at_once && i + n < end) {
             const int head = heads[static_cast<std::size_t>(i + n)];
             if (head / n_group != head_kv) break;
-            queries[n] =
-                reinterpret_cast<const float*>(q_row + static_cast<std::size_t>(head) * q->nb[2]);
-            out[n] = sink.place(i + n, n);
+            queries[n] = query_of(op, query.node, query.place, head);
+            out[n] = is_gathered
+                         ? scratch.gathered.data() + static_cast<std::size_t>(n) * n_gathered
+                         : sink.place(i + n, n);
             ++n;
         }
-        const key_rows keys{
-            bytes_of(k) + stream * k->nb[3] + static_cast<std::size_t>(head_kv) * k->nb[2],
-            k->nb[1], k->type, static_cast<int>(k->ne[0]), static_cast<int>(k->ne[1])};
-        dot_rows(keys, queries, n, query.n_visible, out, scratch);
+        const auto seen = keys_of(op, query.node, query.place, head_kv, n_cells);
+        dot_rows(seen.keys, queries, n, n_cells, out, scratch);
         for (int j = 0; j < n; ++j) {
             const int head = heads[static_cast<std::size_t>(i + j)];
             if (kind == row_kind::logits) {
-                hide_masked(out[j], query.n_visible, query.mask);
+                hide_masked(out[j], n_cells, seen.mask);
             } else {
-                const float slope = alibi_slope(op.max_bias, op.n_head, head);
-                logits_to_scores(out[j], query.n_visible, {op.scale, op.softcap, slope},
-                                 query.mask);
+                const float slope = alibi_slope(site.max_bias, site.n_head, head);
+                logits_to_scores(out[j], n_cells, {site.scale, site.softcap, slope}, seen.mask);
                 if (kind == row_kind::probs) {
-                    scores_to_probs(out[j], query.n_visible, sink_of(op, query.node, head));
+                    const auto extra = sink_of(op, query.node, seen, queries[j], head, scratch);
+                    scores_to_probs(out[j], n_cells, extra ? &*extra : nullptr);
                 }
             }
-            fill_unseen(query, kind, out[j]);
-            sink.finish(i + j, out[j]);
+            float* row = out[j];
+            if (is_gathered) {
+                row = sink.place(i + j, j);
+                scatter(site, seen, kind, out[j], row, query.n_visible);
+            }
+            fill_unseen(query, kind, row);
+            sink.finish(i + j, row);
         }
         i += n;
     }
@@ -98,19 +90,20 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
 void write_plain_rows(const query_view& query, int begin, int end, row_sink& sink) {
     const auto& op = query.op;
     const ggml_tensor* const source = query.node->src[0];
-    const auto* const base =
-        bytes_of(source) + static_cast<std::size_t>(query.target.i_stream) * source->nb[3] +
-        static_cast<std::size_t>(query.target.i_query + query.i_query) * source->nb[1];
+    const auto* const base = bytes_of(source) +
+                             static_cast<std::size_t>(query.place.stream) * source->nb[3] +
+                             static_cast<std::size_t>(query.place.token) * source->nb[1];
+    const auto mask = mask_of(op, query.node, query.place, 0, 0, query.n_visible);
     for (int i = begin; i < end; ++i) {
         const int head = query.rows.heads[static_cast<std::size_t>(i)];
         const auto* const from =
             reinterpret_cast<const float*>(base + static_cast<std::size_t>(head) * source->nb[2]);
         float* const row = sink.place(i, 0);
         std::memcpy(row, from, static_cast<std::size_t>(query.n_visible) * sizeof(float));
-        if (op.kind == row_kind::logits) hide_masked(row, query.n_visible, query.mask);
+        if (op.kind == row_kind::logits) hide_masked(row, query.n_visible, mask);
         if (op.kind == row_kind::scores) {
-            const float slope = alibi_slope(op.max_bias, op.n_head, head);
-            logits_to_scores(row, query.n_visible, {op.scale, 0.0f, slope}, query.mask);
+            const float slope = alibi_slope(op.site.max_bias, op.site.n_head, head);
+            logits_to_scores(row, query.n_visible, {op.site.scale, 0.0f, slope}, mask);
         }
         fill_unseen(query, op.kind, row);
         sink.finish(i, row);
@@ -121,8 +114,8 @@ void write_query(const row_op& op, const ggml_tensor* node, const row_target& ta
                  const capture_plan::layer_rows& rows, int i_query, int begin, int end,
                  row_sink& sink, row_scratch& scratch) {
     const int n_visible = std::min(target.n_visible + i_query, target.layout.n_columns);
-    const auto mask = mask_of(op, node, target, i_query, n_visible);
-    const query_view query{op, node, target, rows, i_query, n_visible, mask};
+    const auto place = place_of(op.site, target.i_query + i_query, target.i_stream);
+    const query_view query{op, node, target, rows, place, n_visible};
     if (op.is_flash) {
         write_flash_rows(query, begin, end, sink, scratch);
     } else {
@@ -134,10 +127,13 @@ void write_target(const row_op& op, const ggml_tensor* node, std::size_t i_targe
                   const capture_plan::layer_rows& rows, int ith, int nth) {
     auto& table = *op.table;
     const auto& target = table.targets[i_target];
-    const ggml_tensor* const source = node->src[op.is_flash ? 1 : 0];
+    const int n_cells_max = op.i_gathered >= 0 ? op.site.n_cells_max : op.site.n_cells;
+    const auto last =
+        place_of(op.site, target.i_query + target.layout.n_queries - 1, target.i_stream);
     const int n_seen =
         std::min(target.n_visible + target.layout.n_queries - 1, target.layout.n_columns);
-    if (n_seen > source->ne[op.is_flash ? 1 : 0]) return;  // end_step finds out
+    // end_step finds out
+    if (n_seen > n_cells_max || last.stream >= op.site.n_stream) return;
     auto& scratch = table.scratch[static_cast<std::size_t>(ith)];
     const auto n_heads = static_cast<int>(rows.heads.size());
     const int n_queries = target.layout.n_queries;
@@ -205,28 +201,25 @@ void add_mask_and_sinks(std::vector<ggml_tensor*>& sources, const attention_site
     }
 }
 
-void set_site(row_op& op, const attention_site& site) {
-    op.il = site.il;
-    op.n_head = site.n_head;
-    op.n_head_kv = site.n_head_kv;
-    op.scale = site.scale;
-    op.max_bias = site.max_bias;
-    op.softcap = site.softcap;
-}
-
 }  // namespace
 
 ggml_tensor* make_flash_row_node(ggml_context* tensors, const attention_site& site, row_op& op) {
-    set_site(op, site);
+    op.il = site.il;
+    op.site = site;
     op.is_flash = true;
     std::vector<ggml_tensor*> sources{site.q, site.k};
     add_mask_and_sinks(sources, site, op);
+    if (site.gathered) {
+        op.i_gathered = static_cast<int>(sources.size());
+        sources.push_back(site.gathered);
+    }
     return make_node(tensors, sources, run_row_op, GGML_N_TASKS_MAX, op);
 }
 
 ggml_tensor* make_plain_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
                                  row_op& op) {
-    set_site(op, site);
+    op.il = site.il;
+    op.site = site;
     op.is_flash = false;
     op.kind = kind;
     std::vector<ggml_tensor*> sources{kind == row_kind::logits   ? site.kq

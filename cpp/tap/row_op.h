@@ -15,15 +15,12 @@ namespace kqview {
 struct row_op {
     row_table* table = nullptr;
     int il = 0;
-    int n_head = 0;
-    int n_head_kv = 0;
     row_kind kind = row_kind::logits;  // from a flash site: unused, the target's kind decides
     bool is_flash = false;
     int i_mask = -1;  // index in the node's sources, -1 = none
     int i_sinks = -1;
-    float scale = 1.0f;
-    float max_bias = 0.0f;
-    float softcap = 0.0f;
+    int i_gathered = -1;
+    attention_site site;  // its numbers; its tensors are the node's sources
 };
 
 // A node that computes K·q for the wanted rows itself (flash attention keeps no product), in any kind.

@@ -5,6 +5,7 @@ Engines use one thread: the models are so small that more only wait for each oth
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import pytest
 
 from kqview import Engine
-from tests.support import tiny_gguf
+from tests.support import archs, stock, tiny_gguf
 
 if TYPE_CHECKING:
     import os
@@ -48,6 +49,18 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2 (Q, K and V have a bias), else as `tiny_llama`."""
     return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "qwen2.gguf", "tiny_qwen2")
+
+
+@pytest.fixture(scope="session")
+def architectures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """llama.cpp's own tiny models by name (`archs.NAMES`), made by its generator; 0.9 GB."""
+    folder = tmp_path_factory.mktemp("architectures")
+    try:
+        models = archs.make_models(folder)
+    except stock.PeersMissing as missing:
+        pytest.skip(str(missing))
+    yield {path.stem: path for path in models}
+    shutil.rmtree(folder)  # pytest keeps folders, and these are 0.9 GB
 
 
 @pytest.fixture

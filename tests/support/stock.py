@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 F32 = NDArray[np.float32]
+KvType = Literal["f16", "f32", "q8_0", "q4_0"]
 BUILD = Path(__file__).resolve().parents[2] / "bench" / "peers" / "build.py"
 
 
@@ -36,13 +37,16 @@ class Layer:
 
     ``n_row`` is 1, or the length of the prompt in step 0 of a run with ``rows="all"``. Columns that
     a row's ubatch had not reached are NaN in kq, -inf in scores and 0 in probs. ``scores`` are
-    what enters the softmax; where a probability is exactly 0 they are -inf.
+    what enters the softmax; where a probability is exactly 0 they are -inf. ``sums``, of shape
+    (n_head, n_row), are the probabilities of a whole row, with columns that are no tokens
+    (deepseek4's compressed keys).
     """
 
     layer: int
     kq: F32
     scores: F32
     probs: F32
+    sums: F32
 
 
 @dataclass
@@ -105,17 +109,19 @@ def read_rows(
     n_predict: int = 1,
     forced_ids: Sequence[int] = (),
     flash_attn: bool = False,
-    kv_type: Literal["f16", "f32", "q8_0"] = "f16",
+    kv_type: KvType = "f16",
     n_ctx: int | None = None,
     n_ubatch: int = 512,
     n_threads: int = 1,
     rows: Literal["last", "all"] = "last",
+    encode: bool = False,
 ) -> Run:
     """Prefill `ids`, decode `n_predict` - 1 tokens greedily (or `forced_ids` first), read all rows.
 
     Step i holds the row of the query that chose token i, so ``len(ids) + i`` columns. With flash
-    attention there is no kq: steps then have no layers, tokens and logits are there. "q8_0"
-    without flash attention keeps V in F16.
+    attention there is no kq: steps then have no layers, tokens and logits are there. A quantised
+    cache without flash attention keeps V in F16. `encode` runs the encoder of a model that has one,
+    once and without logits.
 
     Raises:
         PeersMissing: kq-eval-rows is not built.
@@ -133,7 +139,7 @@ def read_rows(
             out / "ids",
             "--out",
             out,
-            "--logits",
+            "--encode" if encode else "--logits",
         ]
         options: dict[str, str | int | Path] = {
             "--n-predict": n_predict,
@@ -189,7 +195,11 @@ def _parse(out: Path) -> Run:
             scores = np.where(probs > 0, scores, np.float32(-np.inf))
             n_context = n_past + 1
             layer = Layer(
-                item["layer"], kq[..., :n_context], scores[..., :n_context], probs[..., :n_context]
+                item["layer"],
+                kq[..., :n_context],
+                scores[..., :n_context],
+                probs[..., :n_context],
+                probs.sum(axis=-1),
             )
             parts.setdefault((i_step, item["layer"]), []).append(layer)
     for (i_step, i_layer), found in parts.items():
@@ -200,6 +210,7 @@ def _parse(out: Path) -> Run:
                 _join([part.kq for part in found], n_context, np.nan),
                 _join([part.scores for part in found], n_context, -np.inf),
                 _join([part.probs for part in found], n_context, 0.0),
+                np.concatenate([part.sums for part in found], axis=1),
             )
         )
     return Run(steps, meta["tokens"], flat["logits"].reshape(-1, meta["n_vocab"]), meta)

@@ -125,7 +125,7 @@ def write_lora(
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     writer.add_float32("adapter.lora.alpha", alpha)
-    rand = _tensor_source(shape.seed + 1)
+    rand = tensor_source(shape.seed + 1)
     added: dict[str, np.ndarray] = {}
     for name, weight in _tensors(shape, 0):
         if name.endswith(("attn_q.weight", "attn_k.weight")):
@@ -136,7 +136,7 @@ def write_lora(
             writer.add_tensor(name + ".lora_b", b)
             added[name] = np.float32(scale * alpha / rank) * (b @ a)
     _write(merged, shape, None, added)
-    return _finish(writer, path)
+    return finish(writer, path)
 
 
 def write_mamba(
@@ -156,8 +156,8 @@ def write_mamba(
     writer.add_ssm_time_step_rank(dt_rank)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_file_type(gguf.LlamaFileType.ALL_F32)
-    _add_bytes_vocab(writer, n_vocab, CHATML)
-    rand = _tensor_source(seed)
+    add_bytes_vocab(writer, n_vocab, CHATML)
+    rand = tensor_source(seed)
 
     def add(name: str, data: np.ndarray) -> None:
         writer.add_tensor(name, np.ascontiguousarray(data, dtype=np.float32))
@@ -184,7 +184,7 @@ def write_mamba(
         )
         add(b + "ssm_d", 1 + rand(b + "ssm_d", (d_inner,), 0.1))
         add(b + "ssm_out.weight", rand(b + "ssm_out.weight", (n_embd, d_inner), d_inner**-0.5))
-    return _finish(writer, path)
+    return finish(writer, path)
 
 
 def write_truncated(path: Path, model: Path, *, keep: float = 0.5) -> Path:
@@ -241,7 +241,7 @@ def _write(
     writer.add_vocab_size(n_vocab)
     for name, data in _tensors(shape, n_vocab):
         _add_tensor(writer, name, data + (added or {}).get(name, 0), shape.weight_type)
-    return _finish(writer, path)
+    return finish(writer, path)
 
 
 def _tensors(shape: Shape, n_vocab: int) -> Iterator[tuple[str, np.ndarray]]:
@@ -250,7 +250,7 @@ def _tensors(shape: Shape, n_vocab: int) -> Iterator[tuple[str, np.ndarray]]:
     n_kv = head_size * shape.n_head_kv
     tied = shape.vocab == "qwen2" if shape.tied is None else shape.tied
     bias = shape.arch == "qwen2" if shape.qkv_bias is None else shape.qkv_bias
-    rand = _tensor_source(shape.seed)
+    rand = tensor_source(shape.seed)
 
     # Layer outputs (about 1 each) outweigh it, else tied models only repeat the last token.
     yield "token_embd.weight", rand("token_embd.weight", (n_vocab, n_embd), 0.5)
@@ -284,7 +284,7 @@ def _tensors(shape: Shape, n_vocab: int) -> Iterator[tuple[str, np.ndarray]]:
         yield matrix("ffn_down.weight", n_embd, shape.n_ff, 2.0)
 
 
-def _tensor_source(seed: int) -> Callable[[str, tuple[int, ...], float], np.ndarray]:
+def tensor_source(seed: int) -> Callable[[str, tuple[int, ...], float], np.ndarray]:
     def rand(name: str, shape: tuple[int, ...], std: float) -> np.ndarray:
         rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         return rng.standard_normal(shape, dtype=np.float32) * np.float32(std)
@@ -312,7 +312,7 @@ def _add_vocab(writer: gguf.GGUFWriter, shape: Shape, llama_cpp_dir: Path | None
         return shape.n_vocab or 256
     if shape.vocab == "bytes":
         n_vocab = shape.n_vocab or 320
-        _add_bytes_vocab(writer, n_vocab, shape.chat_template)
+        add_bytes_vocab(writer, n_vocab, shape.chat_template)
         return n_vocab
     if llama_cpp_dir is None:
         raise ValueError("tiny_gguf.vocab: 'qwen2' copies a vocabulary file; pass llama_cpp_dir")
@@ -345,7 +345,7 @@ def _read_vocab(path: Path) -> list[tuple[str, Any, GGUFValueType, GGUFValueType
     return found
 
 
-def _add_bytes_vocab(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
+def add_bytes_vocab(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
     """Id = byte value for 0..255, then specials, then fillers " w<id>" that only sampling makes."""
     n_min = 256 + len(_SPECIALS) + 1
     if n_vocab < n_min:
@@ -378,7 +378,7 @@ def _byte_letters() -> list[str]:
     return [chr(b) if b in printable else chr(next(hidden)) for b in range(256)]
 
 
-def _finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     writer.write_header_to_file(path)
     writer.write_kv_data_to_file()

@@ -1,0 +1,92 @@
+"""Writes tests/engine/ARCHITECTURES.md: for each architecture its layers and the largest errors.
+
+``python -m tests.support.archs_table [--print]`` (needs test-llama-archs and kq-eval-rows of
+bench/peers). The figures are those that tests/engine/test_architectures.py asserts limits on.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .archs import ROOT, check_all, make_models
+
+if TYPE_CHECKING:
+    from .arch_check import Report
+
+PATH = ROOT / "tests" / "engine" / "ARCHITECTURES.md"
+HEAD = """\
+# Architectures
+
+Written by `python -m tests.support.archs_table`; `test_architectures.py` asserts the limits. The
+models are those of llama.cpp's own `test-llama-archs`, tiny and random: architecture and variant.
+Expected are the layers for which a stock build of the same llama.cpp, flash attention off, computes
+a `kq_soft_max-<layer>`; got those that kqview hands out rows of, in both modes.
+
+An error is max|a - b| / max|b| of a row (layer, head, token) against the stock build's tensors:
+logits, scores and probs of 6 generated tokens behind 20, and probs of the prompt's own tokens, with
+an F32 cache. "off" and "on" is flash attention in kqview; the reference has it off. With it on, the
+first layer shows what the tap itself adds, and the layers above also what llama.cpp's flash
+attention rounds (K, V and the sums of V to F16).
+
+- attend: diffusion models have no KV cache and do not generate token by token; `Engine.attend`
+  gives all rows, to both sides.
+- Probs sum to less than 1 where the softmax has a sink, an extra logit without a column, and in
+  deepseek4 also by compressed keys, which stand for several tokens each.
+- No model is left out and none aborts.
+
+| model | runs by | layers expected | layers got | heads | sum of probs | error, off \
+| on, first layer | on, all layers |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def row_of(report: Report) -> str:
+    """One line of the table."""
+    got = {tuple(layers) for layers in report.layers.values()}
+    heads = sorted(set(report.n_heads))
+    low = min((low for low, _ in report.sums.values()), default=None)
+    cells = [
+        report.name,
+        report.mode,
+        _layers(report.expected_layers),
+        " or ".join(_layers(list(layers)) for layers in sorted(got)),
+        "-".join(map(str, heads)) or "none",
+        "" if low is None else "1" if low > 1 - 1e-6 else f"from {low:.2f}",
+        *(
+            "" if not report.expected_layers else "0" if error == 0 else f"{error:.0e}"
+            for error in (
+                report.largest(False),
+                report.largest(True, first_layer=True),
+                report.largest(True),
+            )
+        ),
+    ]
+    if report.failure:
+        cells[3] = report.failure
+    return "| " + " | ".join(cells) + " |\n"
+
+
+def _layers(layers: list[int]) -> str:
+    if not layers:
+        return "none"
+    if len(layers) > 2 and layers == list(range(layers[0], layers[-1] + 1)):
+        return f"{layers[0]}-{layers[-1]}"
+    return ", ".join(map(str, layers))
+
+
+def main(arguments: list[str]) -> None:
+    """Make the models, check them, and write (or print) the table."""
+    with tempfile.TemporaryDirectory(prefix="kqview-architectures-") as folder:
+        reports = check_all(make_models(Path(folder)))
+    table = HEAD + "".join(row_of(report) for _, report in sorted(reports.items()))
+    if "--print" in arguments:
+        print(table, end="")
+    else:
+        PATH.write_text(table, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
