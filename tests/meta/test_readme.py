@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # A block of Python, and the block of text that follows it: its output.
-EXAMPLES = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", README, re.DOTALL)
+EXAMPLES = re.findall(r"```python\n((?:(?!```).)*)```\n+```text\n(.*?)```", README, re.DOTALL)
 # "$ kqview ..." and the lines that follow it up to the next command: its standard output.
 COMMANDS = [
     example
