@@ -222,6 +222,12 @@ std::optional<attention_site> site_of(ggml_tensor* node, const consumers& reader
     return std::nullopt;
 }
 
+// Are these keys a part of the cache? Those of cross attention are computed from the encoder's output.
+bool is_cached(const attention_site& site) {
+    const ggml_tensor* const k = site.flash ? site.k : site.kq->src[0];
+    return k->view_src && k->view_src->op == GGML_OP_NONE;
+}
+
 }  // namespace
 
 attention_sites find_attention(ggml_cgraph* graph) {
@@ -238,8 +244,12 @@ attention_sites find_attention(ggml_cgraph* graph) {
         while (end < found.size() && found[end].il == found[i].il) ++end;
         // minimax-m3 attends to each stream of a prompt by itself; only one stream is ever captured.
         const bool is_msa = found[i].flash && has_stem(found[i].flash, "msa_fattn");
+        const auto first = found.begin() + static_cast<std::ptrdiff_t>(i);
+        const auto last = found.begin() + static_cast<std::ptrdiff_t>(end);
         if (end == i + 1 || is_msa) {
             result.sites.push_back(found[i]);
+        } else if (std::count_if(first, last, is_cached) == 1) {  // the other is cross attention
+            result.sites.push_back(*std::find_if(first, last, is_cached));
         } else {
             result.ambiguous.push_back(found[i].il);
         }

@@ -21,7 +21,7 @@ N_VOCAB = 320
 WINDOW = 16
 
 
-class _Weights:
+class Weights:
     """Adds tensors by shape, slowest dimension first: matrices are (n_out, n_in)."""
 
     def __init__(self, writer: gguf.GGUFWriter) -> None:
@@ -64,7 +64,7 @@ def write_gemma3n(path: Path) -> Path:
     writer.add_head_count_kv(1)
     writer.add_key_length(head_size)
     writer.add_value_length(head_size)
-    add = _Weights(writer)
+    add = Weights(writer)
     add.matrix("token_embd.weight", N_VOCAB, n_embd)
     add.norm("output_norm.weight", n_embd)
     add.matrix("altup_proj.weight", n_altup - 1, n_embd, n_embd)
@@ -112,7 +112,7 @@ def write_gemma4(path: Path) -> Path:
     writer.add_uint32("gemma4.attention.shared_kv_layers", n_shared)
     writer.add_array("gemma4.attention.sliding_window_pattern", is_window)
     writer.add_uint32("gemma4.embedding_length_per_layer_input", 0)
-    add = _Weights(writer)
+    add = Weights(writer)
     add.matrix("token_embd.weight", N_VOCAB, n_embd)
     add.norm("output_norm.weight", n_embd)
     add.norm("rope_freqs.weight", 32)
@@ -125,7 +125,7 @@ def write_gemma4(path: Path) -> Path:
 
 
 def _add_attention(
-    add: _Weights, b: str, n_embd: int, n_head: int, n_head_kv: int, head_size: int,
+    add: Weights, b: str, n_embd: int, n_head: int, n_head_kv: int, head_size: int,
     *, has_kv: bool = True,
 ) -> None:  # fmt: skip
     add.norm(b + "attn_norm.weight", n_embd)
@@ -140,7 +140,7 @@ def _add_attention(
     add.norm(b + "post_attention_norm.weight", n_embd, 0.02)
 
 
-def _add_feed_forward(add: _Weights, b: str, n_embd: int, n_ff: int) -> None:
+def _add_feed_forward(add: Weights, b: str, n_embd: int, n_ff: int) -> None:
     add.norm(b + "ffn_norm.weight", n_embd)
     add.matrix(b + "ffn_gate.weight", n_ff, n_embd)
     add.matrix(b + "ffn_up.weight", n_ff, n_embd)
