@@ -40,15 +40,13 @@ mask_row mask_of(const row_op& op, const ggml_tensor* node, query_place query, i
                      n_cells);
 }
 
-seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv,
-                  int n_cells) {
+seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv) {
     const auto& site = op.site;
     const ggml_tensor* const k = node->src[1];
     const auto* const data = part_of(k, site.k_strides, 0, head_kv, query.stream);
     const auto n_embd = static_cast<int>(k->ne[0]);
     const auto stride = site.k_strides.token;
     seen_keys seen{{data, stride, k->type, n_embd, site.n_cells},
-                   mask_of(op, node, query, head_kv, 0, n_cells),
                    {data + static_cast<std::size_t>(site.n_cells) * stride, stride, k->type, n_embd,
                     site.n_extra_cells},
                    {},

@@ -25,14 +25,12 @@ mask_row mask_of(const row_op& op, const ggml_tensor* node, query_place query, i
 
 // A query's keys of one KV head.
 struct seen_keys {
-    key_rows keys;  // in order of position, or gathered
-    mask_row mask;
+    key_rows keys;   // in order of position, or gathered
     key_rows extra;  // keys that are no tokens
     mask_row extra_mask;
     const std::int32_t* gathered;  // where gathered keys come from, else null
 };
-seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv,
-                  int n_cells);
+seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv);
 
 // The logit that stands for what takes part in the softmax and has no column: the model's own sink and
 // every key that is no token. Empty where there is neither.

@@ -45,6 +45,9 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
         scratch.gathered.resize(n_gathered * max_heads_at_once);
     }
 
+    const bool has_mask_per_head = site.mask_strides.head != 0;
+    auto mask = mask_of(op, query.node, query.place, 0, 0, n_cells);
+
     for (int i = begin; i < end;) {
         // A run of wanted heads that share a KV head reads its keys once.
         const int head_kv = heads[static_cast<std::size_t>(i)] / n_group;
@@ -60,15 +63,16 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
                          : sink.place(i + n, n);
             ++n;
         }
-        const auto seen = keys_of(op, query.node, query.place, head_kv, n_cells);
+        const auto seen = keys_of(op, query.node, query.place, head_kv);
+        if (has_mask_per_head) mask = mask_of(op, query.node, query.place, head_kv, 0, n_cells);
         dot_rows(seen.keys, queries, n, n_cells, out, scratch);
         for (int j = 0; j < n; ++j) {
             const int head = heads[static_cast<std::size_t>(i + j)];
             if (kind == row_kind::logits) {
-                hide_masked(out[j], n_cells, seen.mask);
+                hide_masked(out[j], n_cells, mask);
             } else {
                 const float slope = alibi_slope(site.max_bias, site.n_head, head);
-                logits_to_scores(out[j], n_cells, {site.scale, site.softcap, slope}, seen.mask);
+                logits_to_scores(out[j], n_cells, {site.scale, site.softcap, slope}, mask);
                 if (kind == row_kind::probs) {
                     const auto extra = sink_of(op, query.node, seen, queries[j], head, scratch);
                     scores_to_probs(out[j], n_cells, extra ? &*extra : nullptr);

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.support.archs import NAMES, WITHOUT_CACHE, check_all
+from tests.support.archs import NAMES, WITHOUT_CACHE, Checks
 
 if TYPE_CHECKING:
-    from tests.support.arch_check import Report
+    from collections.abc import Iterator
 
     from .conftest import MakeEngine
 
@@ -33,8 +33,10 @@ WITH_SINKS = ("deepseek4-moe", "gpt-oss-moe", "granite_swa-dense", "hy_v4-moe", 
 
 
 @pytest.fixture(scope="module")
-def reports(architectures: dict[str, Path]) -> dict[str, Report]:
-    return check_all(list(architectures.values()))
+def reports(architectures: dict[str, Path]) -> Iterator[Checks]:
+    checks = Checks(list(architectures.values()))
+    yield checks
+    checks.close()
 
 
 def test_generator_makes_the_known_models(architectures: dict[str, Path]) -> None:
@@ -43,9 +45,7 @@ def test_generator_makes_the_known_models(architectures: dict[str, Path]) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_model_runs_with_rows_of_the_layers_that_have_a_softmax(
-    reports: dict[str, Report], name: str
-) -> None:
+def test_model_runs_with_rows_of_the_layers_that_have_a_softmax(reports: Checks, name: str) -> None:
     report = reports[name]
     assert report.failure == ""
     assert report.mode == ("attend" if name in WITHOUT_CACHE else "generate")
@@ -55,22 +55,18 @@ def test_model_runs_with_rows_of_the_layers_that_have_a_softmax(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_without_flash_attention_are_the_stock_tensors(
-    reports: dict[str, Report], name: str
-) -> None:
+def test_rows_without_flash_attention_are_the_stock_tensors(reports: Checks, name: str) -> None:
     assert reports[name].largest(flash_attn=False) <= EXACT
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_with_flash_attention_equal_the_stock_tensors(
-    reports: dict[str, Report], name: str
-) -> None:
+def test_rows_with_flash_attention_equal_the_stock_tensors(reports: Checks, name: str) -> None:
     assert reports[name].largest(flash_attn=True, first_layer=True) <= EXACT
     assert reports[name].largest(flash_attn=True) <= ROUNDED
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_ATTENTION])
-def test_probs_sum_to_one_or_less_with_sinks(reports: dict[str, Report], name: str) -> None:
+def test_probs_sum_to_one_or_less_with_sinks(reports: Checks, name: str) -> None:
     for low, high in reports[name].sums.values():
         assert high <= 1 + 1e-6
         if name in WITH_SINKS:

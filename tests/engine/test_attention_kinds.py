@@ -14,11 +14,12 @@ import pytest
 
 from tests.support import shared_kv_gguf
 from tests.support.arch_check import ModelCheck
-from tests.support.archs import check_all, with_value
+from tests.support.archs import Checks, with_value
 from tests.support.rows import KINDS
 from tests.support.tiny_gguf import Reader
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
     from typing import Any
 
@@ -88,16 +89,16 @@ def last_row(engine: Any, ids: list[int], kind: str) -> list[NDArray[np.float64]
 
 
 @pytest.fixture(scope="module")
-def long_reports(architectures: Models) -> dict[str, Report]:
+def long_reports(architectures: Models) -> Iterator[Checks]:
     """Prompts of 150 tokens: beyond every window, and beyond deepseek4's blocks of 128."""
     names = f"{WINDOWS} {WINDOWS_ONLY}".split()
-    return check_all([architectures[name] for name in names], n_prompt=150)
+    checks = Checks([architectures[name] for name in names], n_prompt=150)
+    yield checks
+    checks.close()
 
 
 @pytest.mark.parametrize("name", WINDOWS.split())
-def test_sliding_window_hides_what_lies_behind_it(
-    long_reports: dict[str, Report], name: str
-) -> None:
+def test_sliding_window_hides_what_lies_behind_it(long_reports: Checks, name: str) -> None:
     report = long_reports[name]
     assert_equal(report, DRIFTED)
     n_columns = 150 + 5
@@ -110,9 +111,7 @@ def test_sliding_window_hides_what_lies_behind_it(
 
 
 @pytest.mark.parametrize("name", WINDOWS_ONLY.split())
-def test_model_of_window_layers_alone_equals_stock(
-    long_reports: dict[str, Report], name: str
-) -> None:
+def test_model_of_window_layers_alone_equals_stock(long_reports: Checks, name: str) -> None:
     assert_equal(long_reports[name], DRIFTED)
     assert min(long_reports[name].n_hidden.values()) > 0
 
@@ -181,10 +180,12 @@ def test_sinks_take_a_share_of_every_row(
 
 
 @pytest.fixture(scope="module")
-def reports(architectures: Models) -> dict[str, Report]:
+def reports(architectures: Models) -> Iterator[Checks]:
     names = sorted({*MLA.split(), *QK_NORM.split(), *FUSED_QKV.split(), *HYBRIDS})
     # Another prompt than in test_architectures.py, and the default cache.
-    return check_all([architectures[name] for name in names], n_prompt=33, kv_type="f16")
+    checks = Checks([architectures[name] for name in names], n_prompt=33, kv_type="f16")
+    yield checks
+    checks.close()
 
 
 def tensors_of(model: Path) -> set[str]:
@@ -192,16 +193,14 @@ def tensors_of(model: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", MLA.split())
-def test_latent_attention_equals_stock(
-    architectures: Models, reports: dict[str, Report], name: str
-) -> None:
+def test_latent_attention_equals_stock(architectures: Models, reports: Checks, name: str) -> None:
     assert any("attn_kv_a" in tensor for tensor in tensors_of(architectures[name]))
     assert_equal_f16(reports[name])
 
 
 @pytest.mark.parametrize("name", QK_NORM.split())
 def test_normed_queries_and_keys_equal_stock(
-    architectures: Models, reports: dict[str, Report], name: str
+    architectures: Models, reports: Checks, name: str
 ) -> None:
     assert {"blk.0.attn_q_norm.weight", "blk.0.attn_k_norm.weight"} <= tensors_of(
         architectures[name]
@@ -210,17 +209,13 @@ def test_normed_queries_and_keys_equal_stock(
 
 
 @pytest.mark.parametrize("name", FUSED_QKV.split())
-def test_fused_projection_equals_stock(
-    architectures: Models, reports: dict[str, Report], name: str
-) -> None:
+def test_fused_projection_equals_stock(architectures: Models, reports: Checks, name: str) -> None:
     assert "blk.0.attn_qkv.weight" in tensors_of(architectures[name])
     assert_equal_f16(reports[name])
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrid_model_has_rows_of_its_attention_layers_alone(
-    reports: dict[str, Report], name: str
-) -> None:
+def test_hybrid_model_has_rows_of_its_attention_layers_alone(reports: Checks, name: str) -> None:
     assert_equal_f16(reports[name])
     assert tuple(reports[name].expected_layers) == HYBRIDS[name]
 

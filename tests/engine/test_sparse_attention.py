@@ -166,3 +166,20 @@ def test_selection_of_a_prompt_equals_stock_where_only_decoding_gathers(
     rows = np.asarray(engine.attend(prompt, capture="probs").array()[0])
     assert ((rows > 0).sum(axis=-1).max()) <= 11
     assert relative(rows, layer.probs.astype(np.float64)) <= EXACT
+
+
+@pytest.mark.parametrize("kind", ["logits", "probs"])
+def test_rows_of_a_prompt_in_small_chunks_are_those_of_one(
+    make_engine: MakeEngine, gathered: Gathered, kind: str
+) -> None:
+    # glm5-next gathers for every query of a chunk of 16 or fewer.
+    prompt = prompt_of(60)
+    rows = []
+    for n_ubatch in (512, 12):
+        engine = make_engine(gathered.model, flash_attn=True, kv_type="f32", n_ubatch=n_ubatch)
+        rows.append(np.asarray(engine.attend(prompt, capture=kind).array()[gathered.layer]))
+    whole, chunks = rows
+    seen = np.isfinite(whole)
+    np.testing.assert_array_equal(seen, np.isfinite(chunks))
+    want = np.where(seen, whole, 0).astype(np.float64)
+    assert relative(np.where(seen, chunks, 0), want) <= ROUNDED

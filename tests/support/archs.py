@@ -11,7 +11,8 @@ import json
 import struct
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +21,7 @@ from . import stock
 from .arch_check import ModelCheck, Report
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Value = TypeVar("Value")
 
@@ -83,44 +84,86 @@ def with_value(model: Path, path: Path, key: str, value: float) -> Path:
     return path
 
 
-def check_all(
-    models: Sequence[Path],
-    *,
-    n_prompt: int = 20,
-    kv_type: stock.KvType = "f32",
-    n_workers: int = 2,
-) -> dict[str, Report]:
-    """Check each model in one of `n_workers` processes; reports by the file's stem."""
-    shares = [list(models[i::n_workers]) for i in range(n_workers)]
-    with ThreadPoolExecutor(n_workers) as pool:
-        parts = pool.map(lambda share: _check_share(share, n_prompt, kv_type), shares)
-        return {report.name: report for part in parts for report in part}
+class Checks:
+    """Models being checked in worker processes; ``checks[name]`` waits for that model's report.
 
+    Each model has its own wait, so that no test waits for all of them. A model that ends its worker
+    (or takes longer than MODEL_TIMEOUT_S) is reported with a failure, and a new worker takes the
+    rest. `close` ends the workers.
+    """
 
-def _check_share(models: list[Path], n_prompt: int, kv_type: stock.KvType) -> list[Report]:
-    """Feed models to a worker, and to a new one after each that ends it."""
-    reports: list[Report] = []
-    rest = list(models)
-    while rest:
-        command = [sys.executable, "-m", "tests.support.archs", str(n_prompt), kv_type]
-        command += map(str, rest)
-        worker = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        try:
-            out, err = worker.communicate(timeout=MODEL_TIMEOUT_S * len(rest))
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            out, err = worker.communicate()
-            err += f"\ntimed out after {MODEL_TIMEOUT_S * len(rest)} s"
-        done = [_report_of(line) for line in out.splitlines() if line.startswith("{")]
-        reports += done
-        rest = rest[len(done) :]
-        if rest:
-            why = " | ".join(err.strip().splitlines()[-6:])
-            failure = f"the process ended with {worker.returncode}: {why}"
-            reports.append(Report(rest.pop(0).stem, failure=failure))
-    return reports
+    def __init__(
+        self,
+        models: Sequence[Path],
+        *,
+        n_prompt: int = 20,
+        kv_type: stock.KvType = "f32",
+        n_workers: int = 2,
+    ) -> None:
+        self._options = [str(n_prompt), kv_type]
+        self._reports: dict[str, Report] = {}
+        self._names = {model.stem for model in models}
+        self._changed = threading.Condition()
+        self._is_closed = False
+        self._threads = [
+            threading.Thread(target=self._check_share, args=(list(models[i::n_workers]),))
+            for i in range(n_workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __getitem__(self, name: str) -> Report:
+        if name not in self._names:
+            raise KeyError(name)
+        with self._changed:
+            self._changed.wait_for(lambda: name in self._reports)
+            return self._reports[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._names))
+
+    def close(self) -> None:
+        """End the workers; models without a report keep having none."""
+        self._is_closed = True
+        for thread in self._threads:
+            thread.join()
+
+    def _check_share(self, models: list[Path]) -> None:
+        while models and not self._is_closed:
+            with tempfile.TemporaryFile("w+") as errors:
+                command = [sys.executable, "-m", "tests.support.archs", *self._options]
+                worker = subprocess.Popen(
+                    [*command, *map(str, models)],
+                    cwd=ROOT,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    text=True,
+                )
+                assert worker.stdout is not None
+                with worker.stdout:
+                    while models and not self._is_closed:
+                        watchdog = threading.Timer(MODEL_TIMEOUT_S, worker.kill)
+                        watchdog.start()
+                        line = worker.stdout.readline()
+                        watchdog.cancel()
+                        if not line:
+                            break
+                        if line.startswith("{"):
+                            self._publish(_report_of(line))
+                            models.pop(0)
+                    if self._is_closed:
+                        worker.kill()
+                status = worker.wait()
+                errors.seek(0)
+                why = " | ".join(errors.read().strip().splitlines()[-6:])
+            if models and not self._is_closed:
+                failure = f"the process ended with {status}: {why}"
+                self._publish(Report(models.pop(0).stem, failure=failure))
+
+    def _publish(self, report: Report) -> None:
+        with self._changed:
+            self._reports[report.name] = report
+            self._changed.notify_all()
 
 
 def _report_of(line: str) -> Report:

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .archs import ROOT, check_all, make_models
+from .archs import ROOT, Checks, make_models
 
 if TYPE_CHECKING:
     from .arch_check import Report
@@ -80,8 +80,9 @@ def _layers(layers: list[int]) -> str:
 def main(arguments: list[str]) -> None:
     """Make the models, check them, and write (or print) the table."""
     with tempfile.TemporaryDirectory(prefix="kqview-architectures-") as folder:
-        reports = check_all(make_models(Path(folder)))
-    table = HEAD + "".join(row_of(report) for _, report in sorted(reports.items()))
+        checks = Checks(make_models(Path(folder)))
+        table = HEAD + "".join(row_of(checks[name]) for name in checks)
+        checks.close()
     if "--print" in arguments:
         print(table, end="")
     else:
