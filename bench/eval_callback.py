@@ -1,9 +1,10 @@
 """How does the tap compare with llama.cpp's eval callback, the route that anyone can take today?
 
-The stock program is kq-eval-rows of bench/peers: a callback copies the `kq` tensor of every layer
-to the host, which needs flash attention off. Ours captures the logits of all heads, with flash
-attention on and off. A round is one start of kq-eval-rows, which runs without and with its
-callback, and a prompt and a generation of ours for each setting: one pair of each row.
+The stock program is kq-eval-rows of bench/peers: a callback copies rows of the `kq` tensor of every
+layer to the host, which needs flash attention off. Ours captures the logits of all heads, with
+flash attention on and off. A round is one start of kq-eval-rows, which runs without and with its
+callback, and a prompt and a generation of ours for each setting: one pair of each row. Both take
+the last row of the prompt; in the rows "all" both take every row of it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 CALLBACK = "eval callback (stock build); flash attention off"
 PLAIN = "stock build without callback; flash attention off"
+ALL = f"{CALLBACK}; every row"
 TAP = "tap: logits, all heads; flash attention"
 PREFILL_TARGET, DECODE_TARGET = 1 / 1.5, 1.0
 # name -> (what, against, target)
@@ -36,6 +38,8 @@ CASES = {
     "callback-prefill-flash": (f"{TAP} on", CALLBACK, PREFILL_TARGET),
     "callback-prefill-plain": (f"{TAP} off", CALLBACK, PREFILL_TARGET),
     "callback-prefill-stock": (CALLBACK, PLAIN, None),
+    "callback-all-flash": (f"{TAP} on, attend", ALL, PREFILL_TARGET),
+    "callback-all-plain": (f"{TAP} off, attend", ALL, PREFILL_TARGET),
     "callback-decode-flash": (f"{TAP} on", CALLBACK, DECODE_TARGET),
     "callback-decode-plain": (f"{TAP} off", CALLBACK, DECODE_TARGET),
     "callback-decode-stock": (CALLBACK, PLAIN, None),
@@ -75,10 +79,12 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
                 found[f"callback-{part}-stock"].add(without[part], callback[part])
                 for name, ms in ours.items():
                     found[f"callback-{part}-{name}"].add(callback[part], ms[part])
+            if any("all" in name for name in names):
+                _measure_all(program, settings, prefills, found)
             line.tick()
     for name in names:
         what, baseline, target = CASES[name]
-        is_prefill = "prefill" in name
+        is_prefill = "decode" not in name
         piece = "a prompt of {} tokens" if is_prefill else "a decoded token at {} tokens of context"
         yield Timing(
             name=name,
@@ -89,6 +95,15 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
             target=settings.target(target),
             command=f"python bench/eval_callback.py --row {name} {settings.flags}",
         )
+
+
+def _measure_all(
+    program: str, settings: Settings, prefills: dict[str, PrefillRuns], found: dict[str, Pairs]
+) -> None:
+    """Add a pair of each row that takes every row of a prompt."""
+    (stock,) = _run_stock(program, settings, rows="all")["callback"]
+    for name, runs in prefills.items():
+        found[f"callback-all-{name}"].add(stock["prefill_ms"], runs.attend_ms("logits"))
 
 
 def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
@@ -105,7 +120,7 @@ def _stock_ms(settings: Settings, run: dict[str, Any]) -> dict[str, float]:
     return {"prefill": run["prefill_ms"], "decode": decode_ms}
 
 
-def _run_stock(program: str, settings: Settings) -> dict[str, Any]:
+def _run_stock(program: str, settings: Settings, rows: str = "last") -> dict[str, Any]:
     """One start of kq-eval-rows: a run without callback and one with it."""
     flags: dict[str, object] = {
         "--model": model_path(is_quick=settings.is_quick),
@@ -118,6 +133,7 @@ def _run_stock(program: str, settings: Settings) -> dict[str, Any]:
         "--kv-type": "f16",
         "--bench": "both",
         "--repeat": 1,
+        "--rows": rows,
     }
     command = [program, *(str(word) for flag in flags.items() for word in flag)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

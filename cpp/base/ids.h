@@ -1,12 +1,21 @@
-// Plain integer identities that several layers pass around.
+// Plain integer identities that several layers pass around, and runs of them.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace kqview {
 
 using token_id = std::int32_t;    // index into the vocabulary
 using slot_id = std::int32_t;     // index of a slot, also llama.cpp's sequence id
 using request_id = std::int64_t;  // counts up from 1 in each engine
+
+// Tokens that both begin with.
+inline std::size_t common_prefix(const std::vector<token_id>& a, const std::vector<token_id>& b) {
+    const auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
+    return static_cast<std::size_t>(end.first - a.begin());
+}
 
 }  // namespace kqview

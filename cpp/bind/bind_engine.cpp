@@ -60,7 +60,7 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
                                           std::vector<token_id> stop_tokens,
                                           const capture_plan* capture, full_policy on_full,
                                           double wait_s, int run_ahead, int priority,
-                                          int n_prompt_rows, bool only_attends) {
+                                          int n_prompt_rows, bool only_attends, slot_id slot) {
     check(sampling, self->source->n_vocab());
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
@@ -80,6 +80,7 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
     wanted->priority = priority;
     wanted->n_prompt_rows = n_prompt_rows;
     wanted->only_attends = only_attends;
+    wanted->wanted_slot = slot;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
     handle->core = self;
@@ -166,9 +167,9 @@ void bind_engine(nb::module_& module) {
         .def("submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
              nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
              nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
-             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false,
+             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false, nb::arg("slot") = -1,
              "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
-             "`only_attends`: no token is sampled.")
+             "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")

@@ -180,11 +180,17 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);
         const bool memory = why.find("alloc") != std::string::npos;
-        throw error(memory ? errc::out_of_memory : errc::model_load,
+        // "K cache type ... does not divide", "V cache quantization requires flash_attn"
+        const bool option = why.find(" cache ") != std::string::npos;
+        throw error(memory   ? errc::out_of_memory
+                    : option ? errc::request
+                             : errc::model_load,
                     "Engine: llama.cpp refused a context of " + std::to_string(n_ctx_) +
                         " tokens x " + std::to_string(n_slots_) + " slots, kv_type " +
                         options.kv_type + ": " + why +
-                        (memory ? "; lower n_ctx, n_slots or n_ubatch" : ""));
+                        (memory   ? "; lower n_ctx, n_slots or n_ubatch"
+                         : option ? "; choose another kv_type or flash_attn"
+                                  : ""));
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
     use_adapters();
@@ -229,6 +235,13 @@ float* context::logits(int i_token) {
     float* const row = llama_get_logits_ith(handle_.get(), i_token);
     if (!row) throw error(errc::internal, "no logits for batch token " + std::to_string(i_token));
     return row;
+}
+
+void context::copy(slot_id from, slot_id to) {
+    const auto memory = llama_get_memory(handle_.get());
+    if (!memory) return;
+    llama_memory_seq_rm(memory, to, -1, -1);
+    llama_memory_seq_cp(memory, from, to, -1, -1);
 }
 
 bool context::truncate(slot_id slot, std::int32_t n_keep) {

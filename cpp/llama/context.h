@@ -65,6 +65,9 @@ public:
     // Valid, and writable, until the next decode.
     float* logits(int i_token);
 
+    // Makes `to` hold what `from` holds; llama.cpp copies the whole stream before the next decode.
+    void copy(slot_id from, slot_id to);
+
     // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail.
     bool truncate(slot_id slot, std::int32_t n_keep);
 

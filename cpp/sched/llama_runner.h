@@ -35,6 +35,7 @@ public:
     const std::byte* decode(std::span<const step_token> tokens,
                             std::span<const step_rows> rows) override;
     float* logits(int i_token) override { return context_->logits(i_token); }
+    void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
     bool truncate(slot_id slot, int n_keep) override;
 
     // What can be captured, found in the graph that llama.cpp reserved.

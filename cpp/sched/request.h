@@ -78,6 +78,7 @@ struct request {
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed before they are taken
     int priority = 0;                                // larger first, then order of arrival
+    slot_id wanted_slot = -1;                        // the slot it must run in, -1 = any
     std::shared_ptr<mailbox> box;
     std::atomic<slot_id> slot{-1};  // set at admission
 };

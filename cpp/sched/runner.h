@@ -51,6 +51,9 @@ public:
                                     std::span<const step_rows> rows) = 0;
     virtual float* logits(int i_token) = 0;
 
+    // Makes slot `to` hold what slot `from` holds. Costs its whole cache.
+    virtual void copy(slot_id from, slot_id to) = 0;
+
     // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 };

@@ -168,13 +168,17 @@ bool scheduler::take_orders() {
 }
 
 void scheduler::admit_queued() {
-    while (step_->has_free_slot()) {
+    for (;;) {
         std::shared_ptr<request> next;
         {
+            // One that waits for a slot of its own does not hold up those behind it.
             const std::lock_guard lock(mutex_);
-            if (queue_.empty()) return;
-            next = std::move(queue_.front());
-            queue_.pop_front();
+            const auto found = std::find_if(queue_.begin(), queue_.end(), [&](const auto& wanted) {
+                return step_->can_admit(*wanted);
+            });
+            if (found == queue_.end()) return;
+            next = std::move(*found);
+            queue_.erase(found);
         }
         step_->admit(next);
     }
@@ -189,9 +193,10 @@ void scheduler::tell_stalled() {
         if (queue_.empty()) return;
         queued = queue_;
     }
-    const auto holders = step_->stalled_on();
-    if (holders.empty()) return;
-    for (const auto& wanted : queued) wanted->box->stall(holders);
+    for (const auto& wanted : queued) {
+        const auto holders = step_->stalled_on(*wanted);
+        if (!holders.empty()) wanted->box->stall(holders);
+    }
 }
 
 void scheduler::close_requests() {

@@ -9,11 +9,6 @@ namespace kqview {
 
 namespace {
 
-std::size_t common_prefix(const std::vector<token_id>& a, const std::vector<token_id>& b) {
-    const auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
-    return static_cast<std::size_t>(end.first - a.begin());
-}
-
 double seconds(step::clock::duration duration) {
     return std::chrono::duration<double>(duration).count();
 }
@@ -44,21 +39,29 @@ step::step(runner& model, std::shared_ptr<block_pool> pool)
 
 // ---- admit
 
-bool step::has_free_slot() const {
-    return std::any_of(slots_.begin(), slots_.end(), [](const slot& one) { return !one.active; });
+bool step::can_admit(const request& wanted) const {
+    return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+        return !one.active && (wanted.wanted_slot < 0 || wanted.wanted_slot == one.id);
+    });
 }
 
-void step::admit(const std::shared_ptr<request>& wanted) {
-    // The free slot with the longest common prefix, the lowest among equals.
+// The free slot with the longest common prefix, the lowest among equals.
+step::slot* step::choose_slot(const request& wanted) {
     slot* best = nullptr;
     std::size_t n_best = 0;
     for (auto& candidate : slots_) {
-        if (candidate.active) continue;
-        const auto n = common_prefix(candidate.tokens, wanted->prompt);
+        if (candidate.active || (wanted.wanted_slot >= 0 && wanted.wanted_slot != candidate.id))
+            continue;
+        const auto n = common_prefix(candidate.tokens, wanted.prompt);
         if (!best || n > n_best) best = &candidate, n_best = n;
     }
-    if (!best)
-        throw error(errc::internal, "step.admit: every slot is busy; ask has_free_slot first");
+    return best;
+}
+
+void step::admit(const std::shared_ptr<request>& wanted) {
+    slot* const best = choose_slot(*wanted);
+    if (!best) throw error(errc::internal, "step.admit: no slot is free; ask can_admit first");
+    const auto n_best = common_prefix(best->tokens, wanted->prompt);
     ++counters_.n_requests;
     auto& target = *best;
     {
@@ -80,6 +83,7 @@ void step::admit(const std::shared_ptr<request>& wanted) {
         const auto n_new = static_cast<std::size_t>(std::max(1, wanted->n_prompt_rows));
         truncate(target, std::min(n_best, wanted->prompt.size() - n_new));
         target.usage.cached_tokens = static_cast<int>(target.tokens.size());
+        plan_fork(target);
         target.picker = std::move(wanted->picker);
     } catch (...) {
         finish(target, finish_reason::error, current_failure());
@@ -263,6 +267,7 @@ void step::release(slot& target) {
     target.block.reset();
     target.prompt_block.reset();
     target.picker.reset();
+    target.fork_source.reset();
     target.starved_until.reset();
     change(target.state, slot_state::idle);
     const std::lock_guard lock(tokens_mutex_);
@@ -272,9 +277,10 @@ void step::release(slot& target) {
 
 // ---- what others may see
 
-std::vector<request_id> step::stalled_on() const {
+std::vector<request_id> step::stalled_on(const request& wanted) const {
     std::vector<request_id> holders;
     for (const auto& one : slots_) {
+        if (wanted.wanted_slot >= 0 && wanted.wanted_slot != one.id) continue;
         const bool is_paused = one.state == slot_state::paused ||
                                (one.state == slot_state::starved && !one.starved_until);
         if (!is_paused) return {};

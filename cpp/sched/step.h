@@ -35,9 +35,10 @@ public:
 
     step(runner& model, std::shared_ptr<block_pool> pool);
 
-    bool has_free_slot() const;
+    // Is a slot free that this request may run in?
+    bool can_admit(const request& wanted) const;
 
-    // Gives a request to a free slot; there must be one.
+    // Gives a request to a free slot; can_admit() must hold.
     void admit(const std::shared_ptr<request>& wanted);
 
     // Carries a cancellation out (its mailbox is cancelled already), for a running request or one whose slot still holds its tokens.
@@ -49,8 +50,9 @@ public:
     // Decodes once and publishes what came of it. False: nothing could run.
     bool run();
 
-    // The requests in the slots when each of them waits for its consumer; empty when any can go on.
-    std::vector<request_id> stalled_on() const;
+    // The requests in the slots that `wanted` may run in when each of them waits for its consumer; empty
+    // when any can go on.
+    std::vector<request_id> stalled_on(const request& wanted) const;
 
     // When a starved slot gives up waiting for memory.
     std::optional<clock::time_point> next_deadline() const;
@@ -72,6 +74,9 @@ private:
         std::shared_ptr<lease> block;         // for the coming token's rows
         std::shared_ptr<lease> prompt_block;  // for the coming prompt tokens' rows
         std::optional<clock::time_point> starved_until;
+        // A slot with more of the prompt than this one, or about to have it: its cache is copied.
+        std::optional<slot_id> fork_source;
+        std::size_t n_fork = 0;  // tokens to take over
         request_usage usage;
         clock::time_point started;
         clock::time_point prefilled;
@@ -111,6 +116,10 @@ private:
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
     void release(slot& target);
 
+    slot* choose_slot(const request& wanted);
+    void plan_fork(slot& target);
+    bool await_fork(slot& target);
+    bool is_shared_step(const slot& target) const;
     void want_union(const request* added);
     void truncate(slot& target, std::size_t n_keep);
     void drop_unknown(slot& target);

@@ -10,6 +10,8 @@ namespace kqview {
 
 namespace {
 
+// Prompt tokens of a step that others wait for: evaluating more at once is faster, and stalls them.
+constexpr int n_shared_chunk = 128;
 constexpr std::size_t n_blocks_of_budget = 4;         // of prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
@@ -17,7 +19,7 @@ constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's
 
 bool step::fill_prefill() {
     for (auto& target : slots_) {
-        if (!target.active) continue;
+        if (!target.active || await_fork(target)) continue;
         const auto& prompt = target.active->prompt;
         const auto n_done = target.tokens.size();
         const bool is_prompt = n_done < prompt.size();
@@ -46,7 +48,8 @@ step::chunk step::next_chunk(const slot& target) const {
     const auto n_prompt = static_cast<int>(active.prompt.size());
     const auto n_done = static_cast<int>(target.tokens.size());
     chunk piece{};
-    piece.n_tokens = std::min(n_prompt - n_done, model_.n_chunk());
+    const int n_most = is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
+    piece.n_tokens = std::min(n_prompt - n_done, std::min(n_most, model_.n_chunk()));
     if (active.n_prompt_rows > 0) {
         // Tokens of this piece before the first one whose rows are wanted.
         const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
@@ -61,6 +64,13 @@ step::chunk step::next_chunk(const slot& target) const {
     piece.is_last = n_done + piece.n_tokens == n_prompt;
     piece.samples = piece.is_last && !active.only_attends;
     return piece;
+}
+
+// Does another slot generate, and so wait for this one's prompt?
+bool step::is_shared_step(const slot& target) const {
+    return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+        return one.id != target.id && one.state == slot_state::decode;
+    });
 }
 
 bool step::fill_decode() {

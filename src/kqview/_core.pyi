@@ -317,9 +317,9 @@ class Engine:
     def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False) -> Generation:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, slot: int = -1) -> Generation:
         """
-        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled.
+        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere.
         """
 
     def close(self) -> None:

@@ -72,7 +72,7 @@ class Engine(Vocabulary):
         model: Path of a GGUF file.
         n_ctx: Tokens that a slot can hold, prompt and generated ones; None for what the model was
             trained with.
-        n_slots: Sequences held at a time; this version has one.
+        n_slots: Sequences held, and generated in one batch, at a time.
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
         n_threads: Compute threads; None for what this process may use of the machine.
@@ -279,6 +279,7 @@ class Engine(Vocabulary):
             capture,
             max_tokens=token_limit("generate", max_tokens),
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
+            slot=slot,
             request_id=request_id,
             priority=priority,
         )

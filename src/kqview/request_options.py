@@ -76,17 +76,13 @@ def to_core_options(
     Raises:
         RequestError: An option is of another type or out of its range.
     """
-    if whole_number("Engine", "n_slots", n_slots) != 1:
-        raise RequestError(
-            f"Engine: n_slots is {n_slots}, this version has 1; open one Engine per sequence"
-        )
     if flash_attn != "auto" and not isinstance(flash_attn, bool):
         raise RequestError(f"Engine: flash_attn is {flash_attn!r}, known are 'auto', True, False")
     if not isinstance(kv_type, str):
         raise RequestError(f"Engine: kv_type is {kv_type!r}, a name such as 'f16' is needed")
     return {
         "n_ctx": 0 if n_ctx is None else whole_number("Engine", "n_ctx", n_ctx),
-        "n_slots": 1,
+        "n_slots": whole_number("Engine", "n_slots", n_slots),
         "n_batch": whole_number("Engine", "n_batch", n_batch),
         "n_ubatch": whole_number("Engine", "n_ubatch", n_ubatch),
         "n_threads": whole_number("Engine", "n_threads", n_threads),

@@ -68,6 +68,7 @@ class Requests:
         max_tokens: int,
         n_prompt_rows: int = 0,
         only_attends: bool = False,
+        slot: int | None = None,
         request_id: str | None,
         priority: int,
     ) -> Generation:
@@ -84,6 +85,7 @@ class Requests:
             priority=whole_number(who, "priority", priority, low=-(2**31)),
             n_prompt_rows=n_prompt_rows,
             only_attends=only_attends,
+            slot=-1 if slot is None else slot,
         )
         generation = Generation(
             handle,

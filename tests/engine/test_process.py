@@ -140,12 +140,13 @@ def test_engine_thread_does_not_keep_the_interpreter_alive(tiny_llama: Path) -> 
 def test_ordinary_use_is_clean_under_development_mode(tiny_llama: Path) -> None:
     script = """
         import asyncio
+        nine = dict(max_tokens=9, **GREEDY)
         async def main(engine):
-            async with engine.generate(PROMPT, max_tokens=9, capture="probs") as generation:
+            async with engine.generate(PROMPT, capture="probs", **nine) as generation:
                 return [token.attention async for token in generation]
         with open_engine() as engine:
             engine.tokenize("text")
-            views = [t.attention for t in engine.generate(PROMPT, max_tokens=9, capture="logits")]
+            views = [t.attention for t in engine.generate(PROMPT, capture="logits", **nine)]
             views += asyncio.run(main(engine))
             engine.generate(PROMPT).close()
             engine.stats(), engine.system_info()

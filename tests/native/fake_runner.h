@@ -78,6 +78,7 @@ public:
     // Batches in order, those of decodes that threw included.
     std::vector<batch> decodes() const { return copy(decodes_); }
     std::vector<std::pair<slot_id, int>> truncations() const { return copy(truncations_); }
+    std::vector<std::pair<slot_id, slot_id>> copies() const { return copy(copies_); }
     std::vector<token_id> cache(slot_id slot) const {
         return copy(caches_)[static_cast<std::size_t>(slot)];
     }
@@ -120,6 +121,7 @@ private:
     std::vector<std::vector<token_id>> caches_;
     std::vector<batch> decodes_;
     std::vector<std::pair<slot_id, int>> truncations_;
+    std::vector<std::pair<slot_id, slot_id>> copies_;
     std::vector<std::string> violations_;
     std::size_t n_looks_ = 0;
 };
@@ -186,6 +188,13 @@ public:
         const std::lock_guard lock(model_->mutex_);
         model_->expect(i < logits_.size() && logits_[i] >= 0, "logits of a token that wants none");
         return &logits_.at(i);
+    }
+
+    void copy(slot_id from, slot_id to) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        model_->copies_.emplace_back(from, to);
+        cache_of(to) = cache_of(from);
     }
 
     bool truncate(slot_id slot, int n_keep) override {

@@ -92,6 +92,7 @@ TEST_CASE("scheduler: a paused slot in the middle makes two steps of the others"
     std::vector<std::shared_ptr<request>> all;
     for (token_id i = 0; i < 4; ++i) {
         all.push_back(engine.submit(make_prompt(i + 1, 5), i == 2 ? 20 : 50, [&](request& r) {
+            r.wanted_slot = i;
             r.run_ahead = i == 2 ? 1 : 50;
             r.capture = make_plan();
         }));

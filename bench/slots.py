@@ -1,0 +1,177 @@
+"""What do several slots bring, and what do they cost each other?
+
+Greedy, no capture, flash attention on. Every prompt stays in its slot, so a run is a generation in
+each slot, started together; its time is that from the moment when all of them have their first
+token, divided by all tokens that follow. The stock program is llama-batched-bench: the same model,
+prompts of the same length, threads and batch sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from typing import TYPE_CHECKING
+
+from console import attempt, main
+from models import model_path, peer
+from report import Timing
+from runs import open_engine
+
+from kqview.bench.pairs import Pairs, alternate
+from kqview.bench.runs import prompt_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from console import ProgressLine
+    from settings import Settings
+
+    from kqview import Engine
+    from kqview.bench.rows import LeftOut
+
+N_CONTEXT = 256
+N_SLOTS = 4
+N_TOKENS = 32
+N_ARRIVING = 512  # tokens of the prompt that arrives while others generate
+# 4 slots at least 2.2 times the tokens of 1; at least 0.95 times those of llama-batched-bench.
+CASES = {
+    "slots-4": 1 / 2.2,
+    "slots-batched-bench": 1 / 0.95,
+    "slots-hole": None,
+    "slots-arriving-prompt": None,
+}
+WEIGHTS = {"slots-4": 90.0, "slots-batched-bench": 90.0, "slots-hole": 50.0,
+           "slots-arriving-prompt": 90.0}  # fmt: skip
+
+
+class SlotRuns:
+    """Generations in chosen slots of one engine, each behind a prompt of its own."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        self._now_s = settings.now_s
+        self._engine = engine
+        n_vocab = engine.model.n_vocab
+        self._prompts = [prompt_ids(N_CONTEXT, n_vocab, seed=i) for i in range(N_SLOTS)]
+        self._arriving = prompt_ids(N_ARRIVING, n_vocab, seed=99)
+        self._n_arrived = 0
+        self.ms(range(N_SLOTS))
+
+    def ms(self, slots: Sequence[int], *, arrives: bool = False) -> float:
+        """Milliseconds a token of generations in *slots*; *arrives*: a prompt in the next slot."""
+        running = [
+            self._engine.generate(
+                self._prompts[i], slot=i, max_tokens=N_TOKENS, temperature=0.0, ignore_eos=True
+            )
+            for i in slots
+        ]
+        for generation in running:
+            next(generation)
+        start = self._now_s()
+        late = None
+        if arrives:
+            self._n_arrived += 1
+            late = self._engine.generate(
+                [self._n_arrived, *self._arriving[1:]], slot=len(slots), max_tokens=1
+            )
+        n_left = len(slots) * (N_TOKENS - 1)
+        for _ in range(N_TOKENS - 1):
+            for generation in running:
+                next(generation)
+        spent_ms = (self._now_s() - start) * 1000.0
+        if late is not None:
+            late.read()
+        return spent_ms / n_left
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+    """Measure the chosen cases with one engine."""
+    names = settings.chosen(CASES)
+    if not names:
+        return
+    with open_engine(
+        settings, flash_attn=True, n_slots=N_SLOTS, n_ctx=N_ARRIVING + 64, run_ahead=N_TOKENS
+    ) as engine:
+        runs = SlotRuns(settings, engine)
+
+        def one() -> float:
+            return runs.ms((0,))
+
+        def four() -> float:
+            return runs.ms(range(N_SLOTS))
+
+        stock = "llama-batched-bench (stock build), 4 sequences"
+        cases: dict[str, tuple[str, Callable[[], float], str, Callable[[], float]]] = {
+            "slots-4": ("4 slots", four, "1 slot", one),
+            "slots-batched-bench": ("4 slots", four, stock, lambda: _stock_ms(settings)),
+            "slots-hole": (
+                "slots 0, 1 and 3",
+                lambda: runs.ms((0, 1, 3)),
+                "slots 0, 1 and 2",
+                lambda: runs.ms((0, 1, 2)),
+            ),
+            "slots-arriving-prompt": (
+                f"1 slot, a prompt of {N_ARRIVING} tokens arrives",
+                lambda: runs.ms((0,), arrives=True),
+                "1 slot",
+                one,
+            ),
+        }
+        for name in names:
+            yield attempt(name, _measure, settings, line, name, *cases[name])
+
+
+def _measure(
+    settings: Settings,
+    line: ProgressLine,
+    name: str,
+    what: str,
+    candidate: Callable[[], float],
+    against: str,
+    baseline: Callable[[], float],
+) -> Timing:
+    target = CASES[name]
+    n_pairs = settings.pairs_for(target)
+    line.start(name, n_pairs)
+    pairs = Pairs()
+    for pair in alternate(baseline, candidate, n_pairs):
+        pairs.add(*pair)
+        line.tick()
+    return Timing(
+        name=name,
+        what=what,
+        baseline=against,
+        work=f"a decoded token at {N_CONTEXT} tokens of context, tokens of all slots counted",
+        pairs=pairs,
+        target=settings.target(target),
+        command=f"python bench/slots.py --row {name} {settings.flags}",
+    )
+
+
+def _stock_ms(settings: Settings) -> float:
+    """Milliseconds a token of one start of llama-batched-bench."""
+    flags: dict[str, object] = {
+        "-m": model_path(is_quick=settings.is_quick),
+        "-t": settings.n_threads,
+        "-fa": "on",
+        "-ngl": 0,
+        "-c": (N_CONTEXT + N_TOKENS + 224) * N_SLOTS,
+        "-b": 2048,
+        "-ub": 512,
+        "-npp": N_CONTEXT,
+        "-ntg": N_TOKENS,
+        "-npl": N_SLOTS,
+        "--output-format": "jsonl",
+    }
+    command = [str(peer("llama-batched-bench"))]
+    command += [str(word) for flag in flags.items() for word in flag]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    if done.returncode != 0 or len(lines) != 1:
+        raise RuntimeError(
+            f"llama-batched-bench: exit status {done.returncode}; {done.stderr[-500:]}"
+        )
+    return json.loads(lines[0])["t_tg"] * 1000.0 / (N_TOKENS * N_SLOTS)
+
+
+if __name__ == "__main__":
+    main(__doc__, WEIGHTS, measure)

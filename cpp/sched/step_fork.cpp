@@ -1,0 +1,59 @@
+// Requests whose prompts begin alike share one evaluation: a slot takes over what another one has, by a
+// copy of its cache.
+// Threads: the engine thread.
+#include <algorithm>
+
+#include "sched/step.h"
+
+namespace kqview {
+
+namespace {
+
+// A copy moves the whole cache of a slot: fewer tokens than this are evaluated as fast.
+constexpr std::size_t n_fork_min = 32;
+
+}  // namespace
+
+// Looks for the slot that has, or will have after its own prompt, most of this prompt.
+void step::plan_fork(slot& target) {
+    target.fork_source.reset();
+    if (!model_.can_truncate() || !model_.has_cache()) return;
+    const auto& active = *target.active;
+    const auto n_new = static_cast<std::size_t>(std::max(1, active.n_prompt_rows));
+    const auto n_usable = active.prompt.size() - n_new;
+    std::size_t n_best = target.tokens.size() + n_fork_min - 1;
+    for (const auto& other : slots_) {
+        if (other.id == target.id) continue;
+        auto n = common_prefix(other.tokens, active.prompt);
+        // A prompt that is being evaluated: wait for the part that both share.
+        if (other.active && n == other.tokens.size())
+            n = std::max(n, common_prefix(other.active->prompt, active.prompt));
+        n = std::min(n, n_usable);
+        if (n <= n_best) continue;
+        n_best = n;
+        target.fork_source = other.id;
+        target.n_fork = n;
+    }
+}
+
+// True while the slot waits for another one's prompt; takes it over once it is there.
+bool step::await_fork(slot& target) {
+    if (!target.fork_source) return false;
+    const auto& source = slots_[static_cast<std::size_t>(*target.fork_source)];
+    const auto n_shared =
+        std::min(common_prefix(source.tokens, target.active->prompt), target.n_fork);
+    const bool is_coming = source.active && n_shared == source.tokens.size() &&
+                           source.tokens.size() < source.active->prompt.size();
+    if (n_shared < target.n_fork && is_coming) return true;
+    target.fork_source.reset();
+    if (n_shared < target.tokens.size() + n_fork_min) return false;  // the source was cancelled
+    model_.copy(source.id, target.id);
+    model_.truncate(target.id, static_cast<int>(n_shared));
+    const std::lock_guard lock(tokens_mutex_);
+    target.tokens.assign(source.tokens.begin(),
+                         source.tokens.begin() + static_cast<std::ptrdiff_t>(n_shared));
+    target.usage.cached_tokens = static_cast<int>(n_shared);
+    return false;
+}
+
+}  // namespace kqview

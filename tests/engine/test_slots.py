@@ -1,0 +1,283 @@
+"""Several slots: requests share a batch and stay each other's strangers."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, Engine, errors
+from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, same_rows
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kqview.types import Token
+
+    from .conftest import MakeEngine
+
+N_SLOTS = 4
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_slots": N_SLOTS}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+PROMPTS = [random_ids(n, seed=n) for n in (17, 40, 23, 31)]
+
+
+def together(engine: Engine, prompts: list[list[int]], *options: dict[str, Any]) -> list[Any]:
+    """Tokens of all prompts, submitted at once and each read by a thread of its own."""
+    each = options if len(options) > 1 else options * len(prompts)
+    generations = [engine.generate(p, **o) for p, o in zip(prompts, each, strict=True)]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        return list(pool.map(list, generations))
+
+
+def alone(engine: Engine, prompt: list[int], **options: Any) -> list[Token]:
+    return list(engine.generate(prompt, **options))
+
+
+# ---- values
+
+
+def test_neighbours_change_no_greedy_token(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    options = {"max_tokens": 30, **GREEDY}
+    single = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    want = [[t.id for t in alone(single, prompt, **options)] for prompt in PROMPTS]
+    engine = make_engine(tiny_llama, **EXACT)
+    for _ in range(3):
+        got = together(engine, PROMPTS, options)
+        assert [[t.id for t in tokens] for tokens in got] == want
+    assert engine.stats().n_decodes < 3 * 4 * 30  # they did share steps
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("flash_attn", "limit"), [(False, 1e-5), (True, 2e-3)])
+def test_each_request_has_the_rows_of_its_own_sequence(
+    make_engine: MakeEngine, tiny_llama: Path, kind: Kind, flash_attn: bool, limit: float
+) -> None:
+    engine = make_engine(tiny_llama, **{**EXACT, "flash_attn": flash_attn})
+    options = {"max_tokens": 12, "capture": kind, **GREEDY}
+    for prompt, tokens in zip(PROMPTS, together(engine, PROMPTS, options), strict=True):
+        result = forward(tiny_llama, prompt, tokens, flash_attn=flash_attn)
+        assert largest_error(tokens, result, kind, prompt) <= limit
+
+
+def test_requests_capture_what_each_asked_for(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    captures = [
+        None,
+        Capture("probs"),
+        Capture("logits", layers=(2, 0), heads=(1,)),
+        Capture("scores", reduce="mean_heads", hidden=(1,)),
+    ]
+    engine = make_engine(tiny_llama, **EXACT)
+    options = [{"max_tokens": 9, "capture": capture, **GREEDY} for capture in captures]
+    got = together(engine, PROMPTS, *options)
+    assert all(token.attention is None for token in got[0])
+    for prompt, tokens, capture in zip(PROMPTS, got, captures, strict=True):
+        if capture is None:
+            continue
+        single = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+        want = alone(single, prompt, max_tokens=9, capture=capture, **GREEDY)
+        for a, b in zip(want, tokens, strict=True):
+            np.testing.assert_allclose(a.attention, b.attention, rtol=1e-4, atol=1e-5)
+            if capture.hidden:
+                np.testing.assert_allclose(a.hidden, b.hidden, rtol=1e-4, atol=1e-5)
+    assert engine.stats().pool.n_leased == 3 * 9
+
+
+def test_a_hole_in_the_middle_keeps_rows_right(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    options = [
+        {"max_tokens": n, "capture": "probs", "slot": i, **GREEDY}
+        for i, n in enumerate((30, 3, 30, 30))
+    ]
+    for prompt, tokens in zip(PROMPTS, together(engine, PROMPTS, *options), strict=True):
+        result = forward(tiny_llama, prompt, tokens)
+        assert largest_error(tokens, result, "probs", prompt) <= 1e-5
+
+
+def test_a_prompt_that_arrives_in_the_middle_changes_nothing(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=16, **EXACT)
+    running = engine.generate(PROMPTS[0], max_tokens=40, capture="probs", **GREEDY)
+    tokens = [next(running) for _ in range(5)]
+    late = engine.attend(PROMPTS[1], "probs")
+    tokens += running
+    result = forward(tiny_llama, PROMPTS[0], tokens)
+    assert largest_error(tokens, result, "probs", PROMPTS[0]) <= 1e-5
+    whole = late.array()
+    want = make_engine(tiny_llama, kv_type="f32", flash_attn=False).attend(PROMPTS[1]).array()
+    np.testing.assert_allclose(whole, want, atol=1e-5)  # type: ignore[arg-type]
+
+
+# ---- who gets which slot
+
+
+def test_requests_take_the_longest_prefix_or_the_lowest_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    for i, prompt in enumerate(PROMPTS):
+        generation = engine.generate(prompt, max_tokens=1, **GREEDY)
+        generation.read()
+        # A free slot that shares nothing: the lowest. Its tokens go, so ask for another one.
+        assert generation.slot == 0
+        engine.generate(prompt, max_tokens=1, slot=i, **GREEDY).read()
+        assert engine.slots[i].tokens == prompt
+    again = engine.generate(PROMPTS[2], max_tokens=1, **GREEDY)
+    again.read()
+    assert (again.slot, again.usage.cached_tokens) == (2, len(PROMPTS[2]) - 1)
+
+
+def test_a_request_waits_for_the_slot_it_names_and_holds_up_nobody(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    holder = engine.generate(PROMPTS[0], max_tokens=20, slot=1, **GREEDY)
+    next(holder)
+    waits = engine.generate(PROMPTS[1], max_tokens=2, slot=1, **GREEDY)
+    other = engine.generate(PROMPTS[2], max_tokens=2, **GREEDY)
+    assert len(list(other)) == 2
+    assert waits.slot is None
+    with pytest.raises(errors.BusyError, match="keeps it until its tokens are taken"):
+        next(waits)  # this thread alone could let go of the slot
+    assert len(list(holder)) == 19
+    assert len(list(waits)) == 2
+    assert waits.slot == 1
+
+
+@pytest.mark.parametrize("slot", [4, -1, 99])
+def test_slots_that_are_not_there_are_refused(
+    make_engine: MakeEngine, tiny_llama: Path, slot: int
+) -> None:
+    with pytest.raises(errors.UnknownSlot, match=r"0\.\.3"):
+        make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], slot=slot)
+
+
+@pytest.mark.parametrize("n_slots", [0, 257, 10**6])
+def test_number_of_slots_has_a_limit(
+    make_engine: MakeEngine, tiny_llama: Path, n_slots: int
+) -> None:
+    with pytest.raises(errors.RequestError, match="n_slots"):
+        make_engine(tiny_llama, n_slots=n_slots)
+
+
+def test_more_requests_than_slots_queue_by_priority(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, **{**EXACT, "n_slots": 2})
+    holders = [engine.generate(p, max_tokens=40, **GREEDY) for p in PROMPTS[:2]]
+    for holder in holders:
+        next(holder)
+    order: list[str] = []
+    lock = threading.Lock()
+
+    def read(generation: Any, name: str) -> None:
+        next(generation)
+        with lock:
+            order.append(name)
+        generation.close()
+
+    low = engine.generate(PROMPTS[2], max_tokens=30, priority=0, **GREEDY)
+    high = engine.generate(PROMPTS[3], max_tokens=30, priority=5, **GREEDY)
+    threads = [threading.Thread(target=read, args=args) for args in ((low, "low"), (high, "high"))]
+    for thread in threads:
+        thread.start()
+    holders[0].close()
+    for thread in threads:
+        thread.join(30)
+    assert order == ["high", "low"]
+
+
+# ---- who waits for whom
+
+
+def test_a_slow_consumer_pauses_only_itself(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, run_ahead=4, **EXACT)
+    slow = engine.generate(PROMPTS[0], max_tokens=50, **GREEDY)
+    next(slow)
+    for prompt in PROMPTS[1:]:
+        assert len(alone(engine, prompt, max_tokens=50, **GREEDY)) == 50
+    assert engine.slots[0].n_tokens <= len(PROMPTS[0]) + 5
+    assert len(list(slow)) == 49
+
+
+def test_cancelling_one_leaves_the_others(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    options = {"max_tokens": 40, **GREEDY}
+    single = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    want = [t.id for t in alone(single, PROMPTS[1], **options)]
+    engine = make_engine(tiny_llama, **EXACT)
+    stopped = [engine.generate(PROMPTS[i], **options) for i in (0, 2)]
+    stays = engine.generate(PROMPTS[1], **options)
+    for generation in stopped:
+        next(generation)
+    slots = [generation.slot for generation in stopped]
+    for generation in stopped:
+        generation.close()
+    assert [t.id for t in stays] == want
+    assert slots[0] is not None
+    assert engine.slots[slots[0]].tokens == PROMPTS[0]
+
+
+def test_memory_that_one_holds_ends_that_one_alone(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, attention_budget_bytes=40_000, **EXACT)
+    greedy_reader = engine.generate(PROMPTS[0], max_tokens=200, capture="probs", **GREEDY)
+    other = engine.generate(PROMPTS[1], max_tokens=60, **GREEDY)
+    held: list[Token] = []
+    with pytest.raises(errors.PoolExhausted):
+        held.extend(greedy_reader)
+    assert len(list(other)) == 60
+
+
+# ---- one prompt, several answers
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_one_prompt_is_evaluated_once_for_several_requests(
+    make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
+) -> None:
+    prompt = random_ids(200)
+    engine = make_engine(tiny_llama, n_ubatch=32, **{**EXACT, "flash_attn": flash_attn})
+    options = [
+        {"max_tokens": 8, "capture": "probs", "seed": i, "ignore_eos": True} for i in range(N_SLOTS)
+    ]
+    got = together(engine, [prompt] * N_SLOTS, *options)
+    assert engine.stats().prefill_tokens <= 200 + (N_SLOTS - 1)
+    assert len({tuple(t.id for t in tokens) for tokens in got}) > 1
+    for tokens in got:
+        result = forward(tiny_llama, prompt, tokens, flash_attn=flash_attn)
+        assert largest_error(tokens, result, "probs", prompt) <= (5e-3 if flash_attn else 1e-5)
+
+
+def test_a_fork_outlives_the_request_it_came_from(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    prompt = random_ids(100)
+    engine = make_engine(tiny_llama, n_ubatch=32, **EXACT)
+    first = engine.generate(prompt, max_tokens=20, capture="probs", **GREEDY)
+    second = engine.generate([*prompt[:80], 1, 2, 3], max_tokens=20, capture="probs", **GREEDY)
+    first.close()
+    tokens = list(second)
+    result = forward(tiny_llama, [*prompt[:80], 1, 2, 3], tokens)
+    assert largest_error(tokens, result, "probs", [*prompt[:80], 1, 2, 3]) <= 1e-5
+    # What a busy slot generated is its own.
+    third = engine.generate(prompt, max_tokens=5, capture="probs", **GREEDY)
+    again = make_engine(tiny_llama, kv_type="f32", flash_attn=False)
+    want = alone(again, prompt, max_tokens=5, capture="probs", **GREEDY)
+    assert [t.id for t in third] == [t.id for t in want]
+
+
+def test_rows_of_slots_of_every_plan_alternate(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    options = {"max_tokens": 4, "capture": "probs", **GREEDY}
+    first = together(engine, PROMPTS, options)
+    for _ in range(10):
+        for a, b in zip(first, together(engine, PROMPTS, options), strict=True):
+            assert [t.id for t in a] == [t.id for t in b]
+            for x, y in zip(a, b, strict=True):
+                np.testing.assert_allclose(x.attention, y.attention, atol=1e-5)
+    assert same_rows(first[0], first[0])
