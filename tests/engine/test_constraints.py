@@ -256,6 +256,17 @@ def test_constraints_of_several_threads_share_a_vocabulary(demo: Engine):
     assert all(re.fullmatch("[a-z]{5}", text) for text in texts)
 
 
+def test_slots_in_one_batch_follow_their_own_constraints(make_engine: MakeEngine, tiny_llama: Path):
+    engine = make_engine(tiny_llama, n_slots=4)
+    patterns = ["[0-9]{20}", "[a-f]{20}", "(xy){10}", "[A-Z]{20}"]
+    generations = [
+        engine.generate(random_ids(9, seed=i), regex=pattern, temperature=1)
+        for i, pattern in enumerate(patterns)
+    ]
+    for pattern, generation in zip(patterns, generations, strict=True):
+        assert re.fullmatch(pattern, generation.read())
+
+
 def test_cancelled_and_dropped_constraints_leave_the_engine_working(demo: Engine):
     for i in range(20):
         generation = demo.generate(PROMPT, json_schema=PERSON, temperature=1, seed=i)
