@@ -4,8 +4,11 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <mutex>
+#include <string>
 
 #include "llama/model.h"
+#include "sample/constraint.h"
 #include "sched/llama_runner.h"
 #include "sched/request.h"
 #include "sched/scheduler.h"
@@ -36,6 +39,18 @@ struct engine_core {
     bool has_cache = true;
     std::shared_ptr<const graph_counters> graphs;
     std::unique_ptr<scheduler> sched;
+
+    // What json_schema and regex need, built when the first of them comes; any thread, no GIL.
+    std::mutex constraints_mutex;
+    std::shared_ptr<const constraint_vocabulary> constraints;
+
+    std::shared_ptr<const constraint_vocabulary> constraints_of(const std::string& library_path) {
+        const std::lock_guard lock(constraints_mutex);
+        if (!constraints) {
+            constraints = std::make_shared<const constraint_vocabulary>(library_path, *source);
+        }
+        return constraints;
+    }
 
     // Dropped without close(): joining the engine thread must not hold up the other Python threads.
     ~engine_core() {

@@ -54,20 +54,23 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     return core;
 }
 
-std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& self,
-                                          std::vector<token_id> prompt,
-                                          const sampling_params& sampling, int max_tokens,
-                                          std::vector<token_id> stop_tokens,
-                                          const capture_plan* capture, full_policy on_full,
-                                          double wait_s, int run_ahead, int priority,
-                                          int n_prompt_rows, bool only_attends, slot_id slot) {
+std::shared_ptr<generation_handle> submit(
+    const std::shared_ptr<engine_core>& self, std::vector<token_id> prompt,
+    const sampling_params& sampling, int max_tokens, std::vector<token_id> stop_tokens,
+    const capture_plan* capture, full_policy on_full, double wait_s, int run_ahead, int priority,
+    int n_prompt_rows, bool only_attends, slot_id slot, const std::string& constraint_library) {
     check(sampling, self->source->n_vocab());
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
     if (!only_attends) {
         const nb::gil_scoped_release release;  // a grammar or DRY takes its time
         if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
-        wanted->picker = make_sampler_picker(*self->source, sampling, wanted->prompt);
+        std::shared_ptr<const constraint_vocabulary> constraints;
+        if (!sampling.constraint_kind.empty()) {
+            constraints = self->constraints_of(constraint_library);
+        }
+        wanted->picker =
+            make_sampler_picker(*self->source, sampling, wanted->prompt, std::move(constraints));
     }
     wanted->max_tokens = max_tokens;
     std::sort(stop_tokens.begin(), stop_tokens.end());
@@ -168,8 +171,10 @@ void bind_engine(nb::module_& module) {
              nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
              nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
              nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false, nb::arg("slot") = -1,
+             nb::arg("constraint_library") = "",
              "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
-             "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere.")
+             "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; "
+             "`constraint_library`: path of llguidance's.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")

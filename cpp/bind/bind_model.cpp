@@ -148,6 +148,8 @@ void bind_model(nb::module_& module) {
             "token_bytes",
             [](const model& self, token_id id) { return to_bytes(self.token_bytes(id)); },
             nb::arg("id"), "Bytes of one token; a character may be spread over several.")
+        .def("control_tokens", &model::control_tokens,
+             "Ids that text becomes only with parse_special.")
         .def(
             "check_tokens",
             [](const model& self, const std::vector<token_id>& ids, const std::string& who) {

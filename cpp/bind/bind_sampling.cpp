@@ -35,6 +35,8 @@ void bind_sampling(nb::module_& module) {
         .def_rw("banned_tokens", &sampling_params::banned_tokens)
         .def_rw("ignore_eos", &sampling_params::ignore_eos)
         .def_rw("grammar", &sampling_params::grammar)
+        .def_rw("constraint_kind", &sampling_params::constraint_kind)
+        .def_rw("constraint", &sampling_params::constraint)
         .def_rw("n_logprobs", &sampling_params::n_logprobs);
 }
 

@@ -180,4 +180,12 @@ std::string model::token_bytes(token_id id) const {
     return bytes;
 }
 
+std::vector<token_id> model::control_tokens() const {
+    std::vector<token_id> ids;
+    for (token_id id = 0; has_vocab() && id < n_vocab_; ++id) {
+        if ((llama_vocab_get_attr(vocab_, id) & LLAMA_TOKEN_ATTR_CONTROL) != 0) ids.push_back(id);
+    }
+    return ids;
+}
+
 }  // namespace kqview

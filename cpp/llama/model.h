@@ -60,6 +60,9 @@ public:
     std::string detokenize(std::span<const token_id> ids) const;
     std::string token_bytes(token_id id) const;
 
+    // Ids of the tokens that `tokenize` finds in a text only with parse_special.
+    std::vector<token_id> control_tokens() const;
+
     void check_token(token_id id, const char* who) const;
 
 private:

@@ -80,14 +80,15 @@ void call_llama(errc code, const char* what, F&& call) {
 }
 
 template <typename F>
-void call_grammar(std::size_t n_candidates, F&& call) {
+void call_grammar(const std::string& kind, std::size_t n_candidates, F&& call) {
+    const std::string what = "sampler.sample: " + (kind.empty() ? "grammar" : kind);
     const double start_s = thread_cpu_s();
-    call_llama(errc::decode, "sampler.sample: grammar", call);
+    call_llama(errc::decode, what.c_str(), call);
     const double used_s = thread_cpu_s() - start_s;
     const double limit_s =
         grammar_limit_s + grammar_candidate_limit_s * static_cast<double>(n_candidates);
     if (used_s > limit_s) {
-        throw error(errc::decode, "sampler.sample: grammar took " + std::to_string(used_s) +
+        throw error(errc::decode, what + " took " + std::to_string(used_s) +
                                       " s for one token, up to " + std::to_string(limit_s) +
                                       " s are allowed; make it less ambiguous");
     }
@@ -95,12 +96,13 @@ void call_grammar(std::size_t n_candidates, F&& call) {
 
 }  // namespace
 
-sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train)
+sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
+                 std::shared_ptr<const constraint_vocabulary> constraints)
     : params_(params), seed_(pick_seed(params.seed)), n_vocab_(llama_vocab_n_tokens(vocab)) {
     check(params_, n_vocab_);
     collect_bans(vocab);
     build_penalties(vocab, n_ctx_train);
-    build_grammar(vocab);
+    build_grammar(vocab, std::move(constraints));
     if (!is_greedy()) build_choice(n_vocab_);
 }
 
@@ -159,7 +161,13 @@ void sampler::build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train
     n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
 }
 
-void sampler::build_grammar(const llama_vocab* vocab) {
+void sampler::build_grammar(const llama_vocab* vocab,
+                            std::shared_ptr<const constraint_vocabulary> constraints) {
+    if (!params_.constraint_kind.empty()) {
+        grammar_.reset(
+            make_constraint(std::move(constraints), params_.constraint_kind, params_.constraint));
+        return;
+    }
     if (params_.grammar.empty()) return;
     if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
         throw error(errc::invalid_sampling,
@@ -219,7 +227,8 @@ void sampler::remember(token_id id) {
 
 void sampler::accept(token_id id) {
     remember(id);
-    if (grammar_) call_grammar(1, [&] { llama_sampler_accept(grammar_.get(), id); });
+    if (!grammar_) return;
+    call_grammar(params_.constraint_kind, 1, [&] { llama_sampler_accept(grammar_.get(), id); });
 }
 
 sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
@@ -377,7 +386,8 @@ void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
 
 void sampler::apply_grammar() {
     llama_token_data_array array = as_array(candidates_, true);
-    call_grammar(array.size, [&] { llama_sampler_apply(grammar_.get(), &array); });
+    call_grammar(params_.constraint_kind, array.size,
+                 [&] { llama_sampler_apply(grammar_.get(), &array); });
     std::erase_if(candidates_, [](const llama_token_data& e) { return !(e.logit > minus_inf); });
 }
 

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "sample/constraint.h"
 #include "sample/logprobs.h"
 #include "sample/params.h"
 #include "sample/select.h"
@@ -32,7 +33,9 @@ class sampler {
 public:
     // Raises what check() and check_grammar() raise, and invalid_sampling for a grammar or DRY
     // without a vocabulary. -1 as a window of the penalties means n_ctx_train tokens.
-    sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train);
+    // `constraints` is what a constraint needs, null without one.
+    sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
+            std::shared_ptr<const constraint_vocabulary> constraints = nullptr);
 
     // Penalties and DRY look back on the prompt; the grammar does not.
     void accept_prompt(std::span<const token_id> ids);
@@ -54,7 +57,8 @@ private:
 
     void collect_bans(const llama_vocab* vocab);
     void build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train);
-    void build_grammar(const llama_vocab* vocab);
+    void build_grammar(const llama_vocab* vocab,
+                       std::shared_ptr<const constraint_vocabulary> constraints);
     void build_choice(std::int32_t n_vocab);
 
     void edit(std::span<float> logits);
@@ -78,8 +82,8 @@ private:
 
     handle penalties_;  // null when off
     handle dry_;
-    handle grammar_;
-    handle choice_;  // null when greedy
+    handle grammar_;  // or the constraint
+    handle choice_;   // null when greedy
 
     // The last tokens that penalties and DRY may look back on, as a ring.
     std::vector<token_id> recent_;

@@ -125,6 +125,9 @@ void check(const sampling_params& params, std::int32_t n_vocab) {
     check_truncation(params);
     check_penalties(params);
     check_tokens(params, n_vocab);
+    if (!params.grammar.empty() && !params.constraint_kind.empty()) {
+        refuse("grammar", "given with " + params.constraint_kind, "one of them", "leave one out");
+    }
     if (params.n_logprobs < -1 || params.n_logprobs > n_vocab) {
         refuse("top_logprobs", std::to_string(params.n_logprobs),
                "numbers from 0 to " + std::to_string(n_vocab), "ask for fewer");

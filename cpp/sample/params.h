@@ -44,6 +44,10 @@ struct sampling_params {
     bool ignore_eos = false;  // bans every end-of-generation token
     std::string grammar;      // GBNF with the rule "root"; empty = none
 
+    // What llguidance enforces instead of a grammar: "json_schema" or "regex" and its text.
+    std::string constraint_kind;  // empty = none
+    std::string constraint;
+
     // -1 = no logprobs, 0 = that of the chosen token, k = also of the k most probable ones.
     std::int32_t n_logprobs = -1;
 };

@@ -11,9 +11,11 @@ namespace {
 class sampler_picker final : public token_picker {
 public:
     sampler_picker(const model& source, const sampling_params& params,
-                   std::span<const token_id> prompt)
+                   std::span<const token_id> prompt,
+                   std::shared_ptr<const constraint_vocabulary> constraints)
         : n_vocab_(source.n_vocab()),
-          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get())) {
+          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get()),
+                   std::move(constraints)) {
         sampler_.accept_prompt(prompt);
     }
 
@@ -29,10 +31,10 @@ private:
 
 }  // namespace
 
-std::unique_ptr<token_picker> make_sampler_picker(const model& source,
-                                                  const sampling_params& params,
-                                                  std::span<const token_id> prompt) {
-    return std::make_unique<sampler_picker>(source, params, prompt);
+std::unique_ptr<token_picker> make_sampler_picker(
+    const model& source, const sampling_params& params, std::span<const token_id> prompt,
+    std::shared_ptr<const constraint_vocabulary> constraints) {
+    return std::make_unique<sampler_picker>(source, params, prompt, std::move(constraints));
 }
 
 }  // namespace kqview

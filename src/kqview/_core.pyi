@@ -31,6 +31,9 @@ class Model:
     def token_bytes(self, id: int) -> bytes:
         """Bytes of one token; a character may be spread over several."""
 
+    def control_tokens(self) -> list[int]:
+        """Ids that text becomes only with parse_special."""
+
     def check_tokens(self, ids: Sequence[int], who: str) -> None:
         """Raises InvalidToken for ids outside the vocabulary."""
 
@@ -185,6 +188,18 @@ class SamplingParams:
     def grammar(self, arg: str, /) -> None: ...
 
     @property
+    def constraint_kind(self) -> str: ...
+
+    @constraint_kind.setter
+    def constraint_kind(self, arg: str, /) -> None: ...
+
+    @property
+    def constraint(self) -> str: ...
+
+    @constraint.setter
+    def constraint(self, arg: str, /) -> None: ...
+
+    @property
     def n_logprobs(self) -> int: ...
 
     @n_logprobs.setter
@@ -317,9 +332,9 @@ class Engine:
     def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, slot: int = -1) -> Generation:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, slot: int = -1, constraint_library: str = '') -> Generation:
         """
-        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere.
+        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's.
         """
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from kqview import _core
+from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
@@ -62,7 +63,7 @@ def _print_progress(fraction: float) -> None:
     print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
-class Engine(Vocabulary):
+class Engine(Vocabulary, Conversation):
     """A GGUF model in this process, ready to generate.
 
     Use from any thread; `close` it, or use it as a context manager, to free its memory. Generations
@@ -148,6 +149,7 @@ class Engine(Vocabulary):
             _forward_log()
         self._info = model_info(self._model, self._core)
         self._open_vocabulary()
+        self._open_conversation()
         raw = self._model.info()
         self._can_generate: bool = raw["can_generate"] and self._core.has_cache
         self._requests = Requests(
@@ -264,8 +266,6 @@ class Engine(Vocabulary):
                 f"generate: sampling= and {', '.join(options)} are both given; "
                 "put them into Sampling"
             )
-        if sampling.json_schema is not None:
-            raise RequestError("generate: json_schema is not in this version; use grammar (GBNF)")
         if mods:
             raise RequestError("generate: mods are not in this version")
         if slot is not None and slot not in range(len(self._slots)):

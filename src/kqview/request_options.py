@@ -1,13 +1,14 @@
 """Checks a caller's arguments and turns them into the core's types."""
 
+import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, TypedDict, cast
+from typing import Any, Final, TypedDict, cast
 
 from kqview import _core
 from kqview.errors import InvalidToken, RequestError
-from kqview.types import Sampling
+from kqview.types import Capture, Sampling
 
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
@@ -44,7 +45,22 @@ class SamplingOptions(TypedDict, total=False):
     ignore_eos: bool
     grammar: str | None
     json_schema: str | Mapping[str, object] | None
+    regex: str | None
     top_logprobs: int | None
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `Engine.generate`, for what calls it."""
+
+    max_tokens: int
+    sampling: Sampling | None
+    capture: Capture | str | None
+    slot: int | None
+    mods: Sequence[Any]
+    request_id: str | None
+    priority: int
+    add_special: bool
+    parse_special: bool
 
 
 class CoreOptions(TypedDict):
@@ -213,10 +229,30 @@ def to_core(sampling: Sampling) -> _core.SamplingParams:
     params.logit_bias = [(id_, float(bias)) for id_, bias in sampling.logit_bias.items()]
     params.banned_tokens = list(sampling.banned_tokens)
     params.grammar = sampling.grammar or ""
+    schema = None if sampling.json_schema is None else _bounded_space(str(sampling.json_schema))
+    for kind, text in (("json_schema", schema), ("regex", sampling.regex)):
+        if text is not None:
+            encode("generate", text)
+            params.constraint_kind, params.constraint = kind, text
     params.n_logprobs = -1 if sampling.top_logprobs is None else sampling.top_logprobs
     return params
 
 
+def _bounded_space(schema: str) -> str:
+    """*schema* with a limit to white space between values, unless it says something about that.
+
+    JSON allows white space without end, and a weak model may write nothing else from there on.
+    """
+    try:
+        value: object = json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema  # llguidance says what is wrong with it
+    if not isinstance(value, dict) or "x-guidance" in value:
+        return schema
+    return json.dumps({**value, "x-guidance": {"whitespace_pattern": _SPACE}}, ensure_ascii=False)
+
+
+_SPACE: Final = r" |\n[ \t]{0,20}"  # or none: as llama.cpp's own grammars of JSON have it
 _SAME_IN_CORE = (
     "temperature",
     "top_k",

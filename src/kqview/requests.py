@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kqview import _core
 from kqview.capture_plan import to_plan, to_policy
+from kqview.constraints import llguidance_library
 from kqview.errors import PromptTooLong, RequestError
 from kqview.generation.astream import LoopWaker
 from kqview.generation.stream import Generation
@@ -86,6 +87,7 @@ class Requests:
             n_prompt_rows=n_prompt_rows,
             only_attends=only_attends,
             slot=-1 if slot is None else slot,
+            constraint_library=llguidance_library(sampling),
         )
         generation = Generation(
             handle,

@@ -13,7 +13,7 @@ import pytest
 
 import kqview
 from kqview import Capture, Engine, Generation, ModelInfo, Sampling, Slot, Token, errors
-from kqview.request_options import SamplingOptions
+from kqview.request_options import GenerateOptions, SamplingOptions
 
 SAMPLING_DEFAULTS = {
     "temperature": 0.8,
@@ -28,6 +28,7 @@ SAMPLING_DEFAULTS = {
     "ignore_eos": False,
     "grammar": None,
     "json_schema": None,
+    "regex": None,
     "top_logprobs": None,
 }
 SAMPLING_NAMES = {
@@ -73,6 +74,7 @@ MODEL_NAMES = {
 ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
+    *("chat", "apply_chat_template"),
 }
 GENERATION_MEMBERS = {
     *(
@@ -126,6 +128,15 @@ def test_engine_takes_its_options_by_name():
 
 def test_generate_has_the_documented_options_and_defaults():
     assert keyword_defaults(Engine.generate).items() >= GENERATE_DEFAULTS.items()
+
+
+def test_chat_takes_the_options_of_generate():
+    options = get_type_hints(GenerateOptions).keys()
+    assert options == get_type_hints(SamplingOptions).keys() | GENERATE_DEFAULTS.keys()
+    assert keyword_defaults(Engine.chat).items() >= {"tools": None}.items()
+    assert keyword_defaults(Engine.apply_chat_template).items() >= (
+        {"tools": None, "add_generation_prompt": True, "tokenize": True}.items()
+    )
 
 
 def test_generate_takes_every_field_of_sampling_by_name():

@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, TokenType, quants
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-Vocab = Literal["qwen2", "none", "bytes"]
+Vocab = Literal["qwen2", "llama-spm", "phi-3", "none", "bytes"]
 WeightType = Literal["F32", "F16", "Q8_0"]
 
 # Specials of the "bytes" vocabulary, directly after the 256 bytes.
@@ -40,7 +40,7 @@ class Shape:
     """What `write_model` writes; every field is also a keyword of it.
 
     ``n_vocab`` None means: all of the copied vocabulary ("qwen2"), 320 ("bytes") or 256 ("none").
-    ``tied`` None means: tied for vocab "qwen2" (the embedding is most of the file), else separate.
+    ``tied`` None means: tied for a copied vocabulary, as the embedding is most of the file.
     ``score_spread`` is the rough standard deviation of scaled scores before biases.
     """
 
@@ -60,6 +60,7 @@ class Shape:
     score_spread: float = 2.0
     rope_base: float = 10000.0
     rms_eps: float = 1e-6
+    specials: tuple[str, ...] = ()  # of vocab "bytes": control tokens from id 260 on
     chat_template: str | None = field(default=CHATML, repr=False)
 
 
@@ -248,7 +249,7 @@ def _tensors(shape: Shape, n_vocab: int) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (name, float32 array), slowest dimension first as numpy has it."""
     n_embd, head_size = shape.n_embd, shape.n_embd // shape.n_head
     n_kv = head_size * shape.n_head_kv
-    tied = shape.vocab == "qwen2" if shape.tied is None else shape.tied
+    tied = shape.vocab not in ("bytes", "none") if shape.tied is None else shape.tied
     bias = shape.arch == "qwen2" if shape.qkv_bias is None else shape.qkv_bias
     rand = tensor_source(shape.seed)
 
@@ -312,16 +313,18 @@ def _add_vocab(writer: gguf.GGUFWriter, shape: Shape, llama_cpp_dir: Path | None
         return shape.n_vocab or 256
     if shape.vocab == "bytes":
         n_vocab = shape.n_vocab or 320
-        add_bytes_vocab(writer, n_vocab, shape.chat_template)
+        add_bytes_vocab(writer, n_vocab, shape.chat_template, shape.specials)
         return n_vocab
     if llama_cpp_dir is None:
-        raise ValueError("tiny_gguf.vocab: 'qwen2' copies a vocabulary file; pass llama_cpp_dir")
-    keys = _read_vocab(Path(llama_cpp_dir) / "models" / "ggml-vocab-qwen2.gguf")
+        raise ValueError(
+            f"tiny_gguf.vocab: {shape.vocab!r} copies a vocabulary file; pass llama_cpp_dir"
+        )
+    keys = _read_vocab(Path(llama_cpp_dir) / "models" / f"ggml-vocab-{shape.vocab}.gguf")
     n_file = len(next(value for key, value, *_ in keys if key == "tokenizer.ggml.tokens"))
     n_vocab = shape.n_vocab or n_file
     if n_vocab != n_file:
         raise ValueError(
-            f"tiny_gguf.vocab: n_vocab {n_vocab}, qwen2 has {n_file}; leave n_vocab out"
+            f"tiny_gguf.vocab: n_vocab {n_vocab}, {shape.vocab} has {n_file}; leave n_vocab out"
         )
     for key, value, value_type, sub_type in keys:
         if key != "tokenizer.chat_template" or shape.chat_template is None:
@@ -345,9 +348,14 @@ def _read_vocab(path: Path) -> list[tuple[str, Any, GGUFValueType, GGUFValueType
     return found
 
 
-def add_bytes_vocab(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | None) -> None:
+def add_bytes_vocab(
+    writer: gguf.GGUFWriter,
+    n_vocab: int,
+    chat_template: str | None,
+    specials: tuple[str, ...] = (),
+) -> None:
     """Id = byte value for 0..255, then specials, then fillers " w<id>" that only sampling makes."""
-    n_min = 256 + len(_SPECIALS) + 1
+    n_min = 256 + len(_SPECIALS) + 1 + len(specials)
     if n_vocab < n_min:
         raise ValueError(
             f"tiny_gguf.vocab: n_vocab {n_vocab}, 'bytes' has at least {n_min}; raise n_vocab"
@@ -357,10 +365,11 @@ def add_bytes_vocab(writer: gguf.GGUFWriter, n_vocab: int, chat_template: str | 
     merged = letters[0xFE] + letters[0xFF]
     fillers = [f"{letters[0x20]}w{i}" for i in range(n_min, n_vocab)]
     types = [TokenType.NORMAL] * 256 + [TokenType.CONTROL] * len(_SPECIALS)
+    types += [TokenType.NORMAL, *[TokenType.CONTROL] * len(specials)]
     types += [TokenType.NORMAL] * (n_vocab - len(types))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list([*letters, *_SPECIALS, merged, *fillers])
+    writer.add_token_list([*letters, *_SPECIALS, merged, *specials, *fillers])
     writer.add_token_types(types)
     writer.add_token_merges([f"{letters[0xFE]} {letters[0xFF]}"])
     writer.add_bos_token_id(END_OF_TEXT)

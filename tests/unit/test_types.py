@@ -1,8 +1,10 @@
 """The public value types: defaults, checks, sizes and their printed form."""
 
 import dataclasses
+import json
 import math
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -143,9 +145,26 @@ def test_sampling_normalises_collections_and_keeps_its_own():
     assert sampling.logit_bias == {3: -math.inf}
 
 
-def test_sampling_refuses_grammar_beside_json_schema():
-    with pytest.raises(InvalidSampling, match="leave one out"):
-        Sampling(grammar='root ::= "a"', json_schema={})
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"grammar": 'root ::= "a"', "json_schema": {}},
+        {"grammar": 'root ::= "a"', "regex": "a"},
+        {"json_schema": "{}", "regex": "a"},
+    ],
+)
+def test_sampling_refuses_two_constraints(options: dict[str, Any]):
+    with pytest.raises(InvalidSampling, match=r" and .* are given, one of them is allowed"):
+        Sampling(**options)
+
+
+def test_sampling_keeps_a_schema_as_text():
+    schema = {"type": "string", "const": "é"}
+    sampling = Sampling(json_schema=schema)
+    assert isinstance(sampling.json_schema, str)
+    assert "é" in sampling.json_schema
+    assert json.loads(sampling.json_schema) == schema
+    assert Sampling(json_schema=sampling.json_schema) == sampling
 
 
 @pytest.mark.parametrize(

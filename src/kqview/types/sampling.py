@@ -4,6 +4,7 @@ The C++ core checks the same limits again, for callers that come another way; th
 the model, such as the largest token id, are checked only there.
 """
 
+import json
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,7 +101,12 @@ class Sampling:
         stop_tokens: Token ids that end the generation.
         ignore_eos: Never choose a token that ends the text.
         grammar: GBNF that the output has to follow.
-        json_schema: JSON schema, as text or mapping, that the output has to follow.
+        json_schema: JSON schema, as text or mapping, that the output has to follow; kept as text.
+            Needs llguidance, ``pip install "kqview[constraints]"``, which says what of JSON Schema
+            it knows. Its key "x-guidance" says how much white space stands between values; left
+            out, a space or a newline with up to 20 blanks.
+        regex: Regular expression, in the syntax of Rust's regex crate, that all of the output has
+            to match; needs llguidance too.
         top_logprobs: How many logprobs to report with each token; 0 is that of the token alone.
     """
 
@@ -131,14 +137,15 @@ class Sampling:
     ignore_eos: bool = False
     grammar: str | None = None
     json_schema: str | Mapping[str, object] | None = None
+    regex: str | None = None
     top_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field.
 
         Raises:
-            InvalidSampling: A field is out of range or not well-formed, or grammar and json_schema
-                are both given.
+            InvalidSampling: A field is out of range or not well-formed, or more than one of
+                grammar, json_schema and regex is given.
         """
         for name, limit in _FLOATS.items():
             self._set(name, _to_float(name, getattr(self, name), limit))
@@ -152,10 +159,16 @@ class Sampling:
         for name in ("stop", "dry_sequence_breakers"):
             self._set(name, _to_strings(name, getattr(self, name)))
         self._set("ignore_eos", bool(self.ignore_eos))
-        if self.grammar is not None and self.json_schema is not None:
+        if self.json_schema is not None:
+            self._set("json_schema", _to_schema(self.json_schema))
+        for name in ("grammar", "regex"):
+            if not isinstance(getattr(self, name), str | None):
+                raise _invalid(name, getattr(self, name), "text", "None is without")
+        given = [n for n in ("grammar", "json_schema", "regex") if getattr(self, n) is not None]
+        if len(given) > 1:
             raise InvalidSampling(
-                "sampling.validate: grammar and json_schema are both given, one is allowed; "
-                "leave one out"
+                f"sampling.validate: {' and '.join(given)} are given, one of them is allowed; "
+                "leave the others out"
             )
 
     def _set(self, name: str, value: object) -> None:
@@ -201,6 +214,20 @@ def _to_token_ids(name: str, values: object) -> tuple[int, ...]:
         _to_int(f"{name}[{i}]", value, _TOKEN_ID)
         for i, value in enumerate(cast("Iterable[object]", values))
     )
+
+
+def _to_schema(schema: object) -> str:
+    """A JSON schema as text; whether it is one is llguidance's to say."""
+    if isinstance(schema, str):
+        return schema
+    if isinstance(schema, Mapping):
+        try:
+            return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidSampling(
+                f"sampling.validate: json_schema cannot be written as JSON: {error}; correct it"
+            ) from error
+    raise _invalid("json_schema", schema, "text or a mapping", "None is without")
 
 
 def _to_bias(bias: Mapping[int, float]) -> dict[int, float]:

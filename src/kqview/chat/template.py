@@ -1,0 +1,341 @@
+"""A model's chat template: jinja2 in a sandbox, with special tokens that contents cannot forge.
+
+The idea: the template is trusted, what it is filled with is not. In the parsed template, each
+special token's text is replaced by a placeholder that nobody can guess (private-use characters with
+128 random bits); after rendering, placeholders are special tokens and everything else is ordinary
+text. Contents pass through untouched, so a template may cut, trim, compare and search them as it
+likes, and what is lost on the way is read as text, never as a token.
+
+Two other ways were rejected. Marks around contents break templates that look at a content's start
+or end. A str that remembers where it came from loses its memory in jinja2's filters, and then fails
+the wrong way round.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, Final, NamedTuple, NoReturn, cast
+
+import jinja2
+from jinja2 import nodes
+from jinja2.exceptions import TemplateError
+from jinja2.ext import Extension
+from jinja2.optimizer import optimize
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from kqview.chat.messages import ROLES
+from kqview.errors import RequestError, UnsupportedModel
+
+_NONCE_PLANE: Final = 0x100000  # the two planes of private use beyond the first
+_INDEX_PLANE: Final = 0xF0000
+# GGUF's names of special tokens, where transformers' differ.
+_VARIABLES: Final = {"padding": "pad", "unknown": "unk"}
+
+
+class Part(NamedTuple):
+    """A piece of a rendered chat: the text of one special token, or ordinary text."""
+
+    text: str
+    is_special: bool
+
+
+class ChatTemplate:
+    """One template, compiled; any thread.
+
+    Args:
+        source: Text of the template, in the dialect that transformers defines.
+        special_tokens: Texts of ``bos``, ``eos`` and others, which templates know as variables.
+        control_texts: Texts of all tokens that mark structure and that no content may become.
+
+    Raises:
+        UnsupportedModel: The template does not parse.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str],
+        control_texts: Iterable[str],
+    ) -> None:
+        self._marks = _Marks(control_texts)
+        self._variables = {
+            f"{_VARIABLES.get(name, name)}_token": self._marks.mark(text)
+            for name, text in special_tokens.items()
+        }
+        environment = _environment()
+        try:
+            tree = optimize(environment.parse(source), environment)
+            for node in tree.find_all((nodes.TemplateData, nodes.Const)):
+                if isinstance(node, nodes.TemplateData):
+                    node.data = self._marks.mark(node.data)
+                else:
+                    node.value = self._marks.mark_all(node.value)
+            code = environment.compile(cast("nodes.Template", tree))
+        except TemplateError as error:
+            raise UnsupportedModel(
+                f"chat: the template does not parse: {error}; pass another as chat_template"
+            ) from error
+        self._template = jinja2.Template.from_code(
+            environment, code, environment.make_globals(_GLOBALS)
+        )
+        self._takes_text, self._takes_parts = self._takes(_PROBE), self._takes(_PROBE_PARTS)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, Any] | None = None,
+    ) -> list[Part]:
+        """The chat as pieces whose texts joined are what the model reads.
+
+        Lists of text parts become text, joined by newlines, for a template that knows no parts;
+        text becomes a part for one that knows nothing else. Arguments of tool calls are objects,
+        or JSON text for a template that fails on objects.
+
+        Raises:
+            RequestError: The template refuses the messages, or fails on them.
+        """
+        wanted = [self._fitted(message) for message in messages]
+        try:
+            text = self._render(wanted, tools, add_generation_prompt, options or {})
+        except RequestError as error:
+            if isinstance(error.__cause__, _Refusal) or not any(map(_has_calls, wanted)):
+                raise
+            try:
+                wanted = [_with_json_arguments(message) for message in wanted]
+                text = self._render(wanted, tools, add_generation_prompt, options or {})
+            except RequestError:
+                raise error from error.__cause__
+        return self._marks.split(text)
+
+    def _render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        add_generation_prompt: bool,
+        options: Mapping[str, Any],
+    ) -> str:
+        variables = {
+            "documents": None,
+            **self._variables,
+            **options,
+            "messages": messages,
+            "tools": tools,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(variables)
+        except _Refusal as error:
+            raise RequestError(
+                f"chat: the model's template refuses these messages: {error}"
+            ) from error
+        except Exception as error:  # a template is a program: it can fail in any way
+            raise RequestError(
+                f"chat: the model's template fails on these messages with "
+                f"{type(error).__name__}: {error}; change them or pass another chat_template"
+            ) from error
+
+    def _takes(self, content: object) -> bool:
+        message = {"role": "user", "content": content}
+        try:
+            text = self._render([message], None, True, {})
+        except RequestError:
+            return False
+        return _PROBE in text and "'text'" not in text
+
+    def _fitted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content: object = message.get("content")
+        if isinstance(content, list) and self._takes_text and not self._takes_parts:
+            parts = cast("list[dict[str, str]]", content)
+            return {**message, "content": "\n".join(part["text"] for part in parts)}
+        if isinstance(content, str) and self._takes_parts and not self._takes_text:
+            return {**message, "content": [{"type": "text", "text": content}]}
+        return message
+
+
+_PROBE: Final = "Hello there"
+_PROBE_PARTS: Final = [{"type": "text", "text": _PROBE}]
+
+
+def _has_calls(message: Mapping[str, Any]) -> bool:
+    return bool(message.get("tool_calls"))
+
+
+def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not _has_calls(message):
+        return message
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": _to_json(call["function"].get("arguments")),
+            },
+        }
+        if "function" in call
+        else {**call, "arguments": _to_json(call.get("arguments"))}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+class _Marks:
+    """Placeholders for special tokens, in a template's constants and in what it renders."""
+
+    def __init__(self, control_texts: Iterable[str]) -> None:
+        # Longest first, as llama.cpp's tokenizer takes them.
+        texts = _longest_first({text for text in control_texts if text})
+        self._control_texts = dict.fromkeys(texts)
+        nonce = "".join(chr(_NONCE_PLANE + secrets.randbelow(0xFFFE)) for _ in range(8))
+        self._nonce = nonce
+        self._marked = re.compile(f"{nonce}([{chr(_INDEX_PLANE)}-{chr(_INDEX_PLANE + 0xFFFD)}])")
+        self._texts: list[str] = []
+        self._indices: dict[str, int] = {}
+        self._before, self._after = _around_roles(texts)
+
+    def mark(self, text: str) -> str:
+        """A constant of the template with its special tokens, and pieces of them, replaced."""
+        found = [re.escape(control) for control in self._control_texts if control in text]
+        if not found:
+            return self._mark_edges(text)
+        # Ordinary text at even places, special tokens at odd ones.
+        pieces = re.split(f"({'|'.join(found)})", text)
+        return "".join(
+            self._of(piece) if i % 2 else self._mark_edges(piece) for i, piece in enumerate(pieces)
+        )
+
+    def mark_all(self, value: Any) -> Any:
+        """As `mark`, for a constant of any type."""
+        match value:
+            case str():
+                return self.mark(value)
+            case list():
+                return [self.mark_all(item) for item in cast("list[Any]", value)]
+            case tuple():
+                return tuple(self.mark_all(item) for item in cast("tuple[Any, ...]", value))
+            case dict():
+                items = cast("dict[Any, Any]", value).items()
+                return {self.mark_all(key): self.mark_all(item) for key, item in items}
+            case _:
+                return value
+
+    def split(self, rendered: str) -> list[Part]:
+        """Special tokens and the ordinary text between them, neither empty nor adjacent text."""
+        # Texts stand at even places, placeholders' indices at odd ones.
+        pieces = self._marked.split(rendered)
+        parts: list[Part] = []
+        i = 0
+        while i < len(pieces):
+            if i % 2 == 0:
+                _append(parts, pieces[i], False)
+            else:
+                text = self._text_of(pieces[i])
+                composed = None
+                if text in self._before and i + 2 < len(pieces) and pieces[i + 1] in ROLES:
+                    composed = text + pieces[i + 1] + self._text_of(pieces[i + 2])
+                if composed in self._control_texts:
+                    _append(parts, composed, True)
+                    i += 2
+                else:
+                    _append(parts, text, text in self._control_texts)
+            i += 1
+        return parts
+
+    def _mark_edges(self, text: str) -> str:
+        """Marks what can become a special token with a role beside it: '<|' + role + '|>'."""
+        start = next((t for t in self._after if text.startswith(t)), "")
+        text = text.removeprefix(start)
+        end = next((t for t in self._before if text.endswith(t)), "")
+        text = text.removesuffix(end)
+        return (self._of(start) if start else "") + text + (self._of(end) if end else "")
+
+    def _of(self, text: str) -> str:
+        if text not in self._indices:
+            self._indices[text] = len(self._texts)
+            self._texts.append(text)
+        return self._nonce + chr(_INDEX_PLANE + self._indices[text])
+
+    def _text_of(self, index: str) -> str:
+        return self._texts[ord(index) - _INDEX_PLANE]
+
+
+def _append(parts: list[Part], text: str, is_special: bool) -> None:
+    if not is_special and parts and not parts[-1].is_special:
+        parts[-1] = Part(parts[-1].text + text, False)
+    elif text:
+        parts.append(Part(text, is_special))
+
+
+def _around_roles(control_texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Signs before and after the roles that are themselves special tokens, longest first."""
+    before: set[str] = set()
+    after: set[str] = set()
+    for text in control_texts:
+        match = re.fullmatch(r"([^\w\s]+)(\w+)([^\w\s]+)", text)
+        if match and match[2] in ROLES:
+            before.add(match[1])
+            after.add(match[3])
+    return _longest_first(before), _longest_first(after)
+
+
+def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted(texts, key=len, reverse=True))
+
+
+class _Refusal(TemplateError):
+    """What a template raises on purpose."""
+
+
+class _GenerationTag(Extension):
+    """``{% generation %}`` marks an assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """The dialect of transformers' apply_chat_template."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+    )
+    environment.filters["tojson"] = _to_json
+    return environment
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # jinja2's own escapes <, > and & for HTML.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: object = "") -> NoReturn:
+    raise _Refusal(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+_GLOBALS: Final = {"raise_exception": _refuse, "strftime_now": _now}

@@ -1,0 +1,308 @@
+"""json_schema and regex: what a model says under them always follows them, and ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+from kqview import Engine
+from kqview.errors import DecodeError, InvalidSampling, KqviewError
+from tests.support import tiny_gguf
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+PROMPT = random_ids(12)
+PERSON: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": "^[A-Z][a-z]{1,6}$"},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Engine]:
+    with Engine.demo(n_threads=1) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def random_model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    path = tmp_path_factory.mktemp("model") / "llama.gguf"
+    with Engine(tiny_gguf.write_preset(path, "tiny_llama"), n_ctx=512, n_threads=1) as engine:
+        yield engine
+
+
+def is_person(value: Any) -> bool:
+    return (
+        list(value) == ["name", "age", "tags"]
+        and re.fullmatch(r"[A-Z][a-z]{1,6}", value["name"]) is not None
+        and type(value["age"]) is int
+        and 0 <= value["age"] <= 150
+        and len(value["tags"]) <= 3
+        and set(value["tags"]) <= {"a", "b"}
+    )
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", ["demo", "random_model"])
+@pytest.mark.parametrize("options", [{}, {"top_k": 0, "top_p": 1, "min_p": 0}, {"mirostat": 2}])
+def test_output_follows_the_schema(
+    model: str, seed: int, options: dict[str, Any], request: pytest.FixtureRequest
+):
+    engine: Engine = request.getfixturevalue(model)
+    generation = engine.generate(
+        PROMPT, json_schema=PERSON, temperature=1, seed=seed, max_tokens=450, **options
+    )
+    text = generation.read()
+    assert is_person(json.loads(text)), text
+    assert generation.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("model", ["demo", "random_model"])
+@pytest.mark.parametrize(
+    "pattern", [r"[0-9]{4}-[01][0-9]", r"(yes|no|maybe)!?", r"é{1,9}x{2,3}", r"\p{Lu}[^a-z\n]{3}"]
+)
+def test_output_matches_the_regex_and_stops(
+    model: str, seed: int, pattern: str, request: pytest.FixtureRequest
+):
+    engine: Engine = request.getfixturevalue(model)
+    generation = engine.generate(PROMPT, regex=pattern, temperature=1, seed=seed, max_tokens=200)
+    text = generation.read()
+    assert re.fullmatch(pattern.replace(r"\p{Lu}", "[^\\W\\d_a-z]"), text), text
+    assert generation.finish_reason == "stop"
+
+
+def test_white_space_of_a_schema_is_bounded_unless_it_says_so(random_model: Engine):
+    blanks = {ord(" "): 50.0, ord("\n"): 50.0}
+    options: dict[str, Any] = {"temperature": 1, "seed": 1, "logit_bias": blanks, "max_tokens": 120}
+    pair: dict[str, Any] = {"const": [1, 2]}
+    text = random_model.generate(PROMPT, json_schema=pair, **options).read()
+    assert re.fullmatch(r"\[(\s{1,21})1(\s{1,21}),(\s{1,21})2(\s{1,21})\]", text)
+    free = {**pair, "x-guidance": {"whitespace_flexible": True}}
+    assert len(random_model.generate(PROMPT, json_schema=free, **options).read()) == 120
+    tight = {**pair, "x-guidance": {"whitespace_flexible": False}}
+    assert random_model.generate(PROMPT, json_schema=tight, **options).read() == "[1,2]"
+    against = {**options, "logit_bias": {id_: -50.0 for id_ in blanks}}
+    assert random_model.generate(PROMPT, json_schema=pair, **against).read() == "[1,2]"
+
+
+def test_output_that_was_cut_is_the_start_of_a_match(random_model: Engine):
+    generation = random_model.generate(PROMPT, regex="(ab)*", temperature=1, max_tokens=5)
+    text = generation.read()
+    assert re.fullmatch("(ab)*a?", text)
+    assert (generation.finish_reason == "length") == (len(text) == 5)
+
+
+def test_tokens_come_while_python_holds_the_gil(random_model: Engine):
+    interval_s = sys.getswitchinterval()
+    n_before = random_model.stats().n_tokens
+    sys.setswitchinterval(100)  # from here on nobody else gets it
+    try:
+        generation = random_model.generate(PROMPT, regex="[a-z]{50}", temperature=1)
+        end_s = time.monotonic() + 1
+        while time.monotonic() < end_s and random_model.stats().n_tokens < n_before + 4:
+            pass
+        n_tokens = random_model.stats().n_tokens - n_before
+    finally:
+        sys.setswitchinterval(interval_s)
+    generation.close()
+    assert n_tokens >= 4
+
+
+def test_greedy_output_is_the_best_allowed_one(random_model: Engine):
+    # One choice: each token is the more probable of two digits, by the logits without constraint.
+    free = next(random_model.generate(PROMPT, temperature=0, top_logprobs=320))
+    assert free.top_logprobs is not None
+    logprobs = dict(free.top_logprobs)
+    best = max((ord(digit) for digit in "37"), key=lambda id_: logprobs[id_])
+    generation = random_model.generate(PROMPT, regex="[37]", temperature=0, top_logprobs=3)
+    token = next(generation)
+    assert token.id == best
+    assert token.logprob is not None
+    assert math.isclose(token.logprob, logprobs[best], abs_tol=1e-4)
+    assert token.top_logprobs is not None
+    assert [id_ for id_, _ in token.top_logprobs] == [id_ for id_, _ in free.top_logprobs[:3]]
+    generation.close()
+
+
+def test_sampled_share_follows_the_model(random_model: Engine):
+    free = next(random_model.generate(PROMPT, temperature=0, top_logprobs=320))
+    assert free.top_logprobs is not None
+    p = {id_: math.exp(logprob) for id_, logprob in free.top_logprobs}
+    share = p[ord("3")] / (p[ord("3")] + p[ord("7")])
+    options: dict[str, Any] = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0}
+    n = 400
+    texts = [
+        random_model.generate(PROMPT, regex="[37]", seed=seed, **options).read()
+        for seed in range(n)
+    ]
+    sigma = math.sqrt(share * (1 - share) / n)
+    assert set(texts) <= {"3", "7"}
+    assert abs(texts.count("3") / n - share) < 4 * sigma + 1 / n
+
+
+def test_banned_tokens_are_kept_out_of_the_output(random_model: Engine):
+    banned = [ord(digit) for digit in "02468"]
+    for seed in range(5):
+        text = random_model.generate(
+            PROMPT, regex="[0-9]{6}", temperature=1, seed=seed, banned_tokens=banned
+        ).read()
+        assert re.fullmatch("[13579]{6}", text)
+
+
+def test_ban_of_all_that_is_allowed_is_told(random_model: Engine):
+    generation = random_model.generate(PROMPT, regex="a", banned_tokens=[ord("a")])
+    with pytest.raises(DecodeError, match="no token is left"):
+        generation.read()
+    assert random_model.generate(PROMPT, regex="b").read() == "b"
+
+
+def test_special_tokens_are_no_text(random_model: Engine):
+    # Any character is allowed, which special tokens' texts consist of.
+    generation = random_model.generate(
+        PROMPT, regex=r"(?s).{40}", temperature=1, seed=1, logit_bias={tiny_gguf.IM_START: 100.0}
+    )
+    assert tiny_gguf.IM_START not in [token.id for token in generation]
+    assert len(generation.text) == 40
+
+
+def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
+    options: dict[str, Any] = {"temperature": 0, "max_tokens": 60}
+    of_text = random_model.generate(PROMPT, json_schema='{"const": "x y"}', **options).read()
+    assert json.loads(of_text) == "x y"
+    assert random_model.generate(PROMPT, json_schema={"const": "x y"}, **options).read() == of_text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"regex": "("}, "regex is refused by llguidance.*unclosed group"),
+        ({"regex": "(" * 100_000}, "regex is refused"),
+        ({"regex": "(?=a)b"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "matches no output"),
+        ({"regex": "a\0b"}, "zero byte"),
+        ({"regex": "a" * 2_000_000}, "2000000 bytes"),
+        ({"regex": 7}, "regex is 7"),
+        ({"json_schema": "nope"}, "json_schema is refused"),
+        ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),
+        ({"json_schema": {"type": "string", "pattern": "("}}, "unclosed group"),
+        ({"json_schema": {"enum": []}}, "Unsatisfiable"),
+        ({"json_schema": {"$ref": "http://example.com/x"}}, "json_schema is refused"),
+        ({"json_schema": '{"items":' * 5000 + "{}" + "}" * 5000}, "recursion"),
+        ({"json_schema": {"a": object()}}, "cannot be written as JSON"),
+        ({"json_schema": {"const": math.nan}}, "cannot be written as JSON"),
+        ({"json_schema": 7}, "json_schema is 7"),
+        ({"json_schema": {}, "regex": "a"}, "json_schema and regex are given"),
+        ({"grammar": 'root ::= "a"', "regex": "a"}, "grammar and regex are given"),
+    ],
+)
+def test_constraint_that_cannot_work_is_refused_before_anything_runs(
+    random_model: Engine, options: dict[str, Any], words: str
+):
+    n_requests = random_model.stats().n_requests
+    with pytest.raises(InvalidSampling, match=words):
+        random_model.generate(PROMPT, **options)
+    assert random_model.stats().n_requests == n_requests
+
+
+@pytest.mark.parametrize("pattern", ["(a{1000}){1000}", "(.*a){60}b", "a{1000000}", "(x+x+)+y"])
+def test_costly_regex_runs_or_ends_with_an_error(random_model: Engine, pattern: str):
+    try:
+        generation = random_model.generate(PROMPT, regex=pattern, max_tokens=20, temperature=1)
+        generation.read()
+    except (InvalidSampling, DecodeError):
+        pass
+    assert random_model.generate(PROMPT, regex="b").read() == "b"
+
+
+def test_model_without_vocabulary_is_refused(make_engine: MakeEngine, tmp_path: Path):
+    engine = make_engine(tiny_gguf.write_model(tmp_path / "none.gguf", vocab="none"))
+    with pytest.raises(InvalidSampling, match="no token that ends"):
+        engine.generate([1, 2, 3], regex="a")
+
+
+def test_constraints_of_several_threads_share_a_vocabulary(demo: Engine):
+    texts: list[str] = []
+
+    def run(seed: int) -> None:
+        texts.append(demo.generate(PROMPT, regex="[a-z]{5}", seed=seed).read())
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 6
+    assert all(re.fullmatch("[a-z]{5}", text) for text in texts)
+
+
+def test_slots_in_one_batch_follow_their_own_constraints(make_engine: MakeEngine, tiny_llama: Path):
+    engine = make_engine(tiny_llama, n_slots=4)
+    patterns = ["[0-9]{20}", "[a-f]{20}", "(xy){10}", "[A-Z]{20}"]
+    generations = [
+        engine.generate(random_ids(9, seed=i), regex=pattern, temperature=1)
+        for i, pattern in enumerate(patterns)
+    ]
+    for pattern, generation in zip(patterns, generations, strict=True):
+        assert re.fullmatch(pattern, generation.read())
+
+
+def test_cancelled_and_dropped_constraints_leave_the_engine_working(demo: Engine):
+    for i in range(20):
+        generation = demo.generate(PROMPT, json_schema=PERSON, temperature=1, seed=i)
+        next(generation)
+        if i % 2:
+            generation.cancel()
+        del generation
+    assert demo.generate(PROMPT, regex="ok").read() == "ok"
+
+
+def test_real_vocabulary_follows_the_schema(
+    make_engine: MakeEngine, llama_cpp_dir: Path, tmp_path: Path
+):
+    path = tmp_path / "model.gguf"
+    tiny_gguf.write_preset(path, "tiny_qwen2_real_vocab", llama_cpp_dir=llama_cpp_dir, n_layer=1)
+    engine = make_engine(path)
+    for seed in range(3):
+        generation = engine.generate(
+            PROMPT, json_schema=PERSON, temperature=1, seed=seed, max_tokens=200
+        )
+        assert is_person(json.loads(generation.read()))
+        assert generation.finish_reason == "stop"
+
+
+def test_other_major_version_of_llguidance_is_refused(
+    demo: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llguidance.__version__", "2.0.0")
+    with pytest.raises(KqviewError, match=r"llguidance 2\.0\.0 is installed, version 1"):
+        demo.generate(PROMPT, regex="a")
+
+
+def test_missing_llguidance_is_told_with_what_to_install(
+    demo: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    monkeypatch.delitem(sys.modules, "llguidance._lib", raising=False)
+    with pytest.raises(KqviewError, match=r"pip install \"kqview\[constraints\]\""):
+        demo.generate(PROMPT, regex="a")
