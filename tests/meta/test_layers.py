@@ -28,8 +28,8 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "slot"},
-    {"requests", "vocabulary"},
+    | {"model_info", "request_options", "capture_plan"},
+    {"requests", "vocabulary", "slot"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public
     {"viz", "server", "scale", "bench"},
