@@ -15,4 +15,5 @@ NB_MODULE(_core, module) {
     bind_capture(module);
     bind_generation(module);
     bind_engine(module);
+    bind_state(module);
 }

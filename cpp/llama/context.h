@@ -71,6 +71,26 @@ public:
     // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail.
     bool truncate(slot_id slot, std::int32_t n_keep);
 
+    // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot be saved
+    // and restored whole: no cache, recurrent state, sliding windows, several caches.
+    struct cache_facts {
+        std::uint32_t n_stream;
+        bool has_cell_extra;  // cells carry more than a position
+    };
+    cache_facts cache() const;
+
+    // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does not.
+    void flush_shifts();
+
+    // A slot's cache in llama.cpp's own bytes, exactly state_bytes() of them.
+    std::size_t state_bytes(slot_id slot);
+    void write_state(slot_id slot, std::span<std::byte> out);
+
+    // Replaces a slot's cache by `n_tokens` cells from bytes that were checked (state/ses1.h); llama.cpp
+    // keeps the pointer during the call only. False: it refused them, or put cells elsewhere than at
+    // their positions; the slot is in no known state then.
+    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
+
     // Drops every graph that llama.cpp keeps and reserves memory for the worst case again.
     void reserve();
 

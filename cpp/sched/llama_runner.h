@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "llama/context.h"
@@ -38,6 +39,13 @@ public:
     void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
     bool truncate(slot_id slot, int n_keep) override;
 
+    // llama_runner_state.cpp
+    const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
+    const kv_layout& layout_for(slot_id slot, bool is_empty) override;
+    std::size_t state_bytes(slot_id slot) override;
+    void write_state(slot_id slot, std::span<std::byte> out) override;
+    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
+
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }
 
@@ -46,12 +54,14 @@ public:
 
 private:
     void publish_graphs();
+    kv_shape state_shape() const;
     row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
 
     std::shared_ptr<model> model_;
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
     std::vector<batch_token> batch_;
+    std::optional<kv_layout> layout_;
     const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
 };
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "state/kv_layout.h"
 #include "tap/plan.h"
 
 namespace kqview {
@@ -56,6 +57,17 @@ public:
 
     // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
     virtual bool truncate(slot_id slot, int n_keep) = 0;
+
+    // A slot's cache as llama.cpp's bytes (state/ses1.h). All raise unsupported_model where a cache cannot
+    // be saved whole.
+    // What those bytes look like: from some of an own slot with tokens, or found by means of an idle slot.
+    virtual const kv_layout& layout_from(std::span<const std::byte> kv_data) = 0;
+    virtual const kv_layout& layout_for(slot_id slot, bool is_empty) = 0;
+    // Exactly what write_state writes, with pending shifts carried out.
+    virtual std::size_t state_bytes(slot_id slot) = 0;
+    virtual void write_state(slot_id slot, std::span<std::byte> out) = 0;
+    // Replaces the slot's cache by checked bytes with this many cells. False: the cache is unknown now.
+    virtual bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) = 0;
 };
 
 }  // namespace kqview

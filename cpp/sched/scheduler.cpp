@@ -93,6 +93,15 @@ void scheduler::wait_settled(const std::shared_ptr<request>& wanted) const {
     if (!fork_.is_forked()) wanted->box->wait_settled();
 }
 
+void scheduler::run_on_slot(slot_id id, const slot_work& work) {
+    check_open();
+    if (id < 0 || id >= n_slots_) {
+        throw error(errc::unknown_slot, "slot: " + std::to_string(id) + ", the engine has 0.." +
+                                            std::to_string(n_slots_ - 1));
+    }
+    slot_orders_.run(id, work, [this] { bell_->ring(); });
+}
+
 void scheduler::close() {
     if (fork_.is_forked()) return;
     const std::lock_guard close_lock(close_mutex_);
@@ -155,7 +164,7 @@ void scheduler::loop() {
     close_requests();
 }
 
-// Carries cancellations out. False: the engine closes.
+// Carries cancellations and the work on idle slots out. False: the engine closes.
 bool scheduler::take_orders() {
     std::vector<std::shared_ptr<request>> cancels;
     {
@@ -164,6 +173,7 @@ bool scheduler::take_orders() {
         cancels.swap(cancels_);
     }
     for (const auto& wanted : cancels) step_->cancel(wanted);
+    slot_orders_.carry_out([this](slot_id id, const slot_work& work) { step_->work_on(id, work); });
     return true;
 }
 
@@ -207,6 +217,7 @@ void scheduler::close_requests() {
         queued.swap(queue_);
         cancels.swap(cancels_);
     }
+    slot_orders_.close(error(errc::closed, "slot: the engine was closed; make a new Engine"));
     step_->fail_all(closed_error());
     for (const auto& wanted : queued) {
         wanted->box->finish({finish_reason::error, {}, closed_error()});

@@ -18,6 +18,7 @@
 #include "sched/mailbox.h"
 #include "sched/request.h"
 #include "sched/runner.h"
+#include "sched/slot_orders.h"
 #include "sched/step.h"
 
 namespace kqview {
@@ -40,6 +41,10 @@ public:
 
     // Blocks until a cancellation was carried out.
     void wait_settled(const std::shared_ptr<request>& wanted) const;
+
+    // Does `work` on the engine thread between two steps, while the caller waits; raises what it raises, and
+    // busy for a slot in use. The slot must exist.
+    void run_on_slot(slot_id id, const slot_work& work);
 
     // Ends the thread; running and queued requests end with errc::closed. Idempotent.
     void close();
@@ -71,6 +76,8 @@ private:
     std::unique_ptr<step> step_;
     const int n_slots_;
     const std::size_t n_queue_max_;
+
+    slot_orders slot_orders_;
 
     mutable std::mutex mutex_;                    // guards what follows
     std::deque<std::shared_ptr<request>> queue_;  // by priority, then arrival

@@ -148,6 +148,30 @@ void step::fail_all(const error& failure) {
     }
 }
 
+// ---- orders
+
+void step::work_on(slot_id id, const slot_work& work) {
+    auto& target = slots_[static_cast<std::size_t>(id)];
+    if (target.active) {
+        throw error(errc::busy, "slot: a generation works in slot " + std::to_string(id) +
+                                    "; read it to its end or close it first");
+    }
+    idle_slot view{id, model_, target.tokens, false};
+    const auto keep = [&] {
+        if (!view.has_changed) return;
+        target.last_request = 0;  // no cancellation that comes late may roll this back
+        const std::lock_guard lock(tokens_mutex_);
+        target.tokens = std::move(view.tokens);
+    };
+    try {
+        work(view);
+    } catch (...) {
+        keep();
+        throw;
+    }
+    keep();
+}
+
 // ---- run
 
 bool step::run() {

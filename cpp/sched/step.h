@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "memory/block_pool.h"
+#include "sched/idle_slot.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
 #include "sched/runner.h"
@@ -46,6 +47,9 @@ public:
 
     // Ends every running request with `failure`.
     void fail_all(const error& failure);
+
+    // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
+    void work_on(slot_id id, const slot_work& work);
 
     // Decodes once and publishes what came of it. False: nothing could run.
     bool run();

@@ -358,3 +358,16 @@ class Engine:
 
     def count_copied(self, n_bytes: int) -> None:
         """Whoever copies attention out of a view says so here."""
+
+def save_slot(engine: Engine, slot: int) -> bytes:
+    """The slot as a SES1 blob."""
+
+def restore_slot(engine: Engine, slot: int, blob: bytes) -> None:
+    """
+    Makes the slot hold what the blob holds; a refused blob changes nothing.
+    """
+
+def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
+    """Keeps the first tokens, or none where the cache cannot drop its tail."""
+
+def clear_slot(engine: Engine, slot: int) -> None: ...

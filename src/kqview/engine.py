@@ -36,6 +36,7 @@ from kqview.request_options import (
 )
 from kqview.requests import Requests
 from kqview.slot import Slot
+from kqview.state.trailer import StateFacts, fingerprint
 from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
 from kqview.vocabulary import Vocabulary
 
@@ -162,7 +163,13 @@ class Engine(Vocabulary, Conversation):
             token_bytes=self._bytes_of,
             on_end=_forward_log,
         )
-        self._slots = tuple(Slot(self._core, i) for i in range(self._core.n_slots))
+        self._files = [(path, 1.0), *adapters]
+        self._kv_type = options["kv_type"]
+        self._facts: StateFacts | None = None
+        eot = self._info.eot_token_id
+        self._slots = tuple(
+            Slot(self._core, i, eot, self._state_facts) for i in range(self._core.n_slots)
+        )
         _open_engines.add(self)
 
     @classmethod
@@ -204,6 +211,11 @@ class Engine(Vocabulary, Conversation):
         info["n_threads_default"] = default_threads()
         info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
         return info
+
+    def _state_facts(self) -> StateFacts:
+        if self._facts is None:
+            self._facts = StateFacts(fingerprint(self._files), self._kv_type)
+        return self._facts
 
     # ---- generation
 

@@ -1,17 +1,33 @@
 """Slot: one sequence of an engine and what its KV cache holds."""
 
+from collections.abc import Callable
+
 from kqview import _core
+from kqview.errors import RequestError
+from kqview.request_options import whole_number
+from kqview.state.trailer import StateFacts, check_trailer, split
 
 
 class Slot:
     """One of an engine's sequences.
 
+    What changes or saves it is done between two steps of the engine; the calling thread waits for
+    that, other threads go on.
+
     Attributes:
         id: Index in ``engine.slots``.
     """
 
-    def __init__(self, core: _core.Engine, slot_id: int) -> None:
+    def __init__(
+        self,
+        core: _core.Engine,
+        slot_id: int,
+        eot_token_id: int | None,
+        state_facts: Callable[[], StateFacts],
+    ) -> None:
         self._core = core
+        self._eot_token_id = eot_token_id
+        self._state_facts = state_facts
         self.id = slot_id
 
     @property
@@ -35,6 +51,101 @@ class Slot:
     def is_busy(self) -> bool:
         """Whether a generation works in this slot now."""
         return self._core.slot_is_busy(self.id)
+
+    def messages(self) -> list[tuple[int, int]]:
+        """The messages in `tokens` as (first, last) index, last included.
+
+        A message ends with the model's end-of-turn id; what follows the last one is a message too.
+        Empty for a model that has no such id.
+        """
+        ids, eot = self.tokens, self._eot_token_id
+        if eot is None or not ids:
+            return []
+        ends = [i for i, token_id in enumerate(ids) if token_id == eot]
+        if not ends or ends[-1] != len(ids) - 1:
+            ends.append(len(ids) - 1)
+        return list(zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True))
+
+    # ---- state
+
+    def save(self) -> bytes:
+        """Save ids and KV cache as a SES1 blob (`kqview.state.inspect` reads it).
+
+        It restores into any slot of an engine with this model, ``kv_type`` and flash attention,
+        whatever its ``n_slots``. It holds the prompt in clear. Written once, straight into the
+        bytes object.
+
+        Raises:
+            BusyError: A generation works in this slot.
+            UnsupportedModel: The cache cannot be saved whole: sliding windows, recurrent state, or
+                no cache.
+            OutOfMemory: There is no room for the blob.
+            ClosedError: The engine is closed.
+        """
+        return _core.save_slot(self._core, self.id)
+
+    def restore(self, blob: bytes) -> int:
+        """Make the slot hold what *blob* holds; returns the bytes read.
+
+        The next generation whose prompt begins with `tokens` goes on from there. A blob that is
+        refused changes nothing. Who may restore may put any numbers into the cache: take blobs
+        from those you trust.
+
+        Args:
+            blob: What `save` returned, or the bytes of a state file, whose trailer is checked and
+                left out. Other buffers than bytes are copied first.
+
+        Raises:
+            StateFormatError: It is no sound blob; the message names the field and its offset.
+            StateMismatch: It is one of another model, ``kv_type`` or flash attention, or has more
+                tokens than the slot.
+            BusyError: A generation works in this slot.
+            UnsupportedModel: As for `save`.
+            ClosedError: The engine is closed.
+        """
+        if not isinstance(blob, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError(
+                f"slot.restore: got {type(blob).__name__}, the bytes of Slot.save are needed"
+            )
+        # Bytes cannot change while the engine thread reads what it has checked.
+        data, trailer = split(bytes(blob))
+        if trailer:
+            check_trailer(data, trailer, self._state_facts())
+        _core.restore_slot(self._core, self.id, data)
+        return len(data)
+
+    def truncate(self, n: int) -> None:
+        """Keep the first *n* tokens.
+
+        A cache that cannot drop its tail (recurrent models) is emptied; `tokens` says what is left,
+        and the next generation computes the rest again.
+
+        Raises:
+            RequestError: *n* is negative or more than `n_tokens`.
+            BusyError: A generation works in this slot.
+            ClosedError: The engine is closed.
+        """
+        n = whole_number("slot.truncate", "n", n, low=0)
+        _core.truncate_slot(self._core, self.id, n)
+
+    def clear(self) -> None:
+        """Forget everything; the next generation starts from an empty cache.
+
+        Raises:
+            BusyError: A generation works in this slot.
+            ClosedError: The engine is closed.
+        """
+        _core.clear_slot(self._core, self.id)
+
+    def state_facts(self) -> StateFacts:
+        """What `kqview.state` writes into the trailer of a file: model and KV settings.
+
+        Reads up to 4 MB of the model's file the first time.
+
+        Raises:
+            OSError: The model's file is no longer there.
+        """
+        return self._state_facts()
 
     def __repr__(self) -> str:
         return f"Slot(id={self.id})"

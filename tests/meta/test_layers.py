@@ -28,8 +28,8 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "constraints", "slot"},
-    {"requests", "vocabulary", "conversation"},
+    | {"model_info", "request_options", "capture_plan", "constraints"},
+    {"requests", "vocabulary", "conversation", "slot"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public
     {"viz", "server", "scale", "bench"},

@@ -12,6 +12,7 @@ from typing import get_type_hints
 import pytest
 
 import kqview
+import kqview.state
 from kqview import Capture, Engine, Generation, ModelInfo, Sampling, Slot, Token, errors
 from kqview.request_options import GenerateOptions, SamplingOptions
 
@@ -169,7 +170,13 @@ def test_class_has_the_documented_members(cls: type, names: set[str]):
 
 
 def test_slot_has_the_documented_members():
-    assert {"tokens", "n_tokens", "is_busy"} <= set(dir(Slot))
+    names = {"tokens", "n_tokens", "is_busy", "save", "restore", "truncate", "clear", "messages"}
+    assert names <= set(dir(Slot))
+
+
+def test_state_has_the_documented_names():
+    names = {"inspect", "SavedState", "SessionStore", "SessionInfo", "read_state", "write_state"}
+    assert names <= set(kqview.state.__all__)
 
 
 def test_errors_has_the_documented_classes():

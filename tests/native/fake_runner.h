@@ -23,6 +23,7 @@
 
 #include "sched/runner.h"
 #include "sched/token_picker.h"
+#include "state/ses1.h"
 
 namespace kqview::test {
 
@@ -48,6 +49,8 @@ struct fake_options {
     std::function<void(token_id)> on_pick = [](token_id) {};
     // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
     bool leaves_tokens = false;
+    // Bytes that were found sound are refused, as llama.cpp never should.
+    bool refuses_state = false;
 };
 
 class fake_model {
@@ -209,7 +212,76 @@ public:
         return true;
     }
 
+    // Saved as llama.cpp would: one layer, a float each of K and V, a stream a slot.
+    const kv_layout& layout_from(std::span<const std::byte> kv_data) override {
+        check_thread();
+        layout_ = learn_layout(kv_data, {static_cast<std::uint32_t>(n_slots()), false, 1u << 30,
+                                         static_cast<std::uint32_t>(n_ctx())});
+        return layout_;
+    }
+
+    const kv_layout& layout_for(slot_id, bool) override { return layout_from(bytes_of({0}, 0)); }
+
+    std::size_t state_bytes(slot_id slot) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        return bytes_of(cache_of(slot), slot).size();
+    }
+
+    void write_state(slot_id slot, std::span<std::byte> out) override {
+        const std::lock_guard lock(model_->mutex_);
+        const auto bytes = bytes_of(cache_of(slot), slot);
+        model_->expect(bytes.size() == out.size(), "a state of another size than it was asked for");
+        std::memcpy(out.data(), bytes.data(), std::min(bytes.size(), out.size()));
+    }
+
+    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        auto& cache = cache_of(slot);
+        cache.clear();
+        if (model_->options.refuses_state) return false;
+        const auto n = static_cast<std::size_t>(n_tokens);
+        // A sealed blob has one stream: with more of them its cells come first.
+        const auto keys = bytes.subspan(12 + 4 + 12 * n + 8);
+        for (std::size_t i = 0; i < n; ++i) {
+            float value = 0;
+            std::memcpy(&value, keys.subspan(12 + 4 * i, 4).data(), 4);
+            cache.push_back(static_cast<token_id>(value));
+        }
+        return true;
+    }
+
 private:
+    std::vector<std::byte> bytes_of(const std::vector<token_id>& cache, slot_id slot) const {
+        std::vector<std::byte> bytes;
+        const auto put = [&](auto value) {
+            const auto* const from = reinterpret_cast<const std::byte*>(&value);
+            bytes.insert(bytes.end(), from, from + sizeof(value));
+        };
+        put(std::uint32_t{0xaf143cd8});
+        put(slot);
+        put(static_cast<std::uint32_t>(n_slots()));
+        for (slot_id stream = 0; stream < n_slots(); ++stream) {
+            const bool is_empty = stream != slot || cache.empty();
+            put(is_empty ? std::uint32_t{0} : static_cast<std::uint32_t>(cache.size()));
+            if (is_empty) continue;
+            for (std::size_t i = 0; i < cache.size(); ++i) {
+                put(static_cast<std::int32_t>(i));
+                put(std::uint32_t{1});
+                put(slot);
+            }
+            put(std::uint32_t{0});
+            put(std::uint32_t{1});
+            for (int i = 0; i < 2; ++i) {
+                put(std::int32_t{0});
+                put(std::uint64_t{4});
+                for (const auto id : cache) put(static_cast<float>(id));
+            }
+        }
+        return bytes;
+    }
+
     std::vector<token_id>& cache_of(slot_id slot) {
         return model_->caches_.at(static_cast<std::size_t>(slot));
     }
@@ -265,6 +337,7 @@ private:
 
     const std::shared_ptr<fake_model> model_;
     graph_plan wanted_;
+    kv_layout layout_;
     std::vector<float> logits_;
     std::thread::id engine_thread_;
 };

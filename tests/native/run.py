@@ -1,10 +1,13 @@
 """Build and run the native tests under AddressSanitizer (with UBSan) and ThreadSanitizer.
 
     python tests/native/run.py [BUILD_DIR] [--sanitize address thread none] [--kernel] [-- ARGS]
+    python tests/native/run.py [BUILD_DIR] --fuzz SECONDS
 
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
 llama.cpp's source (vendor/fetch.py obtains it); with ``--sanitize none`` they also print its speed.
+``--fuzz`` runs the reader of saved slots against blobs changed at random instead, guided by
+coverage, under ASan and UBSan; its last line says how many there were.
 ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
 ``native: N passed, M failed (address)``; the exit status is 0 only if every variant built, ran and
 passed without a sanitizer's report.
@@ -63,7 +66,9 @@ def run_command(command: list[str], limit_s: int) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def build(build_dir: Path, sanitizer: str, jobs: int, llama_dir: str) -> str | None:
+def build(
+    build_dir: Path, sanitizer: str, jobs: int, llama_dir: str, target: str = "all"
+) -> str | None:
     """Configure and build one variant; return the output if that failed, else None."""
     configure = [
         "cmake",
@@ -76,7 +81,8 @@ def build(build_dir: Path, sanitizer: str, jobs: int, llama_dir: str) -> str | N
     ]
     if doctest_dir := os.environ.get("KQVIEW_DOCTEST_DIR"):
         configure.append(f"-DKQVIEW_DOCTEST_DIR={doctest_dir}")
-    for command in (configure, ["cmake", "--build", str(build_dir), "--parallel", str(jobs)]):
+    compile_all = ["cmake", "--build", str(build_dir), "--parallel", str(jobs), "--target", target]
+    for command in (configure, compile_all):
         status, output = run_command(command, BUILD_LIMIT_S)
         if status != 0:
             return output
@@ -119,6 +125,19 @@ def run_variant(
     return all(results)
 
 
+def run_fuzz(build_dir: Path, jobs: int, limit_s: int) -> bool:
+    """Build the fuzzer and run it for *limit_s* seconds; return whether it found nothing."""
+    failure = build(build_dir, "address", jobs, "", "fuzz_ses1")
+    if failure is not None:
+        print(failure)
+        return False
+    status, output = run_command(
+        [str(build_dir / "fuzz_ses1"), str(limit_s)], limit_s + RUN_LIMIT_S
+    )
+    print(output.strip())
+    return status == 0
+
+
 def main() -> int:
     """Run the variants that were asked for; return the exit status."""
     parser = argparse.ArgumentParser(description="Build and run the native tests under sanitizers.")
@@ -132,11 +151,14 @@ def main() -> int:
     parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
+    parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzer, nothing else")
     own, doctest_arguments = sys.argv[1:], []
     if "--" in own:
         split = own.index("--")
         own, doctest_arguments = own[:split], own[split + 1 :]
     options = parser.parse_args(own)
+    if options.fuzz:
+        return 0 if run_fuzz(options.build_dir / "address", options.jobs, options.fuzz) else 1
     llama_dir = ""
     if options.kernel:
         status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)

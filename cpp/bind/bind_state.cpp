@@ -1,0 +1,80 @@
+// Saving and restoring slots. A blob is written straight into the bytes object that Python gets, and read
+// from the one it passes: bytes cannot change while the engine thread checks and then reads them.
+#include <nanobind/stl/shared_ptr.h>
+
+#include <span>
+#include <string>
+
+#include "bind/bind.h"
+#include "sched/slot_saving.h"
+
+namespace kqview::bind {
+
+namespace {
+
+void run_on_slot(const engine_core& self, slot_id slot, const slot_work& work) {
+    const nb::gil_scoped_release release;
+    try {
+        self.sched->run_on_slot(slot, work);
+    } catch (...) {
+        stay_if_exiting();
+        throw;
+    }
+    stay_if_exiting();
+}
+
+nb::object bytes_of_size(std::size_t n_bytes) {
+    PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n_bytes));
+    if (made) return nb::steal(made);
+    PyErr_Clear();
+    throw error(errc::out_of_memory, "slot.save: no memory for " + std::to_string(n_bytes) +
+                                         " bytes; hold fewer saved slots");
+}
+
+nb::bytes save(const engine_core& self, slot_id slot) {
+    nb::object blob;
+    std::size_t n_room = 0;
+    for (;;) {
+        std::size_t n_bytes = 0;
+        // Nobody else has the object yet, so its bytes may be written.
+        auto* const data =
+            blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
+        run_on_slot(self, slot,
+                    [&](idle_slot& idle) { n_bytes = save_slot(idle, {data, n_room}); });
+        if (n_bytes <= n_room) {
+            PyObject* sealed = blob.release().ptr();
+            if (_PyBytes_Resize(&sealed, static_cast<Py_ssize_t>(n_bytes)) != 0)
+                nb::raise_python_error();
+            return nb::steal<nb::bytes>(sealed);
+        }
+        n_room =
+            n_bytes;  // it was the room needed; the slot may have grown again by the next round
+        blob = bytes_of_size(n_room);
+    }
+}
+
+void restore(const engine_core& self, slot_id slot, const nb::bytes& blob) {
+    const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
+    run_on_slot(self, slot, [&](idle_slot& idle) { restore_slot(idle, bytes); });
+}
+
+void truncate(const engine_core& self, slot_id slot, std::size_t n_keep) {
+    run_on_slot(self, slot, [&](idle_slot& idle) { truncate_slot(idle, n_keep); });
+}
+
+void clear(const engine_core& self, slot_id slot) {
+    run_on_slot(self, slot, [](idle_slot& idle) { clear_slot(idle); });
+}
+
+}  // namespace
+
+void bind_state(nb::module_& module) {
+    module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"), "The slot as a SES1 blob.");
+    module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
+               "Makes the slot hold what the blob holds; a refused blob changes nothing.");
+    module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
+               "Keeps the first tokens, or none where the cache cannot drop its tail.");
+    module.def("clear_slot", &clear, nb::arg("engine"), nb::arg("slot"));
+}
+
+}  // namespace kqview::bind

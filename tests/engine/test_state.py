@@ -1,0 +1,395 @@
+"""Slot.save and restore: the bytes, and that what follows a restore is what would have followed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import errors
+from kqview.state import inspect
+from tests.support import ses1, tiny_gguf
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kqview import Engine, Token
+
+    from .conftest import MakeEngine
+
+PROMPT = random_ids(40)
+# Identical ids and logits need arithmetic that does not depend on the cache's rounding.
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+KINDS_OF_CACHE = [
+    {"kv_type": kv_type, "flash_attn": flash_attn}
+    for kv_type in ("f32", "f16", "bf16")
+    for flash_attn in (False, True)
+] + [{"kv_type": "q8_0", "flash_attn": True}, {"kv_type": "q4_1", "flash_attn": True}]
+
+
+@pytest.fixture(scope="module")
+def wide_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of 32: a block of the quantised caches."""
+    return tiny_gguf.write_model(
+        tmp_path_factory.mktemp("model") / "wide.gguf", arch="llama", n_embd=128
+    )
+
+
+def go_on(engine: Engine, ids: list[int], n: int = 8) -> list[Token]:
+    """Greedy tokens after *ids*, with logprobs of the whole top and every attention row."""
+    generation = engine.generate(
+        ids, max_tokens=n, temperature=0.0, top_logprobs=20, capture="logits", ignore_eos=True
+    )
+    tokens = list(generation)
+    assert generation.usage.cached_tokens == len(ids) - 1
+    return tokens
+
+
+def fill(engine: Engine, n: int = 12) -> list[int]:
+    """Generate into slot 0; returns its ids and the one that was sampled but not decoded."""
+    options: dict[str, Any] = {"max_tokens": n, "temperature": 0.0, "ignore_eos": True}
+    return PROMPT + [token.id for token in engine.generate(PROMPT, **options)]
+
+
+def assert_same(ours: list[Token], theirs: list[Token]) -> None:
+    assert [t.id for t in ours] == [t.id for t in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.top_logprobs == b.top_logprobs  # equal to the bit
+        assert a.attention is not None
+        assert b.attention is not None
+        np.testing.assert_array_equal(a.attention, b.attention)
+
+
+@pytest.mark.parametrize("cache", KINDS_OF_CACHE, ids=lambda c: "-".join(map(str, c.values())))
+def test_restored_slot_goes_on_as_the_saved_one(
+    make_engine: MakeEngine, wide_llama: Path, cache: dict[str, Any]
+) -> None:
+    engine = make_engine(wide_llama, **cache)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    expected = go_on(engine, ids)
+    # The same slot after other work, another engine with another context size.
+    engine.generate(random_ids(60, seed=3), max_tokens=5).read()
+    assert engine.slots[0].restore(blob) == len(blob)
+    assert engine.slots[0].tokens == ids[:-1]
+    assert_same(go_on(engine, ids), expected)
+    other = make_engine(wide_llama, **cache)
+    assert other.slots[0].restore(blob) == len(blob)
+    assert_same(go_on(other, ids), expected)
+
+
+def test_restored_slot_goes_on_in_another_process(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    ids = fill(engine)
+    (tmp_path / "slot.ses1").write_bytes(engine.slots[0].save())
+    expected = go_on(engine, ids)
+    script = """
+import json, sys, numpy as np
+from kqview import Engine
+model, blob, ids, out = sys.argv[1:]
+with Engine(model, n_threads=1, n_ctx=512, kv_type="f32", flash_attn=False) as engine:
+    engine.slots[0].restore(open(blob, "rb").read())
+    generation = engine.generate(json.loads(ids), max_tokens=8, temperature=0.0, top_logprobs=20,
+                                 capture="logits", ignore_eos=True)
+    tokens = list(generation)
+    assert generation.usage.cached_tokens == len(json.loads(ids)) - 1
+    np.savez(out, *[t.attention for t in tokens])
+    print(json.dumps([[t.id, t.top_logprobs] for t in tokens]))
+"""
+    arguments = [tiny_llama, tmp_path / "slot.ses1", json.dumps(ids), tmp_path / "rows.npz"]
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    theirs = json.loads(done.stdout)
+    assert [t.id for t in expected] == [token_id for token_id, _ in theirs]
+    assert [[list(p) for p in t.top_logprobs or []] for t in expected] == [top for _, top in theirs]
+    with np.load(tmp_path / "rows.npz") as rows:
+        for ours, name in zip(expected, rows.files, strict=True):
+            np.testing.assert_array_equal(ours.attention, rows[name])  # type: ignore[arg-type]
+
+
+def test_demo_model_goes_on_after_a_restore(make_engine: MakeEngine) -> None:
+    from kqview.demo import MODEL_PATH
+
+    engine = make_engine(MODEL_PATH, **EXACT)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    expected = go_on(engine, ids)
+    engine.slots[0].clear()
+    engine.slots[0].restore(blob)
+    assert_same(go_on(engine, ids), expected)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("kv_type", ["f32", "f16"])
+def test_blob_is_the_format_byte_for_byte(
+    make_engine: MakeEngine, tiny_llama: Path, kv_type: str, flash_attn: bool
+) -> None:
+    engine = make_engine(tiny_llama, kv_type=kv_type, flash_attn=flash_attn)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    read = ses1.decode(blob)
+    assert read.tokens == ids[:-1]
+    assert read.positions == list(range(len(ids) - 1))
+    assert read.is_transposed is not flash_attn
+    # tiny_llama: 3 layers, 2 KV heads of 16
+    assert [rows.values.shape for rows in read.keys + read.values] == [(len(ids) - 1, 32)] * 6
+    assert {rows.values.dtype.name for rows in read.keys} == {f"float{kv_type[1:]}"}
+    assert read.encode() == blob
+    found = inspect(blob)
+    assert (found.tokens, found.n_layer) == (tuple(ids[:-1]), 3)
+    assert (found.kv_type, found.flash_attn, found.n_stream) == (kv_type, flash_attn, 1)
+    assert (found.n_bytes, found.n_tokens) == (len(blob), len(ids) - 1)
+    assert found.kv_bytes == len(blob) - 8 - 4 * found.n_tokens
+
+
+def test_keys_in_the_blob_are_those_that_attention_used(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    # q . k of the newest row changes with one row of K: column i belongs to position i of the blob.
+    engine = make_engine(tiny_llama, **EXACT)
+    ids = fill(engine)
+    expected = go_on(engine, ids, 1)[0].attention
+    assert expected is not None
+    engine.slots[0].truncate(len(ids) - 1)
+    read = ses1.decode(engine.slots[0].save())
+    for position in (0, 7, len(ids) - 2):
+        changed = ses1.decode(read.encode())
+        keys = changed.keys[0].values.copy()
+        keys[position] = 0
+        changed.keys[0] = ses1.Rows(keys)
+        engine.slots[0].restore(changed.encode())
+        row = go_on(engine, ids, 1)[0].attention
+        assert row is not None
+        first = row[0]
+        assert not first[:, position].any()
+        others = np.arange(first.shape[1]) != position
+        np.testing.assert_array_equal(first[:, others], expected[0][:, others])
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_cells_in_another_order_come_back_at_their_positions(
+    make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
+) -> None:
+    engine = make_engine(tiny_llama, kv_type="f32", flash_attn=flash_attn)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    expected = go_on(engine, ids)
+    order = np.random.default_rng(0).permutation(len(ids) - 1).tolist()
+    shuffled = ses1.decode(blob).reordered(order).encode()
+    assert shuffled != blob
+    engine.slots[0].restore(shuffled)
+    assert engine.slots[0].save() == blob
+    assert_same(go_on(engine, ids), expected)
+
+
+@pytest.mark.parametrize("i_stream", [0, 1, 3])
+def test_blob_of_four_streams_restores(
+    make_engine: MakeEngine, tiny_llama: Path, i_stream: int
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    expected = go_on(engine, ids)
+    read = ses1.decode(blob)
+    read.n_stream, read.i_stream = 4, i_stream
+    engine.slots[0].clear()
+    engine.slots[0].restore(read.encode())
+    assert engine.slots[0].save() == blob
+    assert_same(go_on(engine, ids), expected)
+
+
+def test_empty_slot_is_24_bytes_and_empties_another(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    blob = engine.slots[0].save()
+    assert blob == ses1.Blob([], [], [], False).encode()
+    assert len(blob) == 24
+    assert inspect(blob).flash_attn is None
+    fill(engine)
+    assert engine.slots[0].restore(blob) == 24
+    assert engine.slots[0].tokens == []
+    fresh = make_engine(tiny_llama)
+    assert fill(engine) == fill(fresh)
+
+
+def test_restore_into_a_fresh_engine_leaves_no_trace_of_the_probe(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    with pytest.raises(errors.StateFormatError):
+        engine.slots[0].restore(b"SES1")
+    assert engine.slots[0].tokens == []
+    ids = fill(engine)
+    assert ids == fill(make_engine(tiny_llama, **EXACT))
+
+
+def test_truncate_keeps_the_first_tokens(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    ids = fill(engine)
+    slot = engine.slots[0]
+    whole = slot.save()
+    slot.truncate(25)
+    assert slot.tokens == ids[:25]
+    short = ses1.decode(slot.save())
+    long = ses1.decode(whole)
+    for ours, theirs in zip(short.keys + short.values, long.keys + long.values, strict=True):
+        np.testing.assert_array_equal(ours.values, theirs.values[:25])
+    for n in (-1, 26, True, 1.5, "1"):
+        with pytest.raises(errors.RequestError, match=r"slot\.truncate: n is"):
+            slot.truncate(n)  # type: ignore[arg-type]
+    slot.clear()
+    assert slot.n_tokens == 0
+
+
+def test_slot_in_use_is_refused_and_goes_on(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    fill(engine)
+    slot = engine.slots[0]
+    blob = slot.save()
+    with engine.generate(PROMPT, max_tokens=100, ignore_eos=True) as generation:
+        next(generation)
+        for call in (slot.save, slot.clear, lambda: slot.restore(blob), lambda: slot.truncate(0)):
+            with pytest.raises(errors.BusyError, match="slot 0"):
+                call()
+        assert len([next(generation) for _ in range(5)]) == 5
+    assert slot.restore(blob) == len(blob)
+
+
+def test_closed_engine_says_so(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    blob = engine.slots[0].save()
+    engine.close()
+    for call in (engine.slots[0].save, lambda: engine.slots[0].restore(blob)):
+        with pytest.raises(errors.ClosedError):
+            call()
+
+
+def test_other_buffers_and_types(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    fill(engine)
+    slot = engine.slots[0]
+    blob = slot.save()
+    for value in (bytearray(blob), memoryview(blob)):
+        assert slot.restore(value) == len(blob)  # type: ignore[arg-type]
+    for value in ("SES1", None, 3, [1]):
+        with pytest.raises(errors.RequestError, match=r"bytes of Slot\.save"):
+            slot.restore(value)  # type: ignore[arg-type]
+
+
+def test_many_threads_save_restore_and_generate(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    ids = fill(engine)
+    blob = engine.slots[0].save()
+    expected = [t.id for t in go_on(engine, ids)]
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def work(call: Any) -> None:
+        while not stop.is_set():
+            try:
+                call()
+            except errors.BusyError:
+                pass
+            except BaseException as failure:
+                failures.append(failure)
+                return
+
+    slot = engine.slots[0]
+    calls = [lambda: slot.restore(blob), slot.save, lambda: slot.truncate(0)]
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(30):
+            generation = engine.generate(ids, max_tokens=8, temperature=0.0, ignore_eos=True)
+            assert [t.id for t in generation] == expected
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+
+
+def test_messages_end_with_the_end_of_turn(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    eot = engine.model.eot_token_id
+    assert eot == tiny_gguf.END_OF_TEXT
+    slot = engine.slots[0]
+    assert slot.messages() == []
+    for ids, expected in (
+        ([1, 2, eot, 3, eot, 4, 5], [(0, 2), (3, 4), (5, 6)]),
+        ([1, 2, eot, 3, eot], [(0, 2), (3, 4)]),
+        ([1, 2, 3], [(0, 2)]),
+        ([eot, eot, 1], [(0, 0), (1, 1), (2, 2)]),
+    ):
+        list(engine.attend(ids))
+        assert slot.tokens == ids
+        assert slot.messages() == expected
+
+
+def test_recurrent_model_is_refused_whole(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(tiny_gguf.write_mamba(tmp_path / "mamba.gguf"))
+    blob = b"SES1" + bytes(4)
+    engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).read()
+    held = engine.slots[0].tokens
+    assert held
+    for call in (engine.slots[0].save, lambda: engine.slots[0].restore(blob)):
+        with pytest.raises(errors.UnsupportedModel, match="recurrent"):
+            call()
+    assert engine.slots[0].tokens == held
+    engine.slots[0].truncate(1)  # its state cannot forget the tail alone
+    assert engine.slots[0].tokens == []
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_every_architecture_is_saved_exactly_or_refused(
+    make_engine: MakeEngine, architectures: dict[str, Path]
+) -> None:
+    kinds: dict[str, list[str]] = {"saved": [], "refused": []}
+    for name, path in architectures.items():
+        try:
+            engine = make_engine(path, n_ctx=256, **EXACT)
+        except errors.ModelError:
+            continue
+        ids = [i % engine.model.n_vocab for i in random_ids(12)]
+        slot = engine.slots[0]
+        try:
+            list(engine.attend(ids))
+            if slot.n_tokens == 0:
+                list(engine.generate(ids, max_tokens=1, ignore_eos=True))
+        except errors.KqviewError:
+            pass  # not every one generates or has attention
+        try:
+            blob = slot.save()
+        except errors.UnsupportedModel:
+            kinds["refused"].append(name)
+            with pytest.raises(errors.UnsupportedModel):
+                slot.restore(b"SES1")
+        else:
+            if not slot.n_tokens:
+                continue
+            first = [t.top_logprobs for t in go_on_plain(engine, ids)]
+            slot.clear()
+            slot.restore(blob)
+            assert slot.save() == blob, name
+            assert [t.top_logprobs for t in go_on_plain(engine, ids)] == first, name
+            kinds["saved"].append(name)
+        engine.close()
+    assert len(kinds["saved"]) > 40
+    assert {"refused", "saved"} == {kind for kind, names in kinds.items() if names}
+
+
+def go_on_plain(engine: Engine, ids: list[int]) -> list[Token]:
+    options: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0, "top_logprobs": 5}
+    return list(engine.generate(ids, ignore_eos=True, **options))

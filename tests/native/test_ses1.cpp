@@ -1,0 +1,363 @@
+// ses1: what is read, what is refused and where, what is written. Blobs are built by hand.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+
+#include "base/error.h"
+#include "ses1_fixture.h"
+#include "state/kv_values.h"
+#include "state/ses1.h"
+
+using namespace kqview;
+using namespace kqview::test;
+
+namespace {
+
+ses1_view read(const built_blob& blob, const kv_layout& layout = test_layout()) {
+    return read_ses1(blob.bytes, layout, ses1_source::foreign);
+}
+
+// The error's code, and whether its message names the field and the offset.
+void check_refused(const built_blob& blob, errc code, const std::string& field, std::size_t at,
+                   const kv_layout& layout = test_layout()) {
+    CAPTURE(field);
+    try {
+        read(blob, layout);
+        FAIL("the blob was taken");
+    } catch (const error& failure) {
+        CAPTURE(failure.what());
+        CHECK(failure.code() == code);
+        const auto expected = field + " at byte " + std::to_string(at);
+        CHECK(std::string(failure.what()).find(expected) != std::string::npos);
+    }
+}
+
+blob_options shuffled(bool is_transposed) {
+    blob_options options;
+    options.positions = {1, 2, 0};
+    options.is_transposed = is_transposed;
+    return options;
+}
+
+std::vector<std::byte> kv_data_of(const built_blob& blob) {
+    return {blob.bytes.begin() + static_cast<std::ptrdiff_t>(blob.at.at("kv_magic")),
+            blob.bytes.end()};
+}
+
+}  // namespace
+
+TEST_CASE("ses1: a sound blob is read, with rows and with columns of V, with and without extras") {
+    for (const bool is_transposed : {false, true}) {
+        for (const bool has_extra : {false, true}) {
+            blob_options options;
+            options.is_transposed = is_transposed;
+            options.has_extra = has_extra;
+            const auto blob = build_blob(options);
+            const auto view = read(blob, test_layout(options));
+            CHECK(view.tokens == std::vector<token_id>{11, 12, 13});
+            CHECK(view.is_in_order);
+            CHECK(view.payload.size() == blob.bytes.size() - blob.at.at("position"));
+            CHECK(to_native(view, test_layout(options)) == kv_data_of(blob));
+        }
+    }
+}
+
+TEST_CASE("ses1: every prefix of a sound blob is refused") {
+    const auto blob = build_blob();
+    for (std::size_t n = 0; n < blob.bytes.size(); ++n) {
+        // Exactly as long, so that a read past the end is one past an allocation.
+        const std::vector<std::byte> cut(blob.bytes.begin(),
+                                         blob.bytes.begin() + static_cast<std::ptrdiff_t>(n));
+        CHECK_THROWS_AS(read_ses1(cut, test_layout(), ses1_source::foreign), error);
+    }
+}
+
+TEST_CASE("ses1: header fields out of range are refused by name and offset") {
+    const auto blob = build_blob();
+    const auto& at = blob.at;
+    check_refused(blob.with("magic", 'X'), errc::state_format, "magic", 0);
+    check_refused(blob.with("n_tokens", 17u), errc::state_mismatch, "n_tokens", 4);
+    check_refused(blob.with("n_tokens", 0xffffffffu), errc::state_mismatch, "n_tokens", 4);
+    check_refused(blob.with("n_tokens", 2u), errc::state_format, "kv magic", 16);
+    check_refused(blob.with("token", -1), errc::state_format, "token id", 8);
+    check_refused(blob.with("token", 100), errc::state_mismatch, "token id", 8);
+    check_refused(blob.with("kv_magic", 1u), errc::state_format, "kv magic", at.at("kv_magic"));
+    check_refused(blob.with("n_stream", 0u), errc::state_format, "n_stream", at.at("n_stream"));
+    check_refused(blob.with("n_cells", 4u), errc::state_format, "n_cells", at.at("n_cells"));
+    check_refused(blob.with("n_cells", 2u), errc::state_format, "n_cells", at.at("n_cells"));
+}
+
+TEST_CASE("ses1: a slot's own size limits n_tokens before anything is allocated") {
+    auto small = test_layout();
+    small.shape.n_ctx = 2;
+    check_refused(build_blob(), errc::state_mismatch, "n_tokens", 4, small);
+}
+
+TEST_CASE("ses1: positions other than 0..n-1 once each are refused") {
+    const auto blob = build_blob();
+    const auto at = blob.at.at("position");
+    const auto low = std::numeric_limits<std::int32_t>::min();
+    const auto high = std::numeric_limits<std::int32_t>::max();
+    for (const std::int32_t position : {-1, -2, 3, low, high}) {
+        check_refused(blob.with("position", position), errc::state_format, "position", at);
+    }
+    check_refused(blob.with("position", 1), errc::state_format, "position", at + 12);
+    check_refused(blob.with("n_seq_id", 2u), errc::state_format, "n_seq_id", at + 4);
+    check_refused(blob.with("n_seq_id", 0u), errc::state_format, "n_seq_id", at + 4);
+}
+
+TEST_CASE("ses1: extras of a cell must lie in the context and name the cell's own id") {
+    blob_options options;
+    options.has_extra = true;
+    const auto blob = build_blob(options);
+    const auto layout = test_layout(options);
+    const auto at = blob.at.at("position");
+    check_refused(blob.with("x", -1), errc::state_format, "x, y", at + 8, layout);
+    check_refused(blob.with("y", 16), errc::state_format, "x, y", at + 8, layout);
+    check_refused(blob.with("cell_token", 12), errc::state_format, "cell token", at + 16, layout);
+}
+
+TEST_CASE("ses1: layers of another context are refused by name and offset") {
+    const auto blob = build_blob();
+    const auto mismatch = [&](const built_blob& mutated, const char* field, const char* name) {
+        check_refused(mutated, errc::state_mismatch, field, blob.at.at(name));
+    };
+    mismatch(blob.with("is_transposed", 1u), "V transposed", "is_transposed");
+    mismatch(blob.with("n_layer", 1u), "n_layer", "n_layer");
+    mismatch(blob.with("n_layer", 0xffffffffu), "n_layer", "n_layer");
+    mismatch(blob.with("k_type", 1), "K type", "k_type");
+    mismatch(blob.with("k_type", -1), "K type", "k_type");
+    mismatch(blob.with("k_row_bytes", std::uint64_t{12}), "K row size", "k_row_bytes");
+    mismatch(blob.with("k_row_bytes", ~std::uint64_t{0}), "K row size", "k_row_bytes");
+    mismatch(blob.with("v_type", 1), "V type", "v_type");
+    mismatch(blob.with("v_row_bytes", std::uint64_t{8}), "V row size", "v_row_bytes");
+    check_refused(blob.with("is_transposed", 2u), errc::state_format, "V transposed",
+                  blob.at.at("is_transposed"));
+}
+
+TEST_CASE("ses1: columns of another context are refused by name and offset") {
+    blob_options options;
+    options.is_transposed = true;
+    const auto blob = build_blob(options);
+    const auto layout = test_layout(options);
+    check_refused(blob.with("v_element_bytes", 2u), errc::state_mismatch, "V element size",
+                  blob.at.at("v_element_bytes"), layout);
+    check_refused(blob.with("v_width", 5u), errc::state_mismatch, "V width", blob.at.at("v_width"),
+                  layout);
+    check_refused(build_blob(), errc::state_mismatch, "V transposed", blob.at.at("is_transposed"),
+                  layout);
+}
+
+TEST_CASE("ses1: values that are not finite are refused at their offset, unless they are our own") {
+    const auto blob = build_blob();
+    const auto infinity = std::numeric_limits<float>::infinity();
+    for (const float value : {std::nanf(""), infinity, -infinity}) {
+        check_refused(blob.with("k_value", value), errc::state_format, "K rows",
+                      blob.at.at("k_value"));
+        check_refused(blob.with("v_value", value), errc::state_format, "V rows",
+                      blob.at.at("v_value"));
+    }
+    const auto own = blob.with("v_value", infinity);
+    CHECK_NOTHROW(read_ses1(own.bytes, test_layout(), ses1_source::own));
+}
+
+TEST_CASE("ses1: bytes behind the end are refused") {
+    auto blob = build_blob();
+    const auto end = blob.bytes.size();
+    blob.bytes.push_back(std::byte{0});
+    check_refused(blob, errc::state_format, "the end", end);
+}
+
+TEST_CASE("ses1: an empty blob is one without cells in any stream") {
+    blob_options options;
+    options.tokens = {};
+    options.positions = {};
+    for (const std::uint32_t n_stream : {1u, 3u}) {
+        options.n_stream = n_stream;
+        const auto view = read(build_blob(options));
+        CHECK(view.tokens.empty());
+        CHECK(view.payload.empty());
+    }
+    options.tokens = {11};  // ids without cells: somebody else's cells would be taken for them
+    check_refused(build_blob(options), errc::state_format, "n_cells", 12 + 12 + 2 * 4);
+    auto cells = build_blob();
+    cells.bytes.erase(cells.bytes.begin() + 8, cells.bytes.begin() + 20);
+    cells = cells.with("n_tokens", 0u);  // and cells without ids
+    check_refused(cells, errc::state_format, "n_cells", 8 + 12);
+}
+
+TEST_CASE("ses1: blobs move between contexts of 1 and of 4 streams") {
+    blob_options four;
+    four.n_stream = 4;
+    for (std::uint32_t i_stream = 0; i_stream < 4; ++i_stream) {
+        four.i_stream = i_stream;
+        const auto blob = build_blob(four);
+        const auto view = read(blob);
+        CHECK(view.n_stream == 4);
+        const auto one = to_native(view, test_layout());
+        blob_options single;
+        auto expected = kv_data_of(build_blob(single));
+        const auto native = kv_data_of(blob);
+        // Whose it was stays what it was: in the head and in each cell.
+        std::copy(native.begin() + 4, native.begin() + 8, expected.begin() + 4);
+        for (std::ptrdiff_t i = 0; i < 3; ++i) {
+            std::copy(native.begin() + 4, native.begin() + 8, expected.begin() + 16 + 12 * i + 8);
+        }
+        CHECK(one == expected);
+    }
+    const auto native = to_native(read(build_blob()), test_layout(four));
+    four.i_stream = 0;
+    CHECK(native == kv_data_of(build_blob(four)));
+}
+
+TEST_CASE("ses1: a second stream with cells is refused") {
+    blob_options two;
+    two.n_stream = 2;
+    auto blob = build_blob(two);
+    const auto last = blob.bytes.size() - 4;
+    check_refused(blob.with("n_no_cells", 3u), errc::state_format, "n_cells", last);
+}
+
+TEST_CASE("ses1: cells in another order are put into that of their positions") {
+    for (const bool is_transposed : {false, true}) {
+        const auto options = shuffled(is_transposed);
+        auto sorted = options;
+        sorted.positions = {0, 1, 2};
+        auto blob = build_blob(options);
+        const auto layout = test_layout(options);
+        const auto view = read(blob, layout);
+        CHECK_FALSE(view.is_in_order);
+        CHECK(to_native(view, layout) == kv_data_of(build_blob(sorted)));
+        sort_cells(blob.bytes, view, layout);
+        CHECK(blob.bytes == build_blob(sorted).bytes);
+    }
+}
+
+TEST_CASE("ses1: what is sealed equals the blob written by hand, from any stream") {
+    for (const std::uint32_t n_stream : {1u, 2u, 9u}) {
+        for (std::uint32_t i_stream = 0; i_stream < n_stream; ++i_stream) {
+            for (const bool is_empty : {false, true}) {
+                blob_options options;
+                options.n_stream = n_stream;
+                options.i_stream = i_stream;
+                if (is_empty) options.tokens = options.positions = {};
+                const auto native = kv_data_of(build_blob(options));
+                const auto kv_at = ses1_write_offset(options.tokens.size(), i_stream);
+                std::vector<std::byte> buffer(kv_at + native.size());
+                std::copy(native.begin(), native.end(),
+                          buffer.begin() + static_cast<std::ptrdiff_t>(kv_at));
+                const auto n = seal_ses1(buffer, options.tokens, i_stream);
+                buffer.resize(n);
+                options.n_stream = 1;
+                auto expected = build_blob(options);
+                if (i_stream > 0) {  // the builder writes no cells for a stream that is not there
+                    options.i_stream = 0;
+                    expected = build_blob(options);
+                    expected = expected.with("sequence", static_cast<std::int32_t>(i_stream));
+                    for (std::size_t i = 0; i < options.tokens.size(); ++i) {
+                        const auto at = expected.at.at("cell_sequence") + 12 * i;
+                        expected.bytes[at] = static_cast<std::byte>(i_stream);
+                    }
+                }
+                CHECK(buffer == expected.bytes);
+            }
+        }
+    }
+}
+
+TEST_CASE("ses1: a layout is learned from what llama.cpp writes") {
+    for (const bool is_transposed : {false, true}) {
+        for (const std::uint32_t n_stream : {1u, 3u}) {
+            blob_options options;
+            options.is_transposed = is_transposed;
+            options.n_stream = n_stream;
+            options.i_stream = n_stream / 2;
+            const auto expected = test_layout(options);
+            const auto learned = learn_layout(kv_data_of(build_blob(options)), expected.shape);
+            CHECK(learned.keys == expected.keys);
+            CHECK(learned.values == expected.values);
+            CHECK(learned.is_transposed == is_transposed);
+        }
+    }
+    auto unknown = kv_data_of(build_blob());
+    unknown.pop_back();
+    CHECK_THROWS_AS(learn_layout(unknown, test_layout().shape), error);
+}
+
+TEST_CASE("ses1: random changes are refused or give a view within the blob") {
+    std::mt19937 random(1);
+    const auto blob = build_blob();
+    for (int round = 0; round < 20'000; ++round) {
+        auto bytes = blob.bytes;
+        for (auto n = 1 + random() % 4; n > 0; --n) {
+            bytes[random() % bytes.size()] = static_cast<std::byte>(random());
+        }
+        if (random() % 4 == 0) bytes.resize(random() % (bytes.size() + 1));
+        try {
+            const auto view = read_ses1(bytes, test_layout(), ses1_source::foreign);
+            CHECK(view.tokens.size() == 3);
+            CHECK(to_native(view, test_layout()).size() == view.kv_data.size());
+        } catch (const error& failure) {
+            const bool is_typed =
+                failure.code() == errc::state_format || failure.code() == errc::state_mismatch;
+            CHECK(is_typed);
+        }
+    }
+}
+
+TEST_CASE("kv_values: the first number that is not finite is found, at any offset") {
+    struct kind {
+        kv_type type;
+        std::size_t n_unit;          // bytes of a number or block
+        std::vector<std::byte> nan;  // at the start of one
+    };
+    const std::byte zero{0};
+    const std::vector<kind> kinds{
+        {kv_type::f32, 4, {zero, zero, std::byte{0xc0}, std::byte{0x7f}}},
+        {kv_type::f16, 2, {zero, std::byte{0x7c}}},
+        {kv_type::bf16, 2, {std::byte{0x80}, std::byte{0xff}}},
+        {kv_type::q8_0, 34, {zero, std::byte{0xfc}}},
+        {kv_type::q4_0, 18, {zero, std::byte{0x7c}}},
+        {kv_type::q4_1, 20, {zero, zero, zero, std::byte{0x7e}}},
+        {kv_type::q5_0, 22, {zero, std::byte{0x7c}}},
+        {kv_type::q5_1, 24, {zero, zero, zero, std::byte{0x7c}}},
+        {kv_type::iq4_nl, 18, {zero, std::byte{0x7c}}},
+    };
+    for (const auto& one : kinds) {
+        CAPTURE(name_of(one.type));
+        CHECK(is_known(one.type));
+        for (const std::size_t n : {1u, 7u, 1024u, 1025u, 3000u}) {
+            std::vector<std::byte> bytes(n * one.n_unit + 1);
+            // Not aligned, as rows in a blob are not.
+            const auto data = std::span(bytes).subspan(1);
+            CHECK_FALSE(find_unsound(one.type, data));
+            for (const std::size_t i : {std::size_t{0}, n / 2, n - 1}) {
+                auto broken = bytes;
+                std::copy(one.nan.begin(), one.nan.end(),
+                          broken.begin() + 1 + static_cast<std::ptrdiff_t>(i * one.n_unit));
+                const auto found = find_unsound(one.type, std::span(broken).subspan(1));
+                REQUIRE(found);
+                CHECK(*found == i * one.n_unit);
+            }
+        }
+    }
+}
+
+TEST_CASE("kv_values: 65504 is the largest number of every type") {
+    const auto is_sound = [](kv_type type, auto value) {
+        return !find_unsound(type, std::as_bytes(std::span(&value, 1)));
+    };
+    CHECK(is_sound(kv_type::f32, 65504.0f));
+    CHECK(is_sound(kv_type::f32, -65504.0f));
+    CHECK_FALSE(is_sound(kv_type::f32, std::nextafter(65504.0f, 1e9f)));
+    CHECK_FALSE(is_sound(kv_type::f32, -3e38f));
+    CHECK(is_sound(kv_type::f32, 1e-45f));
+    CHECK(is_sound(kv_type::f16, std::uint16_t{0xfbff}));
+    CHECK_FALSE(is_sound(kv_type::f16, std::uint16_t{0xfc00}));
+    CHECK(is_sound(kv_type::bf16, std::uint16_t{0xc77f}));
+    CHECK_FALSE(is_sound(kv_type::bf16, std::uint16_t{0x4780}));
+}

@@ -1,0 +1,217 @@
+// Orders on idle slots: save, restore, truncate and clear between the steps of a running engine.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <thread>
+
+#include "sched/slot_saving.h"
+#include "scheduler_fixture.h"
+
+using namespace kqview;
+using namespace kqview::test;
+
+namespace {
+
+std::vector<std::byte> save(test_engine& engine, slot_id slot) {
+    std::vector<std::byte> blob;
+    for (;;) {
+        std::size_t n = 0;
+        engine.sched->run_on_slot(slot, [&](idle_slot& idle) { n = save_slot(idle, blob); });
+        const bool is_done = n <= blob.size();
+        blob.resize(n);
+        if (is_done) return blob;
+    }
+}
+
+void restore(test_engine& engine, slot_id slot, std::span<const std::byte> blob) {
+    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { restore_slot(idle, blob); });
+}
+
+void truncate(test_engine& engine, slot_id slot, std::size_t n) {
+    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { truncate_slot(idle, n); });
+}
+
+ids run(test_engine& engine, const ids& prompt, int n) {
+    const auto wanted = engine.submit(prompt, n);
+    return consumer(wanted).rest();
+}
+
+errc code_of(const std::function<void()>& call) {
+    try {
+        call();
+    } catch (const error& failure) {
+        return failure.code();
+    }
+    return errc::internal;
+}
+
+fake_options two_slots() {
+    fake_options options;
+    options.n_slots = 2;
+    return options;
+}
+
+}  // namespace
+
+TEST_CASE("slot_orders: a saved slot goes on in another one as if nothing had happened") {
+    test_engine engine(two_slots());
+    const auto prompt = make_prompt(1, 5);
+    const auto generated = run(engine, prompt, 6);
+    CHECK(generated == continuation(prompt, 6));
+    const auto held = engine.sched->tokens_of(0);
+    const auto blob = save(engine, 0);
+    CHECK(save(engine, 0) == blob);
+    engine.sched->run_on_slot(0, clear_slot);
+    CHECK(engine.sched->tokens_of(0).empty());
+    CHECK(engine.model->cache(0).empty());
+    restore(engine, 1, blob);
+    CHECK(engine.sched->tokens_of(1) == held);
+    CHECK(engine.model->cache(1) == held);
+    const auto wanted = engine.submit(prompt + generated, 4);
+    consumer taker(wanted);
+    CHECK(taker.rest() == continuation(prompt + generated, 4));
+    CHECK(wanted->slot == 1);
+    CHECK(taker.usage().cached_tokens == static_cast<int>(held.size()));
+}
+
+TEST_CASE("slot_orders: a refused blob leaves the slot as it was") {
+    test_engine engine;
+    run(engine, make_prompt(1, 5), 4);
+    const auto held = engine.sched->tokens_of(0);
+    const auto n_truncations = engine.model->truncations().size();
+    auto blob = save(engine, 0);
+    blob.pop_back();
+    CHECK(code_of([&] { restore(engine, 0, blob); }) == errc::state_format);
+    CHECK(code_of([&] { restore(engine, 0, {}); }) == errc::state_format);
+    CHECK(engine.sched->tokens_of(0) == held);
+    CHECK(engine.model->cache(0) == held);
+    CHECK(engine.model->truncations().size() == n_truncations);
+}
+
+TEST_CASE("slot_orders: a slot is empty when its cache is unknown after a failure") {
+    auto options = two_slots();
+    options.refuses_state = true;
+    test_engine engine(options);
+    run(engine, make_prompt(1, 5), 4);
+    const auto blob = save(engine, 0);
+    CHECK(code_of([&] { restore(engine, 0, blob); }) == errc::internal);
+    CHECK(engine.sched->tokens_of(0).empty());
+    CHECK(engine.model->cache(0).empty());
+    const auto prompt = make_prompt(2, 5);
+    CHECK(run(engine, prompt, 3) == continuation(prompt, 3));
+}
+
+TEST_CASE("slot_orders: an empty slot is saved, and restored over a full one") {
+    test_engine engine;
+    const auto blob = save(engine, 0);
+    CHECK(blob.size() == 24);
+    run(engine, make_prompt(1, 5), 4);
+    restore(engine, 0, blob);
+    CHECK(engine.sched->tokens_of(0).empty());
+    CHECK(engine.model->cache(0).empty());
+}
+
+TEST_CASE("slot_orders: a slot in use is refused at once, the others are not") {
+    test_engine engine(two_slots());
+    const auto wanted = engine.submit(make_prompt(1, 3), 100);
+    consumer taker(wanted);
+    taker.take(2);
+    CHECK(code_of([&] { save(engine, 0); }) == errc::busy);
+    CHECK(code_of([&] { truncate(engine, 0, 0); }) == errc::busy);
+    CHECK_NOTHROW(save(engine, 1));
+    CHECK(taker.take(2).size() == 2);
+    engine.cancel(wanted);
+    CHECK_NOTHROW(save(engine, 0));
+}
+
+TEST_CASE("slot_orders: truncate keeps the first tokens, or none where the cache cannot") {
+    for (const bool can_truncate : {true, false}) {
+        fake_options options;
+        options.can_truncate = can_truncate;
+        test_engine engine(options);
+        run(engine, make_prompt(1, 5), 4);
+        const auto held = engine.sched->tokens_of(0);
+        CHECK(code_of([&] { truncate(engine, 0, held.size() + 1); }) == errc::request);
+        truncate(engine, 0, held.size());
+        CHECK(engine.sched->tokens_of(0) == held);
+        truncate(engine, 0, 3);
+        CHECK(engine.sched->tokens_of(0) == (can_truncate ? first_of(held, 3) : ids{}));
+        CHECK(engine.model->cache(0) == engine.sched->tokens_of(0));
+    }
+}
+
+TEST_CASE("slot_orders: a late cancellation does not roll back what was restored") {
+    test_engine engine;
+    const auto wanted = engine.submit(make_prompt(1, 5), 6);
+    consumer taker(wanted);
+    taker.take(1);
+    engine.settled_decodes(6);  // it ended, with tokens that nobody took
+    const auto blob = save(engine, 0);
+    const auto held = engine.sched->tokens_of(0);
+    CHECK(held.size() == 10);
+    restore(engine, 0, blob);
+    engine.cancel(wanted);
+    CHECK(engine.sched->tokens_of(0) == held);
+}
+
+TEST_CASE("slot_orders: a slot that is not there, and a closed engine") {
+    test_engine engine;
+    CHECK(code_of([&] { save(engine, 1); }) == errc::unknown_slot);
+    CHECK(code_of([&] { save(engine, -1); }) == errc::unknown_slot);
+    engine.sched->close();
+    CHECK(code_of([&] { save(engine, 0); }) == errc::closed);
+}
+
+TEST_CASE("slot_orders: what waits when the engine closes ends with closed") {
+    test_engine engine(two_slots());
+    engine.model->allow(0);
+    const auto wanted = engine.submit(make_prompt(1, 3), 4);
+    REQUIRE(engine.model->wait_held());
+    std::atomic<int> n_ended{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+        threads.emplace_back([&] {
+            try {
+                save(engine, 1);
+            } catch (const error& failure) {
+                if (failure.code() != errc::closed) return;
+            }
+            ++n_ended;
+        });
+    }
+    std::thread closer([&] { engine.sched->close(); });
+    engine.model->allow_all();
+    closer.join();
+    for (auto& thread : threads) thread.join();
+    CHECK(n_ended == 3);
+}
+
+TEST_CASE("slot_orders: many threads save and restore while others generate") {
+    auto options = two_slots();
+    test_engine engine(options, 4 * mib);
+    const auto prompt = make_prompt(1, 5);
+    run(engine, prompt, 4);
+    const auto blob = save(engine, 0);
+    std::atomic<int> n_wrong{0};
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+        threads.emplace_back([&, i] {
+            for (int round = 0; round < 40; ++round) {
+                try {
+                    if (i == 0) restore(engine, round % 2, blob);
+                    if (i == 1) truncate(engine, round % 2, 0);
+                    if (i == 2) save(engine, round % 2);
+                } catch (const error& failure) {
+                    if (failure.code() != errc::busy) ++n_wrong;
+                }
+            }
+        });
+    }
+    for (int round = 0; round < 20; ++round) {
+        const auto other = make_prompt(2 + round, 4);
+        if (run(engine, other, 3) != continuation(other, 3)) ++n_wrong;
+        if (run(engine, prompt, 3) != continuation(prompt, 3)) ++n_wrong;
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(n_wrong == 0);
+}
