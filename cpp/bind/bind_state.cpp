@@ -62,6 +62,10 @@ void truncate(const engine_core& self, slot_id slot, std::size_t n_keep) {
     run_on_slot(self, slot, [&](idle_slot& idle) { truncate_slot(idle, n_keep); });
 }
 
+void shift(const engine_core& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_discard) {
+    run_on_slot(self, slot, [&](idle_slot& idle) { shift_slot(idle, n_keep, n_discard); });
+}
+
 void clear(const engine_core& self, slot_id slot) {
     run_on_slot(self, slot, [](idle_slot& idle) { clear_slot(idle); });
 }
@@ -74,6 +78,8 @@ void bind_state(nb::module_& module) {
                "Makes the slot hold what the blob holds; a refused blob changes nothing.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keeps the first tokens, or none where the cache cannot drop its tail.");
+    module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
+               nb::arg("n_discard"), "Removes tokens from the middle; the rest closes up.");
     module.def("clear_slot", &clear, nb::arg("engine"), nb::arg("slot"));
 }
 

@@ -79,6 +79,10 @@ public:
     };
     cache_facts cache() const;
 
+    // Removes `n_discard` positions behind the first `n_keep` and moves those that follow down, keys re-rotated;
+    // the cells keep the gap. False: this cache cannot, and nothing has changed.
+    bool shift(slot_id slot, std::int32_t n_keep, std::int32_t n_discard);
+
     // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does not.
     void flush_shifts();
 

@@ -40,6 +40,15 @@ context::cache_facts context::cache() const {
     return {cache.get_n_stream(), cache.has_cell_ext()};
 }
 
+bool context::shift(slot_id slot, std::int32_t n_keep, std::int32_t n_discard) {
+    auto* const memory = &plain_cache(handle_.get());
+    if (!llama_memory_can_shift(memory)) return false;
+    if (!llama_memory_seq_rm(memory, slot, n_keep, n_keep + n_discard)) return false;
+    llama_memory_seq_add(memory, slot, n_keep + n_discard, -1, -n_discard);
+    flush_shifts();
+    return true;
+}
+
 void context::flush_shifts() {
     const llama_activity guard("shifting a slot");
     handle_->memory_update(false);

@@ -40,6 +40,7 @@ public:
     bool truncate(slot_id slot, int n_keep) override;
 
     // llama_runner_state.cpp
+    bool shift(slot_id slot, int n_keep, int n_discard) override;
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
     std::size_t state_bytes(slot_id slot) override;

@@ -370,4 +370,7 @@ def restore_slot(engine: Engine, slot: int, blob: bytes) -> None:
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
     """Keeps the first tokens, or none where the cache cannot drop its tail."""
 
+def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
+    """Removes tokens from the middle; the rest closes up."""
+
 def clear_slot(engine: Engine, slot: int) -> None: ...

@@ -128,6 +128,28 @@ class Slot:
         n = whole_number("slot.truncate", "n", n, low=0)
         _core.truncate_slot(self._core, self.id, n)
 
+    def shift(self, n_keep: int, n_discard: int) -> int:
+        """Remove *n_discard* tokens behind the first *n_keep*; what follows closes up.
+
+        Nothing is computed again: the tokens that stay keep the keys and values that were computed
+        with the removed ones before them, rotated to their new positions. Columns of later rows
+        are positions in the shortened `tokens`. Costs two copies of the slot's cache.
+
+        Returns:
+            The new `n_tokens`.
+
+        Raises:
+            RequestError: The range is not within `tokens`, or empty.
+            UnsupportedModel: The cache's positions cannot be moved: recurrent state, sliding
+                windows, positions of several dimensions, or no cache.
+            BusyError: A generation works in this slot.
+            ClosedError: The engine is closed.
+        """
+        n_keep = whole_number("slot.shift", "n_keep", n_keep, low=0, high=2**63 - 1)
+        n_discard = whole_number("slot.shift", "n_discard", n_discard, low=1, high=2**63 - 1)
+        _core.shift_slot(self._core, self.id, n_keep, n_discard)
+        return self.n_tokens
+
     def clear(self) -> None:
         """Forget everything; the next generation starts from an empty cache.
 

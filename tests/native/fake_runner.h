@@ -212,6 +212,15 @@ public:
         return true;
     }
 
+    bool shift(slot_id slot, int n_keep, int n_discard) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        if (!model_->options.can_truncate) return false;
+        auto& cache = cache_of(slot);
+        cache.erase(cache.begin() + n_keep, cache.begin() + n_keep + n_discard);
+        return true;
+    }
+
     // Saved as llama.cpp would: one layer, a float each of K and V, a stream a slot.
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override {
         check_thread();
