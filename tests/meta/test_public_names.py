@@ -170,7 +170,17 @@ def test_class_has_the_documented_members(cls: type, names: set[str]):
 
 
 def test_slot_has_the_documented_members():
-    names = {"tokens", "n_tokens", "is_busy", "save", "restore", "shift", "truncate", "clear", "messages"}
+    names = {
+        "tokens",
+        "n_tokens",
+        "is_busy",
+        "save",
+        "restore",
+        "shift",
+        "truncate",
+        "clear",
+        "messages",
+    }
     assert names <= set(dir(Slot))
 
 
