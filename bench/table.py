@@ -19,6 +19,7 @@ import eval_callback
 import hf
 import loop
 import prefill
+import state
 from console import collect, show
 from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
 from settings import add_options, settings_of
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 README = Path(__file__).resolve().parent / "README.md"
 BENCHMARKS = [
     (module.WEIGHTS, module.measure)
-    for module in (decode, prefill, loop, eval_callback, hf, contexts, counts)
+    for module in (decode, prefill, loop, eval_callback, hf, contexts, state, counts)
 ]
 
 

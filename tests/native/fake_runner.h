@@ -221,7 +221,7 @@ public:
         return true;
     }
 
-    // Saved as llama.cpp would: one layer, a float each of K and V, a stream a slot.
+    // Saved as llama.cpp would: one layer, a float each of K and V (the id / 32, exact), a stream a slot.
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override {
         check_thread();
         layout_ = learn_layout(kv_data, {static_cast<std::uint32_t>(n_slots()), false, 1u << 30,
@@ -256,7 +256,7 @@ public:
         for (std::size_t i = 0; i < n; ++i) {
             float value = 0;
             std::memcpy(&value, keys.subspan(12 + 4 * i, 4).data(), 4);
-            cache.push_back(static_cast<token_id>(value));
+            cache.push_back(static_cast<token_id>(value * 32));
         }
         return true;
     }
@@ -285,7 +285,7 @@ private:
             for (int i = 0; i < 2; ++i) {
                 put(std::int32_t{0});
                 put(std::uint64_t{4});
-                for (const auto id : cache) put(static_cast<float>(id));
+                for (const auto id : cache) put(static_cast<float>(id) / 32);
             }
         }
         return bytes;
