@@ -223,6 +223,10 @@ def test_template_that_does_not_parse_is_refused():
         ChatTemplate("{% for %}", {}, ())
 
 
+def test_lines_of_blocks_leave_no_white_space():
+    assert text_of(parts_of("a\n  {% if true %}\nb\n{% endif %}\nc", HELLO)) == "a\nb\nc"
+
+
 def test_generation_tag_keeps_its_own_variables():
     source = "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}"
     assert text_of(parts_of(source, HELLO)) == "21"
