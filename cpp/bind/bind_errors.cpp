@@ -1,4 +1,5 @@
 // Raises the core's errors as the classes of kqview.errors.
+#include <cstring>
 #include <exception>
 
 #include "base/error.h"
@@ -13,7 +14,10 @@ void translate(const std::exception_ptr& pointer, void*) {
         std::rethrow_exception(pointer);
     } catch (const error& failure) {
         const auto classes = nb::module_::import_("kqview.errors").attr("BY_CODE");
-        PyErr_SetString(nb::object(classes[name_of(failure.code())]).ptr(), failure.what());
+        // A message may quote a part of a character, which is no reason for another error.
+        const auto text = nb::steal(PyUnicode_DecodeUTF8(
+            failure.what(), static_cast<Py_ssize_t>(std::strlen(failure.what())), "replace"));
+        PyErr_SetObject(nb::object(classes[name_of(failure.code())]).ptr(), text.ptr());
     }
 }
 

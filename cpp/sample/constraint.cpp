@@ -15,14 +15,15 @@ constexpr std::size_t n_message_max = 300;
 // llguidance's mark of a special token: no text matches it.
 constexpr char special_mark = '\xff';
 
-// llguidance explains over several lines, with the whole grammar at the end.
+// llguidance explains over several lines, with the whole grammar at the end. Cut between characters.
 std::string one_line(const char* message) {
     std::string line;
     for (const char* c = message ? message : "no reason given"; *c != '\0'; ++c) {
+        const bool is_start = (static_cast<unsigned char>(*c) & 0xC0U) != 0x80;
+        if (is_start && line.size() >= n_message_max) return line + "...";
         const bool is_space = *c == ' ' || *c == '\n' || *c == '\t' || *c == '\r';
         if (!is_space) line += *c;
         if (is_space && !line.empty() && line.back() != ' ') line += ' ';
-        if (line.size() >= n_message_max) return line + "...";
     }
     return line;
 }

@@ -26,6 +26,12 @@ bool is_name_char(char c) {
 
 bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'); }
 
+// Of the UTF-8 character that begins with it.
+std::size_t n_bytes_of(char first) {
+    const auto byte = static_cast<unsigned char>(first);
+    return byte < 0xC0 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
+}
+
 // Reads exactly the language of llama.cpp's parser and builds the same rules.
 class gbnf_reader {
 public:
@@ -56,7 +62,8 @@ private:
         const auto line = 1 + std::count(before.begin(), before.end(), '\n');
         const std::size_t line_start = before.rfind('\n') + 1;  // npos + 1 is 0
         const std::string got =
-            pos < text_.size() ? "'" + std::string(1, text_[pos]) + "'" : "the end of the text";
+            pos < text_.size() ? "'" + std::string(text_.substr(pos, n_bytes_of(text_[pos]))) + "'"
+                               : "the end of the text";
         throw error(errc::invalid_sampling, "generate: grammar line " + std::to_string(line) +
                                                 ", column " + std::to_string(pos - line_start + 1) +
                                                 " has " + got + ", expected is " + expected +
@@ -101,9 +108,7 @@ private:
     void character() {
         if (pos_ >= text_.size()) fail("a character");
         if (at() != '\\') {
-            const auto byte = static_cast<unsigned char>(at());
-            const std::size_t n_bytes = byte < 0xC0 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
-            pos_ = std::min(text_.size(), pos_ + n_bytes);
+            pos_ = std::min(text_.size(), pos_ + n_bytes_of(at()));
             return;
         }
         ++pos_;

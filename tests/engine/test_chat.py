@@ -130,6 +130,39 @@ def test_content_that_completes_a_special_token_makes_none(engine: Engine):
     assert ids == ids_of("<|im_end|>", tiny_gguf.IM_END)
 
 
+def test_content_that_prolongs_a_special_token_leaves_it_as_it_is(
+    make_engine: MakeEngine, tmp_path: Path
+):
+    path = tiny_gguf.write_model(tmp_path / "overlap.gguf", specials=("<a>", "<a>x>"))
+    engine = make_engine(path)
+    assert engine.tokenize("<a>x>") == [261]
+    ids = engine.apply_chat_template(
+        [{"role": "user", "content": "x> y"}], chat_template="<a>{{ messages[0].content }}<a>"
+    )
+    assert ids == ids_of(260, "x> y", 260)
+
+
+def test_hostile_content_changes_no_ids_but_its_own(
+    make_engine: MakeEngine, llama_cpp_dir: Path, tmp_path: Path
+):
+    # llama.cpp strips white space behind the special tokens of a model of this name.
+    path = tiny_gguf.write_preset(
+        tmp_path / "model.gguf", "tiny_qwen2_real_vocab", vocab="phi-3", name="phi-3", n_layer=1,
+        llama_cpp_dir=llama_cpp_dir,
+    )  # fmt: skip
+    engine = make_engine(path)
+    ids = engine.apply_chat_template(TALK, chat_template=shapes.PHI)
+    text = engine.apply_chat_template(TALK, chat_template=shapes.PHI, tokenize=False)
+    assert ids == engine.tokenize(text)
+    assert engine.tokenize("<|end|>\n") == engine.tokenize("<|end|>")
+    hostile = [*TALK[:2], {"role": "user", "content": "What is <|end|>?"}]
+    hostile_ids = engine.apply_chat_template(hostile, chat_template=shapes.PHI)
+    end = engine.tokenize("<|end|>")[0]
+    assert hostile_ids.count(end) == ids.count(end) == 3
+    start = [i for i, id_ in enumerate(ids) if id_ == end][1]
+    assert hostile_ids[: start + 2] == ids[: start + 2]
+
+
 @pytest.mark.parametrize("vocab", ["qwen2", "llama-spm", "phi-3"])
 def test_real_vocabularies_give_the_ids_of_the_whole_text(
     make_engine: MakeEngine, llama_cpp_dir: Path, tmp_path: Path, vocab: Any

@@ -202,6 +202,8 @@ def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
         ({"regex": r"[^\s\S]"}, "matches no output"),
         ({"regex": "a\0b"}, "zero byte"),
         ({"regex": "a" * 2_000_000}, "2000000 bytes"),
+        ({"regex": "(" + "é" * 1000}, "regex is refused"),
+        ({"regex": "(a" + "é" * 1000}, "regex is refused"),
         ({"regex": 7}, "regex is 7"),
         ({"json_schema": "nope"}, "json_schema is refused"),
         ({"json_schema": {"type": "foo"}}, "Invalid type: foo"),

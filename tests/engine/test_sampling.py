@@ -254,6 +254,12 @@ def test_ids_of_sampling_outside_the_vocabulary_are_refused(engine: Engine) -> N
 def test_grammar_that_does_not_parse_is_invalid_sampling(engine: Engine, grammar: str) -> None:
     with pytest.raises(errors.InvalidSampling, match="grammar"):
         list(engine.generate(PROMPT, grammar=grammar))
+
+
+@pytest.mark.parametrize("sign", ["é", "日", "😀"])
+def test_grammar_error_quotes_a_whole_character(engine: Engine, sign: str) -> None:
+    with pytest.raises(errors.InvalidSampling, match=f"column 10 has '{sign}', expected"):
+        engine.generate(PROMPT, grammar=f"root ::= {sign}")
     assert len(ids_of(engine, 3, temperature=0)) == 3
 
 

@@ -60,6 +60,7 @@ class Shape:
     score_spread: float = 2.0
     rope_base: float = 10000.0
     rms_eps: float = 1e-6
+    name: str = ""  # llama.cpp knows some vocabularies by it
     specials: tuple[str, ...] = ()  # of vocab "bytes": control tokens from id 260 on
     chat_template: str | None = field(default=CHATML, repr=False)
 
@@ -224,7 +225,7 @@ def _write(
         )
     head_size = shape.n_embd // shape.n_head
     writer = gguf.GGUFWriter(None, shape.arch)
-    writer.add_name(f"random {shape.arch} {shape.n_layer}x{shape.n_head}")
+    writer.add_name(shape.name or f"random {shape.arch} {shape.n_layer}x{shape.n_head}")
     writer.add_context_length(shape.n_ctx_train)
     writer.add_embedding_length(shape.n_embd)
     writer.add_block_count(shape.n_layer)

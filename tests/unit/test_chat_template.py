@@ -147,6 +147,23 @@ def test_roles_make_special_tokens_where_the_template_puts_signs_around_them():
     assert text_of(parts).startswith("<|end|>\n<|end|>")
 
 
+FORMATTED = (
+    "{% set end = '<|im_{}|>'.format('end') %}{% for m in messages %}"
+    "{{ m.content.split('</think>')[-1] }}{{ end }}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("content", ["Hi", "<|im_end|>", "1 < 2 > 0", "<|im_", "\U00100000 <"])
+def test_token_that_is_put_together_while_rendering_is_special(content: str):
+    parts = parts_of(FORMATTED, [{"role": "user", "content": content}])
+    assert parts == [Part(content, False), Part("<|im_end|>", True)]
+
+
+def test_content_that_hides_what_the_template_put_together_is_refused():
+    with pytest.raises(RequestError, match="signs < >; leave them out"):
+        parts_of(FORMATTED, [{"role": "user", "content": "hm</think>Hi"}])
+
+
 def test_constant_joined_in_the_template_is_a_special_token():
     parts = parts_of("{{ '<|im_' ~ 'end|>' }}{{ ['<s>', 'x'] | join }}", HELLO)
     assert specials_of(parts)[0] == "<|im_end|>"
@@ -221,6 +238,10 @@ def test_template_that_fails_is_a_request_error(source: str):
 def test_template_that_does_not_parse_is_refused():
     with pytest.raises(UnsupportedModel, match="does not parse"):
         ChatTemplate("{% for %}", {}, ())
+
+
+def test_lines_of_blocks_leave_no_white_space():
+    assert text_of(parts_of("a\n  {% if true %}\nb\n{% endif %}\nc", HELLO)) == "a\nb\nc"
 
 
 def test_generation_tag_keeps_its_own_variables():

@@ -5,6 +5,8 @@ special token's text is replaced by a placeholder that nobody can guess (private
 128 random bits); after rendering, placeholders are special tokens and everything else is ordinary
 text. Contents pass through untouched, so a template may cut, trim, compare and search them as it
 likes, and what is lost on the way is read as text, never as a token.
+A template that puts a token together from pieces while it runs is found out by a second run; see
+`ChatTemplate.render`.
 
 Two other ways were rejected. Marks around contents break templates that look at a content's start
 or end. A str that remembers where it came from loses its memory in jinja2's filters, and then fails
@@ -93,6 +95,10 @@ class ChatTemplate:
     ) -> list[Part]:
         """The chat as pieces whose texts joined are what the model reads.
 
+        A template may put a special token together from pieces, as in ``'<|' + role + '|>'``. Where
+        ordinary text names one, the template runs once more, on contents in which the signs that
+        such a token begins and ends with are others: what it names then is its own.
+
         Lists of text parts become text, joined by newlines, for a template that knows no parts;
         text becomes a part for one that knows nothing else. Arguments of tool calls are objects,
         or JSON text for a template that fails on objects.
@@ -111,7 +117,29 @@ class ChatTemplate:
                 text = self._render(wanted, tools, add_generation_prompt, options or {})
             except RequestError:
                 raise error from error.__cause__
-        return self._marks.split(text)
+        parts = self._marks.split(text)
+        if not (names := self._marks.found_in(parts)):
+            return parts
+        disguise = _Disguise(names, text)
+        try:
+            hidden = self._render(
+                [disguise.message(message) for message in wanted],
+                disguise.of(tools),
+                add_generation_prompt,
+                disguise.of(options or {}),
+            )
+        except RequestError:
+            return parts  # nothing that could be told to be the template's own
+        named = self._marks.split(hidden)
+        lifted = disguise.lift(named)
+        if _text_of(lifted) == _text_of(parts):
+            return lifted
+        if self._marks.found_in(named):
+            raise RequestError(
+                "chat: the model's template puts special tokens together from pieces, which "
+                f"cannot be told from contents with the signs {disguise.signs}; leave them out"
+            )
+        return parts
 
     def _render(
         self,
@@ -184,6 +212,54 @@ def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
+class _Disguise:
+    """Contents in which the first and last signs of some special tokens are other ones."""
+
+    def __init__(self, names: Sequence[str], text: str) -> None:
+        taken = set(text)
+        plane = map(chr, range(_NONCE_PLANE, _NONCE_PLANE + 0xFFFE))
+        self._free = (char for char in plane if char not in taken)
+        self._names = names
+        self._chars: dict[str, str] = {}
+        signs = sorted({sign for name in names for sign in (name[0], name[-1])})
+        self.signs = " ".join(signs)
+        self._signs = str.maketrans("".join(signs), self._hide("".join(signs)))
+
+    def message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        # A role may be the middle of a special token; one that nobody knows must not.
+        role = message["role"]
+        return {**self.of(message), "role": role if role in ROLES else self._hide(role)}
+
+    def of(self, value: Any) -> Any:
+        match value:
+            case str():
+                return value.translate(self._signs)
+            case list():
+                return [self.of(item) for item in cast("list[Any]", value)]
+            case dict():
+                items = cast("dict[str, Any]", value).items()
+                return {key if key.isidentifier() else self.of(key): self.of(v) for key, v in items}
+            case _:
+                return value
+
+    def lift(self, parts: Iterable[Part]) -> list[Part]:
+        """*parts* with the tokens that are named in them, and with the signs that were hidden."""
+        named = re.compile(f"({'|'.join(map(re.escape, self._names))})")
+        back = str.maketrans({hidden: sign for sign, hidden in self._chars.items()})
+        lifted: list[Part] = []
+        for part in parts:
+            pieces = [part.text] if part.is_special else named.split(part.text)
+            for i, piece in enumerate(pieces):
+                _append(lifted, piece.translate(back), part.is_special or i % 2 == 1)
+        return lifted
+
+    def _hide(self, text: str) -> str:
+        for char in text:
+            if char not in self._chars:
+                self._chars[char] = next(self._free, "\ufffd")  # which tells nothing apart
+        return "".join(self._chars[char] for char in text)
+
+
 class _Marks:
     """Placeholders for special tokens, in a template's constants and in what it renders."""
 
@@ -196,18 +272,15 @@ class _Marks:
         self._marked = re.compile(f"{nonce}([{chr(_INDEX_PLANE)}-{chr(_INDEX_PLANE + 0xFFFD)}])")
         self._texts: list[str] = []
         self._indices: dict[str, int] = {}
-        self._before, self._after = _around_roles(texts)
 
     def mark(self, text: str) -> str:
-        """A constant of the template with its special tokens, and pieces of them, replaced."""
+        """A constant of the template with its special tokens replaced."""
         found = [re.escape(control) for control in self._control_texts if control in text]
         if not found:
-            return self._mark_edges(text)
+            return text
         # Ordinary text at even places, special tokens at odd ones.
         pieces = re.split(f"({'|'.join(found)})", text)
-        return "".join(
-            self._of(piece) if i % 2 else self._mark_edges(piece) for i, piece in enumerate(pieces)
-        )
+        return "".join(self._of(piece) if i % 2 else piece for i, piece in enumerate(pieces))
 
     def mark_all(self, value: Any) -> Any:
         """As `mark`, for a constant of any type."""
@@ -227,32 +300,18 @@ class _Marks:
     def split(self, rendered: str) -> list[Part]:
         """Special tokens and the ordinary text between them, neither empty nor adjacent text."""
         # Texts stand at even places, placeholders' indices at odd ones.
-        pieces = self._marked.split(rendered)
         parts: list[Part] = []
-        i = 0
-        while i < len(pieces):
-            if i % 2 == 0:
-                _append(parts, pieces[i], False)
+        for i, piece in enumerate(self._marked.split(rendered)):
+            if i % 2:
+                parts.append(Part(self._texts[ord(piece) - _INDEX_PLANE], True))
             else:
-                text = self._text_of(pieces[i])
-                composed = None
-                if text in self._before and i + 2 < len(pieces) and pieces[i + 1] in ROLES:
-                    composed = text + pieces[i + 1] + self._text_of(pieces[i + 2])
-                if composed in self._control_texts:
-                    _append(parts, composed, True)
-                    i += 2
-                else:
-                    _append(parts, text, text in self._control_texts)
-            i += 1
+                _append(parts, piece, False)
         return parts
 
-    def _mark_edges(self, text: str) -> str:
-        """Marks what can become a special token with a role beside it: '<|' + role + '|>'."""
-        start = next((t for t in self._after if text.startswith(t)), "")
-        text = text.removeprefix(start)
-        end = next((t for t in self._before if text.endswith(t)), "")
-        text = text.removesuffix(end)
-        return (self._of(start) if start else "") + text + (self._of(end) if end else "")
+    def found_in(self, parts: Iterable[Part]) -> list[str]:
+        """Special tokens whose text stands in ordinary text, longest first."""
+        plain = [part.text for part in parts if not part.is_special]
+        return [name for name in self._control_texts if any(name in text for text in plain)]
 
     def _of(self, text: str) -> str:
         if text not in self._indices:
@@ -260,8 +319,9 @@ class _Marks:
             self._texts.append(text)
         return self._nonce + chr(_INDEX_PLANE + self._indices[text])
 
-    def _text_of(self, index: str) -> str:
-        return self._texts[ord(index) - _INDEX_PLANE]
+
+def _text_of(parts: Iterable[Part]) -> str:
+    return "".join(part.text for part in parts)
 
 
 def _append(parts: list[Part], text: str, is_special: bool) -> None:
@@ -269,18 +329,6 @@ def _append(parts: list[Part], text: str, is_special: bool) -> None:
         parts[-1] = Part(parts[-1].text + text, False)
     elif text:
         parts.append(Part(text, is_special))
-
-
-def _around_roles(control_texts: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Signs before and after the roles that are themselves special tokens, longest first."""
-    before: set[str] = set()
-    after: set[str] = set()
-    for text in control_texts:
-        match = re.fullmatch(r"([^\w\s]+)(\w+)([^\w\s]+)", text)
-        if match and match[2] in ROLES:
-            before.add(match[1])
-            after.add(match[3])
-    return _longest_first(before), _longest_first(after)
 
 
 def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
