@@ -107,9 +107,9 @@ class Generation:
             item = self._handle.next()
             if isinstance(item, EllipsisType | list):
                 item = self._wait_turn(item)
-        except BusyError:
+        except BusyError:  # it goes on when that is over
             raise
-        except Exception:
+        except Exception:  # any other error is the end: `finish_reason` says so, and it is raised
             self._finish()
             raise
         self._thread, self._task = threading.get_ident(), None
