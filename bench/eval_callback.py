@@ -3,8 +3,8 @@
 The stock program is kq-eval-rows of bench/peers: a callback copies rows of the `kq` tensor of every
 layer to the host, which needs flash attention off. Ours captures the logits of all heads, with
 flash attention on and off. A round is one start of kq-eval-rows, which runs without and with its
-callback, and a prompt and a generation of ours for each setting: one pair of each row. Both take
-the last row of the prompt; in the rows "all" both take every row of it.
+callback, and a prompt and a generation of ours: one pair of each row of that setting. Both take the
+last row of the prompt; in the rows "all" both take every row of it.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ CASES = {
     "callback-decode-plain": (f"{TAP} off", CALLBACK, DECODE_TARGET),
     "callback-decode-stock": (CALLBACK, PLAIN, None),
 }
-# All rows come out of the same rounds.
+# The rows of a setting come out of the same rounds.
 WEIGHTS = {name: 90.0 / len(CASES) for name in CASES}
 MOST_ROUNDS = 5  # each is four prompts long; 5 is the least that has a bound
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
-    """Measure all cases in the same rounds and yield the chosen ones."""
+    """Measure all cases of a setting in the same rounds and yield the chosen ones."""
     names = settings.chosen(CASES)
     if not names:
         return
@@ -59,29 +59,27 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
     found = {name: Pairs() for name in CASES}
     for name in names[:-1]:
         line.start(name, 1)
-    line.start(names[-1], n_rounds)
-    with (
-        open_engine(settings, flash_attn=True) as flash,
-        open_engine(settings, flash_attn=False) as plain,
-    ):
-        prefills = {
-            "flash": prefill_runs(settings, flash),
-            "plain": prefill_runs(settings, plain),
-        }
-        for i in range(n_rounds):
-            stock = _run_stock(program, settings) if i % 2 == 0 else None
-            ours = {name: _run_ours(settings, runs) for name, runs in prefills.items()}
-            stock = stock or _run_stock(program, settings)
-            without, callback = (
-                _stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
-            )
-            for part in ("prefill", "decode"):
-                found[f"callback-{part}-stock"].add(without[part], callback[part])
-                for name, ms in ours.items():
-                    found[f"callback-{part}-{name}"].add(callback[part], ms[part])
-            if any("all" in name for name in names):
-                _measure_all(program, settings, prefills, found)
-            line.tick()
+    line.start(names[-1], n_rounds * 2)
+    for setting in ("flash", "plain"):
+        # One engine at a time: a second one's threads and buffers would be noise to the first.
+        with open_engine(settings, flash_attn=setting == "flash") as engine:
+            prefills = prefill_runs(settings, engine)
+            for i in range(n_rounds):
+                stock = _run_stock(program, settings) if i % 2 == 0 else None
+                ours = _run_ours(settings, prefills)
+                stock = stock or _run_stock(program, settings)
+                without, callback = (
+                    _stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
+                )
+                for part in ("prefill", "decode"):
+                    found[f"callback-{part}-stock"].add(without[part], callback[part])
+                    found[f"callback-{part}-{setting}"].add(callback[part], ours[part])
+                if any("all" in name for name in names):
+                    (every_row,) = _run_stock(program, settings, rows="all")["callback"]
+                    found[f"callback-all-{setting}"].add(
+                        every_row["prefill_ms"], prefills.attend_ms("logits")
+                    )
+                line.tick()
     for name in names:
         what, baseline, target = CASES[name]
         is_prefill = "decode" not in name
@@ -95,15 +93,6 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
             target=settings.target(target),
             command=f"python bench/eval_callback.py --row {name} {settings.flags}",
         )
-
-
-def _measure_all(
-    program: str, settings: Settings, prefills: dict[str, PrefillRuns], found: dict[str, Pairs]
-) -> None:
-    """Add a pair of each row that takes every row of a prompt."""
-    (stock,) = _run_stock(program, settings, rows="all")["callback"]
-    for name, runs in prefills.items():
-        found[f"callback-all-{name}"].add(stock["prefill_ms"], runs.attend_ms("logits"))
 
 
 def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
