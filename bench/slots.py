@@ -2,7 +2,8 @@
 
 Greedy, no capture, flash attention on. Every prompt stays in its slot, so a run is a generation in
 each slot, started together; its time is that from the moment when all of them have their first
-token, divided by all tokens that follow. The stock program is llama-batched-bench: the same model,
+token, divided by all tokens that follow. The stock programs are llama-batched-bench, which decodes
+ids that it does not choose, and llama-server, which samples and streams over HTTP: the same model,
 prompts of the same length, threads and batch sizes.
 """
 
@@ -16,6 +17,7 @@ from console import attempt, main
 from models import model_path, peer
 from report import Timing
 from runs import open_engine
+from server_runs import ServerRuns
 
 from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.runs import prompt_ids
@@ -37,10 +39,11 @@ N_ARRIVING = 512  # tokens of the prompt that arrives while others generate
 CASES = {
     "slots-4": 1 / 2.2,
     "slots-batched-bench": 1 / 0.95,
+    "slots-server": 1 / 0.95,
     "slots-hole": None,
     "slots-arriving-prompt": None,
 }
-WEIGHTS = {"slots-4": 90.0, "slots-batched-bench": 90.0, "slots-hole": 50.0,
+WEIGHTS = {"slots-4": 90.0, "slots-batched-bench": 90.0, "slots-server": 90.0, "slots-hole": 50.0,
            "slots-arriving-prompt": 90.0}  # fmt: skip
 
 
@@ -55,6 +58,11 @@ class SlotRuns:
         self._arriving = prompt_ids(N_ARRIVING, n_vocab, seed=99)
         self._n_arrived = 0
         self.ms(range(N_SLOTS))
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        """Of each slot."""
+        return self._prompts
 
     def ms(self, slots: Sequence[int], *, arrives: bool = False) -> float:
         """Milliseconds a token of generations in *slots*; *arrives*: a prompt in the next slot."""
@@ -117,7 +125,20 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
             ),
         }
         for name in names:
-            yield attempt(name, _measure, settings, line, name, *cases[name])
+            if name == "slots-server":
+                yield attempt(name, _measure_server, settings, line, name, runs)
+            else:
+                yield attempt(name, _measure, settings, line, name, *cases[name])
+
+
+def _measure_server(settings: Settings, line: ProgressLine, name: str, runs: SlotRuns) -> Timing:
+    with ServerRuns(settings, runs.prompts, N_TOKENS) as server:
+        against = "llama-server (stock build), 4 slots"
+
+        def four() -> float:
+            return runs.ms(range(N_SLOTS))
+
+        return _measure(settings, line, name, "4 slots", four, against, server.ms)
 
 
 def _measure(
