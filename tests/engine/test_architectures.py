@@ -65,6 +65,11 @@ def test_rows_with_flash_attention_equal_the_stock_tensors(reports: Checks, name
     assert reports[name].largest(flash_attn=True) <= ROUNDED
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_model_opened_with_pooling_embeds(reports: Checks, name: str) -> None:
+    assert 0 <= reports[name].embedding_error <= ROUNDED
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_ATTENTION])
 def test_probs_sum_to_one_or_less_with_sinks(reports: Checks, name: str) -> None:
     for low, high in reports[name].sums.values():
