@@ -126,8 +126,9 @@ class Embedding:
             return found[0] if is_one else found
         return found[0][0] if is_one else np.concatenate(found)
 
+    # A str is a sequence of str too: what is called is the first that fits.
     @overload
-    def classify(
+    def classify(  # pyright: ignore[reportOverlappingOverload]
         self,
         texts: Text,
         *,
@@ -299,10 +300,10 @@ def _items_of(who: str, texts: object) -> tuple[bool, list[Any]]:
     """(whether it is one text, the texts); RequestError where it is neither text nor texts."""
     if isinstance(texts, str):
         return True, [texts]
+    kind = type(texts).__name__
     if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
         raise RequestError(
-            f"{who}: got {type(texts).__name__}, a str, a sequence of token ids, or a list of "
-            "these is needed"
+            f"{who}: got {kind}, a str, a sequence of token ids, or a list of these is needed"
         )
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:

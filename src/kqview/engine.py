@@ -68,7 +68,7 @@ class Engine(Vocabulary, Conversation, Embedding):
     Args:
         model: Path of a GGUF file.
         n_ctx: Tokens that a slot can hold, prompt and generated ones; None for what the model was
-            trained with.
+            trained with, which is also the most where its positions were learned.
         n_slots: Sequences held, and generated in one batch, at a time.
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
