@@ -11,9 +11,10 @@ import pytest
 
 from kqview import Classification
 from kqview.errors import InvalidToken, PromptTooLong, RequestError, UnsupportedModel
-from tests.support import encoder_gguf
+from tests.support import encoder_gguf, tiny_gguf
 from tests.support.bert_reference import BertReference
 from tests.support.rows import random_ids
+from tests.support.tiny_gguf import Reader
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -162,3 +163,43 @@ def test_bad_texts_are_refused_before_anything_runs(
     with pytest.raises(error, match=what):
         engine.classify(texts)
     assert engine.stats().n_requests == 0
+
+
+@pytest.mark.peers
+def test_reranker_that_is_a_decoder_gives_probabilities(
+    make_engine: MakeEngine, architectures: dict[str, Path], tmp_path: Path
+) -> None:
+    # As Qwen3's rerankers: two rows of the output layer as head, and llama.cpp adds the softmax.
+    source = architectures["qwen3-dense"]
+    model, head = add_head(source, tmp_path / "reranker.gguf", ("yes", "no"))
+    ids = [i % 100 for i in random_ids(20)]
+    last = make_engine(source, pooling="last", flash_attn=False).embed(ids, normalize=False)
+    want = softmax(head @ last.astype(np.float64))
+    engine = make_engine(model, flash_attn=False, n_slots=2)
+    assert engine.pooling == "rank"
+    assert len(engine.generate(ids, max_tokens=3, ignore_eos=True, capture="probs").read()) >= 0
+    for found in engine.classify([ids, ids]):
+        np.testing.assert_allclose(found.raw, want, atol=1e-4)
+        assert list(found.scores.items()) == list(zip(("yes", "no"), found.raw, strict=True))
+
+
+def add_head(source: Path, path: Path, labels: tuple[str, ...]) -> tuple[Path, Any]:
+    """Write a copy of a model with a classifier head; return it and the head's weights."""
+    reader = Reader(source)
+    arch = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(None, arch)
+    own = (f"{arch}.pooling_type", f"{arch}.classifier.")
+    for key, entry in reader.fields.items():
+        value = entry.contents()
+        if value != [] and not key.startswith(("GGUF.", "general.architecture", *own)):
+            sub_type = entry.types[-1] if entry.types[0] == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(key, value, entry.types[0], sub_type)
+    writer.add_pooling_type(RANK)
+    writer.add_classifier_output_labels(labels)
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("cls"):
+            writer.add_tensor(tensor.name, np.asarray(tensor.data), raw_dtype=tensor.tensor_type)
+    n_embd = int(reader.fields[f"{arch}.embedding_length"].contents())
+    head = np.random.default_rng(1).standard_normal((len(labels), n_embd)).astype(np.float32) * 0.1
+    writer.add_tensor("cls.output.weight", head)
+    return tiny_gguf.finish(writer, path), head
