@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "llama/model.h"
 #include "sample/constraint.h"
@@ -31,6 +32,9 @@ void bind_state(nb::module_& module);
 // `has_query_axis`: rows of several queries. bind_rows.cpp is the only file that makes ndarrays.
 nb::object rows_to_python(const captured_rows& rows, bool has_query_axis);
 
+// (None, None, values) with values of shape (n_rows, n_values), the caller's own.
+nb::object embedding_to_python(std::vector<float> values, int n_rows);
+
 // What an Engine and its generations share.
 struct engine_core {
     std::shared_ptr<model> source;
@@ -38,6 +42,9 @@ struct engine_core {
     int n_chunk = 0;
     capture_source capture;
     bool has_cache = true;
+    bool can_split_embedding = false;
+    std::string pooling;
+    embedding_facts embeddings{};
     std::shared_ptr<const graph_counters> graphs;
     std::unique_ptr<scheduler> sched;
 

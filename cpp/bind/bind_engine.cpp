@@ -25,7 +25,8 @@ flash_attention flash_of(std::optional<bool> value) {
 std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
                                          int n_batch, int n_ubatch, int n_threads,
                                          std::optional<bool> flash_attn, const std::string& kv_type,
-                                         bool swa_full, std::size_t attention_budget_bytes,
+                                         bool swa_full, const std::string& pooling,
+                                         std::size_t attention_budget_bytes,
                                          std::size_t host_memory_bytes, bool poison) {
     const nb::gil_scoped_release release;
     context_options options;
@@ -37,14 +38,18 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     options.flash = flash_of(flash_attn);
     options.kv_type = kv_type;
     options.swa_full = swa_full;
+    options.pooling = pooling;
     options.host_memory_bytes = host_memory_bytes;
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
+    core->embeddings = embedding_facts_of(*source);
     core->source = std::move(source);
     core->n_ctx = runner->n_ctx();
     core->n_chunk = runner->n_chunk();
     core->capture = runner->source();
     core->has_cache = runner->has_cache();
+    core->can_split_embedding = runner->can_split_embedding();
+    core->pooling = runner->pooling();
     core->graphs = runner->graphs();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
@@ -54,15 +59,18 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     return core;
 }
 
-std::shared_ptr<generation_handle> submit(
-    const std::shared_ptr<engine_core>& self, std::vector<token_id> prompt,
-    const sampling_params& sampling, int max_tokens, std::vector<token_id> stop_tokens,
-    const capture_plan* capture, full_policy on_full, double wait_s, int run_ahead, int priority,
-    int n_prompt_rows, bool only_attends, slot_id slot, const std::string& constraint_library) {
+std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& self,
+                                          std::vector<token_id> prompt,
+                                          const sampling_params& sampling, int max_tokens,
+                                          std::vector<token_id> stop_tokens,
+                                          const capture_plan* capture, full_policy on_full,
+                                          double wait_s, int run_ahead, int priority,
+                                          int n_prompt_rows, bool only_attends, bool embeds,
+                                          slot_id slot, const std::string& constraint_library) {
     check(sampling, self->source->n_vocab());
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
-    if (!only_attends) {
+    if (!only_attends && !embeds) {
         const nb::gil_scoped_release release;  // a grammar or DRY takes its time
         if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
         std::shared_ptr<const constraint_vocabulary> constraints;
@@ -82,7 +90,8 @@ std::shared_ptr<generation_handle> submit(
     wanted->run_ahead = run_ahead;
     wanted->priority = priority;
     wanted->n_prompt_rows = n_prompt_rows;
-    wanted->only_attends = only_attends;
+    wanted->only_attends = only_attends || embeds;
+    wanted->embeds = embeds;
     wanted->wanted_slot = slot;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
@@ -130,8 +139,9 @@ void bind_engine(nb::module_& module) {
         .def_static("open", &open_engine, nb::arg("model"), nb::arg("n_ctx"), nb::arg("n_slots"),
                     nb::arg("n_batch"), nb::arg("n_ubatch"), nb::arg("n_threads"),
                     nb::arg("flash_attn").none(), nb::arg("kv_type"), nb::arg("swa_full"),
-                    nb::arg("attention_budget_bytes"), nb::arg("host_memory_bytes"),
-                    nb::arg("poison"), "Creates the context and starts the engine thread.")
+                    nb::arg("pooling"), nb::arg("attention_budget_bytes"),
+                    nb::arg("host_memory_bytes"), nb::arg("poison"),
+                    "Creates the context and starts the engine thread.")
         .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
         .def_prop_ro(
             "n_chunk", [](const engine_core& self) { return self.n_chunk; },
@@ -153,6 +163,18 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro(
             "has_cache", [](const engine_core& self) { return self.has_cache; },
             "False for encoders and diffusion models: a prompt is one step.")
+        .def_prop_ro(
+            "pooling", [](const engine_core& self) { return self.pooling; },
+            "How a text becomes an embedding; empty where the context gives none.")
+        .def_prop_ro(
+            "can_split_embedding", [](const engine_core& self) { return self.can_split_embedding; },
+            "False: a text that is embedded has to be one step.")
+        .def_prop_ro(
+            "n_classes", [](const engine_core& self) { return self.embeddings.n_classes; },
+            "Values of the model's classifier head; 0 = it has none.")
+        .def_prop_ro(
+            "n_positions", [](const engine_core& self) { return self.embeddings.n_positions; },
+            "Positions that the model learned; 0 = it has no such limit.")
         .def(
             "plan",
             [](const engine_core& self, row_kind kind, row_type type,
@@ -170,10 +192,11 @@ void bind_engine(nb::module_& module) {
         .def("submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
              nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
              nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
-             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false, nb::arg("slot") = -1,
-             nb::arg("constraint_library") = "",
+             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false,
+             nb::arg("embeds") = false, nb::arg("slot") = -1, nb::arg("constraint_library") = "",
              "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
-             "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; "
+             "`only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; "
+             "`slot`: where it must run, -1 = anywhere; "
              "`constraint_library`: path of llguidance's.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },

@@ -58,9 +58,13 @@ private:
 nb::object to_python(generation_handle& self, mailbox::item item) {
     if (item.end && !self.end) self.end = std::make_shared<const end_event>(*item.end);
     if (item.prompt) {
-        self.written_at = item.prompt->rows.written_at;
-        return nb::make_tuple(item.prompt->start, item.prompt->n_rows,
-                              rows_to_python(item.prompt->rows, true));
+        auto& prompt = *item.prompt;
+        self.written_at = prompt.rows.written_at;
+        const bool embeds = !prompt.embedding.empty();
+        return nb::make_tuple(prompt.start, prompt.n_rows,
+                              embeds
+                                  ? embedding_to_python(std::move(prompt.embedding), prompt.n_rows)
+                                  : rows_to_python(prompt.rows, true));
     }
     if (!item.token) {
         if (self.end->failure) throw *self.end->failure;
@@ -208,7 +212,8 @@ void bind_generation(nb::module_& module) {
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
                      "-> " KQVIEW_ITEM),
              "Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, "
-             "rows) of the prompt, rows being (attention, positions, hidden); None at the end. "
+             "rows) of the prompt, rows being (attention, positions, hidden) or the embedding as "
+             "(None, None, values); None at the end. "
              "While the request is queued and every slot waits for its consumer: the ids of the "
              "requests in them, once unless they change; `goes_on` then waits on. `...` after "
              "wait_s.")

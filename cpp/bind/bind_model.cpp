@@ -77,11 +77,17 @@ nb::dict info_of(const model& source) {
     info["eos_token_id"] = llama_vocab_eos(vocab);
     info["eot_token_id"] = llama_vocab_eot(vocab);
     info["pad_token_id"] = llama_vocab_pad(vocab);
+    info["sep_token_id"] = llama_vocab_sep(vocab);
+    info["adds_bos"] = llama_vocab_get_add_bos(vocab);
+    info["adds_eos"] = llama_vocab_get_add_eos(vocab);
+    info["adds_sep"] = llama_vocab_get_add_sep(vocab);
     // T5's decoder alone and diffusion models cannot be generated from token by token.
     info["can_generate"] = llama_model_has_decoder(handle) && !llama_model_has_encoder(handle) &&
                            !llama_model_is_diffusion(handle);
     const char* const chat_template = llama_model_chat_template(handle, nullptr);
     info["chat_template"] = chat_template ? nb::object(nb::str(chat_template)) : nb::none();
+    const char* const rerank_template = llama_model_chat_template(handle, "rerank");
+    info["rerank_template"] = rerank_template ? nb::object(nb::str(rerank_template)) : nb::none();
     std::vector<std::string> labels;
     for (std::uint32_t i = 0; i < llama_model_n_cls_out(handle); ++i) {
         const char* const label = llama_model_cls_label(handle, i);

@@ -1,11 +1,13 @@
-// The only file that makes ndarrays: views of leased blocks.
+// The only file that makes ndarrays: views of leased blocks, and embeddings.
 // Owner:  each view's capsule holds a share of the lease; the block goes back to the pool when the last
-//         view, slice included, is gone. The data pointer is the block's own: nothing is copied.
-// Never:  writable, and never without an owner.
+//         view, slice included, is gone. The data pointer is the block's own: nothing is copied. An
+//         embedding's capsule owns its values.
+// Never:  a writable view, and never an array without an owner.
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "bind/bind.h"
@@ -84,6 +86,18 @@ nb::object rows_to_python(const captured_rows& rows, bool has_query_axis) {
                          nb::dtype<float>(), owner);
     return nb::make_tuple(arrays_of(rows, has_query_axis, data, dtype_of(plan.type()), owner),
                           positions, hidden);
+}
+
+nb::object embedding_to_python(std::vector<float> values, int n_rows) {
+    auto held = std::make_unique<std::vector<float>>(std::move(values));
+    const auto n = static_cast<std::size_t>(n_rows);
+    const std::size_t shape[2] = {n, held->size() / n};
+    float* const data = held->data();
+    nb::capsule owner(held.get(),
+                      [](void* kept) noexcept { delete static_cast<std::vector<float>*>(kept); });
+    (void)held.release();
+    using array = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
+    return nb::make_tuple(nb::none(), nb::none(), nb::cast(array(data, 2, shape, owner)));
 }
 
 }  // namespace kqview::bind

@@ -55,7 +55,9 @@ std::string to_gib(double n_bytes) {
 constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
 
 int n_ctx_of(const model& source, const context_options& options) {
-    return options.n_ctx == 0 ? llama_model_n_ctx_train(source.get()) : options.n_ctx;
+    const int n_ctx = options.n_ctx == 0 ? llama_model_n_ctx_train(source.get()) : options.n_ctx;
+    const int n_positions = embedding_facts_of(source).n_positions;
+    return n_positions > 0 ? std::min(n_ctx, n_positions) : n_ctx;
 }
 
 llama_context_params params_of(const model& source, const context_options& options) {
@@ -71,10 +73,17 @@ llama_context_params params_of(const model& source, const context_options& optio
     const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
     auto params = llama_context_default_params();
     params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);
-    params.n_batch = static_cast<std::uint32_t>(std::max(n_ubatch, n_slots));
+    // Whole slots: llama.cpp reserves the same number of tokens for each of them, and where it pools every
+    // one of those has to be an output.
+    const int n_batch = (std::max(n_ubatch, n_slots) + n_slots - 1) / n_slots * n_slots;
+    params.n_batch = static_cast<std::uint32_t>(n_batch);
     params.n_ubatch = params.n_batch;
     params.n_seq_max = static_cast<std::uint32_t>(n_slots);
     params.n_outputs_max = static_cast<std::uint32_t>(n_slots);
+    params.pooling_type = pooling_type_of(options.pooling);
+    if (!options.pooling.empty() || embedding_facts_of(source).pools) {
+        params.n_outputs_max = params.n_ubatch;  // an embedding makes every token an output
+    }
     params.n_threads = options.n_threads;
     params.n_threads_batch =
         options.n_threads_batch > 0 ? options.n_threads_batch : options.n_threads;
@@ -90,12 +99,19 @@ llama_context_params params_of(const model& source, const context_options& optio
     return params;
 }
 
+// Where llama.cpp copies the outputs of a step to; it takes that memory when the first such step comes.
+double output_bytes(const llama_model* source, const llama_context_params& params) {
+    const double n_floats = llama_vocab_n_tokens(llama_model_get_vocab(source));
+    return 4.0 * params.n_outputs_max * (n_floats + llama_model_n_embd_out(source));
+}
+
 // More than any context can need: no model keeps wider heads than twice its embedding.
 double largest_need_bytes(const llama_model* source, const llama_context_params& params) {
     const double n_cache_floats =
         2.0 * 2.0 * llama_model_n_layer(source) * llama_model_n_embd(source);
     const double n_score_floats = static_cast<double>(params.n_ubatch) * llama_model_n_head(source);
-    return 4.0 * params.n_ctx * (n_cache_floats + n_score_floats);
+    return 4.0 * params.n_ctx * (n_cache_floats + n_score_floats) +
+           2.0 * output_bytes(source, params);
 }
 
 using context_handle = std::unique_ptr<llama_context, void (*)(llama_context*)>;
@@ -133,14 +149,14 @@ constexpr std::uint32_t n_planned_max = 1 << 16;
 constexpr double bytes_of_cell = 64;
 
 double needed_bytes(model& weightless, const llama_context_params& params) {
-    const double per_cell = bytes_of_cell * params.n_ctx;
+    const double n_more = bytes_of_cell * params.n_ctx + output_bytes(weightless.get(), params);
     if (params.n_ctx <= n_planned_max)
-        return planned_bytes(weightless, params, params.n_ctx) + per_cell;
+        return planned_bytes(weightless, params, params.n_ctx) + n_more;
     const double n_bytes = planned_bytes(weightless, params, n_planned_max);
     const double n_half = planned_bytes(weightless, params, n_planned_max / 2);
     const double n_steps =
         (static_cast<double>(params.n_ctx) - n_planned_max) / (n_planned_max / 2);
-    return n_bytes + n_steps * (n_bytes - n_half) + per_cell;
+    return n_bytes + n_steps * (n_bytes - n_half) + n_more;
 }
 
 }  // namespace
@@ -194,6 +210,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
     use_adapters();
+    open_embeddings(options);
 }
 
 void context::use_adapters() {
@@ -208,7 +225,8 @@ void context::use_adapters() {
     }
 }
 
-void context::decode(std::span<const batch_token> tokens) {
+void context::decode(std::span<const batch_token> tokens, bool embeds) {
+    set_embeds(embeds);
     auto& batch = batch_.batch;
     batch.n_tokens = 0;
     for (const auto& token : tokens) {
@@ -217,7 +235,7 @@ void context::decode(std::span<const batch_token> tokens) {
         batch.pos[i] = token.position;
         batch.n_seq_id[i] = 1;
         batch.seq_id[i][0] = token.slot;
-        batch.logits[i] = token.wants_logits;
+        batch.logits[i] = token.wants_logits || embeds;
     }
     const llama_activity guard("decoding");
     const auto log_position = log_ring::instance().position();
@@ -250,6 +268,7 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
 }
 
 void context::reserve() {
+    set_embeds(false);  // a graph that pools has as many outputs as tokens, this one has fewer
     const llama_activity guard("reserving a graph");
     const auto log_position = log_ring::instance().position();
     const auto n_slots = static_cast<std::uint32_t>(n_slots_);

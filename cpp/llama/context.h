@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/ids.h"
 #include "llama/model.h"
@@ -27,6 +28,7 @@ struct context_options {
     flash_attention flash = flash_attention::automatic;
     std::string kv_type = "f16";
     bool swa_full = true;
+    std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = what the model's file says
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
 };
 
@@ -42,6 +44,17 @@ struct batch_token {
 // then kill the process.
 void check_memory(const model& source, const context_options& options);
 
+// Raises request for a name that is none of context_options::pooling.
+enum llama_pooling_type pooling_type_of(const std::string& name);
+
+// What a model's weights and file say that llama.cpp's public interface does not (context_embedding.cpp).
+struct embedding_facts {
+    bool pools;     // its file names a way of pooling
+    int n_classes;  // values of its classifier head, 0 = it has none
+    int n_positions;  // that it learned a vector for; llama.cpp ends the process beyond. 0 = any position works
+};
+embedding_facts embedding_facts_of(const model& source);
+
 class context {
 public:
     // Raises request for options out of range, out_of_memory or model_load when llama.cpp refuses.
@@ -51,6 +64,8 @@ public:
     int n_chunk() const { return n_chunk_; }  // most tokens of one decode
     int n_ubatch() const { return n_ubatch_; }
     int n_slots() const { return n_slots_; }
+    // How a text becomes an embedding, as in context_options; "" where this context gives none.
+    const std::string& pooling() const { return pooling_; }
     // Encoders and diffusion models have none.
     bool has_cache() const {
         return llama_get_memory(handle_.get()) != nullptr &&
@@ -59,11 +74,16 @@ public:
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
     // slots' caches hold what they held before. Raises decode.
-    void decode(std::span<const batch_token> tokens);
+    // `embeds`: they are a run of one slot, whose embedding is wanted; needs pooling().
+    void decode(std::span<const batch_token> tokens, bool embeds = false);
 
     // F32 ne=[n_vocab] of batch token `i_token` of the last decode, which must have asked for it.
     // Valid, and writable, until the next decode.
     float* logits(int i_token);
+
+    // F32 ne=[n_values, n_rows] of the last decode, which must have been of `n_tokens` tokens of this slot and
+    // for its embedding: a row for each of them where nothing pools, else one.
+    std::vector<float> embedding(slot_id slot, int n_tokens);
 
     // Makes `to` hold what `from` holds; llama.cpp copies the whole stream before the next decode.
     void copy(slot_id from, slot_id to);
@@ -110,6 +130,8 @@ private:
     };
 
     void use_adapters();
+    void open_embeddings(const context_options& options);
+    void set_embeds(bool embeds);
 
     std::shared_ptr<model> model_;  // outlives the context
     std::unique_ptr<llama_context, context_deleter> handle_;
@@ -118,6 +140,8 @@ private:
     int n_chunk_;
     int n_ubatch_;
     int n_slots_;
+    std::string pooling_;
+    bool embeds_ = false;  // what llama.cpp was told last
 };
 
 }  // namespace kqview

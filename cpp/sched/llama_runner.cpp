@@ -40,7 +40,7 @@ void llama_runner::want(const graph_plan& plan) {
 }
 
 const std::byte* llama_runner::decode(std::span<const step_token> tokens,
-                                      std::span<const step_rows> rows) {
+                                      std::span<const step_rows> rows, bool embeds) {
     batch_.clear();
     for (const auto& token : tokens) {
         batch_.push_back({token.slot, token.id, token.position, token.wants_logits});
@@ -52,7 +52,7 @@ const std::byte* llama_runner::decode(std::span<const step_token> tokens,
     const tap::scope scope(*tap_);
     tap_->begin_step(std::move(targets));
     try {
-        context_->decode(batch_);
+        context_->decode(batch_, embeds);
     } catch (const error&) {
         tap_->abandon_step();
         // A hook that refused says why; llama.cpp only knows that the call failed.
@@ -76,6 +76,10 @@ row_target llama_runner::target_of(std::span<const step_token> tokens,
             rows.n_visible,
             rows.layout,
             rows.data};
+}
+
+text_embedding llama_runner::embedding(slot_id slot, int n_tokens) {
+    return {context_->pooling() == "none" ? n_tokens : 1, context_->embedding(slot, n_tokens)};
 }
 
 bool llama_runner::truncate(slot_id slot, int n_keep) { return context_->truncate(slot, n_keep); }

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "llama/context.h"
@@ -30,12 +31,16 @@ public:
     int n_chunk() const override { return context_->n_chunk(); }
     bool can_truncate() const override { return model_->can_truncate(); }
     bool has_cache() const override { return context_->has_cache(); }
+    bool can_split_embedding() const override {
+        return context_->has_cache() && context_->pooling() == "last";
+    }
     bool is_end_of_generation(token_id id) const override;
 
     void want(const graph_plan& plan) override;
-    const std::byte* decode(std::span<const step_token> tokens,
-                            std::span<const step_rows> rows) override;
+    const std::byte* decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
+                            bool embeds) override;
     float* logits(int i_token) override { return context_->logits(i_token); }
+    text_embedding embedding(slot_id slot, int n_tokens) override;
     void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
     bool truncate(slot_id slot, int n_keep) override;
 
@@ -46,6 +51,9 @@ public:
     std::size_t state_bytes(slot_id slot) override;
     void write_state(slot_id slot, std::span<std::byte> out) override;
     bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
+
+    // As context's, for what is made of texts.
+    const std::string& pooling() const { return context_->pooling(); }
 
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }

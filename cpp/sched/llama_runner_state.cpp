@@ -44,7 +44,7 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     try {
         if (is_empty) {
             const step_token token{slot, 0, 0, true};
-            decode({&token, 1}, {});
+            decode({&token, 1}, {}, false);
         }
         kv_data.resize(state_bytes(slot));
         write_state(slot, kv_data);

@@ -42,11 +42,12 @@ struct token_event {
     captured_rows rows;  // no block when nothing is captured, or dropped
 };
 
-// Rows of the prompt's tokens start .. start + n_rows.
+// Rows of the prompt's tokens start .. start + n_rows, or its embedding.
 struct prompt_event {
     int start = 0;
     int n_rows = 0;
-    captured_rows rows;  // no block when it was dropped
+    captured_rows rows;              // no block when it was dropped
+    std::vector<float> embedding{};  // F32 ne=[n_values, n_rows]; the consumer's own
 };
 
 struct request_usage {
@@ -74,6 +75,7 @@ struct request {
     std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
     int n_prompt_rows = 0;      // of the prompt's last tokens, whose rows are captured too
     bool only_attends = false;  // ends with the prompt: no token is sampled
+    bool embeds = false;        // and its embedding is wanted; needs only_attends
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed before they are taken

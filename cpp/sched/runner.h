@@ -31,6 +31,12 @@ struct step_rows {
     std::byte* data;
 };
 
+// Of a text: one row where the model pools, else a row a token. F32 ne=[n_values, n_rows].
+struct text_embedding {
+    int n_rows;
+    std::vector<float> values;
+};
+
 class runner {
 public:
     virtual ~runner() = default;
@@ -41,6 +47,8 @@ public:
     virtual bool can_truncate() const = 0;
     // Without a cache a prompt is one step, every query sees all of it, and nothing stays.
     virtual bool has_cache() const = 0;
+    // May the tokens before the last step's be decoded in earlier ones when an embedding is wanted?
+    virtual bool can_split_embedding() const = 0;
     virtual bool is_end_of_generation(token_id id) const = 0;
 
     // Provides the nodes of `plan` in every step from now on.
@@ -48,9 +56,12 @@ public:
 
     // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt.
     // Returns where the kernel wrote the first row. Throws error; the caches are then as before.
+    // `embeds`: the tokens are a run of one slot, and its embedding is wanted in place of logits.
     virtual const std::byte* decode(std::span<const step_token> tokens,
-                                    std::span<const step_rows> rows) = 0;
+                                    std::span<const step_rows> rows, bool embeds) = 0;
     virtual float* logits(int i_token) = 0;
+    // Of the last step, which embedded `n_tokens` of this slot.
+    virtual text_embedding embedding(slot_id slot, int n_tokens) = 0;
 
     // Makes slot `to` hold what slot `from` holds. Costs its whole cache.
     virtual void copy(slot_id from, slot_id to) = 0;

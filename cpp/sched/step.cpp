@@ -78,16 +78,20 @@ void step::admit(const std::shared_ptr<request>& wanted) {
     wanted->slot.store(target.id);
     try {
         want_union(wanted.get());
-        // The last prompt token is decoded even when all are cached: its logits are wanted.
-        // So are those whose rows are wanted: no query of theirs is kept.
-        const auto n_new = static_cast<std::size_t>(std::max(1, wanted->n_prompt_rows));
-        truncate(target, std::min(n_best, wanted->prompt.size() - n_new));
+        truncate(target, std::min(n_best, wanted->prompt.size() - n_decoded_anew(*wanted)));
         target.usage.cached_tokens = static_cast<int>(target.tokens.size());
         plan_fork(target);
         target.picker = std::move(wanted->picker);
     } catch (...) {
         finish(target, finish_reason::error, current_failure());
     }
+}
+
+// Tokens at the end of the prompt that are decoded even when they are cached: the last one, whose logits are
+// wanted; those whose rows are, as no query of theirs is kept; and for an embedding all of them.
+std::size_t step::n_decoded_anew(const request& wanted) {
+    if (wanted.embeds) return wanted.prompt.size();
+    return static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows));
 }
 
 void step::want_union(const request* added) {
@@ -188,9 +192,11 @@ bool step::run() {
 // ---- decode, sample, publish
 
 void step::decode() {
+    // A step that ends such a prompt has no other slot's tokens.
+    const bool embeds = work_.front().is_end && work_.front().target->active->embeds;
     const std::byte* written_at = nullptr;
     try {
-        written_at = model_.decode(batch_, rows_);
+        written_at = model_.decode(batch_, rows_, embeds);
     } catch (...) {
         const auto failure = current_failure();
         for (const auto& done : work_) {
@@ -212,6 +218,7 @@ void step::decode() {
         }
         try {
             if (done.n_rows > 0) publish(done, written_at);
+            if (embeds) publish_embedding(done);
             if (done.samples) sample(done, rows_.size() == 1 ? written_at : nullptr);
             if (done.is_end) finish(*done.target, finish_reason::stop);
         } catch (...) {
@@ -230,6 +237,12 @@ void step::publish(const work& done, const std::byte* written_at) {
         rows.rows = {std::move(target.prompt_block), active.capture, layout, written_at};
     }
     active.box->put(std::move(rows));
+}
+
+void step::publish_embedding(const work& done) {
+    auto& target = *done.target;
+    auto [n_rows, values] = model_.embedding(target.id, static_cast<int>(batch_.size()));
+    target.active->box->put(prompt_event{0, n_rows, {}, std::move(values)});
 }
 
 void step::sample(const work& done, const std::byte* written_at) {

@@ -92,7 +92,7 @@ private:
         int i_token;   // its last token in the batch
         bool samples;  // that token's logits are wanted
         int n_rows;    // tokens up to it whose rows are captured as the prompt's
-        bool is_end;   // of a request that only attends
+        bool is_end;   // of a request that ends with its prompt
     };
     // The next piece of a prompt.
     struct chunk {
@@ -115,11 +115,13 @@ private:
     // decode, sample, publish
     void decode();
     void publish(const work& done, const std::byte* written_at);
+    void publish_embedding(const work& done);
     void sample(const work& done, const std::byte* written_at);
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
     void release(slot& target);
 
+    static std::size_t n_decoded_anew(const request& wanted);
     slot* choose_slot(const request& wanted);
     void plan_fork(slot& target);
     bool await_fork(slot& target);

@@ -48,7 +48,9 @@ step::chunk step::next_chunk(const slot& target) const {
     const auto n_prompt = static_cast<int>(active.prompt.size());
     const auto n_done = static_cast<int>(target.tokens.size());
     chunk piece{};
-    const int n_most = is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
+    // What is pooled has to be one step.
+    const bool is_whole = active.embeds && !model_.can_split_embedding();
+    const int n_most = !is_whole && is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
     piece.n_tokens = std::min(n_prompt - n_done, std::min(n_most, model_.n_chunk()));
     if (active.n_prompt_rows > 0) {
         // Tokens of this piece before the first one whose rows are wanted.

@@ -19,8 +19,7 @@ void step::plan_fork(slot& target) {
     target.fork_source.reset();
     if (!model_.can_truncate() || !model_.has_cache()) return;
     const auto& active = *target.active;
-    const auto n_new = static_cast<std::size_t>(std::max(1, active.n_prompt_rows));
-    const auto n_usable = active.prompt.size() - n_new;
+    const auto n_usable = active.prompt.size() - n_decoded_anew(active);
     std::size_t n_best = target.tokens.size() + n_fork_min - 1;
     for (const auto& other : slots_) {
         if (other.id == target.id) continue;

@@ -10,6 +10,7 @@ from kqview.generation.stream import Generation
 from kqview.slot import Slot
 from kqview.types import (
     Capture,
+    Classification,
     EngineStats,
     ModelInfo,
     PoolStats,
@@ -26,6 +27,7 @@ __version__ = version("kqview")
 
 __all__ = [
     "Capture",
+    "Classification",
     "Engine",
     "EngineStats",
     "Generation",

@@ -271,7 +271,7 @@ class Generation:
 
     def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """
-        Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
+        Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or the embedding as (None, None, values); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
         """
 
     def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
@@ -304,7 +304,7 @@ class Generation:
 
 class Engine:
     @staticmethod
-    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, attention_budget_bytes: int, host_memory_bytes: int, poison: bool) -> Engine:
+    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, pooling: str, attention_budget_bytes: int, host_memory_bytes: int, poison: bool) -> Engine:
         """Creates the context and starts the engine thread."""
 
     @property
@@ -329,12 +329,28 @@ class Engine:
     def has_cache(self) -> bool:
         """False for encoders and diffusion models: a prompt is one step."""
 
+    @property
+    def pooling(self) -> str:
+        """How a text becomes an embedding; empty where the context gives none."""
+
+    @property
+    def can_split_embedding(self) -> bool:
+        """False: a text that is embedded has to be one step."""
+
+    @property
+    def n_classes(self) -> int:
+        """Values of the model's classifier head; 0 = it has none."""
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that the model learned; 0 = it has no such limit."""
+
     def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, slot: int = -1, constraint_library: str = '') -> Generation:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, embeds: bool = False, slot: int = -1, constraint_library: str = '') -> Generation:
         """
-        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's.
+        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's.
         """
 
     def close(self) -> None:

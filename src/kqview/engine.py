@@ -7,7 +7,6 @@ view of the block.
 """
 
 import atexit
-import logging
 import os
 import sys
 import weakref
@@ -19,9 +18,11 @@ from typing import Any, Literal, Self, Unpack
 from kqview import _core
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
+from kqview.embedding import Embedding
 from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.llama_log import forward_log
 from kqview.machine import default_threads, physical_memory_bytes
 from kqview.model_info import model_info
 from kqview.request_options import (
@@ -42,7 +43,6 @@ from kqview.vocabulary import Vocabulary
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
-_llama_log = logging.getLogger("kqview.llama")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
 
@@ -54,17 +54,12 @@ def _close_engines() -> None:
         engine.close()
 
 
-def _forward_log() -> None:
-    for level, text in _core.drain_log():
-        _llama_log.log(level, "%s", text)
-
-
 def _print_progress(fraction: float) -> None:
     end = "\n" if fraction >= 1.0 else ""
     print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
-class Engine(Vocabulary, Conversation):
+class Engine(Vocabulary, Conversation, Embedding):
     """A GGUF model in this process, ready to generate.
 
     Use from any thread; `close` it, or use it as a context manager, to free its memory. Generations
@@ -73,7 +68,7 @@ class Engine(Vocabulary, Conversation):
     Args:
         model: Path of a GGUF file.
         n_ctx: Tokens that a slot can hold, prompt and generated ones; None for what the model was
-            trained with.
+            trained with, which is also the most where its positions were learned.
         n_slots: Sequences held, and generated in one batch, at a time.
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
@@ -83,6 +78,9 @@ class Engine(Vocabulary, Conversation):
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
         swa_full: Keep the whole cache of layers with a sliding window, so that every column exists.
+        pooling: How `embed` makes one vector of a text: "mean", "cls" (the first token's), "last",
+            "none" (a vector a token), or "rank" for `classify`; None for what the model's file
+            says.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
         attention_budget_bytes: Most memory that attention views may hold together; None for a
             quarter of the machine's memory.
@@ -108,6 +106,7 @@ class Engine(Vocabulary, Conversation):
         flash_attn: Literal["auto"] | bool = "auto",
         kv_type: str = "f16",
         swa_full: bool = True,
+        pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
         lora: Lora | Sequence[Lora] | None = None,
         attention_budget_bytes: int | None = None,
         run_ahead: int = 8,
@@ -125,6 +124,7 @@ class Engine(Vocabulary, Conversation):
             flash_attn=flash_attn,
             kv_type=kv_type,
             swa_full=swa_full,
+            pooling=pooling,
         )
         run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
         memory_bytes = physical_memory_bytes()
@@ -147,7 +147,7 @@ class Engine(Vocabulary, Conversation):
                 poison=_poison,
             )
         finally:
-            _forward_log()
+            forward_log()
         self._info = model_info(self._model, self._core)
         self._open_vocabulary()
         self._open_conversation()
@@ -161,7 +161,7 @@ class Engine(Vocabulary, Conversation):
             # Without the whole cache the columns of window layers are no positions.
             has_all_columns=swa_full or raw["n_swa"] == 0,
             token_bytes=self._bytes_of,
-            on_end=_forward_log,
+            on_end=forward_log,
         )
         self._files = [(path, 1.0), *adapters]
         self._kv_type = options["kv_type"]
@@ -196,7 +196,7 @@ class Engine(Vocabulary, Conversation):
 
     def stats(self) -> EngineStats:
         """Counters since the engine was opened; works after `close` too."""
-        _forward_log()
+        forward_log()
         raw = self._core.stats()
         pool = PoolStats(**raw.pop("pool"))
         return EngineStats(**raw, pool=pool)
@@ -381,7 +381,7 @@ class Engine(Vocabulary, Conversation):
         """
         self._core.close()
         _open_engines.discard(self)
-        _forward_log()
+        forward_log()
 
     def __enter__(self) -> Self:
         return self

@@ -13,6 +13,7 @@ from kqview.types import Capture, Sampling
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
 _SCALE_MAX: Final = 1e6
+_POOLING: Final = ("none", "mean", "cls", "last", "rank")
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -74,6 +75,7 @@ class CoreOptions(TypedDict):
     flash_attn: bool | None
     kv_type: str
     swa_full: bool
+    pooling: str
 
 
 def to_core_options(
@@ -86,6 +88,7 @@ def to_core_options(
     flash_attn: object,
     kv_type: object,
     swa_full: object,
+    pooling: object,
 ) -> CoreOptions:
     """The options of Engine, checked; limits that need the model are checked in the core.
 
@@ -96,6 +99,8 @@ def to_core_options(
         raise RequestError(f"Engine: flash_attn is {flash_attn!r}, known are 'auto', True, False")
     if not isinstance(kv_type, str):
         raise RequestError(f"Engine: kv_type is {kv_type!r}, a name such as 'f16' is needed")
+    if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
+        raise RequestError(f"Engine: pooling is {pooling!r}, known are None, {str(_POOLING)[1:-1]}")
     return {
         "n_ctx": 0 if n_ctx is None else whole_number("Engine", "n_ctx", n_ctx),
         "n_slots": whole_number("Engine", "n_slots", n_slots),
@@ -105,6 +110,7 @@ def to_core_options(
         "flash_attn": flash_attn if isinstance(flash_attn, bool) else None,
         "kv_type": kv_type,
         "swa_full": bool(swa_full),
+        "pooling": "" if pooling is None else str(pooling),
     }
 
 

@@ -42,20 +42,27 @@ class Requests:
             weakref.WeakKeyDictionary()
         )
 
-    def check_prompt(self, who: str, ids: list[int]) -> None:
+    def check_prompt(self, who: str, ids: list[int], *, embeds: bool = False) -> None:
         """Refuse a prompt that is empty, too long or has ids that the vocabulary has not."""
         if not ids:
             raise RequestError(f"{who}: the prompt has no tokens, at least 1 is needed")
         n_ctx, n_chunk = self._core.n_ctx, self._core.n_chunk
         if len(ids) > n_ctx:
+            is_final = n_ctx == self._core.n_positions
             raise PromptTooLong(
-                f"{who}: the prompt has {len(ids)} tokens, a slot holds {n_ctx}; "
-                "raise n_ctx or shorten the prompt"
+                f"{who}: the prompt has {len(ids)} tokens, "
+                + (
+                    f"the model knows {n_ctx} positions; shorten it"
+                    if is_final
+                    else f"a slot holds {n_ctx}; raise n_ctx or shorten the prompt"
+                )
             )
-        if not self._core.has_cache and len(ids) > n_chunk:
+        is_one_step = not self._core.has_cache or (embeds and not self._core.can_split_embedding)
+        if is_one_step and len(ids) > n_chunk:
+            what = "an embedding takes" if embeds else f"{self._info.architecture} models take"
             raise PromptTooLong(
-                f"{who}: the prompt has {len(ids)} tokens, {self._info.architecture} models take "
-                f"it in one step, which holds {n_chunk}; raise n_ubatch and n_batch"
+                f"{who}: the prompt has {len(ids)} tokens, {what} it in one step, which holds "
+                f"{n_chunk}; raise n_ubatch and n_batch, or shorten the prompt"
             )
         self._model.check_tokens(ids, who)
 
@@ -69,6 +76,7 @@ class Requests:
         max_tokens: int,
         n_prompt_rows: int = 0,
         only_attends: bool = False,
+        embeds: bool = False,
         slot: int | None = None,
         request_id: str | None,
         priority: int,
@@ -86,6 +94,7 @@ class Requests:
             priority=whole_number(who, "priority", priority, low=-(2**31)),
             n_prompt_rows=n_prompt_rows,
             only_attends=only_attends,
+            embeds=embeds,
             slot=-1 if slot is None else slot,
             constraint_library=llguidance_library(sampling),
         )

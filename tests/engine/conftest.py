@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import gguf
 import pytest
 
 from kqview import Engine
-from tests.support import archs, stock, tiny_gguf
+from tests.support import archs, encoder_gguf, stock, tiny_gguf
 
 if TYPE_CHECKING:
     import os
@@ -49,6 +50,19 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Qwen2 (Q, K and V have a bias), else as `tiny_llama`."""
     return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "qwen2.gguf", "tiny_qwen2")
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """BERT: 3 layers, 4 heads, 512 positions; ids 0..255 are the bytes, nothing is pooled."""
+    return encoder_gguf.write_bert(tmp_path_factory.mktemp("model") / "bert.gguf")
+
+
+@pytest.fixture(scope="session")
+def bert_mean(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `bert`, and its file says that it pools by the mean."""
+    path = tmp_path_factory.mktemp("model") / "bert.gguf"
+    return encoder_gguf.write_bert(path, pooling=gguf.PoolingType.MEAN)
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,8 @@ EXACT = 1e-5
 ROUNDED = 2e-3
 TABLE = Path(__file__).with_name("ARCHITECTURES.md")
 WITHOUT_ATTENTION = ("mamba-dense", "mamba2-dense")
+# Their last layer is not as wide as llama.cpp takes an embedding to be: it would end the process.
+WITHOUT_EMBEDDING = ("deepseek4-moe", "qwen4exp-moe")
 # Their softmax has a sink, an extra logit without a column.
 WITH_SINKS = ("deepseek4-moe", "gpt-oss-moe", "granite_swa-dense", "hy_v4-moe", "mimo2-moe")
 
@@ -65,6 +67,13 @@ def test_rows_with_flash_attention_equal_the_stock_tensors(reports: Checks, name
     assert reports[name].largest(flash_attn=True) <= ROUNDED
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_model_opened_with_pooling_embeds_or_is_refused(reports: Checks, name: str) -> None:
+    error = reports[name].embedding_error
+    assert (error < 0) == (name in WITHOUT_EMBEDDING)
+    assert error <= ROUNDED
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_ATTENTION])
 def test_probs_sum_to_one_or_less_with_sinks(reports: Checks, name: str) -> None:
     for low, high in reports[name].sums.values():
@@ -93,6 +102,22 @@ def test_diffusion_model_attends_to_both_sides_and_does_not_generate(
     with pytest.raises(PromptTooLong):
         engine.attend([1] * 65)
     assert rows.shape == engine.attend(list(range(40)), capture="scores").array().shape
+
+
+@pytest.mark.parametrize("name", ["gpt2-dense", "starcoder-dense"])
+def test_generation_ends_where_learned_positions_do(
+    architectures: dict[str, Path], make_engine: MakeEngine, name: str
+) -> None:
+    from kqview.errors import PromptTooLong
+
+    engine = make_engine(architectures[name], n_ctx=1024)
+    n = engine.n_ctx
+    assert n == engine.model.n_ctx_train < 1024
+    generation = engine.generate([1] * (n - 3), max_tokens=50, ignore_eos=True)
+    assert len(list(generation)) == 4
+    assert generation.finish_reason == "length"
+    with pytest.raises(PromptTooLong, match=f"knows {n} positions"):
+        engine.generate([1] * (n + 1))
 
 
 @pytest.mark.parametrize("name", WITHOUT_ATTENTION)

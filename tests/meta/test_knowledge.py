@@ -19,7 +19,7 @@ KNOWLEDGE = {
     ),
     "internal headers of llama.cpp": (
         r'#\s*include\s+[<"](llama-(?!cpp)\w[^>"]*|ggml-impl\.h|ggml-backend-impl\.h)[>"]',
-        {"llama/context.cpp", "llama/context_state.cpp"},
+        {"llama/context.cpp", "llama/context_embedding.cpp", "llama/context_state.cpp"},
     ),
     "Python": (r'#\s*include\s+[<"](Python\.h|nanobind/[^>"]*)[>"]', None),
 }

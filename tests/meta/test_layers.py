@@ -28,8 +28,9 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "constraints"},
+    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log"},
     {"requests", "vocabulary", "conversation", "slot"},
+    {"embedding"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public
     {"viz", "server", "scale", "bench"},

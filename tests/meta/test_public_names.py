@@ -53,6 +53,7 @@ GENERATE_DEFAULTS = {
 ENGINE_NAMES = {
     *("n_ctx", "n_slots", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "flash_attn"),
     *("kv_type", "swa_full", "lora", "attention_budget_bytes", "run_ahead", "progress"),
+    "pooling",
 }
 CAPTURE_DEFAULTS = {
     "kind": "logits",
@@ -75,7 +76,7 @@ MODEL_NAMES = {
 ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
-    *("chat", "apply_chat_template"),
+    *("chat", "apply_chat_template", "embed", "classify", "pooling"),
 }
 GENERATION_MEMBERS = {
     *(

@@ -15,6 +15,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <thread>
@@ -41,6 +42,7 @@ struct fake_options {
     int n_ctx = 256;
     int n_chunk = 8;
     bool can_truncate = true;
+    bool can_split_embedding = false;
     // The token that follows those of a cache.
     std::function<token_id(std::span<const token_id>)> next = hash_of;
     // May throw; called in the phase that its name says, on the engine thread.
@@ -150,6 +152,7 @@ public:
     int n_slots() const override { return model_->options.n_slots; }
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }
+    bool can_split_embedding() const override { return model_->options.can_split_embedding; }
     int n_chunk() const override { return model_->options.n_chunk; }
     bool is_end_of_generation(token_id id) const override { return id == end_token; }
     bool can_truncate() const override {
@@ -164,12 +167,18 @@ public:
         wanted_ = plan;
     }
 
-    const std::byte* decode(std::span<const step_token> tokens,
-                            std::span<const step_rows> rows) override {
+    const std::byte* decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
+                            bool embeds) override {
         check_thread();
         std::unique_lock lock(model_->mutex_);
         model_->decodes_.emplace_back(tokens.begin(), tokens.end());
         check_batch(tokens);
+        embedded_.reset();
+        if (embeds) {
+            const auto slot = tokens.front().slot;
+            model_->expect(slot == tokens.back().slot, "an embedding of several slots");
+            embedded_ = std::pair(slot, static_cast<int>(tokens.size()));
+        }
         model_->pass_gate(lock);
         try {
             model_->options.on_decode(tokens);
@@ -191,6 +200,14 @@ public:
         const std::lock_guard lock(model_->mutex_);
         model_->expect(i < logits_.size() && logits_[i] >= 0, "logits of a token that wants none");
         return &logits_.at(i);
+    }
+
+    // What the slot would go on with, and how many of its tokens the step had.
+    text_embedding embedding(slot_id slot, int n_tokens) override {
+        check_thread();
+        const std::lock_guard lock(model_->mutex_);
+        model_->expect(embedded_ == std::pair(slot, n_tokens), "an embedding of another step");
+        return {1, {static_cast<float>(next_of(slot)), static_cast<float>(n_tokens)}};
     }
 
     void copy(slot_id from, slot_id to) override {
@@ -348,6 +365,8 @@ private:
     graph_plan wanted_;
     kv_layout layout_;
     std::vector<float> logits_;
+    std::optional<std::pair<slot_id, int>>
+        embedded_;  // slot and tokens of the last step, if it embedded
     std::thread::id engine_thread_;
 };
 

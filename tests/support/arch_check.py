@@ -49,6 +49,8 @@ class Report:
     # The same of the stock build's rows, with columns that are no tokens.
     stock_sums: tuple[float, float] = (np.inf, -np.inf)
     is_tuple: bool = False
+    # Largest error of a pooled vector against those of every token; below 0: it does not embed.
+    embedding_error: float = np.inf
     failure: str = ""
 
     def largest(self, flash_attn: bool, *, first_layer: bool = False) -> float:
@@ -109,9 +111,26 @@ class ModelCheck:
             if self.report.expected_layers:
                 with self._open(flash_attn) as engine:
                     self._check_prompt(engine, flash_attn)
+        self._check_embedding()
         return self.report
 
-    def _open(self, flash_attn: bool) -> Engine:
+    def _check_embedding(self) -> None:
+        try:
+            rows = self._embed("none")
+        except UnsupportedModel:
+            self.report.embedding_error = -1.0
+            return
+        assert rows.shape[0] == len(self.prompt)
+        pooled = {"mean": rows.mean(axis=0), "cls": rows[0], "last": rows[-1]}
+        self.report.embedding_error = max(
+            relative(self._embed(pooling), want) for pooling, want in pooled.items()
+        )
+
+    def _embed(self, pooling: Any) -> NDArray[np.float64]:
+        with self._open(False, pooling=pooling) as engine:
+            return engine.embed(self.prompt, normalize=False).astype(np.float64)
+
+    def _open(self, flash_attn: bool, **options: Any) -> Engine:
         # A fresh one each time: reusing the prompt's cache would round differently.
         return Engine(
             self.path,
@@ -120,6 +139,7 @@ class ModelCheck:
             kv_type=self.kv_type,
             flash_attn=flash_attn,
             attention_budget_bytes=2**28,
+            **options,
         )
 
     def _check_prompt(self, engine: Engine, flash_attn: bool) -> None:

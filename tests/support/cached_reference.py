@@ -68,7 +68,8 @@ class CachedReference:
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
             hidden[il] = x
         output = w.get("output.weight", w["token_embd.weight"])
-        return Result(m._norm(x, "output_norm") @ output.T, kq, scores, probs, hidden)
+        final = m._norm(x, "output_norm")
+        return Result(final @ output.T, kq, scores, probs, hidden, final)
 
     def decode_all(self, tokens: Sequence[int]) -> list[Result]:
         """Append tokens one by one."""

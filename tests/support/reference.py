@@ -39,6 +39,7 @@ class Result:
     ``scores``: as kq, scaled, columns right of the diagonal -inf.
     ``probs``: softmax of scores, rows sum to 1.
     ``hidden``: (n_layer, n_tokens, n_embd), the residual stream behind each layer.
+    ``final``: (n_tokens, n_embd), the last of them normalised: what the output layer reads.
     """
 
     logits: F64
@@ -46,6 +47,7 @@ class Result:
     scores: F64
     probs: F64
     hidden: F64
+    final: F64
 
 
 def relative_error(got: NDArray[Any], want: NDArray[Any]) -> float:
@@ -164,7 +166,8 @@ class Reference:
             x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
             hidden[il] = x
         output = w.get("output.weight", w["token_embd.weight"])
-        return Result(self._norm(x, "output_norm") @ output.T, kq, scores, probs, hidden)
+        final = self._norm(x, "output_norm")
+        return Result(final @ output.T, kq, scores, probs, hidden, final)
 
     def _norm(self, x: F64, name: str) -> F64:
         mean_square = np.mean(x * x, -1, keepdims=True)

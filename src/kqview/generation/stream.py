@@ -224,8 +224,8 @@ class Generation:
             return None
         if len(item) == 3:
             start, n_rows, rows = item
-            attention, positions, _ = rows or (None, None, None)
-            return PromptBlock(start, n_rows, attention, positions)
+            attention, positions, hidden = rows or (None, None, None)
+            return PromptBlock(start, n_rows, attention, positions, hidden)
         token_id, logprob, top, rows, is_last = item
         attention, positions, hidden = rows or (None, None, None)
         text = self._text.feed(self._token_bytes(token_id))

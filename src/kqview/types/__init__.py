@@ -5,6 +5,7 @@ so these types can be built, compared and tested without a model.
 """
 
 from kqview.types.capture import Capture
+from kqview.types.classification import Classification
 from kqview.types.model import ModelInfo
 from kqview.types.prompt import PromptBlock
 from kqview.types.sampling import Sampling
@@ -13,6 +14,7 @@ from kqview.types.token import Token
 
 __all__ = [
     "Capture",
+    "Classification",
     "EngineStats",
     "ModelInfo",
     "PoolStats",

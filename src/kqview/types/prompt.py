@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kqview.types.token import Attention, Positions
 
 
@@ -20,12 +23,15 @@ class PromptBlock:
             layer, where layers differ in heads; ``top_k`` keeps k values in place of ``n_context``.
             None where ``on_full="drop"`` dropped it.
         positions: With ``top_k``: int32 positions of the values, shaped as rows. Else None.
+        hidden: Not of `attend`: what `Engine.embed` computes comes this way, float32 of shape
+            ``(n_rows, n_values)``.
     """
 
     start: int
     n_rows: int
     rows: Attention | None
     positions: Positions | None = None
+    hidden: NDArray[np.float32] | None = None
 
     def __repr__(self) -> str:
         """One line; arrays show as shape and dtype."""

@@ -1,0 +1,335 @@
+"""Embedding: vectors and labels of texts, for an engine.
+
+A text is a request that ends with its prompt and samples nothing. Several are queued together, so
+that no slot waits; each is a step of its own on the engine thread.
+"""
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Final, cast, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview._core import Engine as CoreEngine
+from kqview._core import Model as CoreModel
+from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
+from kqview.generation.stream import Generation
+from kqview.request_options import checked_ids, encode
+from kqview.requests import Requests
+from kqview.types import Classification, ModelInfo, Sampling
+
+Text = str | Sequence[int]
+Pair = tuple[str, str]
+Vectors = NDArray[np.float32]
+
+# Texts submitted before the first of them is taken: more than any step needs, less than the queue.
+_N_AHEAD: Final = 32
+# llama.cpp puts a softmax behind the classifier head of these (llama-graph.cpp, build_pooling).
+_GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
+
+
+class Embedding:
+    """`embed` and `classify`; any thread. Both wait, without the GIL, until all texts are done."""
+
+    _core: CoreEngine
+    _model: CoreModel
+    _info: ModelInfo
+    _requests: Requests
+
+    @property
+    def pooling(self) -> str | None:
+        """How a text becomes a vector: the option of Engine, or what the model's file says.
+
+        None: this engine embeds nothing.
+        """
+        return self._core.pooling or None
+
+    @overload
+    def embed(
+        self,
+        texts: Text,
+        *,
+        normalize: bool = True,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Vectors: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Text],
+        *,
+        normalize: bool = True,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Vectors | list[Vectors]: ...
+
+    def embed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool = True,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Vectors | list[Vectors]:
+        """Embeddings of one text or of several.
+
+        Encoders and embedding models need no option; other decoders are opened with ``pooling``. A
+        text is one step, so it may have as many tokens as ``n_ubatch`` (with pooling "last" and a
+        KV cache as many as ``n_ctx``). Nothing is reused from what a slot holds, so a text always
+        has the same embedding. In a coroutine: ``await asyncio.to_thread(engine.embed, texts)``.
+
+        Args:
+            texts: A text, or its ids taken as they are; or a list of such.
+            normalize: Divide each vector by its length, so that a product of two is their cosine.
+            priority: As in `Engine.generate`.
+            add_special: As in `tokenize`: models are trained with the ids that this adds.
+            parse_special: As in `tokenize`.
+
+        Returns:
+            Arrays of the caller's own, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
+            for a list. With pooling "none" a vector for each token: ``(n_tokens, n_embd)``, and a
+            list of such for a list.
+
+        Raises:
+            PromptTooLong: A text has more tokens than a step, or a slot, holds; nothing has run.
+            RequestError: Or InvalidToken: there is no text, one is empty, or an id is unknown.
+            UnsupportedModel: The engine was opened without pooling, or with that of a classifier.
+            BusyError: Every slot waits for tokens to be taken by this very thread.
+            QueueFull: Too many requests of others wait.
+            ClosedError: The engine is closed.
+        """
+        self._core.check_open()
+        if self.pooling is None:
+            raise UnsupportedModel(
+                f"embed: {self._name()} is no embedding model; open it with "
+                "Engine(..., pooling='mean'), or 'last', 'cls', 'none'"
+            )
+        if self.pooling == "rank":
+            raise UnsupportedModel(
+                "embed: this engine pools for the model's classifier ('rank'); use classify, or "
+                "open it with Engine(..., pooling='cls') or 'mean'"
+            )
+        is_one, items = _items_of("embed", texts)
+        ids = self._ids_of("embed", is_one, items, add_special, parse_special)
+        found = list(self._run("embed", ids, priority))
+        if normalize:
+            for vectors in found:
+                length = np.linalg.norm(vectors, axis=-1, keepdims=True)
+                vectors /= np.where(length > 0, length, 1)
+        if self.pooling == "none":
+            return found[0] if is_one else found
+        return found[0][0] if is_one else np.concatenate(found)
+
+    # A str is a sequence of str too: what is called is the first that fits.
+    @overload
+    def classify(  # pyright: ignore[reportOverlappingOverload]
+        self,
+        texts: Text,
+        *,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Classification: ...
+
+    @overload
+    def classify(
+        self,
+        texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Pair] | Sequence[Text | Pair],
+        *,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> list[Classification]: ...
+
+    def classify(
+        self,
+        texts: Text | Sequence[Text | Pair],
+        *,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Classification | list[Classification]:
+        """Labels of one text or of several, by a model with a classifier head (pooling "rank").
+
+        Sequence classifiers and rerankers, encoders or decoders. For a reranker an item of the list
+        is a tuple (query, document), which become one prompt as llama-server joins them: by the
+        rerank template of the model's file, where special tokens that a text names count as such;
+        else with the ids between and around them that the vocabulary asks for. llama.cpp gives all
+        tokens of a BERT the same segment.
+
+        Args:
+            texts: As in `embed`; or a list of (query, document) tuples.
+            priority: As in `embed`.
+            add_special: As in `embed`; pairs always get theirs.
+            parse_special: As in `embed`.
+
+        Returns:
+            A Classification for one text, a list for a list.
+
+        Raises:
+            UnsupportedModel: The model has no classifier head, or the engine another ``pooling``.
+            RequestError: What `embed` raises, for the same reasons.
+        """
+        self._core.check_open()
+        if self._core.n_classes == 0:
+            raise UnsupportedModel(
+                f"classify: {self._name()} has no classifier head; use a sequence classifier or a "
+                "reranker, or embed for vectors"
+            )
+        if self.pooling != "rank":
+            raise UnsupportedModel(
+                f"classify: this engine's pooling is {self.pooling!r}; open it with "
+                "Engine(..., pooling='rank')"
+            )
+        is_one, items = _items_of("classify", texts)
+        ids = self._ids_of("classify", is_one, items, add_special, parse_special)
+        found = [self._classified(values[0]) for values in self._run("classify", ids, priority)]
+        return found[0] if is_one else found
+
+    def _name(self) -> str:
+        return self._info.name or self._info.architecture
+
+    # ---- texts to ids
+
+    def _ids_of(
+        self,
+        who: str,
+        is_one: bool,
+        items: Sequence[object],
+        add_special: bool,
+        parse_special: bool,
+    ) -> list[list[int]]:
+        """Ids of every text, all of them checked before any is computed."""
+        checked: list[list[int]] = []
+        for i, item in enumerate(items):
+            name = who if is_one else f"{who}: text {i}"
+            if isinstance(item, str):
+                ids = self._model.tokenize(encode(name, item), add_special, parse_special)
+            elif who == "classify" and not is_one and _is_pair(item):
+                ids = self._pair_ids(name, *cast("Pair", item))
+            else:
+                ids = checked_ids(name, cast("Iterable[object]", item))
+            self._requests.check_prompt(name, ids, embeds=True)
+            checked.append(ids)
+        return checked
+
+    def _pair_ids(self, who: str, query: str, document: str) -> list[int]:
+        """The prompt of a reranker, joined as llama-server does (format_prompt_rerank)."""
+        facts = self._model.info()
+        template: str | None = facts["rerank_template"]
+        if template is not None:
+            # One pass: a query that names {document} is text.
+            parts = template.replace("{document}", "{query}\0").split("{query}")
+            text = parts[0] + "".join(
+                document + part[1:] if part[:1] == "\0" else query + part for part in parts[1:]
+            )
+            return self._model.tokenize(encode(who, text), False, True)
+        end = facts["eos_token_id"] if facts["eos_token_id"] >= 0 else facts["sep_token_id"]
+        ends = [end] if facts["adds_eos"] else []
+        return [
+            *([facts["bos_token_id"]] if facts["adds_bos"] else []),
+            *self._model.tokenize(encode(who, query), False, False),
+            *ends,
+            *([facts["sep_token_id"]] if facts["adds_sep"] else []),
+            *self._model.tokenize(encode(who, document), False, False),
+            *ends,
+        ]
+
+    # ---- ids to values
+
+    def _run(self, who: str, texts: list[list[int]], priority: int) -> Iterator[Vectors]:
+        """The values of each text in order, ``(n_rows, n_values)``.
+
+        Who stops taking drops the requests that are left, which cancels them.
+        """
+        pending: deque[Generation] = deque()
+        for ids in texts:
+            if len(pending) >= _N_AHEAD:
+                yield _take(pending.popleft())
+            while True:
+                try:
+                    pending.append(self._submit(who, ids, priority))
+                    break
+                except QueueFull:
+                    if not pending:
+                        raise
+                yield _take(pending.popleft())
+        while pending:
+            yield _take(pending.popleft())
+
+    def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
+        return self._requests.submit(
+            who, ids, _NOTHING_SAMPLED, None,
+            max_tokens=1, only_attends=True, embeds=True, request_id=None, priority=priority,
+        )  # fmt: skip
+
+    def _classified(self, raw: NDArray[np.float32]) -> Classification:
+        names = self._info.classifier_labels
+        labels = [names[i] if i < len(names) else f"LABEL_{i}" for i in range(len(raw))]
+        scores = raw.astype(np.float64)
+        if self._info.architecture not in _GIVES_PROBABILITIES:
+            scores = _softmax(scores) if len(scores) > 1 else _sigmoid(scores)
+        best = int(scores.argmax())
+        return Classification(
+            label=labels[best],
+            score=float(scores[best]),
+            scores=dict(zip(labels, scores.tolist(), strict=True)),
+            raw=tuple(raw.tolist()),
+        )
+
+
+_NOTHING_SAMPLED: Final = Sampling()
+
+
+def _take(generation: Generation) -> Vectors:
+    """Waits for what a request gives and for its end; raises what ended it instead."""
+    block = generation.next_block()
+    if block is None or block.hidden is None:
+        raise InternalError(f"{generation.request_id}: it ended without an embedding")
+    generation.next_block()
+    return block.hidden
+
+
+def _items_of(who: str, texts: object) -> tuple[bool, list[Any]]:
+    """(whether it is one text, the texts); RequestError where it is neither text nor texts."""
+    if isinstance(texts, str):
+        return True, [texts]
+    kind = type(texts).__name__
+    if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
+        raise RequestError(
+            f"{who}: got {kind}, a str, a sequence of token ids, or a list of these is needed"
+        )
+    items: list[Any] = list(cast("Iterable[Any]", texts))
+    if not items:
+        raise RequestError(f"{who}: there is no text, at least 1 is needed")
+    return (True, [items]) if _is_id(items[0]) else (False, items)
+
+
+def _is_id(item: Any) -> bool:
+    try:
+        operator.index(item)
+    except TypeError:
+        return False
+    return True
+
+
+def _is_pair(item: object) -> bool:
+    if not isinstance(item, tuple) or len(cast("tuple[object, ...]", item)) != 2:
+        return False
+    return all(isinstance(part, str) for part in cast("tuple[object, ...]", item))
+
+
+def _softmax(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    weights = np.exp(values - values.max())
+    return weights / weights.sum()
+
+
+def _sigmoid(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    # tanh does not overflow.
+    return 0.5 * (1 + np.tanh(0.5 * values))
