@@ -164,8 +164,8 @@ public:
         wanted_ = plan;
     }
 
-    const std::byte* decode(std::span<const step_token> tokens,
-                            std::span<const step_rows> rows) override {
+    step_result decode(std::span<const step_token> tokens,
+                       std::span<const step_rows> rows) override {
         check_thread();
         std::unique_lock lock(model_->mutex_);
         model_->decodes_.emplace_back(tokens.begin(), tokens.end());
@@ -183,7 +183,7 @@ public:
             if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_of(tokens[i].slot));
         }
         for (const auto& row : rows) write(tokens, row);
-        return rows.empty() ? nullptr : rows.front().data;
+        return {rows.empty() ? nullptr : rows.front().data, 0};
     }
 
     float* logits(int i_token) override {
