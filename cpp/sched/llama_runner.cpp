@@ -11,7 +11,7 @@ namespace kqview {
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
-                                 options.n_slots)) {
+                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);

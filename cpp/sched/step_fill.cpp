@@ -142,7 +142,8 @@ bool step::take_block(slot& target, const row_layout& layout, std::shared_ptr<le
     if (block) return true;  // from a try in which the other one found no room
     block = pool_->try_take(layout.size_bytes);
     // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
-    const bool is_final = !block && target.active->box->is_starving();
+    // A token on its way to the consumer has a block that he may give back.
+    const bool is_final = !block && n_on_the_way(target) == 0 && target.active->box->is_starving();
     if (is_final) block = pool_->try_take(layout.size_bytes);
     if (block) {
         target.starved_until.reset();

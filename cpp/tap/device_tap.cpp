@@ -79,8 +79,9 @@ void device_tap::reserve(const graph_plan& plan) {
     n_prompt_rows_ = std::numeric_limits<int>::max();
     std::size_t n_rows = static_cast<std::size_t>(n_slots_);
     if (plan.wants_prompt() && n_row_bytes > 0) {
-        n_prompt_rows_ = std::max(n_least, static_cast<int>(std::min<std::size_t>(
-                                               prompt_budget_bytes / n_row_bytes, 1 << 20)));
+        const auto n_room = std::min<std::size_t>(prompt_budget_bytes / n_row_bytes,
+                                                  static_cast<std::size_t>(n_chunk_));
+        n_prompt_rows_ = std::max(n_least, static_cast<int>(n_room));
         n_rows = std::max(n_rows, static_cast<std::size_t>(n_prompt_rows_));
     }
     for (const auto& way : ways_) {

@@ -23,7 +23,8 @@ namespace kqview {
 
 class device_tap {
 public:
-    explicit device_tap(int n_slots) : n_slots_(n_slots) {}
+    // A step has a token of each slot, or at most `n_chunk` of one slot's prompt.
+    device_tap(int n_slots, int n_chunk) : n_slots_(n_slots), n_chunk_(n_chunk) {}
 
     // From the largest graph, before anything is captured.
     void learn(const attention_site& site);
@@ -67,6 +68,7 @@ private:
     bool place(device_part& part, transfer& way, ggml_tensor* result, std::string& why);
 
     const int n_slots_;
+    const int n_chunk_;
     std::vector<std::unique_ptr<transfer>> ways_;
     std::unordered_map<int, layer> layers_;
     std::unordered_map<int, layer> hidden_;  // one head of n_embd cells

@@ -26,7 +26,7 @@ struct tap::sites {
     std::vector<hidden_site> hidden;
 };
 
-tap::tap(int n_threads, int n_slots) : devices_(n_slots) {
+tap::tap(int n_threads, int n_slots, int n_chunk) : devices_(n_slots, n_chunk) {
     table_.scratch.resize(static_cast<std::size_t>(n_threads));
 }
 

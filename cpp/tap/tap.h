@@ -24,7 +24,7 @@ namespace kqview {
 
 class tap {
 public:
-    tap(int n_threads, int n_slots);
+    tap(int n_threads, int n_slots, int n_chunk);
     ~tap();
     tap(const tap&) = delete;
     tap& operator=(const tap&) = delete;

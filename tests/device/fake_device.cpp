@@ -64,6 +64,8 @@ struct mark {
 struct fake_backend {
     std::shared_ptr<stream> work = std::make_shared<stream>();
     ggml_backend_t cpu = ggml_backend_cpu_init();
+
+    fake_backend() { ggml_backend_cpu_set_n_threads(cpu, 1); }
 };
 
 fake_backend& of(ggml_backend_t backend) { return *static_cast<fake_backend*>(backend->context); }

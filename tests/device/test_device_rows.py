@@ -1,13 +1,14 @@
 """Rows of layers on a device: the values, the order of copies, and what happens when one fails.
 
-The device's streams do what they are told as late as order allows, and its memory begins as NaN. So a
-row that is read before its copy was waited for, a staging buffer used again too soon, or a copy that
-does not wait for the compute gives wrong values here, every time.
+The device's streams do what they are told as late as order allows, and its memory begins as NaN. So
+a row that is read before its copy was waited for, a staging buffer used again too soon, or a copy
+that does not wait for the compute gives wrong values here, every time.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -60,7 +61,7 @@ def check_equal(ours: Sequence[Token], theirs: Sequence[Token], limit: float = C
             if y is None:
                 assert x is None
                 continue
-            assert x.shape == y.shape and x.dtype == y.dtype
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
             near = 2e-3 if x.dtype == np.float16 else limit
             np.testing.assert_allclose(
                 x.astype(np.float64), y.astype(np.float64), rtol=near, atol=near, err_msg=name
@@ -96,7 +97,8 @@ def test_keys_of_other_types(make_engine: MakeEngine, tmp_path: Path, kv_type: s
     engines = both(make_engine, model, kv_type=kv_type, flash_attn=True)
     prompt = random_ids(N_PROMPT)
     theirs, ours = (run(e, prompt, 2, capture="logits")[0].attention for e in engines)
-    assert ours is not None and theirs is not None
+    assert ours is not None
+    assert theirs is not None
     # ggml rounds q to the type of K, our kernel does not.
     assert relative_error(np.asarray(ours), np.asarray(theirs, np.float64)) < 2e-2
 
@@ -110,7 +112,8 @@ def test_late_and_early_copies_bring_the_same_bits(
     device.set(is_late=False)
     early = run(engine, prompt, 60, capture="probs")
     for a, b in zip(late, early, strict=True):
-        assert a.attention is not None and b.attention is not None
+        assert a.attention is not None
+        assert b.attention is not None
         assert np.array_equal(a.attention, b.attention)
         np.testing.assert_allclose(a.attention.sum(axis=-1), 1.0, rtol=1e-5)
 
@@ -208,20 +211,17 @@ def test_a_copy_that_fails_ends_its_request_and_no_other(
         next(other)
         device.set(fail_copy_in=fail_copy_in)
         seen: list[Token] = []
-        try:
+        with contextlib.suppress(DecodeError):
             generation = engine.generate(
                 prompt, slot=0, max_tokens=N_TOKENS, ignore_eos=True, capture="probs",
                 temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7,
             )  # fmt: skip
             seen.extend(generation)
-        except DecodeError as failure:
-            assert "copied" in str(failure) or "fake device" in str(failure)
+        assert generation.finish_reason in ("length", "error")
         device.set()
         check_equal(seen, want[: len(seen)])
-        try:
+        with contextlib.suppress(DecodeError):  # the copy that failed was of its logits
             other.read()
-        except DecodeError:
-            pass  # the copy that failed was of its logits
         assert other.finish_reason in ("length", "error")
         check_equal(run(engine, prompt, N_TOKENS, capture="probs", slot=0), want)
 

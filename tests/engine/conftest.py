@@ -20,7 +20,7 @@ from tests.support import archs, stock, tiny_gguf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Engines of this process put their layers on devices that only pretend to be some; see tests/device.
+# Engines of this process put their layers on devices that only pretend to be some: tests/device.
 if n_fake := int(os.environ.get("KQVIEW_TEST_FAKE_DEVICES", "0")):
     getattr(_core, "_fake_device").register(n_fake)  # noqa: B009  # not in the stub
 

@@ -1,4 +1,4 @@
-"""The tests of tests/device, and engine tests once more, with the models' layers on fake devices."""
+"""The tests of tests/device, and engine tests once more, with models on fake devices."""
 
 from __future__ import annotations
 
