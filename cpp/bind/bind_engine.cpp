@@ -54,6 +54,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
     pool.poison = poison;
+    pool.allocator = runner->host_memory();
     core->sched =
         std::make_unique<scheduler>(std::move(runner), block_pool::create(std::move(pool)));
     return core;

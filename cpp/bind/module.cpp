@@ -2,6 +2,12 @@
 
 #include "bind/bind.h"
 
+#ifdef KQVIEW_FAKE_DEVICE
+namespace kqview::testing {
+void bind_fake_device(nanobind::module_& module);
+}
+#endif
+
 NB_MODULE(_core, module) {
     using namespace kqview::bind;
     // What a program holds to its end (a generation in a global, a view in a cycle) is no leak of ours.
@@ -16,4 +22,7 @@ NB_MODULE(_core, module) {
     bind_generation(module);
     bind_engine(module);
     bind_state(module);
+#ifdef KQVIEW_FAKE_DEVICE
+    kqview::testing::bind_fake_device(module);
+#endif
 }

@@ -4,12 +4,14 @@
 #include <utility>
 
 #include "base/error.h"
+#include "llama/pinned_memory.h"
 
 namespace kqview {
 
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
-      tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch))) {
+      tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
+                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
@@ -20,14 +22,19 @@ llama_runner::~llama_runner() {
     context_.reset();
 }
 
+std::shared_ptr<host_allocator> llama_runner::host_memory() const {
+    const auto device = tap_->device();
+    return device ? pinned_allocator(device) : nullptr;
+}
+
 bool llama_runner::is_end_of_generation(token_id id) const {
     return model_->has_vocab() && llama_vocab_is_eog(model_->vocab(), id);
 }
 
 void llama_runner::want(const graph_plan& plan) {
-    if (!tap_->want(plan)) return;
     const tap::scope scope(*tap_);
     try {
+        if (!tap_->want(plan)) return;
         context_->reserve();
     } catch (const error&) {
         // The requests that run on must not fail with this one: back to graphs without nodes.
@@ -39,8 +46,8 @@ void llama_runner::want(const graph_plan& plan) {
     }
 }
 
-const std::byte* llama_runner::decode(std::span<const step_token> tokens,
-                                      std::span<const step_rows> rows, bool embeds) {
+step_result llama_runner::decode(std::span<const step_token> tokens,
+                                 std::span<const step_rows> rows, bool embeds) {
     batch_.clear();
     for (const auto& token : tokens) {
         batch_.push_back({token.slot, token.id, token.position, token.wants_logits});

@@ -10,6 +10,7 @@
 
 #include "llama/context.h"
 #include "llama/model.h"
+#include "memory/host_buffer.h"
 #include "sched/runner.h"
 #include "tap/tap.h"
 
@@ -37,10 +38,12 @@ public:
     bool is_end_of_generation(token_id id) const override;
 
     void want(const graph_plan& plan) override;
-    const std::byte* decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
-                            bool embeds) override;
+    int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
+    step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
+                       bool embeds) override;
     float* logits(int i_token) override { return context_->logits(i_token); }
     text_embedding embedding(slot_id slot, int n_tokens) override;
+    void await(transfer_id rows) override { tap_->await(rows); }
     void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
     bool truncate(slot_id slot, int n_keep) override;
 
@@ -57,6 +60,9 @@ public:
 
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }
+
+    // Memory that rows reach without a detour; null: plain memory does.
+    std::shared_ptr<host_allocator> host_memory() const;
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "base/ids.h"
 #include "state/kv_layout.h"
 #include "tap/plan.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 
@@ -54,14 +56,20 @@ public:
     // Provides the nodes of `plan` in every step from now on.
     virtual void want(const graph_plan& plan) = 0;
 
-    // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt.
-    // Returns where the kernel wrote the first row. Throws error; the caches are then as before.
+    // Queries of a prompt whose rows one step can provide, for the plan that is wanted.
+    virtual int n_prompt_rows() const { return std::numeric_limits<int>::max(); }
+
+    // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt. Throws error; the
+    // caches are then as before. Rows of devices may be on their way still: see await.
     // `embeds`: the tokens are a run of one slot, and its embedding is wanted in place of logits.
-    virtual const std::byte* decode(std::span<const step_token> tokens,
-                                    std::span<const step_rows> rows, bool embeds) = 0;
+    virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
+                               bool embeds) = 0;
     virtual float* logits(int i_token) = 0;
     // Of the last step, which embedded `n_tokens` of this slot.
     virtual text_embedding embedding(slot_id slot, int n_tokens) = 0;
+
+    // Blocks until the rows of a step, and of all before, are in their blocks. Throws error: they are not.
+    virtual void await(transfer_id /*rows*/) {}
 
     // Makes slot `to` hold what slot `from` holds. Costs its whole cache.
     virtual void copy(slot_id from, slot_id to) = 0;

@@ -98,10 +98,13 @@ void step::want_union(const request* added) {
     // A request that ended keeps its nodes until the next one comes: alternating requests of one plan
     // then share their graphs.
     graph_plan all;
+    const auto add = [&all](const request& one) {
+        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0);
+    };
     for (const auto& other : slots_) {
-        if (other.active && other.active->capture) all.add(*other.active->capture);
+        if (other.active) add(*other.active);
     }
-    if (added->capture) all.add(*added->capture);
+    add(*added);
     model_.want(all);
 }
 
@@ -123,6 +126,7 @@ void step::cancel(const std::shared_ptr<request>& wanted) {
     if (running != slots_.end()) {
         finish(*running, finish_reason::cancelled);
     } else if (const auto id = wanted->slot.load(); id >= 0) {
+        collect();
         // It ended by itself, but its last tokens were never handed out.
         auto& target = slots_[static_cast<std::size_t>(id)];
         if (!target.active && target.last_request == wanted->id) {
@@ -147,6 +151,7 @@ void step::roll_back(slot& target, std::size_t n_prompt, int n_taken) {
 }
 
 void step::fail_all(const error& failure) {
+    collect();
     for (auto& target : slots_) {
         if (target.active) finish(target, finish_reason::error, failure);
     }
@@ -186,7 +191,10 @@ bool step::run() {
     const bool is_filled =
         prefilled_last_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
     if (is_filled) decode();
-    return is_filled;
+    // Nobody can go on before these are taken.
+    const bool has_parcels = !is_filled && !parcels_.empty();
+    if (has_parcels) collect();
+    return is_filled || has_parcels;
 }
 
 // ---- decode, sample, publish
@@ -194,9 +202,9 @@ bool step::run() {
 void step::decode() {
     // A step that ends such a prompt has no other slot's tokens.
     const bool embeds = work_.front().is_end && work_.front().target->active->embeds;
-    const std::byte* written_at = nullptr;
+    step_result result;
     try {
-        written_at = model_.decode(batch_, rows_, embeds);
+        result = model_.decode(batch_, rows_, embeds);
     } catch (...) {
         const auto failure = current_failure();
         for (const auto& done : work_) {
@@ -205,6 +213,7 @@ void step::decode() {
         }
         return;
     }
+    collect();  // the rows of the step before came while this one was started
     ++counters_.n_decodes;
     {
         const std::lock_guard lock(tokens_mutex_);
@@ -213,13 +222,14 @@ void step::decode() {
         }
     }
     for (const auto& done : work_) {
+        if (!done.target->active) continue;  // its rows of the step before did not come
         if (!done.samples || done.target->tokens.size() == done.target->active->prompt.size()) {
             counters_.n_prompt_tokens += batch_.size();
         }
         try {
-            if (done.n_rows > 0) publish(done, written_at);
+            if (done.n_rows > 0) publish(done, result);
             if (embeds) publish_embedding(done);
-            if (done.samples) sample(done, rows_.size() == 1 ? written_at : nullptr);
+            if (done.samples) sample(done, result);
             if (done.is_end) finish(*done.target, finish_reason::stop);
         } catch (...) {
             finish(*done.target, finish_reason::error, current_failure());
@@ -227,16 +237,16 @@ void step::decode() {
     }
 }
 
-void step::publish(const work& done, const std::byte* written_at) {
+void step::publish(const work& done, const step_result& result) {
     auto& target = *done.target;
     const auto& active = *target.active;
     prompt_event rows{static_cast<int>(target.tokens.size()) - done.n_rows, done.n_rows, {}};
     if (target.prompt_block) {
         const auto layout = prompt_layout(target, done.n_rows);
         counters_.n_attention_bytes += layout.size_bytes;
-        rows.rows = {std::move(target.prompt_block), active.capture, layout, written_at};
+        rows.rows = {std::move(target.prompt_block), active.capture, layout, result.written_at};
     }
-    active.box->put(std::move(rows));
+    deliver({target.active, std::move(rows), {}}, result.transfer);
 }
 
 void step::publish_embedding(const work& done) {
@@ -245,7 +255,7 @@ void step::publish_embedding(const work& done) {
     target.active->box->put(prompt_event{0, n_rows, {}, std::move(values)});
 }
 
-void step::sample(const work& done, const std::byte* written_at) {
+void step::sample(const work& done, const step_result& result) {
     auto& target = *done.target;
     const auto& active = *target.active;
     if (target.usage.completion_tokens == 0) target.prefilled = clock::now();
@@ -262,17 +272,18 @@ void step::sample(const work& done, const std::byte* written_at) {
     if (target.block) {
         const auto layout = active.capture->layout(static_cast<int>(target.tokens.size()));
         counters_.n_attention_bytes += layout.size_bytes;
-        token.rows = {std::move(target.block), active.capture, layout, written_at};
+        token.rows = {std::move(target.block), active.capture, layout,
+                      rows_.size() == 1 ? result.written_at : nullptr};
     }
     if (n_left(target) == 0) {
-        const auto box = active.box;
+        const auto to = target.active;
         auto end = end_of(target, finish_reason::length, {});
         release(target);
-        return box->put(std::move(token), std::move(end));
+        return deliver({to, std::move(token), std::move(end)}, result.transfer);
     }
     target.pending = picked.id;
     change(target.state, slot_state::decode);
-    active.box->put(std::move(token), {});
+    deliver({target.active, std::move(token), {}}, result.transfer);
 }
 
 int step::n_left(const slot& target) const {
@@ -291,6 +302,11 @@ end_event step::end_of(slot& target, finish_reason reason, std::optional<error> 
 }
 
 void step::finish(slot& target, finish_reason reason, std::optional<error> failure) {
+    if (n_on_the_way(target) > 0) {
+        const auto ending = target.active;
+        collect();
+        if (target.active != ending) return;  // its rows did not come: that was its end
+    }
     const auto box = target.active->box;
     const bool is_cancelled = reason == finish_reason::cancelled;
     if (is_cancelled) roll_back(target, target.active->prompt.size(), box->n_taken());

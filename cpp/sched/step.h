@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <variant>
 #include <vector>
 
 #include "memory/block_pool.h"
@@ -114,14 +115,24 @@ private:
 
     // decode, sample, publish
     void decode();
-    void publish(const work& done, const std::byte* written_at);
+    void publish(const work& done, const step_result& result);
     void publish_embedding(const work& done);
-    void sample(const work& done, const std::byte* written_at);
+    void sample(const work& done, const step_result& result);
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
     void release(slot& target);
 
     static std::size_t n_decoded_anew(const request& wanted);
+    // deliver: rows of a device arrive while the next step computes; their tokens wait for them
+    struct parcel {
+        std::shared_ptr<request> to;
+        std::variant<token_event, prompt_event> content;
+        std::optional<end_event> end;  // with a token: it is the last one
+    };
+    void deliver(parcel one, transfer_id rows);
+    void collect();
+    int n_on_the_way(const slot& target) const;
+
     slot* choose_slot(const request& wanted);
     void plan_fork(slot& target);
     bool await_fork(slot& target);
@@ -139,6 +150,8 @@ private:
     std::vector<step_token> batch_;
     std::vector<step_rows> rows_;
     std::vector<work> work_;
+    std::vector<parcel> parcels_;  // of the last decode, while its rows are on their way
+    transfer_id rows_on_the_way_ = 0;
     bool prefilled_last_ = false;
     std::size_t decode_cursor_ = 0;
     step_counters counters_;

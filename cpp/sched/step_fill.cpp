@@ -57,7 +57,9 @@ step::chunk step::next_chunk(const slot& target) const {
         const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
         piece.n_rows = std::max(0, piece.n_tokens - n_before);
         const auto row_bytes = std::max<std::size_t>(1, prompt_layout(target, 1).size_bytes);
-        const auto n_rows_max = pool_->stats().budget_bytes / n_blocks_of_budget / row_bytes;
+        const auto n_rows_max =
+            std::min(pool_->stats().budget_bytes / n_blocks_of_budget / row_bytes,
+                     static_cast<std::size_t>(model_.n_prompt_rows()));
         if (model_.has_cache() && static_cast<std::size_t>(piece.n_rows) > n_rows_max) {
             piece.n_rows = std::max(1, static_cast<int>(n_rows_max));
             piece.n_tokens = n_before + piece.n_rows;
@@ -111,7 +113,11 @@ bool step::make_ready(slot& target, const chunk& piece) {
     const int run_ahead = model_.can_truncate()
                               ? std::min(active.run_ahead, piece.n_rows > 0 ? 1 : active.run_ahead)
                               : 0;
-    if (!active.box->has_room(run_ahead)) {
+    // What is on its way to the consumer is as good as there.
+    const int n_coming = n_on_the_way(target);
+    const bool has_room =
+        (n_coming == 0 || run_ahead > 0) && active.box->has_room(std::max(0, run_ahead - n_coming));
+    if (!has_room) {
         target.starved_until.reset();
         change(target.state, slot_state::paused);
         return false;
@@ -138,7 +144,8 @@ bool step::take_block(slot& target, const row_layout& layout, std::shared_ptr<le
     if (block) return true;  // from a try in which the other one found no room
     block = pool_->try_take(layout.size_bytes);
     // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
-    const bool is_final = !block && target.active->box->is_starving();
+    // A token on its way to the consumer has a block that he may give back.
+    const bool is_final = !block && n_on_the_way(target) == 0 && target.active->box->is_starving();
     if (is_final) block = pool_->try_take(layout.size_bytes);
     if (block) {
         target.starved_until.reset();

@@ -289,14 +289,15 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     std::unordered_map<const ggml_tensor*, int> position;
     for (int i = 0; i < n_before; ++i) position.emplace(nodes[i], i);
     // Behind the anchor and behind every source: the mask of a sparse layer comes after its product.
-    std::unordered_multimap<int, ggml_tensor*> behind;
+    std::vector<std::vector<ggml_tensor*>> behind(static_cast<std::size_t>(n_before));
     for (const auto& [anchor, node] : placed) {
         int last = position.at(anchor);
         for (const ggml_tensor* const source : node->src) {
             const auto found = position.find(source);
             if (found != position.end()) last = std::max(last, found->second);
         }
-        behind.emplace(last, node);
+        behind[static_cast<std::size_t>(last)].push_back(node);
+        position.emplace(node, last);  // others of ours may read it
         ggml_build_forward_expand(graph, node);
     }
     // ggml appended the nodes at the end; move each one to its place.
@@ -304,8 +305,7 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     auto* next = nodes;
     for (int i = 0; i < n_before; ++i) {
         *next++ = before[static_cast<std::size_t>(i)];
-        const auto [first, last] = behind.equal_range(i);
-        for (auto added = first; added != last; ++added) *next++ = added->second;
+        for (auto* const added : behind[static_cast<std::size_t>(i)]) *next++ = added;
     }
     return true;
 }

@@ -29,6 +29,7 @@ void kqview_sched_reserve_size(ggml_backend_sched_t sched, ggml_cgraph* graph, s
 ggml_status kqview_sched_graph_compute_async(ggml_backend_sched_t sched, ggml_cgraph* graph) {
     auto* const tap = kqview::tap::current();
     if (tap && !tap->may_compute(graph)) return GGML_STATUS_FAILED;
+    if (tap) tap->starts_compute(sched, graph);
     return ggml_backend_sched_graph_compute_async(sched, graph);
 }
 }

@@ -10,7 +10,12 @@ namespace kqview {
 
 namespace {
 
-constexpr unsigned hidden_bit = 7;
+constexpr unsigned n_forms = 4;
+constexpr unsigned hidden_bit = 15;
+
+constexpr unsigned bit_of(row_kind kind, row_form form) {
+    return static_cast<unsigned>(kind) * n_forms + static_cast<unsigned>(form);
+}
 
 std::string join(std::span<const int> layers) {
     if (layers.empty()) return "none";
@@ -80,6 +85,10 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     }
     layer_rows rows{il, static_cast<int>(layers_.size()), n_heads_total_,
                     options_.heads ? *options_.heads : all_heads(found.n_head)};
+    if (found.is_on_device) {
+        rows.form = form_on_device();
+        has_device_rows_ = true;
+    }
     for (const int head : rows.heads) {
         if (head >= 0 && head < found.n_head) continue;
         throw error(errc::invalid_capture, "capture: head " + std::to_string(head) + " of layer " +
@@ -90,6 +99,21 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     is_uniform_ = is_uniform_ && (layers_.empty() || layers_[0].heads.size() == rows.heads.size());
     index_of_layer_[i] = rows.index;
     layers_.push_back(std::move(rows));
+}
+
+// A mean over chosen heads, a maximum and the k largest values are left to the host.
+row_form capture_plan::form_on_device() const {
+    const bool is_mean = reduce() == row_reduction::mean_heads || reduce() == row_reduction::mean;
+    if (is_mean && !options_.heads) return row_form::device_mean;
+    const bool is_whole = reduce() == row_reduction::none && top_k() == 0;
+    return is_whole && type() == row_type::f16 ? row_form::device_f16 : row_form::device_f32;
+}
+
+bool capture_plan::is_direct(const layer_rows& rows) const {
+    if (top_k() > 0) return false;
+    if (reduce() == row_reduction::none) return true;
+    return reduce() == row_reduction::mean_heads && rows.form == row_form::device_mean &&
+           type() == row_type::f32;
 }
 
 const capture_plan::layer_rows* capture_plan::find(int il) const {
@@ -129,13 +153,19 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) 
     return where;
 }
 
-void graph_plan::add(const capture_plan& plan) {
-    for (const auto& rows : plan.layers()) mark(rows.il, static_cast<unsigned>(plan.kind()));
+void graph_plan::add(const capture_plan& plan, bool with_prompt) {
+    for (const auto& rows : plan.layers()) mark(rows.il, bit_of(plan.kind(), rows.form));
     for (const int il : plan.hidden()) mark(il, hidden_bit);
+    wants_prompt_ = wants_prompt_ || (with_prompt && plan.has_device_rows());
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {
-    return is_marked(il, static_cast<unsigned>(kind));
+    return wants(il, kind, row_form::host) || wants(il, kind, row_form::device_f32) ||
+           wants(il, kind, row_form::device_f16) || wants(il, kind, row_form::device_mean);
+}
+
+bool graph_plan::wants(int il, row_kind kind, row_form form) const {
+    return is_marked(il, bit_of(kind, form));
 }
 
 bool graph_plan::wants_hidden(int il) const { return is_marked(il, hidden_bit); }
@@ -143,7 +173,7 @@ bool graph_plan::wants_hidden(int il) const { return is_marked(il, hidden_bit); 
 void graph_plan::mark(int il, unsigned bit) {
     const auto i = static_cast<std::size_t>(il);
     if (wanted_by_layer_.size() <= i) wanted_by_layer_.resize(i + 1, 0);
-    wanted_by_layer_[i] = static_cast<std::uint8_t>(wanted_by_layer_[i] | 1u << bit);
+    wanted_by_layer_[i] = static_cast<std::uint16_t>(wanted_by_layer_[i] | 1u << bit);
 }
 
 bool graph_plan::is_marked(int il, unsigned bit) const {

@@ -15,7 +15,8 @@ struct attention_layer {
     int il;
     int n_head;
     int n_head_kv;
-    float scale;  // what llama.cpp multiplies K·Q with before the softmax
+    float scale;                // what llama.cpp multiplies K·Q with before the softmax
+    bool is_on_device = false;  // its keys are not in host memory: rows are computed where they are
 
     bool operator==(const attention_layer&) const = default;
 };
@@ -41,6 +42,15 @@ enum class row_reduction : std::uint8_t {
     max_heads,
     mean,  // over layers and heads
     max,
+};
+
+// What a graph leaves of a layer. The host's kernel makes every form of row itself; a device leaves one of
+// these, and what is still to be done is done when its rows have arrived.
+enum class row_form : std::uint8_t {
+    host,
+    device_f32,   // every head's row
+    device_f16,   // the same as float16
+    device_mean,  // the mean over all heads
 };
 
 struct capture_options {
@@ -74,6 +84,7 @@ public:
         int index;               // in layers()
         int first_row;           // among the rows of all layers, before reduction
         std::vector<int> heads;  // in the order asked for
+        row_form form = row_form::host;
     };
 
     // Raises invalid_capture for layers, heads or hidden layers that the model does not have.
@@ -90,6 +101,9 @@ public:
     int n_embd() const { return n_embd_; }
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
+    bool has_device_rows() const { return has_device_rows_; }
+    // Do rows of a device arrive as they are handed out? Else the host finishes them.
+    bool is_direct(const layer_rows& rows) const;
     // Index of a layer in hidden(), -1 where it is not asked for.
     int find_hidden(int il) const;
 
@@ -104,6 +118,7 @@ public:
 
 private:
     void add_layer(int il, const attention_layer& found);
+    row_form form_on_device() const;
 
     capture_options options_;
     std::vector<layer_rows> layers_;   // in the order asked for
@@ -111,14 +126,19 @@ private:
     int n_heads_total_ = 0;
     int n_embd_ = 0;
     bool is_uniform_ = true;
+    bool has_device_rows_ = false;
 };
 
 // The nodes a graph needs: per layer, what is read from it. Empty means no node at all.
 class graph_plan {
 public:
-    void add(const capture_plan& plan);
+    // `with_prompt`: rows of several queries of a prompt are wanted. The host's kernel finds those by
+    // itself; what a device computes is part of the graph.
+    void add(const capture_plan& plan, bool with_prompt = false);
     bool wants(int il, row_kind kind) const;
+    bool wants(int il, row_kind kind, row_form form) const;
     bool wants_hidden(int il) const;
+    bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
 
@@ -126,7 +146,9 @@ private:
     void mark(int il, unsigned bit);
     bool is_marked(int il, unsigned bit) const;
 
-    std::vector<std::uint8_t> wanted_by_layer_;  // bit per row_kind and one for hidden, index il
+    // A bit for each row_kind and row_form, and one for hidden; index il.
+    std::vector<std::uint16_t> wanted_by_layer_;
+    bool wants_prompt_ = false;
 };
 
 }  // namespace kqview

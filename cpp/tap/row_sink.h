@@ -65,6 +65,8 @@ public:
     // Every head of this thread was finished. `nth` threads bring the heads of a single query.
     void end_query(int nth);
 
+    void scale(float* row, float factor) const;
+
 private:
     bool is_reduced() const { return plan_.reduce() != row_reduction::none; }
     bool is_mean() const {
@@ -76,7 +78,6 @@ private:
     std::size_t n_columns() const { return static_cast<std::size_t>(target_.layout.n_columns); }
     std::size_t index_of(int i_row) const;
     void add(float* sum, const float* row) const;
-    void scale(float* row, float factor) const;
     void finish_layer(float* row);
     void write(int i_row, const float* row);
     void write_top(int i_row, const float* row);

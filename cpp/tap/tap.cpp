@@ -17,6 +17,7 @@ struct tap::marked_graph {
     bool is_ours = false;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors{nullptr, ggml_free};
     std::vector<std::unique_ptr<row_op>> ops;
+    device_part devices;
 };
 
 // What was found in a graph.
@@ -25,7 +26,9 @@ struct tap::sites {
     std::vector<hidden_site> hidden;
 };
 
-tap::tap(int n_threads) { table_.scratch.resize(static_cast<std::size_t>(n_threads)); }
+tap::tap(int n_threads, int n_slots, int n_chunk) : devices_(n_slots, n_chunk) {
+    table_.scratch.resize(static_cast<std::size_t>(n_threads));
+}
 
 tap::~tap() = default;
 
@@ -35,19 +38,32 @@ tap* tap::current() noexcept { return current_tap; }
 
 bool tap::want(const graph_plan& plan) {
     if (plan == wanted_) return false;
-    wanted_ = plan;
+    wanted_ = {};
     ++generation_;
+    running_ = nullptr;
+    devices_.reserve(plan);
+    wanted_ = plan;
     return true;
 }
 
 void tap::begin_step(std::vector<row_target> targets) {
     table_.targets = std::move(targets);
     table_.prepare_reductions();
+    running_ = nullptr;
     table_.n_rows_written.store(0, std::memory_order_relaxed);
     table_.first_write.store(nullptr, std::memory_order_relaxed);
 }
 
-const std::byte* tap::end_step() {
+step_result tap::end_step() {
+    step_result result;
+    if (running_ && !table_.targets.empty()) {
+        try {
+            result.transfer = devices_.start(table_, running_->devices);
+        } catch (...) {
+            table_.targets.clear();
+            throw;
+        }
+    }
     int n_expected = 0;
     for (const auto& target : table_.targets) {
         n_expected += target.plan->n_rows() * target.layout.n_queries;
@@ -60,7 +76,8 @@ const std::byte* tap::end_step() {
                                         " attention rows were written, " +
                                         std::to_string(n_expected) + " were due");
     }
-    return table_.first_write.load(std::memory_order_relaxed);
+    result.written_at = table_.first_write.load(std::memory_order_relaxed);
+    return result;
 }
 
 void tap::abandon_step() noexcept { table_.targets.clear(); }
@@ -80,9 +97,12 @@ bool tap::prepare(ggml_cgraph* graph) {
 void tap::discover(const sites& found) {
     is_discovered_ = true;
     for (const auto& site : found.attention.sites) {
-        source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale});
+        devices_.learn(site);
+        source_.attention.push_back(
+            {site.il, site.n_head, site.n_head_kv, site.scale, devices_.holds(site.il)});
     }
     for (const auto& site : found.hidden) {
+        devices_.learn(site);
         source_.n_embd = static_cast<int>(site.output->ne[0]);
         source_.hidden_layers.push_back(site.il);
     }
@@ -96,7 +116,10 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
             return false;
         }
     }
-    const auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
+    auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
+    if (devices_.has_devices()) {
+        n_nodes_max += device_tap::n_tensors_max(found.attention.sites.size(), found.hidden.size());
+    }
     mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<placed_node> placed;
     const auto new_op = [&]() -> row_op& {
@@ -105,6 +128,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         return *mark.ops.back();
     };
     for (const auto& site : found.attention.sites) {
+        if (devices_.holds(site.il)) continue;
         const bool logits = wanted_.wants(site.il, row_kind::logits);
         const bool scores = wanted_.wants(site.il, row_kind::scores);
         const bool probs = wanted_.wants(site.il, row_kind::probs);
@@ -130,9 +154,12 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         }
     }
     for (const auto& site : found.hidden) {
-        if (!wanted_.wants_hidden(site.il)) continue;
+        if (!wanted_.wants_hidden(site.il) || devices_.holds_hidden(site.il)) continue;
         placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
     }
+    failure_ = devices_.add(found.attention, found.hidden, wanted_, mark.tensors.get(), placed,
+                            mark.devices);
+    if (!failure_.empty()) return false;
     if (!insert_nodes(graph, placed)) {
         failure_ = "the graph has no room for " + std::to_string(placed.size()) +
                    " more nodes; capture fewer layers";
@@ -148,6 +175,13 @@ bool tap::may_compute(const ggml_cgraph* graph) {
     if (mark->second->generation == generation_) return true;
     failure_ = "a graph of an older capture plan was about to run";
     return false;
+}
+
+void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
+    const auto mark = graphs_.find(graph);
+    if (mark == graphs_.end() || mark->second->devices.shares.empty()) return;
+    running_ = mark->second.get();
+    device_tap::find_backends(sched, running_->devices);
 }
 
 std::string tap::take_failure() { return std::exchange(failure_, {}); }

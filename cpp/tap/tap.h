@@ -6,6 +6,7 @@
 // Never:   computes a graph that was built for another plan than the wanted one.
 #pragma once
 
+#include <ggml-backend.h>
 #include <ggml.h>
 
 #include <cstdint>
@@ -14,14 +15,16 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tap/device_tap.h"
 #include "tap/plan.h"
 #include "tap/row_op.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 
 class tap {
 public:
-    explicit tap(int n_threads);
+    tap(int n_threads, int n_slots, int n_chunk);
     ~tap();
     tap(const tap&) = delete;
     tap& operator=(const tap&) = delete;
@@ -44,21 +47,31 @@ public:
     const capture_source& source() const { return source_; }
 
     // Sets what the graphs must provide from now on. True when that changed: the caller then drops
-    // llama.cpp's graphs (context::reserve) before the next decode.
+    // llama.cpp's graphs (context::reserve) before the next decode. Raises out_of_memory where a device has
+    // no room for the rows; nothing is wanted then.
     bool want(const graph_plan& plan);
+
+    // The first device that rows come from, or null where all are computed on the CPU.
+    ggml_backend_dev_t device() const { return devices_.device(); }
+
+    // Queries of a prompt whose rows one step can provide.
+    int n_prompt_rows() const { return devices_.n_prompt_rows(); }
 
     // The targets of the next decode; valid until end_step.
     void begin_step(std::vector<row_target> targets);
 
-    // Forgets the targets. Raises internal when a row that was asked for was not written: a buffer
-    // with old content must never be handed out.
-    // Returns the address that the kernel wrote first (null without targets).
-    const std::byte* end_step();
+    // Sends the rows of devices off and forgets the targets. Raises internal when a row that was asked for
+    // was not written: a buffer with old content must never be handed out.
+    step_result end_step();
     void abandon_step() noexcept;
+
+    // Blocks until the rows of a step, and of all before, are in their blocks. Raises decode.
+    void await(transfer_id id) { devices_.await(id); }
 
     // Called by the hooks. `prepare` adds the nodes; false: see take_failure.
     bool prepare(ggml_cgraph* graph);
     bool may_compute(const ggml_cgraph* graph);
+    void starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph);
     // Why a hook refused, empty when none did.
     std::string take_failure();
 
@@ -81,6 +94,8 @@ private:
     // llama.cpp keeps a handful of graphs and reuses their addresses; an entry is replaced then.
     std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
     row_table table_;
+    device_tap devices_;
+    marked_graph* running_ = nullptr;  // the graph of the step, with rows on devices
     std::string failure_;
     int n_nodes_added_ = 0;
     std::uint64_t n_graphs_built_ = 0;

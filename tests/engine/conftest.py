@@ -5,6 +5,7 @@ Engines use one thread: the models are so small that more only wait for each oth
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import gguf
 import pytest
 
-from kqview import Engine
+from kqview import Engine, _core
 from tests.support import archs, encoder_gguf, stock, tiny_gguf
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
+
+# Engines of this process put their layers on devices that only pretend to be some: tests/device.
+if n_fake := int(os.environ.get("KQVIEW_TEST_FAKE_DEVICES", "0")):
+    getattr(_core, "_fake_device").register(n_fake)  # noqa: B009  # not in the stub
 
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 

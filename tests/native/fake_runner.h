@@ -167,8 +167,8 @@ public:
         wanted_ = plan;
     }
 
-    const std::byte* decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
-                            bool embeds) override {
+    step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
+                       bool embeds) override {
         check_thread();
         std::unique_lock lock(model_->mutex_);
         model_->decodes_.emplace_back(tokens.begin(), tokens.end());
@@ -192,7 +192,7 @@ public:
             if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_of(tokens[i].slot));
         }
         for (const auto& row : rows) write(tokens, row);
-        return rows.empty() ? nullptr : rows.front().data;
+        return {rows.empty() ? nullptr : rows.front().data, 0};
     }
 
     float* logits(int i_token) override {

@@ -1,0 +1,73 @@
+// Tokens and prompt rows on their way to their mailboxes. Rows of the CPU are there when a decode returns;
+// those of a device arrive while the next step computes, and so does the token they belong to.
+// Threads: the engine thread.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "sched/step.h"
+
+namespace kqview {
+
+namespace {
+
+void put(mailbox& box, token_event content, std::optional<end_event> end) {
+    box.put(std::move(content), std::move(end));
+}
+
+void put(mailbox& box, prompt_event content, std::optional<end_event> /*end*/) {
+    box.put(std::move(content));
+}
+
+}  // namespace
+
+void step::deliver(parcel one, transfer_id rows) {
+    // What a request gets without rows must not overtake what it gets with them.
+    const bool is_there =
+        rows == 0 || std::none_of(rows_.begin(), rows_.end(),
+                                  [&](const auto& row) { return row.plan == one.to->capture; });
+    if (!is_there) {
+        rows_on_the_way_ = rows;
+        parcels_.push_back(std::move(one));
+        return;
+    }
+    auto& box = *one.to->box;
+    std::visit([&](auto& content) { put(box, std::move(content), std::move(one.end)); },
+               one.content);
+}
+
+// Waits for the rows of the last decode and hands out what belongs to them.
+void step::collect() {
+    if (parcels_.empty()) return;
+    auto parcels = std::exchange(parcels_, {});
+    std::optional<error> failure;
+    try {
+        model_.await(rows_on_the_way_);
+    } catch (const error& why) {
+        failure = why;
+    } catch (const std::exception& why) {
+        failure = error(errc::decode, std::string("generate: ") + why.what());
+    }
+    for (auto& one : parcels) {
+        if (!failure) {
+            deliver(std::move(one), 0);
+            continue;
+        }
+        const auto running = std::find_if(slots_.begin(), slots_.end(), [&](const slot& candidate) {
+            return candidate.active == one.to;
+        });
+        if (running != slots_.end()) {
+            finish(*running, finish_reason::error, failure);
+        } else if (one.end) {  // it had its last token and has left its slot
+            one.to->box->finish({finish_reason::error, one.end->usage, failure});
+        }
+    }
+}
+
+int step::n_on_the_way(const slot& target) const {
+    return static_cast<int>(std::count_if(parcels_.begin(), parcels_.end(), [&](const parcel& one) {
+        return one.to == target.active;
+    }));
+}
+
+}  // namespace kqview

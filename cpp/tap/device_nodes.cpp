@@ -1,0 +1,161 @@
+#include "tap/device_nodes.h"
+
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+const ggml_tensor* owner_of(const ggml_tensor* tensor) {
+    return tensor->view_src ? tensor->view_src : tensor;
+}
+
+// The buffer that a tensor's data lies in or, of one that is computed, that its weights lie in.
+ggml_backend_buffer_t buffer_behind(const ggml_tensor* tensor, int depth) {
+    if (const auto buffer = owner_of(tensor)->buffer) return buffer;
+    if (depth == 0) return nullptr;
+    for (const auto* const source : tensor->src) {
+        if (!source || source == tensor) continue;
+        if (const auto buffer = buffer_behind(source, depth - 1)) return buffer;
+    }
+    return nullptr;
+}
+
+bool is_view(const ggml_tensor* node) {
+    return node->op == GGML_OP_VIEW || node->op == GGML_OP_PERMUTE || node->op == GGML_OP_RESHAPE;
+}
+
+}  // namespace
+
+ggml_backend_dev_t device_of(const ggml_tensor* keys) {
+    constexpr int n_steps_back = 12;
+    const auto buffer = buffer_behind(keys, n_steps_back);
+    if (!buffer || ggml_backend_buffer_is_host(buffer)) return nullptr;
+    const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
+    // Weights that the CPU keeps in a layout of its own are no host memory to ggml.
+    if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) return nullptr;
+    return device;
+}
+
+std::vector<ggml_tensor*> device_node_builder::take_nodes() { return std::exchange(nodes_, {}); }
+
+ggml_tensor* device_node_builder::add(ggml_tensor* node) {
+    nodes_.push_back(node);
+    if (!is_view(node) && failure_.empty() && !ggml_backend_dev_supports_op(device_, node)) {
+        failure_ = std::string(ggml_backend_dev_name(device_)) + " cannot compute " +
+                   ggml_op_name(node->op) + " of this model's attention";
+    }
+    return node;
+}
+
+ggml_tensor* device_node_builder::contiguous(ggml_tensor* node) {
+    return ggml_is_contiguous(node) ? node : add(ggml_cont(tensors_, node));
+}
+
+ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows) {
+    if (all->ne[1] == n_rows) return all;
+    const auto offset = static_cast<std::size_t>(all->ne[1] - n_rows) * all->nb[1];
+    return add(ggml_view_4d(tensors_, all, all->ne[0], n_rows, all->ne[2], all->ne[3], all->nb[1],
+                            all->nb[2], all->nb[3], offset));
+}
+
+// F32, because not every device adds an F16 mask to F32 products; one for all layers that share it.
+ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows) {
+    if (!site.mask) return nullptr;
+    auto& known = masks_[site.mask];
+    if (known) return known;
+    // llama.cpp may pad the queries of a mask.
+    const auto n_queries = site.flash ? site.q->ne[1] : site.kq->ne[1];
+    auto* const mask = site.mask;
+    const auto offset = static_cast<std::size_t>(n_queries - n_rows) * mask->nb[1];
+    auto* const rows =
+        add(ggml_view_4d(tensors_, mask, mask->ne[0], n_rows, mask->ne[2], mask->ne[3], mask->nb[1],
+                         mask->nb[2], mask->nb[3], offset));
+    known = add(mask->type == GGML_TYPE_F32 ? ggml_cont(tensors_, rows)
+                                            : ggml_cast(tensors_, rows, GGML_TYPE_F32));
+    return known;
+}
+
+// K·Q of the wanted queries: computed here with flash attention, which keeps no product.
+ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
+    if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
+    auto* const product = ggml_mul_mat(tensors_, site.k, last_queries(site.q, n_rows));
+    ggml_prec_set_acc(product, GGML_PREC_F32);  // as llama.cpp does for its own product
+    return add(product);
+}
+
+// What enters the softmax. Without flash attention llama.cpp has capped it already.
+ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_rows,
+                                            bool with_mask) {
+    auto* scores = site.flash ? product_of(site, n_rows)
+                              : contiguous(last_queries(site.softmax->src[0], n_rows));
+    const float cap = site.flash ? site.softcap : 0.0f;
+    scores = add(ggml_scale(tensors_, scores, cap == 0.0f ? site.scale : site.scale / cap));
+    if (cap != 0.0f) {
+        scores = add(ggml_tanh(tensors_, scores));
+        scores = add(ggml_scale(tensors_, scores, cap));
+    }
+    auto* const mask = with_mask ? mask_of(site, n_rows) : nullptr;
+    return mask ? add(ggml_add(tensors_, scores, mask)) : scores;
+}
+
+ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_rows) {
+    if (!site.flash) return contiguous(last_queries(site.softmax, n_rows));
+    const bool is_capped = site.softcap != 0.0f;
+    auto* const logits = is_capped ? scores_of(site, n_rows, false) : product_of(site, n_rows);
+    auto* const probs = ggml_soft_max_ext(tensors_, logits, mask_of(site, n_rows),
+                                          is_capped ? 1.0f : site.scale, site.max_bias);
+    if (site.sinks) ggml_soft_max_add_sinks(probs, site.sinks);
+    return add(probs);
+}
+
+bool device_node_builder::check(const attention_site& site, row_kind kind) {
+    const std::string where = ggml_backend_dev_name(device_);
+    const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.mask_strides.head != 0 ||
+                           (site.softmax && site.n_cells != site.softmax->ne[0]);
+    if (is_sparse) {
+        failure_ = "sparse attention of layer " + std::to_string(site.il) + " is on " + where +
+                   "; keep the model on the CPU (n_gpu_layers=0)";
+    } else if (site.max_bias != 0.0f && kind != row_kind::probs) {
+        failure_ = "layer " + std::to_string(site.il) + " is on " + where +
+                   " and has ALiBi, only probs can be captured there; capture probs or keep the "
+                   "model on the CPU (n_gpu_layers=0)";
+    }
+    return failure_.empty();
+}
+
+device_rows device_node_builder::rows_of(const attention_site& site, row_kind kind, row_form form,
+                                         int n_rows) {
+    device_rows rows{site.il, kind, form, nullptr, 0};
+    if (!check(site, kind)) return rows;
+    rows.n_queries = static_cast<int>(site.flash ? site.q->ne[1] : site.kq->ne[1]);
+    ggml_tensor* result = nullptr;
+    if (kind == row_kind::probs) {
+        result = probs_of(site, n_rows);
+    } else if (kind == row_kind::scores) {
+        result = scores_of(site, n_rows, true);
+    } else {
+        // A column that the query does not see is -inf in logits too.
+        result = product_of(site, n_rows);
+        if (auto* const mask = mask_of(site, n_rows)) {
+            result = add(ggml_add(tensors_, result, mask));
+        }
+    }
+    if (form == row_form::device_mean) {
+        // Heads become the fastest dimension: (n_head, n_cells, n_rows, n_stream).
+        auto* const by_head = add(ggml_permute(tensors_, result, 1, 2, 0, 3));
+        result = add(ggml_mean(tensors_, add(ggml_cont(tensors_, by_head))));
+    } else if (form == row_form::device_f16) {
+        result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));
+    } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
+        result = add(ggml_cont(tensors_, result));  // llama.cpp's own tensor is written over
+    }
+    if (failure_.empty()) rows.tensor = result;
+    return rows;
+}
+
+ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows) {
+    return add(ggml_cont(tensors_, last_queries(site.output, n_rows)));
+}
+
+}  // namespace kqview

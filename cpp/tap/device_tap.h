@@ -1,0 +1,79 @@
+// The tap's part for layers whose keys are on a device: which nodes a graph gets there, how much room their
+// results need, and how rows get from there into the blocks.
+// Owner:   the tap. Threads: the engine thread (and the constructor's thread before that thread starts).
+#pragma once
+
+#include <ggml-backend.h>
+
+#include <limits>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "tap/device_copies.h"
+#include "tap/device_nodes.h"
+#include "tap/graph.h"
+#include "tap/plan.h"
+#include "tap/row_sink.h"
+#include "tap/transfer.h"
+
+namespace kqview {
+
+class device_tap {
+public:
+    // A step has a token of each slot, or at most `n_chunk` of one slot's prompt.
+    device_tap(int n_slots, int n_chunk) : n_slots_(n_slots), n_chunk_(n_chunk) {}
+
+    // From the largest graph, before anything is captured.
+    void learn(const attention_site& site);
+    void learn(const hidden_site& site);
+    bool has_devices() const { return !ways_.empty(); }
+    // The first device that rows come from, or null.
+    ggml_backend_dev_t device() const { return ways_.empty() ? nullptr : ways_.front()->device(); }
+    bool holds(int il) const { return layers_.contains(il); }
+    bool holds_hidden(int il) const { return hidden_.contains(il); }
+
+    // Room for what the graphs of `plan` leave. Raises out_of_memory; transfers must be over.
+    void reserve(const graph_plan& plan);
+
+    // Queries of a prompt whose rows one step can leave.
+    int n_prompt_rows() const { return n_prompt_rows_; }
+
+    // Makes the nodes that `plan` wants of a graph's sites. What cannot be is said in the result, else empty.
+    std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
+                    const graph_plan& plan, ggml_context* tensors, std::vector<placed_node>& placed,
+                    device_part& part);
+    static std::size_t n_tensors_max(std::size_t n_attention, std::size_t n_hidden);
+
+    // A graph is about to run: who computes what.
+    static void find_backends(ggml_backend_sched_t sched, device_part& part);
+
+    // Sends the rows that the targets want off. The id to await, 0 where everything is there. Raises decode.
+    transfer_id start(row_table& table, const device_part& part);
+    void await(transfer_id id);
+
+private:
+    struct layer {
+        transfer* way;
+        std::size_t n_head;
+        std::size_t n_cells;
+        int n_queries_least;  // without a cache a step has the whole prompt
+    };
+    transfer& way_to(ggml_backend_dev_t device);
+    std::size_t bytes_of_row(const graph_plan& plan, int il) const;
+    int n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const;
+    device_part::share& share_of(device_part& part, transfer& way);
+    bool place(device_part& part, transfer& way, ggml_tensor* result, std::string& why);
+
+    const int n_slots_;
+    const int n_chunk_;
+    std::vector<std::unique_ptr<transfer>> ways_;
+    std::unordered_map<int, layer> layers_;
+    std::unordered_map<int, layer> hidden_;  // one head of n_embd cells
+    int n_prompt_rows_ = std::numeric_limits<int>::max();
+    transfer_id n_transfers_ = 0;
+};
+
+}  // namespace kqview

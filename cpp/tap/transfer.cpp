@@ -1,0 +1,163 @@
+#include "tap/transfer.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+
+namespace kqview {
+
+namespace {
+
+// A flat tensor of ours is as long as what is copied.
+void resize(ggml_tensor* bytes, std::size_t n_bytes) {
+    bytes->ne[0] = static_cast<std::int64_t>(n_bytes);
+    bytes->nb[1] = bytes->nb[2] = bytes->nb[3] = n_bytes;
+}
+
+std::string to_mib(std::size_t n_bytes) { return std::to_string(n_bytes >> 20) + " MiB"; }
+
+}  // namespace
+
+void add_copy(std::vector<row_copy>& copies, const row_copy& next) {
+    if (!copies.empty() && copies.back().is_followed_by(next)) {
+        copies.back().n_rows += next.n_rows;
+    } else {
+        copies.push_back(next);
+    }
+}
+
+transfer::transfer(ggml_backend_dev_t device) : device_(device) {
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    // What has no page-locked memory has no streams either: an RPC server answers in order.
+    is_async_ = props.caps.async && props.caps.events && props.caps.host_buffer;
+}
+
+transfer::~transfer() {
+    release();
+    if (copy_stream_) ggml_backend_free(copy_stream_);
+}
+
+void transfer::release() {
+    try {
+        if (copy_stream_) ggml_backend_synchronize(copy_stream_);
+    } catch (...) {  // copies that failed are over as well, and await has said so
+    }
+    for (auto& one : staging_) {
+        if (one.arrived) ggml_backend_event_free(one.arrived);
+        if (one.buffer) ggml_backend_buffer_free(one.buffer);
+        one = {};
+    }
+    if (results_) ggml_backend_buffer_free(results_);
+    results_ = nullptr;
+    result_bytes_ = nullptr;
+    tensors_.reset();
+    capacity_ = n_placed_ = 0;
+}
+
+ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
+    auto* const buffer =
+        ggml_backend_buft_alloc_buffer(ggml_backend_dev_buffer_type(device_), n_bytes);
+    if (buffer) return buffer;
+    std::size_t n_free = 0, n_total = 0;
+    ggml_backend_dev_memory(device_, &n_free, &n_total);
+    throw error(errc::out_of_memory,
+                "capture: rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
+                    std::to_string(is_async_ ? 3 : 1) + " x " + to_mib(n_bytes) + ", " +
+                    to_mib(n_free) +
+                    " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
+}
+
+ggml_tensor* transfer::bytes_of(ggml_backend_buffer_t buffer) const {
+    auto* const bytes =
+        ggml_new_tensor_1d(tensors_.get(), GGML_TYPE_I8, static_cast<std::int64_t>(capacity_));
+    ggml_backend_tensor_alloc(buffer, bytes, ggml_backend_buffer_get_base(buffer));
+    return bytes;
+}
+
+void transfer::reserve(std::size_t n_bytes) {
+    if (n_bytes <= capacity_) return;
+    release();
+    capacity_ = n_bytes;
+    try {
+        constexpr std::size_t n_tensors = 3;
+        tensors_.reset(ggml_init({n_tensors * ggml_tensor_overhead() + 1, nullptr, true}));
+        results_ = allocate(n_bytes);
+        result_bytes_ = bytes_of(results_);
+        if (!is_async_) {
+            fetched_.resize(n_bytes);
+            return;
+        }
+        if (!copy_stream_) copy_stream_ = ggml_backend_dev_init(device_, nullptr);
+        for (auto& one : staging_) {
+            one.buffer = allocate(n_bytes);
+            one.bytes = bytes_of(one.buffer);
+            one.arrived = ggml_backend_event_new(device_);
+        }
+        const bool has_events = std::all_of(staging_.begin(), staging_.end(),
+                                            [](const staging& one) { return one.arrived; });
+        if (copy_stream_ && has_events) return;
+        throw error(errc::out_of_memory,
+                    "capture: " + std::string(ggml_backend_dev_name(device_)) +
+                        " gives no stream or event for copies; lower n_ctx or n_gpu_layers");
+    } catch (...) {
+        release();
+        throw;
+    }
+}
+
+bool transfer::place(ggml_tensor* result) {
+    if (!results_) return false;
+    const auto alignment = ggml_backend_buffer_get_alignment(results_);
+    const auto at = (n_placed_ + alignment - 1) / alignment * alignment;
+    const auto n_bytes = ggml_backend_buffer_get_alloc_size(results_, result);
+    if (at + n_bytes > capacity_) return false;
+    auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(results_));
+    n_placed_ = at + n_bytes;
+    return ggml_backend_tensor_alloc(results_, result, base + at) == GGML_STATUS_SUCCESS;
+}
+
+std::size_t transfer::offset_of(const ggml_tensor* result) const {
+    const auto* const base = static_cast<const std::byte*>(ggml_backend_buffer_get_base(results_));
+    return static_cast<std::size_t>(static_cast<const std::byte*>(result->data) - base);
+}
+
+bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
+                     const std::vector<row_copy>& copies) {
+    resize(result_bytes_, n_used);
+    if (!is_async_) {
+        ggml_backend_synchronize(compute);
+        ggml_backend_tensor_get(result_bytes_, fetched_.data(), 0, n_used);
+        for (const auto& one : copies) {
+            for (std::size_t i = 0; i < one.n_rows; ++i) {
+                std::memcpy(one.to + i * one.to_stride,
+                            fetched_.data() + one.from + i * one.from_stride, one.row_bytes);
+            }
+        }
+        return false;
+    }
+    auto& stage = staging_[id % staging_.size()];
+    if (stage.id != 0) await(stage.id);
+    resize(stage.bytes, n_used);
+    // Queued behind the compute; the stream of copies waits for it (ggml records an event between).
+    ggml_backend_tensor_copy_async(compute, copy_stream_, result_bytes_, stage.bytes);
+    for (const auto& one : copies) {
+        ggml_backend_tensor_get_2d_async(copy_stream_, stage.bytes, one.to, one.from, one.row_bytes,
+                                         one.n_rows, one.from_stride, one.to_stride);
+    }
+    ggml_backend_event_record(stage.arrived, copy_stream_);
+    stage.id = id;
+    return true;
+}
+
+void transfer::await(transfer_id id) {
+    for (auto& one : staging_) {
+        if (one.id == 0 || one.id > id) continue;
+        one.id = 0;  // over, one way or the other
+        ggml_backend_event_synchronize(one.arrived);
+    }
+}
+
+}  // namespace kqview

@@ -1,0 +1,37 @@
+// kqview._core._fake_device, in developer builds alone: the device of fake_device.h for tests in Python.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include "fake_device.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace kqview::testing {
+
+void bind_fake_device(nb::module_& module) {
+    auto part = module.def_submodule("_fake_device", "A device for tests; see tests/device.");
+    part.def("register", &register_fake_devices, "n_devices"_a,
+             "Registers devices with ggml, once in a process.");
+    part.def(
+        "set",
+        [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,
+           std::size_t pinned_bytes, std::string refused_op) {
+            set_fake_device(
+                {is_late, fail_copy_in, memory_bytes, pinned_bytes, std::move(refused_op)});
+        },
+        nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
+        "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
+        "refused_op"_a = "");
+    part.def("counts", [] {
+        const auto now = count_fake_device();
+        nb::dict all;
+        all["n_graphs"] = now.n_graphs;
+        all["n_copies_to_host"] = now.n_copies_to_host;
+        all["n_copies_on_device"] = now.n_copies_on_device;
+        all["used_bytes"] = now.used_bytes;
+        return all;
+    });
+}
+
+}  // namespace kqview::testing

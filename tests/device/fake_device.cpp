@@ -1,0 +1,354 @@
+#include "fake_device.h"
+
+#include <ggml-backend-impl.h>
+#include <ggml-backend.h>
+#include <ggml-cpu.h>
+#include <ggml.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <vector>
+
+namespace kqview::testing {
+
+namespace {
+
+std::mutex settings_mutex;  // guards both
+fake_device_settings settings;
+fake_device_counts counts;
+std::size_t pinned_bytes = 0;
+
+// ---- streams
+
+// What a stream was told and has not done. Shared: events outlive the backend whose stream they mark.
+struct stream {
+    std::deque<std::function<void()>> queue;
+    std::uint64_t n_told = 0;
+    std::uint64_t n_done = 0;
+
+    void run_until(std::uint64_t n) {
+        while (n_done < n && !queue.empty()) {
+            const auto next = std::move(queue.front());
+            queue.pop_front();
+            ++n_done;
+            next();
+        }
+    }
+    void tell(std::function<void()> work) {
+        queue.push_back(std::move(work));
+        ++n_told;
+        bool is_late = true;
+        {
+            const std::lock_guard lock(settings_mutex);
+            is_late = settings.is_late;
+        }
+        if (!is_late) run_until(n_told);
+    }
+};
+
+struct mark {
+    std::shared_ptr<stream> where;
+    std::uint64_t n = 0;
+
+    void reach() const {
+        if (where) where->run_until(n);
+    }
+};
+
+struct fake_backend {
+    std::shared_ptr<stream> work = std::make_shared<stream>();
+    ggml_backend_t cpu = ggml_backend_cpu_init();
+
+    fake_backend() { ggml_backend_cpu_set_n_threads(cpu, 1); }
+};
+
+fake_backend& of(ggml_backend_t backend) { return *static_cast<fake_backend*>(backend->context); }
+
+void count_copy_to_host() {
+    const std::lock_guard lock(settings_mutex);
+    ++counts.n_copies_to_host;
+    if (settings.fail_copy_in < 0 || settings.fail_copy_in-- > 0) return;
+    throw std::runtime_error("fake device: this copy fails");
+}
+
+// ---- buffers
+
+void free_buffer(ggml_backend_buffer_t buffer) {
+    {
+        const std::lock_guard lock(settings_mutex);
+        counts.used_bytes -= buffer->size;
+    }
+    ::operator delete(buffer->context, std::align_val_t{128});
+}
+void* get_base(ggml_backend_buffer_t buffer) { return buffer->context; }
+void memset_tensor(ggml_backend_buffer_t, ggml_tensor* tensor, std::uint8_t value,
+                   std::size_t offset, std::size_t size) {
+    std::memset(static_cast<char*>(tensor->data) + offset, value, size);
+}
+void set_tensor(ggml_backend_buffer_t, ggml_tensor* tensor, const void* data, std::size_t offset,
+                std::size_t size) {
+    std::memcpy(static_cast<char*>(tensor->data) + offset, data, size);
+}
+void get_tensor(ggml_backend_buffer_t, const ggml_tensor* tensor, void* data, std::size_t offset,
+                std::size_t size) {
+    std::memcpy(data, static_cast<const char*>(tensor->data) + offset, size);
+}
+void clear(ggml_backend_buffer_t buffer, std::uint8_t value) {
+    std::memset(buffer->context, value, buffer->size);
+}
+
+// llama.cpp tells buffer types apart by their names.
+const char* type_name(ggml_backend_buffer_type_t type) {
+    return ggml_backend_dev_name(type->device);
+}
+std::size_t type_alignment(ggml_backend_buffer_type_t) { return 128; }
+ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, std::size_t n_bytes) {
+    const ggml_backend_buffer_i calls{free_buffer, get_base,   nullptr, memset_tensor,
+                                      set_tensor,  get_tensor, nullptr, nullptr,
+                                      nullptr,     clear,      nullptr};
+    {
+        const std::lock_guard lock(settings_mutex);
+        if (counts.used_bytes + n_bytes > settings.memory_bytes) return nullptr;
+        counts.used_bytes += n_bytes;
+    }
+    auto* const data = ::operator new(n_bytes, std::align_val_t{128});
+    std::memset(data, 0xff, n_bytes);  // NaN
+    return ggml_backend_buffer_init(type, calls, data, n_bytes);
+}
+
+const char* host_type_name(ggml_backend_buffer_type_t) { return "FAKE_Host"; }
+bool host_type_is_host(ggml_backend_buffer_type_t) { return true; }
+void free_host_buffer(ggml_backend_buffer_t buffer) {
+    {
+        const std::lock_guard lock(settings_mutex);
+        pinned_bytes -= buffer->size;
+    }
+    ::operator delete(buffer->context, std::align_val_t{128});
+}
+// As CUDA's does: plain memory where no more can be locked, and its type says so.
+ggml_backend_buffer_t host_type_alloc(ggml_backend_buffer_type_t type, std::size_t n_bytes) {
+    {
+        const std::lock_guard lock(settings_mutex);
+        if (pinned_bytes + n_bytes > settings.pinned_bytes)
+            n_bytes |= std::size_t{1} << 63;
+        else
+            pinned_bytes += n_bytes;
+    }
+    constexpr auto is_plain = std::size_t{1} << 63;
+    if ((n_bytes & is_plain) != 0) {
+        return ggml_backend_buft_alloc_buffer(ggml_backend_cpu_buffer_type(), n_bytes & ~is_plain);
+    }
+    const ggml_backend_buffer_i calls{free_host_buffer, get_base,   nullptr, memset_tensor,
+                                      set_tensor,       get_tensor, nullptr, nullptr,
+                                      nullptr,          clear,      nullptr};
+    return ggml_backend_buffer_init(type, calls, ::operator new(n_bytes, std::align_val_t{128}),
+                                    n_bytes);
+}
+
+// ---- backends
+
+const char* backend_name(ggml_backend_t backend) {
+    return ggml_backend_dev_name(ggml_backend_get_device(backend));
+}
+void backend_free(ggml_backend_t backend) {
+    ggml_backend_free(of(backend).cpu);
+    delete &of(backend);
+    delete backend;
+}
+void set_async(ggml_backend_t backend, ggml_tensor* tensor, const void* data, std::size_t offset,
+               std::size_t size) {
+    // The caller may reuse its memory at once, as with a copy from pageable memory.
+    std::vector<char> bytes(static_cast<const char*>(data), static_cast<const char*>(data) + size);
+    auto* const to = static_cast<char*>(tensor->data) + offset;
+    of(backend).work->tell(
+        [bytes = std::move(bytes), to] { std::memcpy(to, bytes.data(), bytes.size()); });
+}
+void get_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data, std::size_t offset,
+               std::size_t size) {
+    const auto* const from = static_cast<const char*>(tensor->data) + offset;
+    of(backend).work->tell([=] {
+        count_copy_to_host();
+        std::memcpy(data, from, size);
+    });
+}
+void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data, std::size_t offset,
+                  std::size_t size, std::size_t n_copies, std::size_t stride_tensor,
+                  std::size_t stride_data) {
+    const auto* const from = static_cast<const char*>(tensor->data) + offset;
+    of(backend).work->tell([=] {
+        count_copy_to_host();
+        for (std::size_t i = 0; i < n_copies; ++i) {
+            std::memcpy(static_cast<char*>(data) + i * stride_data, from + i * stride_tensor, size);
+        }
+    });
+}
+bool is_fake(ggml_backend_t backend) { return backend->iface.get_name == backend_name; }
+bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, ggml_tensor* dst) {
+    if (!is_fake(from) || !is_fake(to)) return false;
+    auto& source = of(from).work;
+    source->tell([a = src->data, b = dst->data, size = ggml_nbytes(dst)] {
+        {
+            const std::lock_guard lock(settings_mutex);
+            ++counts.n_copies_on_device;
+        }
+        std::memcpy(b, a, size);
+    });
+    if (from == to) return true;
+    of(to).work->tell([here = mark{source, source->n_told}] { here.reach(); });
+    return true;
+}
+void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
+
+// At once, behind what the stream has to do before: llama.cpp may build the next graph in its place.
+ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
+    synchronize(backend);
+    {
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_graphs;
+    }
+    return ggml_backend_graph_compute(of(backend).cpu, graph);
+}
+void event_record(ggml_backend_t backend, ggml_backend_event_t event) {
+    *static_cast<mark*>(event->context) = {of(backend).work, of(backend).work->n_told};
+}
+void event_wait(ggml_backend_t backend, ggml_backend_event_t event) {
+    of(backend).work->tell([here = *static_cast<mark*>(event->context)] { here.reach(); });
+}
+
+// ---- devices
+
+struct fake_device {
+    std::string name;
+    ggml_backend_buffer_type type;
+    ggml_backend_buffer_type host_type;
+    ggml_backend_device handle;
+};
+std::deque<fake_device> devices;  // their addresses stay
+ggml_backend_reg registry;
+
+fake_device& of(ggml_backend_dev_t device) { return *static_cast<fake_device*>(device->context); }
+
+const char* device_name(ggml_backend_dev_t device) { return of(device).name.c_str(); }
+const char* device_description(ggml_backend_dev_t) { return "a device for tests"; }
+void device_memory(ggml_backend_dev_t, std::size_t* n_free, std::size_t* n_total) {
+    const std::lock_guard lock(settings_mutex);
+    *n_total = settings.memory_bytes;
+    *n_free = settings.memory_bytes - std::min(settings.memory_bytes, counts.used_bytes);
+}
+enum ggml_backend_dev_type device_type(ggml_backend_dev_t) { return GGML_BACKEND_DEVICE_TYPE_GPU; }
+void device_props(ggml_backend_dev_t device, ggml_backend_dev_props* props) {
+    *props = {};
+    props->name = device_name(device);
+    props->description = device_description(device);
+    props->type = GGML_BACKEND_DEVICE_TYPE_GPU;
+    device_memory(device, &props->memory_free, &props->memory_total);
+    props->caps.async = props->caps.events = props->caps.host_buffer = true;
+}
+ggml_backend_buffer_type_t device_buffer_type(ggml_backend_dev_t device) {
+    return &of(device).type;
+}
+ggml_backend_buffer_type_t device_host_type(ggml_backend_dev_t device) {
+    return &of(device).host_type;
+}
+bool device_supports_op(ggml_backend_dev_t, const ggml_tensor* op) {
+    switch (op->op) {
+        case GGML_OP_MAP_CUSTOM1:
+        case GGML_OP_MAP_CUSTOM2:
+        case GGML_OP_MAP_CUSTOM3:
+        case GGML_OP_CUSTOM: return false;  // a function of the host
+        default: break;
+    }
+    {
+        const std::lock_guard lock(settings_mutex);
+        if (settings.refused_op == ggml_op_name(op->op)) return false;
+    }
+    return ggml_backend_dev_supports_op(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), op);
+}
+bool device_supports_type(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) {
+    return type == &of(device).type;
+}
+ggml_backend_event_t event_new(ggml_backend_dev_t device) {
+    return new ggml_backend_event{device, new mark};
+}
+void event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
+    delete static_cast<mark*>(event->context);
+    delete event;
+}
+void event_synchronize(ggml_backend_dev_t, ggml_backend_event_t event) {
+    static_cast<mark*>(event->context)->reach();
+}
+ggml_backend_t device_init(ggml_backend_dev_t device, const char*) {
+    static ggml_guid guid = {0x6b, 0x71, 0x76, 0x69, 0x65, 0x77, 0x20, 0x66,
+                             0x61, 0x6b, 0x65, 0x20, 0x64, 0x65, 0x76, 0x31};
+    ggml_backend_i calls{};
+    calls.get_name = backend_name;
+    calls.free = backend_free;
+    calls.set_tensor_async = set_async;
+    calls.get_tensor_async = get_async;
+    calls.get_tensor_2d_async = get_2d_async;
+    calls.cpy_tensor_async = copy_async;
+    calls.synchronize = synchronize;
+    calls.graph_compute = graph_compute;
+    calls.event_record = event_record;
+    calls.event_wait = event_wait;
+    return new ggml_backend{&guid, calls, device, new fake_backend};
+}
+
+const char* registry_name(ggml_backend_reg_t) { return "FAKE"; }
+std::size_t device_count(ggml_backend_reg_t) { return devices.size(); }
+ggml_backend_dev_t device_at(ggml_backend_reg_t, std::size_t i) { return &devices[i].handle; }
+
+}  // namespace
+
+void register_fake_devices(int n_devices) {
+    static std::once_flag once;
+    std::call_once(once, [n_devices] {
+        registry.api_version = GGML_BACKEND_API_VERSION;
+        registry.iface = {registry_name, device_count, device_at, nullptr};
+        ggml_backend_device_i calls{};
+        calls.get_name = device_name;
+        calls.get_description = device_description;
+        calls.get_memory = device_memory;
+        calls.get_type = device_type;
+        calls.get_props = device_props;
+        calls.init_backend = device_init;
+        calls.get_buffer_type = device_buffer_type;
+        calls.get_host_buffer_type = device_host_type;
+        calls.supports_op = device_supports_op;
+        calls.supports_buft = device_supports_type;
+        calls.event_new = event_new;
+        calls.event_free = event_free;
+        calls.event_synchronize = event_synchronize;
+        for (int i = 0; i < n_devices; ++i) {
+            auto& device = devices.emplace_back();
+            device.name = "FAKE" + std::to_string(i);
+            device.handle = {calls, &registry, &device};
+            device.type = {{type_name, type_alloc, type_alignment, nullptr, nullptr, nullptr},
+                           &device.handle,
+                           nullptr};
+            device.host_type = {{host_type_name, host_type_alloc, type_alignment, nullptr, nullptr,
+                                 host_type_is_host},
+                                &device.handle,
+                                nullptr};
+        }
+        ggml_backend_register(&registry);
+    });
+}
+
+void set_fake_device(const fake_device_settings& wanted) {
+    const std::lock_guard lock(settings_mutex);
+    settings = wanted;
+}
+
+fake_device_counts count_fake_device() {
+    const std::lock_guard lock(settings_mutex);
+    return counts;
+}
+
+}  // namespace kqview::testing

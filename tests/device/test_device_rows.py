@@ -1,0 +1,293 @@
+"""Rows of layers on a device: the values, the order of copies, and what happens when one fails.
+
+The device's streams do what they are told as late as order allows, and its memory begins as NaN. So
+a row that is read before its copy was waited for, a staging buffer used again too soon, or a copy
+that does not wait for the compute gives wrong values here, every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture
+from kqview.errors import DecodeError, KqviewError, OutOfMemory, UnsupportedModel
+from tests.support import tiny_gguf
+from tests.support.reference import relative_error
+from tests.support.rows import KINDS, random_ids, run
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from kqview import Engine
+    from kqview.types import Token
+    from tests.engine.conftest import MakeEngine
+
+N_PROMPT, N_TOKENS = 20, 12
+CLOSE = 2e-5  # the same product, summed in another order
+CAPTURES = {
+    **{kind: Capture(kind) for kind in KINDS},
+    "float16": Capture("logits", dtype="float16"),
+    "heads": Capture("scores", layers=[2, 0], heads=[3, 1]),
+    "mean_heads": Capture("probs", reduce="mean_heads"),
+    "mean_heads float16": Capture("probs", reduce="mean_heads", dtype="float16"),
+    "mean of heads": Capture("probs", heads=[0, 3], reduce="mean_heads"),
+    "max_heads": Capture("probs", reduce="max_heads"),
+    "mean": Capture("probs", reduce="mean"),
+    "max": Capture("scores", reduce="max"),
+    "top_k": Capture("probs", top_k=4),
+    "hidden": Capture("probs", layers=[1], hidden=[0, 2]),
+}
+
+
+def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:
+    """An engine on the CPU and one whose layers are all on devices."""
+    options = {"kv_type": "f32", "flash_attn": False, **options}
+    cpu = make_engine(model, **{**options, "n_gpu_layers": 0})
+    return cpu, make_engine(model, **{"n_gpu_layers": -1, **options})
+
+
+def check_equal(ours: Sequence[Token], theirs: Sequence[Token], limit: float = CLOSE) -> None:
+    """The same ids and the same rows."""
+    assert [token.id for token in ours] == [token.id for token in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("attention", "attention_positions", "hidden"):
+            x, y = getattr(a, name), getattr(b, name)
+            if y is None:
+                assert x is None
+                continue
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            near = 2e-3 if x.dtype == np.float16 else limit
+            np.testing.assert_allclose(
+                x.astype(np.float64), y.astype(np.float64), rtol=near, atol=near, err_msg=name
+            )
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("name", CAPTURES)
+def test_rows_equal_those_of_the_cpu(
+    make_engine: MakeEngine, tiny_llama: Path, name: str, flash_attn: bool
+) -> None:
+    # Flash attention differs in the sums of V between two devices no more than on one.
+    engines = both(make_engine, tiny_llama, flash_attn=flash_attn)
+    prompt = random_ids(N_PROMPT)
+    theirs, ours = (run(e, prompt, N_TOKENS, capture=CAPTURES[name]) for e in engines)
+    check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("n_gpu_layers", [1, 2, 3])
+@pytest.mark.parametrize("name", ["logits", "mean", "max_heads", "top_k", "hidden"])
+def test_layers_of_cpu_and_devices_come_as_one_view(
+    make_engine: MakeEngine, tiny_llama: Path, name: str, n_gpu_layers: int
+) -> None:
+    engines = both(make_engine, tiny_llama, n_gpu_layers=n_gpu_layers)
+    prompt = random_ids(N_PROMPT)
+    theirs, ours = (run(e, prompt, N_TOKENS, capture=CAPTURES[name]) for e in engines)
+    check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kv_type", ["f16", "q8_0"])
+def test_keys_of_other_types(make_engine: MakeEngine, tmp_path: Path, kv_type: str) -> None:
+    model = tiny_gguf.write_preset(tmp_path / "wide.gguf", "tiny_llama", n_embd=128)
+    engines = both(make_engine, model, kv_type=kv_type, flash_attn=True)
+    prompt = random_ids(N_PROMPT)
+    theirs, ours = (run(e, prompt, 2, capture="logits")[0].attention for e in engines)
+    assert ours is not None
+    assert theirs is not None
+    # ggml rounds q to the type of K, our kernel does not.
+    assert relative_error(np.asarray(ours), np.asarray(theirs, np.float64)) < 2e-2
+
+
+def test_late_and_early_copies_bring_the_same_bits(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    prompt = random_ids(N_PROMPT)
+    late = run(engine, prompt, 60, capture="probs")
+    device.set(is_late=False)
+    early = run(engine, prompt, 60, capture="probs")
+    for a, b in zip(late, early, strict=True):
+        assert a.attention is not None
+        assert b.attention is not None
+        assert np.array_equal(a.attention, b.attention)
+        np.testing.assert_allclose(a.attention.sum(axis=-1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1, 8])
+def test_each_token_has_its_own_row_however_far_it_runs_ahead(
+    make_engine: MakeEngine, tiny_llama: Path, run_ahead: int
+) -> None:
+    engines = both(make_engine, tiny_llama, run_ahead=run_ahead)
+    prompt = random_ids(N_PROMPT)
+    theirs, ours = (run(e, prompt, 40, capture="logits") for e in engines)
+    check_equal(ours, theirs)
+
+
+def test_slots_that_capture_and_one_that_does_not(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    def generate(engine: Engine) -> list[list[Token]]:
+        running = [
+            engine.generate(
+                random_ids(N_PROMPT, seed=i), slot=i, max_tokens=N_TOKENS, temperature=0.0,
+                ignore_eos=True, capture=capture,
+            )
+            for i, capture in enumerate(["logits", None, Capture("logits", layers=[1])])
+        ]  # fmt: skip
+        taken: list[list[Token]] = [[] for _ in running]
+        for _ in range(N_TOKENS):
+            for tokens, generation in zip(taken, running, strict=True):
+                tokens.append(next(generation))
+        return taken
+
+    cpu, gpu = both(make_engine, tiny_llama, n_slots=3)
+    for theirs, ours in zip(generate(cpu), generate(gpu), strict=True):
+        check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["probs", "logits", "float16", "mean_heads", "max"])
+@pytest.mark.parametrize("n_ubatch", [16, 512])
+def test_rows_of_a_prompt(
+    make_engine: MakeEngine, tiny_llama: Path, name: str, n_ubatch: int
+) -> None:
+    engines = both(make_engine, tiny_llama, n_ubatch=n_ubatch)
+    prompt = random_ids(70)
+    theirs, ours = (np.asarray(e.attend(prompt, CAPTURES[name]).array()) for e in engines)
+    near = 2e-3 if ours.dtype == np.float16 else CLOSE
+    np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
+    theirs, ours = (np.asarray(e.attend(prompt, CAPTURES[name], last=5).array()) for e in engines)
+    np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
+
+
+def test_one_copy_on_each_device_a_step_and_none_without_capture(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    prompt = random_ids(N_PROMPT)
+
+    def counted(capture: str | None) -> dict[str, int]:
+        run(engine, prompt, 4, capture=capture)  # what is new to the engine is not counted
+        before = device.counts()
+        run(engine, prompt, N_TOKENS, capture=capture)
+        return {name: n - before[name] for name, n in device.counts().items()}
+
+    n_devices = 2
+    without, captured = counted(None), counted("logits")
+    assert without["n_copies_to_host"] == N_TOKENS  # the logits of each token
+    assert captured["n_graphs"] == without["n_graphs"]
+    for name in ("n_copies_on_device", "n_copies_to_host"):
+        assert captured[name] - without[name] == n_devices * N_TOKENS
+
+
+def test_blocks_are_page_locked_until_there_is_no_more(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    prompt = random_ids(N_PROMPT)
+    held = run(engine, prompt, 4, capture="logits")
+    assert engine.stats().pool.pinned_bytes > 0
+    assert engine.stats().pool.plain_fallbacks == 0
+    device.set(pinned_bytes=0)
+    held += run(engine, prompt, 30, capture="logits")
+    assert engine.stats().pool.plain_fallbacks > 0
+
+
+def test_a_copy_that_fails_ends_its_request_and_no_other(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=2)
+    prompt = random_ids(N_PROMPT)
+    want = run(engine, prompt, N_TOKENS, capture="probs", slot=0)
+    for fail_copy_in in range(0, 30, 3):
+        device.set()
+        other = engine.generate(
+            random_ids(5, seed=3), slot=1, max_tokens=40, temperature=0.0, ignore_eos=True
+        )
+        next(other)
+        device.set(fail_copy_in=fail_copy_in)
+        seen: list[Token] = []
+        with contextlib.suppress(DecodeError):
+            generation = engine.generate(
+                prompt, slot=0, max_tokens=N_TOKENS, ignore_eos=True, capture="probs",
+                temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7,
+            )  # fmt: skip
+            seen.extend(generation)
+        assert generation.finish_reason in ("length", "error")
+        device.set()
+        check_equal(seen, want[: len(seen)])
+        with contextlib.suppress(DecodeError):  # the copy that failed was of its logits
+            other.read()
+        assert other.finish_reason in ("length", "error")
+        check_equal(run(engine, prompt, N_TOKENS, capture="probs", slot=0), want)
+
+
+def test_no_room_on_the_device_is_out_of_memory_and_the_engine_goes_on(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    device.set(memory_bytes=device.counts()["used_bytes"] + 1000)
+    with pytest.raises(OutOfMemory, match=r"FAKE\d need .* MiB, .* are free"):
+        run(engine, random_ids(4), 2, capture="logits")
+    assert len(run(engine, random_ids(4), 2)) == 2
+    device.set()
+    assert run(engine, random_ids(4), 2, capture="logits")[0].attention is not None
+
+
+def test_an_operation_that_the_device_has_not_is_refused(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, kv_type="f16")
+    device.set(refused_op="SOFT_MAX")
+    with pytest.raises(UnsupportedModel, match="SOFT_MAX"):
+        run(engine, random_ids(4), 2, capture="probs")
+    assert run(engine, random_ids(4), 2, capture="logits")[0].attention is not None
+
+
+def test_cancelled_and_dropped_generations_leave_nothing_behind(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    prompt = random_ids(N_PROMPT)
+    want = run(engine, prompt, N_TOKENS, capture="probs")
+    for n_taken in (0, 1, 5):
+        generation = engine.generate(prompt, max_tokens=200, capture="probs", ignore_eos=True)
+        for _ in range(n_taken):
+            next(generation)
+        generation.close()
+        # One that never ran leaves what was there.
+        assert n_taken == 0 or engine.slots[0].n_tokens == N_PROMPT + n_taken - 1
+    del generation
+    check_equal(run(engine, prompt, N_TOKENS, capture="probs"), want)
+    del want
+    assert engine.stats().pool.n_leased == 0
+
+
+def test_closing_while_rows_are_on_their_way(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    generation = engine.generate(random_ids(8), max_tokens=400, capture="probs", ignore_eos=True)
+    first = next(generation)
+    assert first.attention is not None
+    kept = first.attention.copy()
+    engine.close()
+    with pytest.raises(KqviewError):
+        generation.read()
+    assert np.array_equal(first.attention, kept)
+
+
+def test_an_async_consumer_gets_the_same(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    prompt = random_ids(N_PROMPT)
+    want = run(engine, prompt, N_TOKENS, capture="probs", temperature=0.0)
+
+    async def collect() -> list[Token]:
+        generation = engine.generate(
+            prompt, max_tokens=N_TOKENS, capture="probs", temperature=0.0, ignore_eos=True
+        )
+        return [token async for token in generation]
+
+    check_equal(asyncio.run(collect()), want)

@@ -1,0 +1,35 @@
+"""The tests of tests/device, and engine tests once more, with models on fake devices."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kqview import _core
+
+ROOT = Path(__file__).resolve().parents[2]
+# What these say of the CPU holds for devices too.
+AGAIN = ("values", "plans", "prompt_rows", "reductions", "hidden", "slots", "view_lifetime",
+         "cancel", "generate", "attention_kinds")  # fmt: skip
+
+
+@pytest.mark.skipif(
+    not hasattr(_core, "_fake_device"),
+    reason="not a developer build (-C cmake.define.KQVIEW_DEV=ON)",
+)
+@pytest.mark.parametrize("part", ["device", "engine"])
+def test_on_fake_devices(part: str) -> None:
+    paths = (
+        [f"tests/engine/test_{name}.py" for name in AGAIN] if part == "engine" else ["tests/device"]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths],
+        cwd=ROOT, env={**os.environ, "KQVIEW_TEST_FAKE_DEVICES": "2"},
+        capture_output=True, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
