@@ -123,6 +123,8 @@ private:
     void release(slot& target);
 
     static std::size_t n_decoded_anew(const request& wanted);
+
+
     // deliver: rows of a device arrive while the next step computes; their tokens wait for them
     struct parcel {
         std::shared_ptr<request> to;
