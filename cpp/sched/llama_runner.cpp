@@ -29,7 +29,7 @@ void llama_runner::want(const graph_plan& plan) {
     const tap::scope scope(*tap_);
     try {
         context_->reserve();
-    } catch (const error&) {
+    } catch (...) {
         // The requests that run on must not fail with this one: back to graphs without nodes.
         const auto why = tap_->take_failure();
         tap_->want({});
@@ -53,7 +53,7 @@ const std::byte* llama_runner::decode(std::span<const step_token> tokens,
     tap_->begin_step(std::move(targets));
     try {
         context_->decode(batch_);
-    } catch (const error&) {
+    } catch (...) {
         tap_->abandon_step();
         // A hook that refused says why; llama.cpp only knows that the call failed.
         const auto why = tap_->take_failure();

@@ -52,10 +52,10 @@ public:
                                     std::span<const step_rows> rows) = 0;
     virtual float* logits(int i_token) = 0;
 
-    // Makes slot `to` hold what slot `from` holds. Costs its whole cache.
+    // Makes slot `to` hold what slot `from` holds. Costs its whole cache. After an error `to` holds anything.
     virtual void copy(slot_id from, slot_id to) = 0;
 
-    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
+    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state). Throws nothing.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
     // Removes tokens behind the first n_keep and moves those that follow to their place. False: the cache

@@ -47,6 +47,10 @@ bool step::await_fork(slot& target) {
     if (n_shared < target.n_fork && is_coming) return true;
     target.fork_source.reset();
     if (n_shared < target.tokens.size() + n_fork_min) return false;  // the source was cancelled
+    {
+        const std::lock_guard lock(tokens_mutex_);
+        target.tokens.clear();  // a copy that fails leaves none of them
+    }
     model_.copy(source.id, target.id);
     model_.truncate(target.id, static_cast<int>(n_shared));
     const std::lock_guard lock(tokens_mutex_);
