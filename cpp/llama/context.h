@@ -9,6 +9,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/ids.h"
 #include "llama/model.h"
@@ -28,6 +29,8 @@ struct context_options {
     std::string kv_type = "f16";
     bool swa_full = true;
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
+    // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU only.
+    std::vector<std::uint64_t> aborted_decodes;
 };
 
 struct batch_token {
@@ -110,6 +113,7 @@ private:
     };
 
     void use_adapters();
+    int decode_aborted();
 
     std::shared_ptr<model> model_;  // outlives the context
     std::unique_ptr<llama_context, context_deleter> handle_;
@@ -118,6 +122,8 @@ private:
     int n_chunk_;
     int n_ubatch_;
     int n_slots_;
+    const std::vector<std::uint64_t> aborted_decodes_;  // sorted
+    std::uint64_t n_decodes_ = 0;
 };
 
 }  // namespace kqview

@@ -15,6 +15,7 @@ from kqview.types import (
     PoolStats,
     PromptBlock,
     Sampling,
+    SlotStats,
     Token,
     Usage,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "PromptBlock",
     "Sampling",
     "Slot",
+    "SlotStats",
     "Token",
     "Usage",
     "errors",

@@ -8,7 +8,7 @@ from kqview.types.capture import Capture
 from kqview.types.model import ModelInfo
 from kqview.types.prompt import PromptBlock
 from kqview.types.sampling import Sampling
-from kqview.types.stats import EngineStats, PoolStats, Usage
+from kqview.types.stats import EngineStats, PoolStats, SlotStats, Usage
 from kqview.types.token import Token
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "PoolStats",
     "PromptBlock",
     "Sampling",
+    "SlotStats",
     "Token",
     "Usage",
 ]
