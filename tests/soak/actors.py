@@ -74,7 +74,7 @@ class Caller:
             self.generate()
 
     def generate(self) -> None:
-        options = random_options(self.rng, any_slot=self.left_open is not None)
+        options = random_options(self.rng, 0 if self.left_open else len(self.world.engine.slots))
         capture = options["capture"]
         with documented_ends(self.world, capture):
             generation = self.world.engine.generate(random_prompt(self.rng), **options)
@@ -210,7 +210,7 @@ class AsyncCallers:
         holding.release(everything=True)
 
     async def generate(self, rng: Random, holding: Holding) -> None:
-        options = random_options(rng, any_slot=True)
+        options = random_options(rng, n_slots=0)
         capture = options["capture"]
         try:
             generation = self.world.engine.generate(random_prompt(rng), **options)

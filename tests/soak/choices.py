@@ -49,8 +49,8 @@ def random_capture(rng: Random, *, prompt: bool = False) -> Capture | None:
     )
 
 
-def random_options(rng: Random, *, any_slot: bool) -> dict[str, Any]:
-    """Options of ``generate`` except the prompt."""
+def random_options(rng: Random, n_slots: int) -> dict[str, Any]:
+    """Options of ``generate`` except the prompt; *n_slots* 0: no slot of its own."""
     options: dict[str, Any] = {
         "max_tokens": rng.choice((1, rng.randrange(1, 12), rng.randrange(1, 60), 500)),
         "capture": random_capture(rng),
@@ -61,8 +61,8 @@ def random_options(rng: Random, *, any_slot: bool) -> dict[str, Any]:
     }
     if options["capture"] and options["capture"].hidden:
         options["capture"] = without_prompt(options["capture"])
-    if not any_slot and rng.random() < 0.15:
-        options["slot"] = rng.randrange(4)
+    if n_slots and rng.random() < 0.15:
+        options["slot"] = rng.randrange(n_slots)
     more: list[dict[str, Any]] = [
         {},
         {},
@@ -91,7 +91,7 @@ def bad_requests(rng: Random) -> list[tuple[dict[str, Any], type[errors.KqviewEr
         ({"prompt": []}, errors.RequestError),
         ({"prompt": [*FAMILIES[1], 1, 2, 3]}, errors.PromptTooLong),
         ({"prompt": [1, 320 + rng.randrange(10**6)]}, errors.InvalidToken),
-        ({"prompt": prompt, "slot": 4 + rng.randrange(100)}, errors.UnknownSlot),
+        ({"prompt": prompt, "slot": 256 + rng.randrange(100)}, errors.UnknownSlot),
         ({"prompt": prompt, "capture": Capture("probs", layers=[99])}, errors.InvalidCapture),
         ({"prompt": prompt, "temperature": -1.0}, errors.InvalidSampling),
         ({"prompt": prompt, "grammar": "root ::= ["}, errors.RequestError),
