@@ -96,7 +96,8 @@ private:
         std::optional<clock::time_point> starved_until;
         // A slot with more of the prompt than this one, or about to have it: its cache is copied.
         std::optional<slot_id> fork_source;
-        std::size_t n_fork = 0;  // tokens to take over
+        std::size_t n_fork = 0;       // tokens to take over
+        request_id fork_request = 0;  // who evaluates them there; 0: they were there already
         request_usage usage;
         clock::time_point started;
         clock::time_point prefilled;

@@ -33,6 +33,7 @@ void step::plan_fork(slot& target) {
         n_best = n;
         target.fork_source = other.id;
         target.n_fork = n;
+        target.fork_request = other.active ? other.active->id : 0;
     }
 }
 
@@ -42,7 +43,11 @@ bool step::await_fork(slot& target) {
     const auto& source = slots_[static_cast<std::size_t>(*target.fork_source)];
     const auto n_shared =
         std::min(common_prefix(source.tokens, target.active->prompt), target.n_fork);
-    const bool is_coming = source.active && n_shared == source.tokens.size() &&
+    // Only from a request admitted before this one, so that no two wait for each other; and not from one that
+    // waits for its consumer.
+    const bool is_coming = source.active && source.active->id == target.fork_request &&
+                           source.state == slot_state::prefill &&
+                           n_shared == source.tokens.size() &&
                            source.tokens.size() < source.active->prompt.size();
     if (n_shared < target.n_fork && is_coming) return true;
     target.fork_source.reset();

@@ -14,6 +14,7 @@
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "sched/slot_saving.h"
 #include "scheduler_fixture.h"
@@ -163,7 +164,7 @@ private:
         } catch (const error& failure) {
             if (failure.code() != errc::queue_full) tally_.wrong(failure.what());
             ++tally_.n_refused;
-            std::this_thread::yield();
+            std::this_thread::sleep_for(std::chrono::microseconds(200));
             return nullptr;
         }
     }
@@ -253,7 +254,14 @@ private:
 
     void cancel_others() {
         random rng(seed_ + 1);
+        std::uint64_t n_seen = 0;
         while (!is_over()) {
+            // Never while the engine stands still: a cancellation would set going again what got stuck.
+            if (std::exchange(n_seen, engine_.sched->counters().n_decodes.load()) ==
+                engine_.sched->counters().n_decodes) {
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                continue;
+            }
             std::shared_ptr<request> victim;
             {
                 const std::lock_guard lock(mutex_);

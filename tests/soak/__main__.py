@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from kqview import Capture, Engine, errors
 from tests.support import tiny_gguf
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 BUDGET_BYTES = 512 * 1024  # about a hundred rows: it is full most of the time
 N_CALLERS = 3
 STALL_S = 60.0
+STANDSTILL_S = 10.0
 GROWTH_MAX = 0.05
 SAMPLE_S = 0.25
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -50,6 +51,18 @@ PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 def rss_bytes() -> int:
     """Memory of this process that is in use now."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def can_go_on(stats: EngineStats) -> bool:
+    """Whether a slot waits for nothing but the engine."""
+    return any(slot.state in ("prefill", "decode") for slot in stats.slots)
+
+
+def give_up(why: str, stats: EngineStats) -> NoReturn:
+    """Print what is known of a process that got stuck, and end it: its threads will not."""
+    print(f"soak: stuck: {why}; {stats}", flush=True)
+    faulthandler.dump_traceback(all_threads=True)
+    os._exit(2)
 
 
 class Watch(threading.Thread):
@@ -64,7 +77,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         next_print_s = self.world.started_s + self.every_s
-        last = self.world.engine.stats()
+        last = moved = self.world.engine.stats()
         while not self.is_done.wait(SAMPLE_S):
             now_s = time.monotonic()
             self.samples.append((now_s - self.world.started_s, rss_bytes()))
@@ -73,10 +86,13 @@ class Watch(threading.Thread):
                 stats = self.world.engine.stats()
                 print(self.line(stats, stats.since(last)), flush=True)
                 last = stats
+            now = self.world.engine.stats()
+            if now.n_decodes != moved.n_decodes or not can_go_on(now):
+                moved = now
+            if now.uptime_s - moved.uptime_s > STANDSTILL_S:
+                give_up(f"no decode for {STANDSTILL_S} s", now)
             if stuck := self.world.silent_since(STALL_S):
-                print(f"soak: stuck: {', '.join(stuck)}; {self.world.engine.stats()}", flush=True)
-                faulthandler.dump_traceback(all_threads=True)
-                os._exit(2)
+                give_up(f"nothing heard of {', '.join(stuck)} for {STALL_S} s", now)
 
     def line(self, now: EngineStats, lately: EngineStats) -> str:
         slots = " ".join(slot.state for slot in now.slots)

@@ -197,9 +197,9 @@ class AsyncCallers:
         rng = Random(f"{self.world.seed} {self.name} {number}")
         holding = Holding(self.world, rng, n_most=15)
         while not self.world.is_over:
-            self.world.beat(self.name)
+            self.world.beat(f"{self.name} {number}")
             try:
-                limit_s = rng.choice((0.002, 0.02, 20.0))
+                limit_s = rng.choice((0.002, 0.02, None))
                 await asyncio.wait_for(self.generate(rng, holding), limit_s)
             except TimeoutError:
                 self.world.count("tasks cancelled")
@@ -208,6 +208,7 @@ class AsyncCallers:
             holding.release()
             await asyncio.sleep(rng.choice((0, 0, 0.03)))
         holding.release(everything=True)
+        self.world.retire(f"{self.name} {number}")
 
     async def generate(self, rng: Random, holding: Holding) -> None:
         options = random_options(rng, n_slots=0)
