@@ -120,11 +120,14 @@ TEST_CASE("scheduler: a prompt is cut smaller while others generate") {
     auto options = slots(2);
     options.n_chunk = 300;
     test_engine engine(std::move(options));
+    engine.model->allow(2);
     const auto running =
         engine.submit(make_prompt(1, 5), 100, [](request& r) { r.run_ahead = 100; });
-    engine.model->wait_decodes(2);
+    REQUIRE(engine.model->wait_held());  // it generates, and has not ended
     const auto prompt = make_prompt(2, 300);
-    CHECK(consumer(engine.submit(prompt, 2)).rest() == continuation(prompt, 2));
+    const auto late = engine.submit(prompt, 2);
+    engine.model->allow_all();
+    CHECK(consumer(late).rest() == continuation(prompt, 2));
     CHECK(consumer(running).rest() == continuation(make_prompt(1, 5), 100));
     std::size_t n_largest = 0;
     for (const auto& batch : engine.model->decodes()) n_largest = std::max(n_largest, batch.size());

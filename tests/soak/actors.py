@@ -186,8 +186,8 @@ class AsyncCallers:
         self.name = name
 
     def run(self) -> None:
+        self.world.retire(self.name)  # each task is heard of by itself
         asyncio.run(self.main())
-        self.world.retire(self.name)
 
     async def main(self) -> None:
         tasks = [asyncio.create_task(self.task(i)) for i in range(self.N_TASKS)]
