@@ -27,7 +27,8 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
                                          std::optional<bool> flash_attn, const std::string& kv_type,
                                          bool swa_full, const std::string& pooling,
                                          std::size_t attention_budget_bytes,
-                                         std::size_t host_memory_bytes, bool poison) {
+                                         std::size_t host_memory_bytes, bool poison,
+                                         std::vector<std::uint64_t> aborted_decodes) {
     const nb::gil_scoped_release release;
     context_options options;
     options.n_ctx = n_ctx;
@@ -40,6 +41,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     options.swa_full = swa_full;
     options.pooling = pooling;
     options.host_memory_bytes = host_memory_bytes;
+    options.aborted_decodes = std::move(aborted_decodes);
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
     core->embeddings = embedding_facts_of(*source);
@@ -101,6 +103,8 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
     return handle;
 }
 
+double seconds(std::uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
+
 nb::dict stats_of(const engine_core& self) {
     self.sched->check_not_forked();
     const auto& counters = self.sched->counters();
@@ -117,11 +121,24 @@ nb::dict stats_of(const engine_core& self) {
     pool_stats["n_allocations"] = pool.n_allocations;
     pool_stats["n_reused"] = pool.n_reused;
     pool_stats["plain_fallbacks"] = pool.plain_fallbacks;
+    nb::list slots;
+    for (const auto& slot : self.sched->slots()) {
+        slots.append(nb::make_tuple(name_of(slot.state), slot.n_tokens, slot.active));
+    }
     nb::dict stats;
+    stats["uptime_s"] = self.sched->uptime_s();
     stats["n_requests"] = counters.n_requests.load();
+    stats["n_finished"] = counters.n_finished.load();
+    stats["n_cancelled"] = counters.n_cancelled.load();
+    stats["n_failed"] = counters.n_failed.load();
+    stats["n_refused"] = counters.n_refused.load();
     stats["n_tokens"] = counters.n_tokens.load();
     stats["n_decodes"] = counters.n_decodes.load();
     stats["prefill_tokens"] = counters.n_prompt_tokens.load();
+    stats["prefill_s"] = seconds(counters.prefill_ns.load());
+    stats["decode_tokens"] = counters.n_decoded_tokens.load();
+    stats["decode_s"] = seconds(counters.decode_ns.load());
+    stats["slots"] = slots;
     stats["graph_builds"] = graphs.n_built.load();
     stats["graph_reuses"] = graphs.n_reused.load();
     stats["graph_nodes_added"] = graphs.n_nodes_added.load();
@@ -141,7 +158,7 @@ void bind_engine(nb::module_& module) {
                     nb::arg("n_batch"), nb::arg("n_ubatch"), nb::arg("n_threads"),
                     nb::arg("flash_attn").none(), nb::arg("kv_type"), nb::arg("swa_full"),
                     nb::arg("pooling"), nb::arg("attention_budget_bytes"),
-                    nb::arg("host_memory_bytes"), nb::arg("poison"),
+                    nb::arg("host_memory_bytes"), nb::arg("poison"), nb::arg("aborted_decodes"),
                     "Creates the context and starts the engine thread.")
         .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
         .def_prop_ro(

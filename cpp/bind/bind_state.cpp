@@ -12,15 +12,26 @@ namespace kqview::bind {
 
 namespace {
 
-void run_on_slot(const engine_core& self, slot_id slot, const slot_work& work) {
-    const nb::gil_scoped_release release;
-    try {
-        self.sched->run_on_slot(slot, work);
-    } catch (...) {
-        stay_if_exiting();
-        throw;
-    }
+// Called without the GIL, when a signal handler ran on this thread: does Python's let it wait on?
+bool goes_on_after_signal() {
     stay_if_exiting();
+    const nb::gil_scoped_acquire acquire;
+    return PyErr_CheckSignals() == 0;
+}
+
+void run_on_slot(const engine_core& self, slot_id slot, const slot_work& work) {
+    bool is_done = false;
+    {
+        const nb::gil_scoped_release release;
+        try {
+            is_done = self.sched->run_on_slot(slot, work, goes_on_after_signal);
+        } catch (...) {
+            stay_if_exiting();
+            throw;
+        }
+        stay_if_exiting();
+    }
+    if (!is_done) throw nb::python_error();  // what the handler raised, KeyboardInterrupt as a rule
 }
 
 nb::object bytes_of_size(std::size_t n_bytes) {

@@ -52,6 +52,11 @@ std::string to_gib(double n_bytes) {
     return text.data();
 }
 
+std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> numbers) {
+    std::sort(numbers.begin(), numbers.end());
+    return numbers;
+}
+
 constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
 
 int n_ctx_of(const model& source, const context_options& options) {
@@ -184,7 +189,10 @@ context::batch_owner::~batch_owner() {
 }
 
 context::context(std::shared_ptr<model> source, const context_options& options)
-    : model_(std::move(source)), n_ctx_(n_ctx_of(*model_, options)), n_slots_(options.n_slots) {
+    : model_(std::move(source)),
+      n_ctx_(n_ctx_of(*model_, options)),
+      n_slots_(options.n_slots),
+      aborted_decodes_(sorted(options.aborted_decodes)) {
     const auto params = params_of(*model_, options);
     n_ubatch_ =
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
@@ -240,13 +248,26 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     const llama_activity guard("decoding");
     const auto log_position = log_ring::instance().position();
     const bool has_encoder = llama_model_has_encoder(model_->get());
-    const int status =
-        has_encoder ? llama_encode(handle_.get(), batch) : llama_decode(handle_.get(), batch);
+    const bool is_aborted =
+        std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);
+    const int status = is_aborted    ? decode_aborted()
+                       : has_encoder ? llama_encode(handle_.get(), batch)
+                                     : llama_decode(handle_.get(), batch);
     if (status == 0) return;
     throw error(errc::decode,
                 std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
                     std::to_string(status) + " for " + std::to_string(tokens.size()) +
                     " tokens: " + log_ring::instance().errors_since(log_position));
+}
+
+// llama.cpp's own way to fail: some keys and values are written, rows are due, and it takes the tokens back.
+int context::decode_aborted() {
+    int n_nodes_left = 12;
+    const auto is_over = [](void* n_left) { return --*static_cast<int*>(n_left) < 0; };
+    llama_set_abort_callback(handle_.get(), is_over, &n_nodes_left);
+    const int status = llama_decode(handle_.get(), batch_.batch);
+    llama_set_abort_callback(handle_.get(), nullptr, nullptr);
+    return status;
 }
 
 float* context::logits(int i_token) {

@@ -30,6 +30,8 @@ struct context_options {
     bool swa_full = true;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = what the model's file says
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
+    // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU only.
+    std::vector<std::uint64_t> aborted_decodes;
 };
 
 struct batch_token {
@@ -132,6 +134,7 @@ private:
     void use_adapters();
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);
+    int decode_aborted();
 
     std::shared_ptr<model> model_;  // outlives the context
     std::unique_ptr<llama_context, context_deleter> handle_;
@@ -142,6 +145,8 @@ private:
     int n_slots_;
     std::string pooling_;
     bool embeds_ = false;  // what llama.cpp was told last
+    const std::vector<std::uint64_t> aborted_decodes_;  // sorted
+    std::uint64_t n_decodes_ = 0;
 };
 
 }  // namespace kqview

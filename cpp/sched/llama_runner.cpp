@@ -36,7 +36,7 @@ void llama_runner::want(const graph_plan& plan) {
     try {
         if (!tap_->want(plan)) return;
         context_->reserve();
-    } catch (const error&) {
+    } catch (...) {
         // The requests that run on must not fail with this one: back to graphs without nodes.
         const auto why = tap_->take_failure();
         tap_->want({});
@@ -60,7 +60,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
     tap_->begin_step(std::move(targets));
     try {
         context_->decode(batch_, embeds);
-    } catch (const error&) {
+    } catch (...) {
         tap_->abandon_step();
         // A hook that refused says why; llama.cpp only knows that the call failed.
         const auto why = tap_->take_failure();

@@ -21,9 +21,15 @@ bool mailbox::is_starving() {
 
 void mailbox::put(token_event token, std::optional<end_event> end) {
     const std::lock_guard lock(mutex_);
-    if (is_cancelled_) return;
-    events_.emplace_back(std::move(token));
-    if (end) end_ = std::move(end);
+    if (is_cancelled_) {
+        // The token is dropped, what the request cost is told all the same.
+        if (!end || end_) return;
+        end_ = std::move(end);
+        end_->reason = finish_reason::cancelled;
+    } else {
+        events_.emplace_back(std::move(token));
+        if (end) end_ = std::move(end);
+    }
     wake_consumer();
 }
 

@@ -31,7 +31,8 @@ public:
     // After a false the engine is rung on the next change.
     bool is_starving();
 
-    // Producer: adds a token, together with the end when it is the last one.
+    // Producer: adds a token, together with the end when it is the last one. Once the consumer cancelled the token
+    // is dropped, and the end is that of a cancelled request.
     void put(token_event token, std::optional<end_event> end);
     void put(prompt_event rows);
     void finish(end_event end);

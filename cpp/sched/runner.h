@@ -71,10 +71,10 @@ public:
     // Blocks until the rows of a step, and of all before, are in their blocks. Throws error: they are not.
     virtual void await(transfer_id /*rows*/) {}
 
-    // Makes slot `to` hold what slot `from` holds. Costs its whole cache.
+    // Makes slot `to` hold what slot `from` holds. Costs its whole cache. After an error `to` holds anything.
     virtual void copy(slot_id from, slot_id to) = 0;
 
-    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
+    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state). Throws nothing.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
     // Removes tokens behind the first n_keep and moves those that follow to their place. False: the cache

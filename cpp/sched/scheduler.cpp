@@ -7,13 +7,17 @@
 #include <string>
 #include <utility>
 
+#include "sched/failure.h"
+
 namespace kqview {
 
 namespace {
 
-error closed_error() {
-    return error(errc::closed, "generate: the engine was closed; make a new Engine");
-}
+// Made before memory can be short.
+const error closed_error(errc::closed, "generate: the engine was closed; make a new Engine");
+const error slot_closed_error(errc::closed, "slot: the engine was closed; make a new Engine");
+const error no_memory(errc::out_of_memory,
+                      "engine: no memory left; lower n_ctx or hold fewer tokens");
 
 // Signals belong to Python's main thread: one that landed here, or on a compute thread started from
 // here, would not interrupt the wait it is meant for.
@@ -56,8 +60,9 @@ void scheduler::submit(const std::shared_ptr<request>& wanted) {
     wanted->box = std::make_shared<mailbox>(bell_);
     {
         const std::lock_guard lock(mutex_);
-        if (is_closing_) throw closed_error();
+        if (is_closing_) throw error(closed_error);
         if (queue_.size() >= n_queue_max_) {
+            ++step_->counters().n_refused;
             throw error(errc::queue_full, "generate: " + std::to_string(queue_.size()) +
                                               " requests wait already, the limit is " +
                                               std::to_string(n_queue_max_) + "; try again later");
@@ -73,9 +78,10 @@ void scheduler::submit(const std::shared_ptr<request>& wanted) {
 
 void scheduler::cancel(const std::shared_ptr<request>& wanted) {
     if (fork_.is_forked() || !wanted->box->cancel()) return;
+    bool is_queued = false;
     {
         const std::lock_guard lock(mutex_);
-        const bool is_queued = std::erase(queue_, wanted) > 0;
+        is_queued = std::erase(queue_, wanted) > 0;
         if (!is_queued && !is_closing_) {
             cancels_.push_back(wanted);
             bell_->ring();
@@ -83,6 +89,7 @@ void scheduler::cancel(const std::shared_ptr<request>& wanted) {
         }
     }
     // It has no slot, or the thread ends everything: nothing is to be rolled back.
+    if (is_queued) ++step_->counters().n_cancelled;
     end_event end;
     end.usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
     wanted->box->finish(std::move(end));
@@ -93,13 +100,14 @@ void scheduler::wait_settled(const std::shared_ptr<request>& wanted) const {
     if (!fork_.is_forked()) wanted->box->wait_settled();
 }
 
-void scheduler::run_on_slot(slot_id id, const slot_work& work) {
+bool scheduler::run_on_slot(slot_id id, const slot_work& work,
+                            const std::function<bool()>& goes_on) {
     check_open();
     if (id < 0 || id >= n_slots_) {
         throw error(errc::unknown_slot, "slot: " + std::to_string(id) + ", the engine has 0.." +
                                             std::to_string(n_slots_ - 1));
     }
-    slot_orders_.run(id, work, [this] { bell_->ring(); });
+    return slot_orders_.run(id, work, [this] { bell_->ring(); }, goes_on);
 }
 
 void scheduler::close() {
@@ -151,14 +159,25 @@ bool scheduler::is_busy(slot_id id) const {
     return step_->is_busy(id);
 }
 
+double scheduler::uptime_s() const {
+    return std::chrono::duration<double>(step::clock::now() - opened_).count();
+}
+
 // ---- engine thread
 
 void scheduler::loop() {
     block_signals();
-    while (take_orders()) {
-        admit_queued();
-        if (step_->run()) continue;
-        tell_stalled();
+    for (;;) {
+        try {
+            if (!take_orders()) break;
+            admit_queued();
+            if (step_->run()) continue;
+            tell_stalled();
+        } catch (...) {
+            // Memory ran out where no request asked for it: what they hold comes back.
+            step_->fail_all(running_failure("engine", errc::internal, no_memory));
+            continue;
+        }
         bell_->wait(step_->next_deadline());
     }
     close_requests();
@@ -209,18 +228,26 @@ void scheduler::tell_stalled() {
     }
 }
 
+std::shared_ptr<request> scheduler::take_queued() {
+    const std::lock_guard lock(mutex_);
+    if (queue_.empty()) return nullptr;
+    auto first = std::move(queue_.front());
+    queue_.pop_front();
+    return first;
+}
+
 void scheduler::close_requests() {
-    std::deque<std::shared_ptr<request>> queued;
     std::vector<std::shared_ptr<request>> cancels;
     {
         const std::lock_guard lock(mutex_);
-        queued.swap(queue_);
         cancels.swap(cancels_);
     }
-    slot_orders_.close(error(errc::closed, "slot: the engine was closed; make a new Engine"));
-    step_->fail_all(closed_error());
-    for (const auto& wanted : queued) {
-        wanted->box->finish({finish_reason::error, {}, closed_error()});
+    slot_orders_.close(slot_closed_error);
+    step_->fail_all(closed_error);
+    // One by one: even an empty deque would have to be allocated, and nothing is added any more.
+    while (const auto wanted = take_queued()) {
+        ++step_->counters().n_failed;
+        wanted->box->finish({finish_reason::error, {}, closed_error});
         wanted->box->settle();
     }
     for (const auto& wanted : cancels) step_->cancel(wanted);

@@ -2,11 +2,13 @@
 // Owner:   owns the runner (and so the llama_context) and the thread; one per Engine.
 // Threads: public members from any thread, without the GIL where they wait. The engine thread runs `loop`,
 //          with every signal blocked, and never takes the GIL.
-// Never:   lets an error end the thread: each one reaches the request that caused it.
+// Never:   lets an error end the thread: each one reaches the request that caused it, and one that no request
+//          caused reaches all that run.
 #pragma once
 
 #include <atomic>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -43,8 +45,10 @@ public:
     void wait_settled(const std::shared_ptr<request>& wanted) const;
 
     // Does `work` on the engine thread between two steps, while the caller waits; raises what it raises, and
-    // busy for a slot in use. The slot must exist.
-    void run_on_slot(slot_id id, const slot_work& work);
+    // busy for a slot in use. `goes_on` as in slot_orders::run. False: the caller gave up.
+    bool run_on_slot(
+        slot_id id, const slot_work& work,
+        const std::function<bool()>& goes_on = [] { return true; });
 
     // Ends the thread; running and queued requests end with errc::closed. Idempotent.
     void close();
@@ -59,6 +63,9 @@ public:
     int n_queued() const;
     std::vector<token_id> tokens_of(slot_id id) const;
     bool is_busy(slot_id id) const;
+    // Of every slot; after close() too.
+    std::vector<slot_view> slots() const { return step_->slots(); }
+    double uptime_s() const;
     const step_counters& counters() const { return step_->counters(); }
     const std::shared_ptr<block_pool>& pool() const { return pool_; }
 
@@ -67,6 +74,7 @@ private:
     bool take_orders();
     void admit_queued();
     void tell_stalled();
+    std::shared_ptr<request> take_queued();
     void close_requests();
 
     const fork_guard fork_;
@@ -75,6 +83,7 @@ private:
     std::unique_ptr<runner> runner_;
     std::unique_ptr<step> step_;
     const int n_slots_;
+    const step::clock::time_point opened_ = step::clock::now();
     const std::size_t n_queue_max_;
 
     slot_orders slot_orders_;

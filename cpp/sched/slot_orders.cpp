@@ -1,42 +1,46 @@
 #include "sched/slot_orders.h"
 
-#include <exception>
-#include <new>
-#include <string>
+#include <algorithm>
 #include <utility>
+
+#include "sched/failure.h"
 
 namespace kqview {
 
 namespace {
 
-// The running exception as ours, copied: exceptions do not change threads.
-error order_failure() {
-    try {
-        throw;
-    } catch (const error& failure) {
-        return failure;
-    } catch (const std::bad_alloc&) {
-        return error(errc::out_of_memory, "slot: no memory left; the slot holds what it held");
-    } catch (const std::exception& failure) {
-        return error(errc::internal, std::string("slot: ") + failure.what());
-    } catch (...) {
-        return error(errc::internal, "slot: an exception of no known type");
-    }
-}
+const error no_memory(errc::out_of_memory, "slot: no memory left; the slot holds what it held");
 
 }  // namespace
 
-void slot_orders::run(slot_id slot, const slot_work& work, const std::function<void()>& ring) {
-    order mine{slot, work, false, {}};
+bool slot_orders::run(slot_id slot, const slot_work& work, const std::function<void()>& ring,
+                      const std::function<bool()>& goes_on) {
+    order mine{.slot = slot, .work = work};
     {
         const std::lock_guard lock(mutex_);
         if (closed_) throw error(*closed_);
         queue_.push_back(&mine);
     }
     ring();
-    std::unique_lock lock(mutex_);
-    done_.wait(lock, [&] { return mine.is_done; });
-    if (mine.failure) throw error(*mine.failure);
+    bool is_wanted = true;
+    while (!is_done(mine)) {
+        if (mine.done.wait() || !is_wanted || goes_on()) continue;
+        is_wanted = false;
+        if (withdraw(mine)) return false;
+    }
+    if (is_wanted && mine.failure) throw error(*mine.failure);
+    return is_wanted;
+}
+
+bool slot_orders::is_done(order& one) {
+    const std::lock_guard lock(mutex_);
+    return one.is_done;
+}
+
+// False: it was begun.
+bool slot_orders::withdraw(order& one) {
+    const std::lock_guard lock(mutex_);
+    return std::erase(queue_, &one) > 0;
 }
 
 void slot_orders::carry_out(const std::function<void(slot_id, const slot_work&)>& do_work) {
@@ -52,7 +56,7 @@ void slot_orders::carry_out(const std::function<void(slot_id, const slot_work&)>
         try {
             do_work(next->slot, next->work);
         } catch (...) {
-            failure = order_failure();
+            failure = running_failure("slot", errc::internal, no_memory);
         }
         const std::lock_guard lock(mutex_);
         finish(*next, std::move(failure));
@@ -70,7 +74,7 @@ void slot_orders::close(const error& failure) {
 void slot_orders::finish(order& one, std::optional<error> failure) {
     one.failure = std::move(failure);
     one.is_done = true;
-    done_.notify_all();
+    one.done.signal();
 }
 
 }  // namespace kqview

@@ -1,6 +1,7 @@
-// The states of a slot and which may follow which. Engine thread only.
+// The states of a slot and which may follow which. The engine thread changes them, any thread may look.
 #pragma once
 
+#include <atomic>
 #include <string>
 
 #include "base/error.h"
@@ -45,6 +46,12 @@ inline void change(slot_state& state, slot_state to) {
                     std::string("slot: ") + name_of(state) + " cannot become " + name_of(to));
     }
     state = to;
+}
+
+inline void change(std::atomic<slot_state>& state, slot_state to) {
+    auto next = state.load(std::memory_order_relaxed);
+    change(next, to);
+    state.store(next, std::memory_order_relaxed);
 }
 
 }  // namespace kqview

@@ -1,9 +1,10 @@
 #include "sched/step.h"
 
 #include <algorithm>
-#include <new>
 #include <string>
 #include <utility>
+
+#include "sched/failure.h"
 
 namespace kqview {
 
@@ -13,27 +14,18 @@ double seconds(step::clock::duration duration) {
     return std::chrono::duration<double>(duration).count();
 }
 
-// The running exception as ours; the engine thread lets nothing escape.
-error current_failure() {
-    try {
-        throw;
-    } catch (const error& failure) {
-        return failure;
-    } catch (const std::bad_alloc&) {
-        return error(errc::out_of_memory,
-                     "generate: no memory left; lower n_ctx or hold fewer tokens");
-    } catch (const std::exception& failure) {
-        return error(errc::decode, std::string("generate: ") + failure.what());
-    } catch (...) {
-        return error(errc::decode, "generate: an exception of no known type");
-    }
+const error no_memory(errc::out_of_memory,
+                      "generate: no memory left; lower n_ctx or hold fewer tokens");
+
+std::uint64_t nanoseconds(step::clock::duration duration) {
+    return static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
 }
 
 }  // namespace
 
 step::step(runner& model, std::shared_ptr<block_pool> pool)
-    : model_(model), pool_(std::move(pool)) {
-    slots_.resize(static_cast<std::size_t>(model.n_slots()));
+    : model_(model), pool_(std::move(pool)), slots_(static_cast<std::size_t>(model.n_slots())) {
     for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].id = static_cast<slot_id>(i);
 }
 
@@ -183,18 +175,30 @@ void step::work_on(slot_id id, const slot_work& work) {
 
 // ---- run
 
+// The engine thread lets nothing escape.
+error step::current_failure() noexcept {
+    return running_failure("generate", errc::decode, no_memory);
+}
+
 bool step::run() {
+    const auto started = clock::now();
+    has_released_ = false;
     batch_.clear();
     rows_.clear();
     work_.clear();
     // Prompts and running texts take turns, so that a long prompt does not stall the others.
     const bool is_filled =
         prefilled_last_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
-    if (is_filled) decode();
+    if (is_filled) {
+        decode();
+        (prefilled_last_ ? counters_.prefill_ns : counters_.decode_ns) +=
+            nanoseconds(clock::now() - started);
+    }
     // Nobody can go on before these are taken.
     const bool has_parcels = !is_filled && !parcels_.empty();
     if (has_parcels) collect();
-    return is_filled || has_parcels;
+    // A request that ended before it was decoded leaves its slot to one that waits for it.
+    return is_filled || has_parcels || has_released_;
 }
 
 // ---- decode, sample, publish
@@ -215,6 +219,7 @@ void step::decode() {
     }
     collect();  // the rows of the step before came while this one was started
     ++counters_.n_decodes;
+    (prefilled_last_ ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) += batch_.size();
     {
         const std::lock_guard lock(tokens_mutex_);
         for (const auto& token : batch_) {
@@ -222,17 +227,20 @@ void step::decode() {
         }
     }
     for (const auto& done : work_) {
-        if (!done.target->active) continue;  // its rows of the step before did not come
-        if (!done.samples || done.target->tokens.size() == done.target->active->prompt.size()) {
-            counters_.n_prompt_tokens += batch_.size();
-        }
+        const auto asked = done.target->active;
+        if (!asked) continue;  // its rows of the step before did not come
         try {
             if (done.n_rows > 0) publish(done, result);
             if (embeds) publish_embedding(done);
             if (done.samples) sample(done, result);
             if (done.is_end) finish(*done.target, finish_reason::stop);
         } catch (...) {
-            finish(*done.target, finish_reason::error, current_failure());
+            auto failure = current_failure();
+            if (done.target->active) {
+                finish(*done.target, finish_reason::error, std::move(failure));
+            } else {  // its last token could not be handed out
+                asked->box->finish(end_of(*done.target, finish_reason::error, std::move(failure)));
+            }
         }
     }
 }
@@ -278,6 +286,7 @@ void step::sample(const work& done, const step_result& result) {
     if (n_left(target) == 0) {
         const auto to = target.active;
         auto end = end_of(target, finish_reason::length, {});
+        count_end(finish_reason::length);
         release(target);
         return deliver({to, std::move(token), std::move(end)}, result.transfer);
     }
@@ -311,12 +320,21 @@ void step::finish(slot& target, finish_reason reason, std::optional<error> failu
     const bool is_cancelled = reason == finish_reason::cancelled;
     if (is_cancelled) roll_back(target, target.active->prompt.size(), box->n_taken());
     auto end = end_of(target, reason, std::move(failure));
+    count_end(reason);
     release(target);  // first: who sees the end finds the slot free
     box->finish(std::move(end));
     if (is_cancelled) box->settle();
 }
 
+// Before the consumer can see the end: what it reads then has it.
+void step::count_end(finish_reason reason) {
+    ++(reason == finish_reason::error       ? counters_.n_failed
+       : reason == finish_reason::cancelled ? counters_.n_cancelled
+                                            : counters_.n_finished);
+}
+
 void step::release(slot& target) {
+    has_released_ = true;
     target.block.reset();
     target.prompt_block.reset();
     target.picker.reset();
@@ -353,6 +371,20 @@ std::optional<step::clock::time_point> step::next_deadline() const {
 std::vector<token_id> step::tokens_of(slot_id id) const {
     const std::lock_guard lock(tokens_mutex_);
     return slots_[static_cast<std::size_t>(id)].tokens;
+}
+
+std::vector<slot_view> step::slots() const {
+    std::vector<slot_view> seen;
+    seen.reserve(slots_.size());
+    const std::lock_guard lock(tokens_mutex_);
+    for (const auto& one : slots_) {
+        // The state changes beside the lock, just before or after `active`.
+        auto state = one.state.load(std::memory_order_relaxed);
+        if (!one.active) state = slot_state::idle;
+        if (one.active && state == slot_state::idle) state = slot_state::prefill;
+        seen.push_back({state, one.tokens.size(), one.active ? one.active->id : 0});
+    }
+    return seen;
 }
 
 bool step::is_busy(slot_id id) const {

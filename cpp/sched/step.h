@@ -1,6 +1,6 @@
 // One step of the engine over its slots: admit, fill, decode, sample, publish. Each phase is a short
 // function; the order is `run`.
-// Owner:   the scheduler. Threads: the engine thread, except `tokens_of` and `counters`.
+// Owner:   the scheduler. Threads: the engine thread, except `counters` and what stands with `tokens_of`.
 // Why one ubatch a decode: with a KV stream per slot llama.cpp splits a batch into equal runs of adjacent
 // sequences; a step is therefore one token each of adjacent slots, or one prompt chunk of one slot.
 #pragma once
@@ -22,13 +22,28 @@
 
 namespace kqview {
 
+// Only ever grow.
 struct step_counters {
-    std::atomic<std::uint64_t> n_requests{0};
-    std::atomic<std::uint64_t> n_tokens{0};         // generated
-    std::atomic<std::uint64_t> n_prompt_tokens{0};  // decoded, so without cached ones
+    std::atomic<std::uint64_t> n_requests{0};        // admitted to a slot
+    std::atomic<std::uint64_t> n_finished{0};        // ended by themselves
+    std::atomic<std::uint64_t> n_cancelled{0};       // by their consumers, in the queue too
+    std::atomic<std::uint64_t> n_failed{0};          // with an error, in the queue too
+    std::atomic<std::uint64_t> n_refused{0};         // the queue was full
+    std::atomic<std::uint64_t> n_tokens{0};          // generated
+    std::atomic<std::uint64_t> n_prompt_tokens{0};   // decoded, so without cached ones
+    std::atomic<std::uint64_t> n_decoded_tokens{0};  // in steps that generate, one a slot
     std::atomic<std::uint64_t> n_decodes{0};
+    std::atomic<std::uint64_t> prefill_ns{0};  // in steps with a prompt, sampling included
+    std::atomic<std::uint64_t> decode_ns{0};   // in steps that generate
     std::atomic<std::uint64_t> n_attention_bytes{0};
     std::atomic<std::uint64_t> n_dropped_rows{0};
+};
+
+// What others may see of a slot.
+struct slot_view {
+    slot_state state = slot_state::idle;
+    std::size_t n_tokens = 0;
+    request_id active = 0;  // 0: it works for nobody
 };
 
 class step {
@@ -52,7 +67,7 @@ public:
     // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
 
-    // Decodes once and publishes what came of it. False: nothing could run.
+    // Decodes once and publishes what came of it. False: nothing could run, and no slot became free.
     bool run();
 
     // The requests in the slots that `wanted` may run in when each of them waits for its consumer; empty
@@ -65,13 +80,14 @@ public:
     // Ids in a slot's cache; any thread.
     std::vector<token_id> tokens_of(slot_id id) const;
     bool is_busy(slot_id id) const;
+    std::vector<slot_view> slots() const;
     const step_counters& counters() const { return counters_; }
     step_counters& counters() { return counters_; }
 
 private:
     struct slot {
         slot_id id = 0;
-        slot_state state = slot_state::idle;
+        std::atomic<slot_state> state{slot_state::idle};
         std::vector<token_id> tokens;  // ids in the cache
         std::shared_ptr<request> active;
         std::unique_ptr<token_picker> picker;
@@ -81,7 +97,8 @@ private:
         std::optional<clock::time_point> starved_until;
         // A slot with more of the prompt than this one, or about to have it: its cache is copied.
         std::optional<slot_id> fork_source;
-        std::size_t n_fork = 0;  // tokens to take over
+        std::size_t n_fork = 0;       // tokens to take over
+        request_id fork_request = 0;  // who evaluates them there; 0: they were there already
         request_usage usage;
         clock::time_point started;
         clock::time_point prefilled;
@@ -106,6 +123,10 @@ private:
     // fill
     bool fill_prefill();
     bool fill_decode();
+    bool try_add(slot& target, bool (step::*add)(slot&));
+    bool add_prompt(slot& target);
+    bool add_token(slot& target);
+    void make_place(slot& target, std::size_t n_tokens);
     chunk next_chunk(const slot& target) const;
     bool make_ready(slot& target, const chunk& piece);
     bool take_block(slot& target, const row_layout& layout, std::shared_ptr<lease>& block);
@@ -120,6 +141,7 @@ private:
     void sample(const work& done, const step_result& result);
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
+    void count_end(finish_reason reason);
     void release(slot& target);
 
     static std::size_t n_decoded_anew(const request& wanted);
@@ -139,6 +161,7 @@ private:
     void plan_fork(slot& target);
     bool await_fork(slot& target);
     bool is_shared_step(const slot& target) const;
+    static error current_failure() noexcept;
     void want_union(const request* added);
     void truncate(slot& target, std::size_t n_keep);
     void drop_unknown(slot& target);
@@ -155,6 +178,7 @@ private:
     std::vector<parcel> parcels_;  // of the last decode, while its rows are on their way
     transfer_id rows_on_the_way_ = 0;
     bool prefilled_last_ = false;
+    bool has_released_ = false;  // a slot became free since `run` began
     std::size_t decode_cursor_ = 0;
     step_counters counters_;
 };

@@ -17,28 +17,61 @@ constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's
 
 }  // namespace
 
+// Adds what `add` does for one slot to the step. Where that fails its request ends and the step is as before.
+bool step::try_add(slot& target, bool (step::*add)(slot&)) {
+    const auto n_batch = batch_.size();
+    const auto n_rows = rows_.size();
+    const auto n_work = work_.size();
+    try {
+        return (this->*add)(target);
+    } catch (...) {
+        auto failure = current_failure();
+        batch_.resize(n_batch);
+        rows_.resize(n_rows);
+        work_.resize(n_work);
+        drop_unknown(target);
+        finish(target, finish_reason::error, std::move(failure));
+        return false;
+    }
+}
+
 bool step::fill_prefill() {
     for (auto& target : slots_) {
-        if (!target.active || await_fork(target)) continue;
-        const auto& prompt = target.active->prompt;
-        const auto n_done = target.tokens.size();
-        const bool is_prompt = n_done < prompt.size();
-        if (!is_prompt) continue;
-        const auto piece = next_chunk(target);
-        if (!make_ready(target, piece)) continue;
-        const auto n = static_cast<std::size_t>(piece.n_tokens);
-        for (std::size_t i = 0; i < n; ++i) {
-            batch_.push_back({target.id, prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                              piece.samples && i + 1 == n});
+        if (target.active && try_add(target, &step::add_prompt)) {
+            prefilled_last_ = true;
+            return true;
         }
-        const int i_token = piece.n_tokens - 1;
-        add_rows(target, i_token, piece.n_rows);
-        work_.push_back({&target, i_token, piece.samples, piece.n_rows,
-                         piece.is_last && target.active->only_attends});
-        prefilled_last_ = true;
-        return true;
     }
     return false;
+}
+
+bool step::add_prompt(slot& target) {
+    if (await_fork(target)) return false;
+    const auto& prompt = target.active->prompt;
+    const auto n_done = target.tokens.size();
+    const bool is_prompt = n_done < prompt.size();
+    if (!is_prompt) return false;
+    const auto piece = next_chunk(target);
+    if (!make_ready(target, piece)) return false;
+    const auto n = static_cast<std::size_t>(piece.n_tokens);
+    make_place(target, n);
+    for (std::size_t i = 0; i < n; ++i) {
+        batch_.push_back({target.id, prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
+                          piece.samples && i + 1 == n});
+    }
+    const int i_token = piece.n_tokens - 1;
+    add_rows(target, i_token, piece.n_rows);
+    work_.push_back({&target, i_token, piece.samples, piece.n_rows,
+                     piece.is_last && target.active->only_attends});
+    return true;
+}
+
+// Once llama.cpp has decoded nothing may fail for want of memory: the ids have their place by then.
+void step::make_place(slot& target, std::size_t n_tokens) {
+    const auto n_needed = target.tokens.size() + n_tokens;
+    if (target.tokens.capacity() >= n_needed) return;
+    const std::lock_guard lock(tokens_mutex_);
+    target.tokens.reserve(std::max(n_needed, 2 * target.tokens.capacity()));
 }
 
 // As much of the prompt as one step takes; less where the rows of all its tokens would fill more than
@@ -86,13 +119,7 @@ bool step::fill_decode() {
         auto next = (decode_cursor_ + i) % n_slots;
         // A run of adjacent slots that are ready, from the first one found.
         while (next < n_slots && is_generating(slots_[next]) &&
-               make_ready(slots_[next], {1, 0, true, true})) {
-            auto& target = slots_[next];
-            const int i_token = static_cast<int>(batch_.size());
-            batch_.push_back(
-                {target.id, target.pending, static_cast<std::int32_t>(target.tokens.size()), true});
-            add_rows(target, i_token, 0);
-            work_.push_back({&target, i_token, true, 0, false});
+               try_add(slots_[next], &step::add_token)) {
             ++next;
         }
         if (!batch_.empty()) {
@@ -102,6 +129,17 @@ bool step::fill_decode() {
         }
     }
     return false;
+}
+
+bool step::add_token(slot& target) {
+    if (!make_ready(target, {1, 0, true, true})) return false;
+    make_place(target, 1);
+    const int i_token = static_cast<int>(batch_.size());
+    batch_.push_back(
+        {target.id, target.pending, static_cast<std::int32_t>(target.tokens.size()), true});
+    add_rows(target, i_token, 0);
+    work_.push_back({&target, i_token, true, 0, false});
+    return true;
 }
 
 // May this slot go on now? Sets its state, and takes the blocks that its rows will need.

@@ -32,6 +32,7 @@ void step::plan_fork(slot& target) {
         n_best = n;
         target.fork_source = other.id;
         target.n_fork = n;
+        target.fork_request = other.active ? other.active->id : 0;
     }
 }
 
@@ -41,11 +42,19 @@ bool step::await_fork(slot& target) {
     const auto& source = slots_[static_cast<std::size_t>(*target.fork_source)];
     const auto n_shared =
         std::min(common_prefix(source.tokens, target.active->prompt), target.n_fork);
-    const bool is_coming = source.active && n_shared == source.tokens.size() &&
+    // Only from a request admitted before this one, so that no two wait for each other; and not from one that
+    // waits for its consumer.
+    const bool is_coming = source.active && source.active->id == target.fork_request &&
+                           source.state == slot_state::prefill &&
+                           n_shared == source.tokens.size() &&
                            source.tokens.size() < source.active->prompt.size();
     if (n_shared < target.n_fork && is_coming) return true;
     target.fork_source.reset();
     if (n_shared < target.tokens.size() + n_fork_min) return false;  // the source was cancelled
+    {
+        const std::lock_guard lock(tokens_mutex_);
+        target.tokens.clear();  // a copy that fails leaves none of them
+    }
     model_.copy(source.id, target.id);
     model_.truncate(target.id, static_cast<int>(n_shared));
     const std::lock_guard lock(tokens_mutex_);

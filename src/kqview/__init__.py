@@ -16,6 +16,7 @@ from kqview.types import (
     PoolStats,
     PromptBlock,
     Sampling,
+    SlotStats,
     Token,
     Usage,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "PromptBlock",
     "Sampling",
     "Slot",
+    "SlotStats",
     "Token",
     "Usage",
     "errors",

@@ -19,6 +19,7 @@ from kqview import _core
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
+from kqview.engine_stats import engine_stats
 from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
@@ -38,7 +39,7 @@ from kqview.request_options import (
 from kqview.requests import Requests
 from kqview.slot import Slot
 from kqview.state.trailer import StateFacts, fingerprint
-from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
+from kqview.types import Capture, EngineStats, ModelInfo, Sampling
 from kqview.vocabulary import Vocabulary
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
@@ -112,6 +113,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
         _poison: bool = False,
+        _aborted_decodes: Sequence[int] = (),
     ) -> None:
         path = model_path(model)
         adapters = lora_adapters(lora)
@@ -145,6 +147,7 @@ class Engine(Vocabulary, Conversation, Embedding):
                 attention_budget_bytes=budget_bytes,
                 host_memory_bytes=memory_bytes,
                 poison=_poison,
+                aborted_decodes=list(_aborted_decodes),
             )
         finally:
             forward_log()
@@ -195,11 +198,9 @@ class Engine(Vocabulary, Conversation, Embedding):
         return self._core.n_ctx
 
     def stats(self) -> EngineStats:
-        """Counters since the engine was opened; works after `close` too."""
+        """Counters, slots, queue and memory; `EngineStats.since` compares. Works after `close`."""
         forward_log()
-        raw = self._core.stats()
-        pool = PoolStats(**raw.pop("pool"))
-        return EngineStats(**raw, pool=pool)
+        return engine_stats(self._core.stats(), self._requests.name_of)
 
     def system_info(self) -> dict[str, Any]:
         """Versions and hardware.
@@ -326,8 +327,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             ``(n_layers, n_heads, n_rows, n_prompt)``.
 
         Raises:
-            RequestError: Or one of its kinds (PromptTooLong, InvalidToken, InvalidCapture): an
-                argument cannot work.
+            RequestError: Or PromptTooLong, InvalidToken, InvalidCapture: an argument cannot work.
             UnsupportedModel: A str prompt needs a vocabulary.
             QueueFull: Too many requests wait.
             ClosedError: The engine is closed.

@@ -113,6 +113,11 @@ class Requests:
         self._generations[handle.id] = generation
         return generation
 
+    def name_of(self, core_id: int) -> str | None:
+        """The ``request_id`` of a generation by the core's id; None once nobody holds it."""
+        generation = self._generations.get(core_id)
+        return generation.request_id if generation else None
+
     def _waker(self) -> LoopWaker:
         loop = asyncio.get_running_loop()
         waker = self._wakers.get(loop)

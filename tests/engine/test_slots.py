@@ -271,6 +271,19 @@ def test_a_fork_outlives_the_request_it_came_from(
     assert [t.id for t in third] == [t.id for t in want]
 
 
+def test_a_request_does_not_wait_for_a_prompt_whose_rows_nobody_takes(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    prompt = random_ids(200)
+    engine = make_engine(tiny_llama, n_ubatch=32, **EXACT)
+    slow = engine.attend(prompt, "probs")
+    other = [*prompt[:150], 1, 2, 3]
+    tokens = alone(engine, other, max_tokens=5, **GREEDY)  # on this thread, which would take them
+    want = alone(make_engine(tiny_llama, **EXACT), other, max_tokens=5, **GREEDY)
+    assert [t.id for t in tokens] == [t.id for t in want]
+    assert np.shape(slow.array())[-2:] == (200, 200)
+
+
 def test_rows_of_slots_of_every_plan_alternate(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, **EXACT)
     options = {"max_tokens": 4, "capture": "probs", **GREEDY}

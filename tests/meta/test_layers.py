@@ -29,7 +29,7 @@ PYTHON_LAYERS = (
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
     | {"model_info", "request_options", "capture_plan", "constraints", "llama_log"},
-    {"requests", "vocabulary", "conversation", "slot"},
+    {"requests", "vocabulary", "conversation", "slot", "engine_stats"},
     {"embedding"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public

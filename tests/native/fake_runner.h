@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "failing_new.h"
 #include "sched/runner.h"
 #include "sched/token_picker.h"
 #include "state/ses1.h"
@@ -48,11 +49,14 @@ struct fake_options {
     // May throw; called in the phase that its name says, on the engine thread.
     std::function<void(std::span<const step_token>)> on_decode = [](auto) {};
     std::function<void()> on_want = [] {};
+    std::function<void()> on_copy = [] {};
     std::function<void(token_id)> on_pick = [](token_id) {};
     // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
     bool leaves_tokens = false;
     // Bytes that were found sound are refused, as llama.cpp never should.
     bool refuses_state = false;
+    // What was decoded, truncated and copied; a run of minutes has too much of it.
+    bool keeps_records = true;
 };
 
 class fake_model {
@@ -136,6 +140,7 @@ public:
     explicit fake_picker(std::shared_ptr<fake_model> model) : model_(std::move(model)) {}
 
     picked_token pick(float* logits) override {
+        const uncounted_allocations guard;
         const auto id = static_cast<token_id>(*logits);
         model_->options.on_pick(id);
         return {id, -0.5f, {{id, -0.5f}}};
@@ -162,6 +167,7 @@ public:
     }
 
     void want(const graph_plan& plan) override {
+        const uncounted_allocations guard;
         check_thread();
         model_->options.on_want();
         wanted_ = plan;
@@ -169,9 +175,11 @@ public:
 
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override {
+        const uncounted_allocations guard;
         check_thread();
         std::unique_lock lock(model_->mutex_);
-        model_->decodes_.emplace_back(tokens.begin(), tokens.end());
+        if (model_->options.keeps_records)
+            model_->decodes_.emplace_back(tokens.begin(), tokens.end());
         check_batch(tokens);
         embedded_.reset();
         if (embeds) {
@@ -211,18 +219,21 @@ public:
     }
 
     void copy(slot_id from, slot_id to) override {
+        const uncounted_allocations guard;
         check_thread();
         const std::lock_guard lock(model_->mutex_);
-        model_->copies_.emplace_back(from, to);
+        if (model_->options.keeps_records) model_->copies_.emplace_back(from, to);
+        model_->options.on_copy();
         cache_of(to) = cache_of(from);
     }
 
     bool truncate(slot_id slot, int n_keep) override {
+        const uncounted_allocations guard;
         check_thread();
         const std::lock_guard lock(model_->mutex_);
         auto& cache = cache_of(slot);
         const auto n = static_cast<std::size_t>(n_keep);
-        model_->truncations_.emplace_back(slot, n_keep);
+        if (model_->options.keeps_records) model_->truncations_.emplace_back(slot, n_keep);
         if (n >= cache.size()) return true;
         if (n > 0 && !model_->options.can_truncate) return false;
         cache.resize(n);
@@ -268,8 +279,12 @@ public:
         cache.clear();
         if (model_->options.refuses_state) return false;
         const auto n = static_cast<std::size_t>(n_tokens);
-        // A sealed blob has one stream: with more of them its cells come first.
-        const auto keys = bytes.subspan(12 + 4 + 12 * n + 8);
+        // One stream has cells: of a sealed blob the first one, of own bytes the slot's.
+        std::size_t at = 12;
+        for (std::uint32_t n_cells = 0; n > 0 && n_cells == 0; at += 4) {
+            std::memcpy(&n_cells, bytes.subspan(at, 4).data(), 4);
+        }
+        const auto keys = bytes.subspan(n > 0 ? at + 12 * n + 8 : bytes.size());
         for (std::size_t i = 0; i < n; ++i) {
             float value = 0;
             std::memcpy(&value, keys.subspan(12 + 4 * i, 4).data(), 4);

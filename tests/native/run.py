@@ -2,12 +2,15 @@
 
     python tests/native/run.py [BUILD_DIR] [--sanitize address thread none] [--kernel] [-- ARGS]
     python tests/native/run.py [BUILD_DIR] --fuzz SECONDS
+    python tests/native/run.py [BUILD_DIR] --soak SECONDS [--seed N]
 
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
 llama.cpp's source (vendor/fetch.py obtains it); with ``--sanitize none`` they also print its speed.
 ``--fuzz`` runs the reader of saved slots against blobs changed at random instead, guided by
 coverage, under ASan and UBSan; its last line says how many there were.
+``--soak`` runs the scheduler under random requests, cancellations, orders and faults for that long,
+once a sanitizer, and nothing else; a line says what came about and the seed of the choices.
 ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
 ``native: N passed, M failed (address)``; the exit status is 0 only if every variant built, ran and
 passed without a sanitizer's report.
@@ -31,7 +34,7 @@ FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
 KERNEL_PROGRAMS = "kernel_tests_*"
 BUILD_LIMIT_S = 900
 RUN_LIMIT_S = 600
-FIGURES = re.compile(r"^row_kernel: .*", re.MULTILINE)
+FIGURES = re.compile(r"^(?:row_kernel|soak): .*", re.MULTILINE)
 SUMMARY = re.compile(r"test cases:\s*\d+ \|\s*(\d+) passed \|\s*(\d+) failed")
 # gcc's TSan before 14 refuses some kernels' address layouts; without randomisation it runs.
 TSAN_LAYOUT_ERROR = "unexpected memory mapping"
@@ -43,10 +46,11 @@ def default_build_dir() -> Path:
     return Path(tempfile.gettempdir()) / f"kqview-native-{os.getuid()}-{checkout:08x}"
 
 
-def run_command(command: list[str], limit_s: int) -> tuple[int, str]:
+def run_command(
+    command: list[str], limit_s: int, variables: dict[str, str] | None = None
+) -> tuple[int, str]:
     """Run *command*; return its exit status (124 over the limit), stdout and stderr as one."""
-    environment = dict(os.environ)
-    environment.setdefault("UBSAN_OPTIONS", "print_stacktrace=1")
+    environment = {"UBSAN_OPTIONS": "print_stacktrace=1", **os.environ, **(variables or {})}
     try:
         done = subprocess.run(
             command,
@@ -89,12 +93,19 @@ def build(
     return None
 
 
-def run_program(program: Path, label: str, arguments: list[str]) -> bool:
+def run_program(
+    program: Path,
+    label: str,
+    arguments: list[str],
+    extra_s: int = 0,
+    variables: dict[str, str] | None = None,
+) -> bool:
     """Run one test program, print its result line, and return whether all of it passed."""
     command = [str(program), *arguments]
-    status, output = run_command(command, RUN_LIMIT_S)
+    limit_s = RUN_LIMIT_S + extra_s
+    status, output = run_command(command, limit_s, variables)
     if status != 0 and TSAN_LAYOUT_ERROR in output and shutil.which("setarch"):
-        status, output = run_command(["setarch", "-R", *command], RUN_LIMIT_S)
+        status, output = run_command(["setarch", "-R", *command], limit_s, variables)
     summary = SUMMARY.search(output)
     passed, failed = (int(summary[1]), int(summary[2])) if summary else (0, 0)
     if status == 0 and failed == 0 and passed > 0:
@@ -138,6 +149,18 @@ def run_fuzz(build_dir: Path, jobs: int, limit_s: int) -> bool:
     return status == 0
 
 
+def run_soak(build_dir: Path, sanitizer: str, jobs: int, limit_s: int, seed: int | None) -> bool:
+    """Build one variant and run the scheduler's soak test alone; return whether it passed."""
+    if (failure := build(build_dir, sanitizer, jobs, "", "native_tests")) is not None:
+        print(failure)
+        return False
+    variables = {"KQVIEW_SOAK_S": str(limit_s)}
+    if seed is not None:
+        variables["KQVIEW_SOAK_SEED"] = str(seed)
+    program = build_dir / "native_tests"
+    return run_program(program, f"{sanitizer}, soak", ["-tc=soak:*"], limit_s, variables)
+
+
 def main() -> int:
     """Run the variants that were asked for; return the exit status."""
     parser = argparse.ArgumentParser(description="Build and run the native tests under sanitizers.")
@@ -152,6 +175,8 @@ def main() -> int:
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
     parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzer, nothing else")
+    parser.add_argument("--soak", type=int, metavar="SECONDS", help="the soak test, nothing else")
+    parser.add_argument("--seed", type=int, help="of the soak test; printed when left out")
     own, doctest_arguments = sys.argv[1:], []
     if "--" in own:
         split = own.index("--")
@@ -159,6 +184,12 @@ def main() -> int:
     options = parser.parse_args(own)
     if options.fuzz:
         return 0 if run_fuzz(options.build_dir / "address", options.jobs, options.fuzz) else 1
+    if options.soak:
+        done = [
+            run_soak(options.build_dir / name, name, options.jobs, options.soak, options.seed)
+            for name in options.sanitize
+        ]
+        return 0 if all(done) else 1
     llama_dir = ""
     if options.kernel:
         status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)

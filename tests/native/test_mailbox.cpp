@@ -198,7 +198,7 @@ TEST_CASE("mailbox: cancel drops what was not taken and takes nothing more in") 
     CHECK(sides.box.cancel());
     CHECK_FALSE(sides.box.cancel());
     CHECK(sides.box.is_cancelled());
-    sides.box.put(make_token(3), make_end(finish_reason::length));
+    sides.box.put(make_token(3), {});
     CHECK_FALSE(sides.box.try_take());
     CHECK(sides.box.n_taken() == 1);
     sides.box.finish(make_end(finish_reason::cancelled));
@@ -206,6 +206,20 @@ TEST_CASE("mailbox: cancel drops what was not taken and takes nothing more in") 
     REQUIRE(item);
     CHECK_FALSE(item->token);
     CHECK(item->end->reason == finish_reason::cancelled);
+}
+
+TEST_CASE("mailbox: the end that comes with a token after a cancellation is a cancelled one") {
+    two_sides sides;
+    CHECK(sides.box.cancel());
+    auto end = make_end(finish_reason::length);
+    end.usage.completion_tokens = 7;
+    sides.box.put(make_token(3), end);
+    const auto item = sides.box.try_take();
+    REQUIRE(item);
+    CHECK_FALSE(item->token);
+    CHECK(item->end->reason == finish_reason::cancelled);
+    CHECK(item->end->usage.completion_tokens == 7);
+    CHECK(sides.box.n_taken() == 0);
 }
 
 TEST_CASE("mailbox: wait_settled returns once the engine settled, before or after the wait began") {

@@ -123,13 +123,53 @@ TEST_CASE("scheduler: a prompt is cut smaller while others generate") {
     engine.model->allow(2);
     const auto running =
         engine.submit(make_prompt(1, 5), 100, [](request& r) { r.run_ahead = 100; });
-    REQUIRE(engine.model->wait_held());
+    REQUIRE(engine.model->wait_held());  // it generates, and has not ended
     const auto prompt = make_prompt(2, 300);
-    const auto second = engine.submit(prompt, 2);
+    const auto late = engine.submit(prompt, 2);
     engine.model->allow_all();
-    CHECK(consumer(second).rest() == continuation(prompt, 2));
+    CHECK(consumer(late).rest() == continuation(prompt, 2));
     CHECK(consumer(running).rest() == continuation(make_prompt(1, 5), 100));
     std::size_t n_largest = 0;
     for (const auto& batch : engine.model->decodes()) n_largest = std::max(n_largest, batch.size());
     CHECK(n_largest == 128);
+}
+
+TEST_CASE("scheduler: two requests with one beginning never wait for each other's prompt") {
+    fake_options options;
+    options.n_slots = 2;
+    test_engine engine(options);
+    const auto beginning = make_prompt(1, 110);
+    engine.model->allow(1);
+    const auto first = engine.submit(beginning + make_prompt(2, 10), 3);
+    REQUIRE(engine.model->wait_held());
+    const auto prompt = beginning + make_prompt(3, 10);
+    const auto second = engine.submit(prompt, 3);  // waits for the first one's prompt
+    engine.model->allow(1);
+    REQUIRE(engine.model->wait_decodes(3));
+    REQUIRE(engine.model->wait_held());
+    REQUIRE(second->slot == 1);
+    // The third one comes to the first one's slot and would wait for the second one's prompt.
+    const auto other = beginning + make_prompt(4, 10);
+    const auto third = engine.submit(other, 3);
+    engine.sched->cancel(first);
+    engine.model->allow_all();
+    CHECK(consumer(second).rest() == continuation(prompt, 3));
+    CHECK(consumer(third).rest() == continuation(other, 3));
+    CHECK(third->slot == 0);
+}
+
+TEST_CASE("scheduler: a request does not wait for a prompt whose rows nobody takes") {
+    fake_options options;
+    options.n_slots = 2;
+    test_engine engine(options);
+    const auto beginning = make_prompt(1, 110);
+    const auto slow = engine.submit(beginning + make_prompt(2, 10), 3, [](request& r) {
+        r.capture = make_plan();
+        r.n_prompt_rows = 120;
+    });
+    engine.settled_decodes(1);
+    const auto prompt = beginning + make_prompt(3, 10);
+    CHECK(consumer(engine.submit(prompt, 3)).rest() == continuation(prompt, 3));
+    CHECK_FALSE(slow->box->end());
+    engine.cancel(slow);
 }

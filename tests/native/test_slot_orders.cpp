@@ -1,7 +1,10 @@
 // Orders on idle slots: save, restore, truncate and clear between the steps of a running engine.
 #include <doctest/doctest.h>
+#include <pthread.h>
+#include <signal.h>
 
 #include <atomic>
+#include <chrono>
 #include <thread>
 
 #include "sched/slot_saving.h"
@@ -44,6 +47,46 @@ errc code_of(const std::function<void()>& call) {
     }
     return errc::internal;
 }
+
+// Work on a slot that another thread waits for, which gets signals until its wait is over.
+class interrupted_wait {
+public:
+    interrupted_wait(test_engine& engine, slot_id slot, slot_work work, bool goes_on) {
+        struct sigaction action {};
+        action.sa_handler = [](int) {};  // without SA_RESTART, as Python sets its own
+        sigaction(SIGUSR1, &action, nullptr);
+        waiting_ = std::thread([this, &engine, slot, work = std::move(work), goes_on] {
+            was_done_ = engine.sched->run_on_slot(slot, work, [this, goes_on] {
+                ++n_asked;
+                return goes_on;
+            });
+            is_over_ = true;
+        });
+    }
+    ~interrupted_wait() {
+        if (waiting_.joinable()) waiting_.join();
+    }
+
+    void signal() { pthread_kill(waiting_.native_handle(), SIGUSR1); }
+    // A signal may come before the thread waits: it gets more of them.
+    void signal_until_asked() {
+        while (n_asked == 0 && !is_over_) {
+            signal();
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
+    bool was_done() {
+        waiting_.join();
+        return was_done_;
+    }
+
+    std::atomic<int> n_asked{0};
+
+private:
+    std::atomic<bool> is_over_{false};
+    bool was_done_ = false;
+    std::thread waiting_;
+};
 
 fake_options two_slots() {
     fake_options options;
@@ -184,6 +227,55 @@ TEST_CASE("slot_orders: what waits when the engine closes ends with closed") {
     closer.join();
     for (auto& thread : threads) thread.join();
     CHECK(n_ended == 3);
+}
+
+TEST_CASE("slot_orders: who gives up after a signal is not kept waiting by a decode") {
+    test_engine engine(two_slots());
+    engine.model->allow(0);
+    const auto wanted = engine.submit(make_prompt(1, 3), 4);
+    REQUIRE(engine.model->wait_held());
+    std::atomic<bool> has_run{false};
+    interrupted_wait wait(engine, 1, [&](idle_slot&) { has_run = true; }, false);
+    wait.signal_until_asked();
+    CHECK_FALSE(wait.was_done());  // while the decode goes on
+    engine.model->allow_all();
+    CHECK(consumer(wanted).rest().size() == 4);
+    engine.pass_round();
+    CHECK_FALSE(has_run);
+}
+
+TEST_CASE("slot_orders: who waits on after a signal gets the work done") {
+    test_engine engine(two_slots());
+    engine.model->allow(0);
+    const auto wanted = engine.submit(make_prompt(1, 3), 4);
+    REQUIRE(engine.model->wait_held());
+    std::atomic<bool> has_run{false};
+    interrupted_wait wait(engine, 1, [&](idle_slot&) { has_run = true; }, true);
+    wait.signal_until_asked();
+    engine.model->allow_all();
+    CHECK(wait.was_done());
+    CHECK(has_run);
+    CHECK(consumer(wanted).rest().size() == 4);
+}
+
+TEST_CASE("slot_orders: work that was begun when its caller gives up is done when he returns") {
+    test_engine engine(two_slots());
+    std::atomic<bool> has_begun{false};
+    std::atomic<bool> may_end{false};
+    std::atomic<bool> has_ended{false};
+    interrupted_wait wait(
+        engine, 1,
+        [&](idle_slot&) {
+            has_begun = true;
+            while (!may_end) std::this_thread::yield();
+            has_ended = true;
+        },
+        false);
+    while (!has_begun) std::this_thread::yield();
+    wait.signal_until_asked();
+    may_end = true;
+    CHECK_FALSE(wait.was_done());
+    CHECK(has_ended);
 }
 
 TEST_CASE("slot_orders: many threads save and restore while others generate") {

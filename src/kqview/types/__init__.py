@@ -9,7 +9,7 @@ from kqview.types.classification import Classification
 from kqview.types.model import ModelInfo
 from kqview.types.prompt import PromptBlock
 from kqview.types.sampling import Sampling
-from kqview.types.stats import EngineStats, PoolStats, Usage
+from kqview.types.stats import EngineStats, PoolStats, SlotStats, Usage
 from kqview.types.token import Token
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "PoolStats",
     "PromptBlock",
     "Sampling",
+    "SlotStats",
     "Token",
     "Usage",
 ]

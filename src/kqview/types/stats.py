@@ -1,6 +1,7 @@
-"""Counters and times: Usage of one generation, EngineStats and PoolStats of one engine."""
+"""Counters and times: Usage of one generation; EngineStats, SlotStats, PoolStats of one engine."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Final, Self
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +65,74 @@ class PoolStats:
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters of one engine since its start; subtract two readings for an interval.
+class SlotStats:
+    """What one slot does at the moment of the reading.
 
     Attributes:
-        n_requests: Generations admitted.
+        id: Index in ``engine.slots``.
+        state: "idle"; "prefill", evaluating a prompt; "decode", generating; "paused", its consumer
+            is behind; "starved", the attention memory has no room for its next row.
+        n_tokens: Ids in its KV cache.
+        request_id: Whose generation works in it. None for an idle slot, and for a generation that
+            was dropped and is about to end.
+    """
+
+    id: int = 0
+    state: str = "idle"
+    n_tokens: int = 0
+    request_id: str | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a generation works in this slot."""
+        return self.state != "idle"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters of one engine since it was opened, and what it does at the moment of the reading.
+
+    Counters and seconds only grow; `since` makes an interval of two readings. Steps evaluate either
+    a piece of one prompt or the next token of several slots: `prefill_s` and `decode_s` are the
+    seconds that the engine spent in either kind, so tokens by seconds are the speed while it
+    worked, whatever the time between requests.
+
+    Attributes:
+        uptime_s: Seconds since the engine was opened.
+        n_requests: Generations admitted to a slot.
+        n_finished: Those that ended by themselves.
+        n_cancelled: Generations that their consumer ended, by a stop string too, or dropped.
+        n_failed: Generations that ended with an error.
+        n_refused: Calls that raised QueueFull.
         n_tokens: Tokens generated.
         n_decodes: Calls of llama.cpp's decode.
         prefill_tokens: Prompt tokens evaluated, cached ones not counted.
+        prefill_s: Seconds in steps that evaluated prompts, sampling the first tokens included.
+        decode_tokens: Tokens evaluated one a slot, to generate the next one.
+        decode_s: Seconds in these steps, sampling included.
         graph_builds: Compute graphs built.
         graph_reuses: Decodes that ran on a graph built before.
         graph_nodes_added: Nodes that capture added to the newest graph; 0 without capture.
-        n_queued: Generations that wait for a slot.
+        n_queued: Generations that wait for a slot now.
         attention_bytes: Bytes of attention handed out.
         copied_bytes: Bytes of attention that Python code of kqview copied.
         dropped_rows: Tokens that came without attention because of ``on_full="drop"``.
-        pool: State of the attention memory at the moment of the reading.
+        slots: What each slot does now.
+        pool: State of the attention memory now.
     """
 
+    uptime_s: float = 0.0
     n_requests: int = 0
+    n_finished: int = 0
+    n_cancelled: int = 0
+    n_failed: int = 0
+    n_refused: int = 0
     n_tokens: int = 0
     n_decodes: int = 0
     prefill_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_tokens: int = 0
+    decode_s: float = 0.0
     graph_builds: int = 0
     graph_reuses: int = 0
     graph_nodes_added: int = 0
@@ -93,4 +140,36 @@ class EngineStats:
     attention_bytes: int = 0
     copied_bytes: int = 0
     dropped_rows: int = 0
+    slots: tuple[SlotStats, ...] = ()
     pool: PoolStats = PoolStats()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Speed of generating, all slots together, while the engine generated; 0.0 before."""
+        return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Speed of evaluating prompts while the engine did that; 0.0 before."""
+        return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that the engine worked; by `uptime_s` it is the load."""
+        return self.prefill_s + self.decode_s
+
+    def since(self, earlier: "EngineStats") -> Self:
+        """What came about after the reading *earlier*.
+
+        Counters and seconds become differences, so rates are those of the interval; what is of the
+        moment (`n_queued`, `graph_nodes_added`, `slots`, `pool`) stays as it is here.
+        """
+        grown: dict[str, Any] = {
+            field.name: getattr(self, field.name) - getattr(earlier, field.name)
+            for field in fields(self)
+            if field.name not in _OF_THE_MOMENT
+        }
+        return replace(self, **grown)
+
+
+_OF_THE_MOMENT: Final = frozenset({"n_queued", "graph_nodes_added", "slots", "pool"})

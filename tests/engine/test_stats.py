@@ -1,0 +1,121 @@
+"""`Engine.stats`: what the engine does now, and what it did."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import errors
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from .conftest import MakeEngine
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+PROMPT = random_ids(30)
+N_QUEUE = 1024
+
+
+def test_fresh_engine_has_idle_slots_and_no_speed(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    stats = make_engine(tiny_llama, n_slots=3).stats()
+    assert [(s.id, s.state, s.n_tokens, s.request_id) for s in stats.slots] == [
+        (i, "idle", 0, None) for i in range(3)
+    ]
+    assert (stats.tokens_per_s, stats.prefill_tokens_per_s, stats.busy_s) == (0.0, 0.0, 0.0)
+    assert stats.uptime_s > 0
+
+
+def test_slots_say_who_works_in_them(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_slots=2, run_ahead=4)
+    running = engine.generate(PROMPT, max_tokens=50, request_id="mine", slot=1, **GREEDY)
+    next(running)
+    deadline_s = time.monotonic() + 20
+    n_ahead = len(PROMPT) + 4
+    while engine.slots[1].n_tokens < n_ahead and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    time.sleep(0.01)
+    idle, busy = engine.stats().slots
+    assert (idle.state, idle.is_busy, idle.request_id) == ("idle", False, None)
+    assert (busy.state, busy.is_busy, busy.request_id) == ("paused", True, "mine")
+    assert busy.n_tokens == engine.slots[1].n_tokens == n_ahead
+    queued = engine.generate(PROMPT, max_tokens=5, slot=1, **GREEDY)
+    assert engine.stats().n_queued == 1
+    running.close()
+    assert len(list(queued)) == 5
+    stats = engine.stats()
+    assert stats.n_queued == 0
+    assert not any(slot.is_busy for slot in stats.slots)
+
+
+def test_counters_tell_how_generations_ended(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, _aborted_decodes=[1])
+    with pytest.raises(errors.DecodeError):
+        engine.generate(PROMPT, **GREEDY).read()
+    engine.generate(PROMPT, max_tokens=5, **GREEDY).read()
+    with engine.generate(PROMPT, max_tokens=500, **GREEDY) as closed:
+        next(closed)
+    holder = engine.generate(PROMPT, max_tokens=500, **GREEDY)
+    next(holder)
+    engine.generate(PROMPT, **GREEDY).close()  # in the queue
+    holder.close()
+    stats = engine.stats()
+    assert (stats.n_failed, stats.n_finished, stats.n_cancelled) == (1, 1, 3)
+    assert stats.n_requests == 4
+
+
+def test_refused_requests_are_counted(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPT, max_tokens=400, **GREEDY)
+    next(holder)
+    queued = [engine.generate(PROMPT, **GREEDY) for _ in range(N_QUEUE)]
+    for _ in range(2):
+        with pytest.raises(errors.QueueFull, match=str(N_QUEUE)):
+            engine.generate(PROMPT, **GREEDY)
+    assert engine.stats().n_refused == 2
+    assert engine.stats().n_queued == N_QUEUE
+    del queued
+    assert engine.stats().n_queued == 0
+    assert len(list(holder)) == 399
+
+
+def test_tokens_and_seconds_give_the_speed_of_an_interval(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    engine.generate(PROMPT, max_tokens=3, **GREEDY).read()
+    before = engine.stats()
+    prompt = random_ids(100, seed=1)
+    started_s = time.monotonic()
+    engine.generate(prompt, max_tokens=200, **GREEDY).read()
+    took_s = time.monotonic() - started_s
+    time.sleep(0.2)  # no part of any speed
+    made = engine.stats().since(before)
+    assert (made.n_requests, made.n_finished, made.n_tokens) == (1, 1, 200)
+    assert made.prefill_tokens == 100
+    assert made.decode_tokens == 199  # the first one comes of the prompt
+    assert made.n_decodes == 200
+    assert made.prefill_s > 0
+    assert made.decode_s > 0
+    assert made.busy_s <= took_s
+    assert made.uptime_s >= took_s + 0.2
+    assert made.tokens_per_s == pytest.approx(199 / made.decode_s)
+    assert made.prefill_tokens_per_s == pytest.approx(100 / made.prefill_s)
+    assert made.slots == engine.stats().slots
+
+
+def test_stats_of_a_closed_engine_stay(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    running = engine.generate(PROMPT, max_tokens=400, **GREEDY)
+    next(running)
+    engine.close()
+    with pytest.raises(errors.ClosedError):
+        running.read()
+    stats = engine.stats()
+    assert stats.n_failed == 1
+    assert not any(slot.is_busy for slot in stats.slots)
