@@ -38,6 +38,7 @@ struct engine_core {
     int n_chunk = 0;
     capture_source capture;
     bool has_cache = true;
+    std::string shift_obstacle;
     std::shared_ptr<const graph_counters> graphs;
     std::unique_ptr<scheduler> sched;
 

@@ -45,6 +45,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     core->n_chunk = runner->n_chunk();
     core->capture = runner->source();
     core->has_cache = runner->has_cache();
+    core->shift_obstacle = runner->shift_obstacle();
     core->graphs = runner->graphs();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
@@ -58,7 +59,8 @@ std::shared_ptr<generation_handle> submit(
     const std::shared_ptr<engine_core>& self, std::vector<token_id> prompt,
     const sampling_params& sampling, int max_tokens, std::vector<token_id> stop_tokens,
     const capture_plan* capture, full_policy on_full, double wait_s, int run_ahead, int priority,
-    int n_prompt_rows, bool only_attends, slot_id slot, const std::string& constraint_library) {
+    int n_prompt_rows, bool only_attends, slot_id slot, const std::string& constraint_library,
+    int n_reuse_min, int n_keep, int n_discard) {
     check(sampling, self->source->n_vocab());
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
@@ -84,6 +86,9 @@ std::shared_ptr<generation_handle> submit(
     wanted->n_prompt_rows = n_prompt_rows;
     wanted->only_attends = only_attends;
     wanted->wanted_slot = slot;
+    wanted->n_reuse_min = n_reuse_min;
+    wanted->n_keep = n_keep;
+    wanted->n_discard = n_discard;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
     handle->core = self;
@@ -153,6 +158,9 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro(
             "has_cache", [](const engine_core& self) { return self.has_cache; },
             "False for encoders and diffusion models: a prompt is one step.")
+        .def_prop_ro(
+            "shift_obstacle", [](const engine_core& self) { return self.shift_obstacle; },
+            "What keeps the cache's positions from being moved, empty when nothing does.")
         .def(
             "plan",
             [](const engine_core& self, row_kind kind, row_type type,
@@ -167,14 +175,19 @@ void bind_engine(nb::module_& module) {
             nb::arg("reduce") = row_reduction::none, nb::arg("top_k") = 0,
             nb::arg("hidden") = std::vector<int>{},
             "Resolves what to capture; raises InvalidCapture.")
-        .def("submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
-             nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
-             nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
-             nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false, nb::arg("slot") = -1,
-             nb::arg("constraint_library") = "",
-             "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
-             "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; "
-             "`constraint_library`: path of llguidance's.")
+        .def(
+            "submit", &submit, nb::arg("prompt"), nb::arg("sampling"), nb::arg("max_tokens"),
+            nb::arg("stop_tokens"), nb::arg("capture").none(), nb::arg("on_full"),
+            nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
+            nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false, nb::arg("slot") = -1,
+            nb::arg("constraint_library") = "", nb::arg("n_reuse_min") = 0, nb::arg("n_keep") = 0,
+            nb::arg("n_discard") = 0,
+            "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
+            "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; "
+            "`constraint_library`: path of llguidance's; `n_reuse_min`: least run of tokens that "
+            "is "
+            "kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go when "
+            "the slot is full, 0 = the request ends.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")

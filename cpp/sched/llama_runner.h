@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "llama/context.h"
@@ -40,12 +41,15 @@ public:
     bool truncate(slot_id slot, int n_keep) override;
 
     // llama_runner_state.cpp
-    bool shift(slot_id slot, int n_keep, int n_discard) override;
+    bool discard(slot_id slot, std::span<const token_range> gone) override;
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
     std::size_t state_bytes(slot_id slot) override;
     void write_state(slot_id slot, std::span<std::byte> out) override;
     bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
+
+    // What keeps tokens from being removed out of the middle of a slot; empty when nothing does.
+    std::string shift_obstacle() const { return context_->shift_obstacle(); }
 
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }

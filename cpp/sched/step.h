@@ -10,12 +10,14 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "memory/block_pool.h"
 #include "sched/idle_slot.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
+#include "sched/reuse_plan.h"
 #include "sched/runner.h"
 #include "sched/slot_state.h"
 
@@ -84,8 +86,18 @@ private:
         request_usage usage;
         clock::time_point started;
         clock::time_point prefilled;
-        request_id last_request = 0;  // whose tokens the cache ends with
-        std::size_t n_last_prompt = 0;
+        std::size_t n_exact = all_exact;  // see idle_slot
+        // Whose tokens the cache ends with: id 0 for nobody's.
+        struct {
+            request_id request = 0;
+            std::size_t n_prompt = 0;
+            int n_keep = 0;       // tokens before those it discarded
+            int n_discarded = 0;  // to make room
+        } last;
+    };
+    struct choice {
+        slot* target = nullptr;
+        reuse_plan plan;
     };
     struct work {
         slot* target;
@@ -120,14 +132,26 @@ private:
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
     void release(slot& target);
 
-    slot* choose_slot(const request& wanted);
+    // reuse
+    reuse_plan plan_of(const slot& candidate, const request& wanted) const;
+    choice choose_slot(const request& wanted);
+    void take_over(slot& target, reuse_plan plan);
+    void discard(slot& target, std::span<const token_range> gone);
+    bool make_room(slot& target);
+    void change_cache(slot& target, const slot_work& work);
+    void truncate(slot& target, std::size_t n_keep);
+    void forget_tail(slot& target, std::size_t n_keep);
+    void drop_unknown(slot& target);
+    void roll_back(slot& target, int n_taken);
+
+    // fork
     void plan_fork(slot& target);
     bool await_fork(slot& target);
     bool is_shared_step(const slot& target) const;
     void want_union(const request* added);
-    void truncate(slot& target, std::size_t n_keep);
-    void drop_unknown(slot& target);
-    void roll_back(slot& target, std::size_t n_prompt, int n_taken);
+    static error current_failure();
+    // Is some of its prompt left to evaluate?
+    static bool is_in_prompt(const slot& one);
     int n_left(const slot& target) const;
 
     runner& model_;

@@ -19,11 +19,9 @@ constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's
 
 bool step::fill_prefill() {
     for (auto& target : slots_) {
-        if (!target.active || await_fork(target)) continue;
+        if (!target.active || await_fork(target) || !is_in_prompt(target)) continue;
         const auto& prompt = target.active->prompt;
         const auto n_done = target.tokens.size();
-        const bool is_prompt = n_done < prompt.size();
-        if (!is_prompt) continue;
         const auto piece = next_chunk(target);
         if (!make_ready(target, piece)) continue;
         const auto n = static_cast<std::size_t>(piece.n_tokens);
@@ -75,9 +73,7 @@ bool step::is_shared_step(const slot& target) const {
 
 bool step::fill_decode() {
     const auto n_slots = slots_.size();
-    const auto is_generating = [](const slot& one) {
-        return one.active && one.tokens.size() >= one.active->prompt.size();
-    };
+    const auto is_generating = [](const slot& one) { return one.active && !is_in_prompt(one); };
     for (std::size_t i = 0; i < n_slots; ++i) {
         auto next = (decode_cursor_ + i) % n_slots;
         // A run of adjacent slots that are ready, from the first one found.
@@ -103,7 +99,7 @@ bool step::fill_decode() {
 // May this slot go on now? Sets its state, and takes the blocks that its rows will need.
 bool step::make_ready(slot& target, const chunk& piece) {
     const auto& active = *target.active;
-    const bool is_prompt = target.tokens.size() < active.prompt.size();
+    const bool is_prompt = is_in_prompt(target);
     if (!piece.samples && piece.n_rows == 0) return true;  // nobody has to take anything
     // Rows of a prompt are large: one run of them waits while the next one is computed.
     const int run_ahead = model_.can_truncate()
@@ -114,6 +110,7 @@ bool step::make_ready(slot& target, const chunk& piece) {
         change(target.state, slot_state::paused);
         return false;
     }
+    if (!is_prompt && !make_room(target)) return false;
     const auto n_columns = is_prompt ? active.prompt.size() : target.tokens.size() + 1;
     if (piece.n_rows > 0 &&
         !take_block(target, prompt_layout(target, piece.n_rows), target.prompt_block)) {

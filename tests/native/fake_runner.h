@@ -86,6 +86,7 @@ public:
         return copy(caches_)[static_cast<std::size_t>(slot)];
     }
     std::vector<std::string> violations() const { return copy(violations_); }
+    std::size_t n_discards() const { return copy(n_discards_); }
     // Grows each time the scheduler looks at a slot that may produce a token.
     std::size_t n_looks() const { return copy(n_looks_); }
 
@@ -127,6 +128,7 @@ private:
     std::vector<std::pair<slot_id, slot_id>> copies_;
     std::vector<std::string> violations_;
     std::size_t n_looks_ = 0;
+    std::size_t n_discards_ = 0;
 };
 
 class fake_picker final : public token_picker {
@@ -212,12 +214,20 @@ public:
         return true;
     }
 
-    bool shift(slot_id slot, int n_keep, int n_discard) override {
+    bool discard(slot_id slot, std::span<const token_range> gone) override {
         check_thread();
         const std::lock_guard lock(model_->mutex_);
         if (!model_->options.can_truncate) return false;
+        ++model_->n_discards_;
         auto& cache = cache_of(slot);
-        cache.erase(cache.begin() + n_keep, cache.begin() + n_keep + n_discard);
+        std::size_t behind = cache.size();
+        for (auto i = gone.size(); i-- > 0;) {
+            const auto end = gone[i].start + gone[i].n_tokens;
+            model_->expect(gone[i].n_tokens > 0 && end <= behind, "ranges that are no ranges");
+            behind = gone[i].start;
+            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(behind),
+                        cache.begin() + static_cast<std::ptrdiff_t>(end));
+        }
         return true;
     }
 
@@ -251,8 +261,12 @@ public:
         cache.clear();
         if (model_->options.refuses_state) return false;
         const auto n = static_cast<std::size_t>(n_tokens);
-        // A sealed blob has one stream: with more of them its cells come first.
-        const auto keys = bytes.subspan(12 + 4 + 12 * n + 8);
+        // One stream has cells: of a sealed blob the first one, of own bytes the slot's.
+        std::size_t at = 12;
+        for (std::uint32_t n_cells = 0; n > 0 && n_cells == 0; at += 4) {
+            std::memcpy(&n_cells, bytes.subspan(at, 4).data(), 4);
+        }
+        const auto keys = bytes.subspan(n > 0 ? at + 12 * n + 8 : bytes.size());
         for (std::size_t i = 0; i < n; ++i) {
             float value = 0;
             std::memcpy(&value, keys.subspan(12 + 4 * i, 4).data(), 4);
