@@ -19,6 +19,7 @@ import eval_callback
 import hf
 import loop
 import prefill
+import reuse
 import slots
 import state
 from console import collect, show
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 README = Path(__file__).resolve().parent / "README.md"
 BENCHMARKS = [
     (module.WEIGHTS, module.measure)
-    for module in (decode, prefill, loop, slots, eval_callback, hf, contexts, state, counts)
+    for module in (decode, prefill, loop, slots, eval_callback, hf, contexts, state, reuse, counts)
 ]
 
 

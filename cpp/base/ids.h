@@ -12,6 +12,12 @@ using token_id = std::int32_t;    // index into the vocabulary
 using slot_id = std::int32_t;     // index of a slot, also llama.cpp's sequence id
 using request_id = std::int64_t;  // counts up from 1 in each engine
 
+// Tokens start .. start + n_tokens of a sequence.
+struct token_range {
+    std::size_t start;
+    std::size_t n_tokens;
+};
+
 // Tokens that both begin with.
 inline std::size_t common_prefix(const std::vector<token_id>& a, const std::vector<token_id>& b) {
     const auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end());

@@ -45,6 +45,7 @@ struct engine_core {
     bool can_split_embedding = false;
     std::string pooling;
     embedding_facts embeddings{};
+    std::string shift_obstacle;
     std::shared_ptr<const graph_counters> graphs;
     std::unique_ptr<scheduler> sched;
 

@@ -52,6 +52,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     core->has_cache = runner->has_cache();
     core->can_split_embedding = runner->can_split_embedding();
     core->pooling = runner->pooling();
+    core->shift_obstacle = runner->shift_obstacle();
     core->graphs = runner->graphs();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
@@ -62,14 +63,12 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     return core;
 }
 
-std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& self,
-                                          std::vector<token_id> prompt,
-                                          const sampling_params& sampling, int max_tokens,
-                                          std::vector<token_id> stop_tokens,
-                                          const capture_plan* capture, full_policy on_full,
-                                          double wait_s, int run_ahead, int priority,
-                                          int n_prompt_rows, bool only_attends, bool embeds,
-                                          slot_id slot, const std::string& constraint_library) {
+std::shared_ptr<generation_handle> submit(
+    const std::shared_ptr<engine_core>& self, std::vector<token_id> prompt,
+    const sampling_params& sampling, int max_tokens, std::vector<token_id> stop_tokens,
+    const capture_plan* capture, full_policy on_full, double wait_s, int run_ahead, int priority,
+    int n_prompt_rows, bool only_attends, bool embeds, slot_id slot,
+    const std::string& constraint_library, int n_reuse_min, int n_keep, int n_discard) {
     check(sampling, self->source->n_vocab());
     auto wanted = std::make_shared<request>();
     wanted->prompt = std::move(prompt);
@@ -96,6 +95,9 @@ std::shared_ptr<generation_handle> submit(const std::shared_ptr<engine_core>& se
     wanted->only_attends = only_attends || embeds;
     wanted->embeds = embeds;
     wanted->wanted_slot = slot;
+    wanted->n_reuse_min = n_reuse_min;
+    wanted->n_keep = n_keep;
+    wanted->n_discard = n_discard;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
     handle->core = self;
@@ -193,6 +195,9 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro(
             "n_positions", [](const engine_core& self) { return self.embeddings.n_positions; },
             "Positions that the model learned; 0 = it has no such limit.")
+        .def_prop_ro(
+            "shift_obstacle", [](const engine_core& self) { return self.shift_obstacle; },
+            "What keeps the cache's positions from being moved, empty when nothing does.")
         .def(
             "plan",
             [](const engine_core& self, row_kind kind, row_type type,
@@ -212,10 +217,13 @@ void bind_engine(nb::module_& module) {
              nb::arg("wait_s"), nb::arg("run_ahead"), nb::arg("priority"),
              nb::arg("n_prompt_rows") = 0, nb::arg("only_attends") = false,
              nb::arg("embeds") = false, nb::arg("slot") = -1, nb::arg("constraint_library") = "",
+             nb::arg("n_reuse_min") = 0, nb::arg("n_keep") = 0, nb::arg("n_discard") = 0,
              "Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; "
              "`only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; "
              "`slot`: where it must run, -1 = anywhere; "
-             "`constraint_library`: path of llguidance's.")
+             "`constraint_library`: path of llguidance's; `n_reuse_min`: least run of tokens that "
+             "is kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go "
+             "when the slot is full, 0 = the request ends.")
         .def(
             "close", [](engine_core& self) { self.sched->close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")

@@ -17,8 +17,8 @@
 #include "sched/wake_handle.h"
 
 // What next() returns, for the type stubs.
-#define KQVIEW_ITEM                                                                 \
-    "tuple[int, float | None, list[tuple[int, float]] | None, typing.Any, bool] | " \
+#define KQVIEW_ITEM                                                                      \
+    "tuple[int, float | None, list[tuple[int, float]] | None, typing.Any, bool, int] | " \
     "tuple[int, int, typing.Any] | list[int] | types.EllipsisType | None"
 
 namespace kqview::bind {
@@ -53,7 +53,7 @@ private:
     std::atomic<bool>& taken_;
 };
 
-// (id, logprob or None, top or None, rows or None, is_last) of a token, (start, n_rows, rows or None) of
+// (id, logprob or None, top or None, rows or None, is_last, n_discarded) of a token, (start, n_rows, rows or None) of
 // prompt rows, or None at the end, whose error is raised.
 nb::object to_python(generation_handle& self, mailbox::item item) {
     if (item.end && !self.end) self.end = std::make_shared<const end_event>(*item.end);
@@ -79,9 +79,9 @@ nb::object to_python(generation_handle& self, mailbox::item item) {
         for (const auto& [id, logprob] : token.top) pairs.append(nb::make_tuple(id, logprob));
         top = pairs;
     }
-    return nb::make_tuple(token.id,
-                          has_logprob ? nb::object(nb::float_(token.logprob)) : nb::none(), top,
-                          rows_to_python(token.rows, false), item.end.has_value());
+    return nb::make_tuple(
+        token.id, has_logprob ? nb::object(nb::float_(token.logprob)) : nb::none(), top,
+        rows_to_python(token.rows, false), item.end.has_value(), token.n_discarded);
 }
 
 // Waits of this thread. A forked child gets one of its own: it shares the parent's descriptor.
@@ -211,9 +211,9 @@ void bind_generation(nb::module_& module) {
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
                      "-> " KQVIEW_ITEM),
-             "Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, "
-             "rows) of the prompt, rows being (attention, positions, hidden) or the embedding as "
-             "(None, None, values); None at the end. "
+             "Next item, blocking: (id, logprob, top, rows, is_last, n_discarded) of a token or "
+             "(start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or "
+             "the embedding as (None, None, values); None at the end. "
              "While the request is queued and every slot waits for its consumer: the ids of the "
              "requests in them, once unless they change; `goes_on` then waits on. `...` after "
              "wait_s.")

@@ -7,6 +7,7 @@
 
 #include "bind/bind.h"
 #include "sched/slot_saving.h"
+#include "sched/slot_shifting.h"
 
 namespace kqview::bind {
 

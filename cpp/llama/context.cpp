@@ -285,7 +285,13 @@ void context::copy(slot_id from, slot_id to) {
 
 bool context::truncate(slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
-    return !memory || llama_memory_seq_rm(memory, slot, n_keep, -1);
+    if (!memory) return true;
+    // A cache of a window's size has forgotten the positions before it.
+    const auto n_window = llama_model_n_swa(model_->get());
+    const auto first_seen = std::max(0, n_keep - n_window + 1);
+    if (n_keep > 0 && n_window > 0 && llama_memory_seq_pos_min(memory, slot) > first_seen)
+        return false;
+    return llama_memory_seq_rm(memory, slot, n_keep, -1);
 }
 
 void context::reserve() {

@@ -90,7 +90,8 @@ public:
     // Makes `to` hold what `from` holds; llama.cpp copies the whole stream before the next decode.
     void copy(slot_id from, slot_id to);
 
-    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail.
+    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail, or would lack what
+    // a sliding window sees from there; nothing has changed.
     bool truncate(slot_id slot, std::int32_t n_keep);
 
     // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot be saved
@@ -101,9 +102,13 @@ public:
     };
     cache_facts cache() const;
 
-    // Removes `n_discard` positions behind the first `n_keep` and moves those that follow down, keys re-rotated;
-    // the cells keep the gap. False: this cache cannot, and nothing has changed.
-    bool shift(slot_id slot, std::int32_t n_keep, std::int32_t n_discard);
+    // What keeps positions of this context from being moved; empty when they can be. Any thread.
+    std::string shift_obstacle() const;
+
+    // Removes these positions, which are in order and do not overlap, and moves those that follow down, keys
+    // re-rotated; the cells keep the gaps. False: this cache cannot, and nothing has changed. An error leaves
+    // the slot in no known state.
+    bool discard(slot_id slot, std::span<const token_range> gone);
 
     // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does not.
     void flush_shifts();
@@ -144,7 +149,7 @@ private:
     int n_ubatch_;
     int n_slots_;
     std::string pooling_;
-    bool embeds_ = false;  // what llama.cpp was told last
+    bool embeds_ = false;                               // what llama.cpp was told last
     const std::vector<std::uint64_t> aborted_decodes_;  // sorted
     std::uint64_t n_decodes_ = 0;
 };

@@ -3,6 +3,7 @@
 #include <llama-context.h>
 #include <llama-kv-cache-iswa.h>
 #include <llama-kv-cache.h>
+#include <llama-model.h>
 
 #include <string>
 
@@ -15,38 +16,91 @@ namespace kqview {
 
 namespace {
 
-[[noreturn]] void refuse(const char* kind) {
-    throw error(errc::unsupported_model,
-                std::string("slot: this model keeps ") + kind +
-                    ", which cannot be saved whole; send the ids again instead");
+// What this context keeps in place of the cache whose bytes are known; empty for that cache. llama.cpp leaves
+// out of a window's cache what no later token sees, so columns would be no positions any more; of several
+// caches in a row it may restore the first and fail at the second.
+std::string other_than_plain(const llama_memory_i* memory) {
+    if (!memory) return "no KV cache";
+    if (dynamic_cast<const llama_kv_cache*>(memory)) return "";
+    if (dynamic_cast<const llama_kv_cache_iswa*>(memory)) return "a cache for sliding windows";
+    return "recurrent state or several caches";
 }
 
-// The cache whose bytes are known. llama.cpp leaves out of a window's cache what no later token sees, so
-// columns would be no positions any more; of several caches in a row it may restore the first and fail
-// at the second.
+// What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when nothing does.
+// tests/engine/test_shift_models.py compares moved keys of every architecture with fresh ones.
+std::string rotation_obstacle(const llama_model& source, ggml_type type) {
+    if (source.pos_embd) return "learned positions";
+    switch (source.arch) {
+        case LLM_ARCH_HUNYUAN_DENSE:
+        case LLM_ARCH_HUNYUAN_MOE:
+        case LLM_ARCH_MAINCODER: return "keys that it scales after their rotation";
+        // llama.cpp moves keys with the rope factors of the file, these rotate without them.
+        case LLM_ARCH_COGVLM:
+        case LLM_ARCH_PANGU_EMBED: return "keys that it rotates in a way of its own";
+        case LLM_ARCH_BAICHUAN:
+            if (source.type != LLM_TYPE_7B) return "keys that it does not rotate";
+            break;
+        default: break;
+    }
+    // Other types and parts of quantised heads end the process in ggml.
+    if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16) return "";
+    const auto& hparams = source.hparams;
+    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE) return "";
+    bool is_whole = ggml_is_quantized(type);
+    for (std::uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        is_whole = is_whole && hparams.n_rot(il) == hparams.n_embd_head_k(il);
+    }
+    return is_whole ? ""
+                    : std::string("keys as ") + ggml_type_name(type) + ", which cannot be rotated";
+}
+
 llama_kv_cache& plain_cache(llama_context* handle) {
     auto* const memory = llama_get_memory(handle);
-    if (!memory) refuse("no KV cache");
-    if (auto* const cache = dynamic_cast<llama_kv_cache*>(memory)) return *cache;
-    if (dynamic_cast<llama_kv_cache_iswa*>(memory)) refuse("a cache for sliding windows");
-    refuse("recurrent state or several caches");
+    const auto kind = other_than_plain(memory);
+    if (kind.empty()) return dynamic_cast<llama_kv_cache&>(*memory);
+    throw error(errc::unsupported_model,
+                "slot: this model keeps " + kind +
+                    ", which cannot be saved whole; send the ids again instead");
 }
 
 }  // namespace
 
 context::cache_facts context::cache() const {
-    if (!has_cache()) refuse("no KV cache");
+    if (!has_cache()) {
+        throw error(errc::unsupported_model,
+                    "slot: this model keeps no KV cache; send the ids again instead");
+    }
     const auto& cache = plain_cache(handle_.get());
     return {cache.get_n_stream(), cache.has_cell_ext()};
 }
 
-bool context::shift(slot_id slot, std::int32_t n_keep, std::int32_t n_discard) {
-    auto* const memory = &plain_cache(handle_.get());
-    if (!llama_memory_can_shift(memory)) return false;
-    if (!llama_memory_seq_rm(memory, slot, n_keep, n_keep + n_discard)) return false;
-    llama_memory_seq_add(memory, slot, n_keep + n_discard, -1, -n_discard);
+std::string context::shift_obstacle() const {
+    if (!has_cache()) return "no KV cache";
+    auto* const memory = llama_get_memory(handle_.get());
+    if (auto kind = other_than_plain(memory); !kind.empty()) return kind;
+    if (!llama_memory_can_shift(memory)) return "positions that cannot be moved";
+    return rotation_obstacle(*model_->get(), plain_cache(handle_.get()).type_k());
+}
+
+bool context::discard(slot_id slot, std::span<const token_range> gone) {
+    auto& cache = plain_cache(handle_.get());
+    if (gone.empty() || !shift_obstacle().empty()) return false;
+    for (const auto& range : gone) {
+        const auto start = static_cast<llama_pos>(range.start);
+        // A plain cache removes any range.
+        llama_memory_seq_rm(&cache, slot, start, start + static_cast<llama_pos>(range.n_tokens));
+    }
+    llama_pos n_gone = 0;
+    for (std::size_t i = 0; i < gone.size(); ++i) {
+        n_gone += static_cast<llama_pos>(gone[i].n_tokens);
+        const auto from = static_cast<llama_pos>(gone[i].start + gone[i].n_tokens);
+        const auto to = i + 1 < gone.size() ? static_cast<llama_pos>(gone[i + 1].start) : -1;
+        llama_memory_seq_add(&cache, slot, from, to, -n_gone);
+    }
     flush_shifts();
-    return true;
+    if (!cache.get_has_shift()) return true;
+    throw error(errc::out_of_memory,
+                "slot.shift: llama.cpp could not rotate the keys; lower n_ctx or n_slots");
 }
 
 void context::flush_shifts() {

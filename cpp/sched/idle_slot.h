@@ -1,13 +1,17 @@
 // A slot that works for nobody, as the work of an order sees it (slot_orders.h). Engine thread only.
 #pragma once
 
+#include <cstddef>
 #include <functional>
+#include <limits>
 #include <vector>
 
 #include "base/ids.h"
 #include "sched/runner.h"
 
 namespace kqview {
+
+inline constexpr std::size_t all_exact = std::numeric_limits<std::size_t>::max();
 
 struct idle_slot {
     slot_id id;
@@ -16,6 +20,9 @@ struct idle_slot {
     // where the work ends with an error.
     std::vector<token_id> tokens;
     bool has_changed = false;
+    // The tokens from here on keep what was computed for them while others, which are gone, stood before them:
+    // a request that wants exact reuse evaluates them again.
+    std::size_t n_exact = all_exact;
 };
 
 using slot_work = std::function<void(idle_slot&)>;

@@ -48,7 +48,7 @@ public:
     bool truncate(slot_id slot, int n_keep) override;
 
     // llama_runner_state.cpp
-    bool shift(slot_id slot, int n_keep, int n_discard) override;
+    bool discard(slot_id slot, std::span<const token_range> gone) override;
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
     std::size_t state_bytes(slot_id slot) override;
@@ -57,6 +57,8 @@ public:
 
     // As context's, for what is made of texts.
     const std::string& pooling() const { return context_->pooling(); }
+    // What keeps tokens from being removed out of the middle of a slot; empty when nothing does.
+    std::string shift_obstacle() const { return context_->shift_obstacle(); }
 
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }

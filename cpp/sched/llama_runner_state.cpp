@@ -56,10 +56,10 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     return layout_from(kv_data);
 }
 
-bool llama_runner::shift(slot_id slot, int n_keep, int n_discard) {
+bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
     (void)state_shape();  // raises where cells could not be moved to their positions
     const tap::scope scope(*tap_);
-    return context_->shift(slot, n_keep, n_discard);
+    return context_->discard(slot, gone);
 }
 
 std::size_t llama_runner::state_bytes(slot_id slot) {

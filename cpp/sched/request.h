@@ -39,7 +39,8 @@ struct token_event {
     token_id id;
     float logprob;  // NaN when not asked for
     std::vector<std::pair<token_id, float>> top;
-    captured_rows rows;  // no block when nothing is captured, or dropped
+    captured_rows rows;   // no block when nothing is captured, or dropped
+    int n_discarded = 0;  // tokens of the slot that had been discarded to make room before this row
 };
 
 // Rows of the prompt's tokens start .. start + n_rows, or its embedding.
@@ -52,7 +53,7 @@ struct prompt_event {
 
 struct request_usage {
     int prompt_tokens = 0;
-    int cached_tokens = 0;  // of the prompt, found in the slot's cache
+    int cached_tokens = 0;  // of the prompt, found in a cache
     int completion_tokens = 0;
     double prefill_s = 0.0;
     double decode_s = 0.0;
@@ -80,7 +81,13 @@ struct request {
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed before they are taken
     int priority = 0;                                // larger first, then order of arrival
-    slot_id wanted_slot = -1;                        // the slot it must run in, -1 = any
+    // Tokens in a row that a cache must have behind others that the prompt has not, for it to be shifted.
+    // 0: only what both begin with is reused.
+    int n_reuse_min = 0;
+    // When the slot is full and tokens are due: discarded behind the first n_keep. 0: the request ends then.
+    int n_discard = 0;
+    int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
+    slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
     std::shared_ptr<mailbox> box;
     std::atomic<slot_id> slot{-1};  // set at admission
 };

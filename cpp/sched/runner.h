@@ -77,9 +77,10 @@ public:
     // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state). Throws nothing.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
-    // Removes tokens behind the first n_keep and moves those that follow to their place. False: the cache
-    // cannot, and nothing has changed.
-    virtual bool shift(slot_id slot, int n_keep, int n_discard) = 0;
+    // Removes ranges of tokens, in order and apart, and gives those that follow the positions that close the
+    // gaps; write_state and read_state then close them in memory too. False: the cache cannot, and nothing has
+    // changed. An error leaves the slot in no known state.
+    virtual bool discard(slot_id slot, std::span<const token_range> gone) = 0;
 
     // A slot's cache as llama.cpp's bytes (state/ses1.h). All raise unsupported_model where a cache cannot
     // be saved whole.

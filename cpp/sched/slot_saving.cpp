@@ -46,6 +46,7 @@ void restore_slot(idle_slot& slot, std::span<const std::byte> blob) {
                     "empty now");
     }
     slot.tokens = std::move(view.tokens);
+    slot.n_exact = all_exact;  // what a blob holds is what its ids say, by the word of who saved it
 }
 
 void truncate_slot(idle_slot& slot, std::size_t n_keep) {
@@ -60,37 +61,11 @@ void truncate_slot(idle_slot& slot, std::size_t n_keep) {
     slot.tokens.resize(n_keep);
 }
 
-void shift_slot(idle_slot& slot, std::uint64_t n_keep, std::uint64_t n_discard) {
-    const auto n_tokens = slot.tokens.size();
-    if (n_discard == 0 || n_keep > n_tokens || n_discard > n_tokens - n_keep) {
-        throw error(errc::request,
-                    "slot.shift: n_keep is " + std::to_string(n_keep) + " and n_discard " +
-                        std::to_string(n_discard) + ", the slot has " + std::to_string(n_tokens) +
-                        " tokens; discard at least 1 and no more than follow those kept");
-    }
-    // Before anything changes: a cache's worth of memory may not be there.
-    std::vector<std::byte> room(slot.model.state_bytes(slot.id));
-    if (!slot.model.shift(slot.id, static_cast<int>(n_keep), static_cast<int>(n_discard))) {
-        throw error(errc::unsupported_model,
-                    "slot.shift: this model's positions cannot be moved; send the ids again");
-    }
-    slot.has_changed = true;
-    const auto from = slot.tokens.begin() + static_cast<std::ptrdiff_t>(n_keep);
-    slot.tokens.erase(from, from + static_cast<std::ptrdiff_t>(n_discard));
-    if (slot.tokens.empty()) return;
-    // A column is a cell: close the gap, or the next token would go into it.
-    const auto kv_data = std::span(room).first(slot.model.state_bytes(slot.id));
-    slot.model.write_state(slot.id, kv_data);
-    if (slot.model.read_state(slot.id, kv_data, static_cast<int>(slot.tokens.size()))) return;
-    clear_slot(slot);
-    throw error(errc::internal,
-                "slot.shift: llama.cpp refused its own bytes; the slot is empty now");
-}
-
 void clear_slot(idle_slot& slot) {
     slot.has_changed = true;
     slot.model.truncate(slot.id, 0);  // dropping everything always works
     slot.tokens.clear();
+    slot.n_exact = all_exact;
 }
 
 }  // namespace kqview

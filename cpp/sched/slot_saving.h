@@ -22,11 +22,6 @@ void restore_slot(idle_slot& slot, std::span<const std::byte> blob);
 // drop that tail. Raises request.
 void truncate_slot(idle_slot& slot, std::size_t n_keep);
 
-// Removes `n_discard` tokens behind the first `n_keep`; those that follow move to their place and keep what
-// was computed for them. Raises request and unsupported_model, and has changed nothing then; an internal error
-// leaves the slot empty. Copies the slot's cache twice.
-void shift_slot(idle_slot& slot, std::uint64_t n_keep, std::uint64_t n_discard);
-
 void clear_slot(idle_slot& slot);
 
 }  // namespace kqview

@@ -31,31 +31,24 @@ step::step(runner& model, std::shared_ptr<block_pool> pool)
 
 // ---- admit
 
+bool step::is_in_prompt(const slot& one) {
+    // A slot that made room may hold fewer tokens than its prompt had.
+    return one.active && one.usage.completion_tokens == 0 &&
+           one.tokens.size() < one.active->prompt.size();
+}
+
 bool step::can_admit(const request& wanted) const {
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return !one.active && (wanted.wanted_slot < 0 || wanted.wanted_slot == one.id);
     });
 }
 
-// The free slot with the longest common prefix, the lowest among equals.
-step::slot* step::choose_slot(const request& wanted) {
-    slot* best = nullptr;
-    std::size_t n_best = 0;
-    for (auto& candidate : slots_) {
-        if (candidate.active || (wanted.wanted_slot >= 0 && wanted.wanted_slot != candidate.id))
-            continue;
-        const auto n = common_prefix(candidate.tokens, wanted.prompt);
-        if (!best || n > n_best) best = &candidate, n_best = n;
-    }
-    return best;
-}
-
 void step::admit(const std::shared_ptr<request>& wanted) {
-    slot* const best = choose_slot(*wanted);
-    if (!best) throw error(errc::internal, "step.admit: no slot is free; ask can_admit first");
-    const auto n_best = common_prefix(best->tokens, wanted->prompt);
+    auto chosen = choose_slot(*wanted);
+    if (!chosen.target)
+        throw error(errc::internal, "step.admit: no slot is free; ask can_admit first");
     ++counters_.n_requests;
-    auto& target = *best;
+    auto& target = *chosen.target;
     {
         const std::lock_guard lock(tokens_mutex_);
         target.active = wanted;
@@ -63,15 +56,13 @@ void step::admit(const std::shared_ptr<request>& wanted) {
     target.usage = {};
     target.usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
     target.started = target.prefilled = clock::now();
-    target.last_request = wanted->id;
-    target.n_last_prompt = wanted->prompt.size();
+    target.last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
     target.starved_until.reset();
     change(target.state, slot_state::prefill);
     wanted->slot.store(target.id);
     try {
         want_union(wanted.get());
-        truncate(target, std::min(n_best, wanted->prompt.size() - n_decoded_anew(*wanted)));
-        target.usage.cached_tokens = static_cast<int>(target.tokens.size());
+        take_over(target, std::move(chosen.plan));
         plan_fork(target);
         target.picker = std::move(wanted->picker);
     } catch (...) {
@@ -100,16 +91,6 @@ void step::want_union(const request* added) {
     model_.want(all);
 }
 
-void step::truncate(slot& target, std::size_t n_keep) {
-    if (n_keep >= target.tokens.size()) return;
-    if (!model_.truncate(target.id, static_cast<int>(n_keep))) {
-        model_.truncate(target.id, 0);  // dropping everything always works
-        n_keep = 0;
-    }
-    const std::lock_guard lock(tokens_mutex_);
-    target.tokens.resize(n_keep);
-}
-
 // ---- cancel
 
 void step::cancel(const std::shared_ptr<request>& wanted) {
@@ -121,25 +102,12 @@ void step::cancel(const std::shared_ptr<request>& wanted) {
         collect();
         // It ended by itself, but its last tokens were never handed out.
         auto& target = slots_[static_cast<std::size_t>(id)];
-        if (!target.active && target.last_request == wanted->id) {
-            roll_back(target, target.n_last_prompt, wanted->box->n_taken());
+        if (!target.active && target.last.request == wanted->id) {
+            roll_back(target, wanted->box->n_taken());
         }
     }
     wanted->box->finish({});  // a request that was still queued ends here
     wanted->box->settle();
-}
-
-// After a failed step: whatever the cache holds beyond the known tokens goes.
-void step::drop_unknown(slot& target) {
-    if (model_.truncate(target.id, static_cast<int>(target.tokens.size()))) return;
-    model_.truncate(target.id, 0);
-    const std::lock_guard lock(tokens_mutex_);
-    target.tokens.clear();
-}
-
-void step::roll_back(slot& target, std::size_t n_prompt, int n_taken) {
-    const auto n_decoded = static_cast<std::size_t>(std::max(n_taken - 1, 0));
-    truncate(target, std::min(target.tokens.size(), n_prompt + n_decoded));
 }
 
 void step::fail_all(const error& failure) {
@@ -157,20 +125,19 @@ void step::work_on(slot_id id, const slot_work& work) {
         throw error(errc::busy, "slot: a generation works in slot " + std::to_string(id) +
                                     "; read it to its end or close it first");
     }
-    idle_slot view{id, model_, target.tokens, false};
-    const auto keep = [&] {
-        if (!view.has_changed) return;
-        target.last_request = 0;  // no cancellation that comes late may roll this back
-        const std::lock_guard lock(tokens_mutex_);
-        target.tokens = std::move(view.tokens);
-    };
-    try {
-        work(view);
-    } catch (...) {
-        keep();
-        throw;
-    }
-    keep();
+    change_cache(target, [&](idle_slot& view) {
+        const auto forget = [&] {
+            // No cancellation that comes late may roll this back.
+            if (view.has_changed) target.last = {};
+        };
+        try {
+            work(view);
+        } catch (...) {
+            forget();
+            throw;
+        }
+        forget();
+    });
 }
 
 // ---- run
@@ -276,7 +243,8 @@ void step::sample(const work& done, const step_result& result) {
 
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
-    token_event token{picked.id, picked.logprob, std::move(picked.top), {}};
+    token_event token{
+        picked.id, picked.logprob, std::move(picked.top), {}, target.last.n_discarded};
     if (target.block) {
         const auto layout = active.capture->layout(static_cast<int>(target.tokens.size()));
         counters_.n_attention_bytes += layout.size_bytes;
@@ -296,9 +264,10 @@ void step::sample(const work& done, const step_result& result) {
 }
 
 int step::n_left(const slot& target) const {
+    const int n_due = target.active->max_tokens - target.usage.completion_tokens;
+    if (target.active->n_discard > 0) return std::max(0, n_due);
     const int n_room = model_.n_ctx() - static_cast<int>(target.tokens.size());
-    return std::max(0,
-                    std::min(target.active->max_tokens - target.usage.completion_tokens, n_room));
+    return std::max(0, std::min(n_due, n_room));
 }
 
 end_event step::end_of(slot& target, finish_reason reason, std::optional<error> failure) const {
@@ -318,7 +287,7 @@ void step::finish(slot& target, finish_reason reason, std::optional<error> failu
     }
     const auto box = target.active->box;
     const bool is_cancelled = reason == finish_reason::cancelled;
-    if (is_cancelled) roll_back(target, target.active->prompt.size(), box->n_taken());
+    if (is_cancelled) roll_back(target, box->n_taken());
     auto end = end_of(target, reason, std::move(failure));
     count_end(reason);
     release(target);  // first: who sees the end finds the slot free
@@ -341,8 +310,8 @@ void step::release(slot& target) {
     target.fork_source.reset();
     target.starved_until.reset();
     change(target.state, slot_state::idle);
+    if (!model_.has_cache()) forget_tail(target, 0);
     const std::lock_guard lock(tokens_mutex_);
-    if (!model_.has_cache()) target.tokens.clear();
     target.active.reset();
 }
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <span>
 #include <variant>
 #include <vector>
 
@@ -17,6 +18,7 @@
 #include "sched/idle_slot.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
+#include "sched/reuse_plan.h"
 #include "sched/runner.h"
 #include "sched/slot_state.h"
 
@@ -102,8 +104,18 @@ private:
         request_usage usage;
         clock::time_point started;
         clock::time_point prefilled;
-        request_id last_request = 0;  // whose tokens the cache ends with
-        std::size_t n_last_prompt = 0;
+        std::size_t n_exact = all_exact;  // see idle_slot
+        // Whose tokens the cache ends with: id 0 for nobody's.
+        struct {
+            request_id request = 0;
+            std::size_t n_prompt = 0;
+            int n_keep = 0;       // tokens before those it discarded
+            int n_discarded = 0;  // to make room
+        } last;
+    };
+    struct choice {
+        slot* target = nullptr;
+        reuse_plan plan;
     };
     struct work {
         slot* target;
@@ -144,8 +156,18 @@ private:
     void count_end(finish_reason reason);
     void release(slot& target);
 
+    // reuse
     static std::size_t n_decoded_anew(const request& wanted);
-
+    reuse_plan plan_of(const slot& candidate, const request& wanted) const;
+    choice choose_slot(const request& wanted);
+    void take_over(slot& target, reuse_plan plan);
+    void discard(slot& target, std::span<const token_range> gone);
+    bool make_room(slot& target);
+    void change_cache(slot& target, const slot_work& work);
+    void truncate(slot& target, std::size_t n_keep);
+    void forget_tail(slot& target, std::size_t n_keep);
+    void drop_unknown(slot& target);
+    void roll_back(slot& target, int n_taken);
 
     // deliver: rows of a device arrive while the next step computes; their tokens wait for them
     struct parcel {
@@ -157,15 +179,14 @@ private:
     void collect();
     int n_on_the_way(const slot& target) const;
 
-    slot* choose_slot(const request& wanted);
+    // fork
     void plan_fork(slot& target);
     bool await_fork(slot& target);
     bool is_shared_step(const slot& target) const;
     static error current_failure() noexcept;
     void want_union(const request* added);
-    void truncate(slot& target, std::size_t n_keep);
-    void drop_unknown(slot& target);
-    void roll_back(slot& target, std::size_t n_prompt, int n_taken);
+    // Is some of its prompt left to evaluate?
+    static bool is_in_prompt(const slot& one);
     int n_left(const slot& target) const;
 
     runner& model_;

@@ -46,11 +46,9 @@ bool step::fill_prefill() {
 }
 
 bool step::add_prompt(slot& target) {
-    if (await_fork(target)) return false;
+    if (await_fork(target) || !is_in_prompt(target)) return false;
     const auto& prompt = target.active->prompt;
     const auto n_done = target.tokens.size();
-    const bool is_prompt = n_done < prompt.size();
-    if (!is_prompt) return false;
     const auto piece = next_chunk(target);
     if (!make_ready(target, piece)) return false;
     const auto n = static_cast<std::size_t>(piece.n_tokens);
@@ -112,9 +110,7 @@ bool step::is_shared_step(const slot& target) const {
 
 bool step::fill_decode() {
     const auto n_slots = slots_.size();
-    const auto is_generating = [](const slot& one) {
-        return one.active && one.tokens.size() >= one.active->prompt.size();
-    };
+    const auto is_generating = [](const slot& one) { return one.active && !is_in_prompt(one); };
     for (std::size_t i = 0; i < n_slots; ++i) {
         auto next = (decode_cursor_ + i) % n_slots;
         // A run of adjacent slots that are ready, from the first one found.
@@ -145,7 +141,7 @@ bool step::add_token(slot& target) {
 // May this slot go on now? Sets its state, and takes the blocks that its rows will need.
 bool step::make_ready(slot& target, const chunk& piece) {
     const auto& active = *target.active;
-    const bool is_prompt = target.tokens.size() < active.prompt.size();
+    const bool is_prompt = is_in_prompt(target);
     if (!piece.samples && piece.n_rows == 0) return true;  // nobody has to take anything
     // Rows of a prompt are large: one run of them waits while the next one is computed.
     const int run_ahead = model_.can_truncate()
@@ -160,6 +156,7 @@ bool step::make_ready(slot& target, const chunk& piece) {
         change(target.state, slot_state::paused);
         return false;
     }
+    if (!is_prompt && !make_room(target)) return false;
     const auto n_columns = is_prompt ? active.prompt.size() : target.tokens.size() + 1;
     if (piece.n_rows > 0 &&
         !take_block(target, prompt_layout(target, piece.n_rows), target.prompt_block)) {

@@ -23,9 +23,9 @@ void step::plan_fork(slot& target) {
     std::size_t n_best = target.tokens.size() + n_fork_min - 1;
     for (const auto& other : slots_) {
         if (other.id == target.id) continue;
-        auto n = common_prefix(other.tokens, active.prompt);
+        auto n = std::min(common_prefix(other.tokens, active.prompt), other.n_exact);
         // A prompt that is being evaluated: wait for the part that both share.
-        if (other.active && n == other.tokens.size())
+        if (is_in_prompt(other) && n == other.tokens.size())
             n = std::max(n, common_prefix(other.active->prompt, active.prompt));
         n = std::min(n, n_usable);
         if (n <= n_best) continue;
@@ -40,14 +40,13 @@ void step::plan_fork(slot& target) {
 bool step::await_fork(slot& target) {
     if (!target.fork_source) return false;
     const auto& source = slots_[static_cast<std::size_t>(*target.fork_source)];
-    const auto n_shared =
-        std::min(common_prefix(source.tokens, target.active->prompt), target.n_fork);
+    const auto n_shared = std::min(
+        {common_prefix(source.tokens, target.active->prompt), source.n_exact, target.n_fork});
     // Only from a request admitted before this one, so that no two wait for each other; and not from one that
     // waits for its consumer.
     const bool is_coming = source.active && source.active->id == target.fork_request &&
-                           source.state == slot_state::prefill &&
-                           n_shared == source.tokens.size() &&
-                           source.tokens.size() < source.active->prompt.size();
+                           source.state == slot_state::prefill && is_in_prompt(source) &&
+                           n_shared == source.tokens.size();
     if (n_shared < target.n_fork && is_coming) return true;
     target.fork_source.reset();
     if (n_shared < target.tokens.size() + n_fork_min) return false;  // the source was cancelled
@@ -56,11 +55,13 @@ bool step::await_fork(slot& target) {
         target.tokens.clear();  // a copy that fails leaves none of them
     }
     model_.copy(source.id, target.id);
-    model_.truncate(target.id, static_cast<int>(n_shared));
-    const std::lock_guard lock(tokens_mutex_);
-    target.tokens.assign(source.tokens.begin(),
-                         source.tokens.begin() + static_cast<std::ptrdiff_t>(n_shared));
-    target.usage.cached_tokens = static_cast<int>(n_shared);
+    {
+        const std::lock_guard lock(tokens_mutex_);
+        target.tokens = source.tokens;
+    }
+    target.n_exact = source.n_exact;
+    truncate(target, n_shared);
+    target.usage.cached_tokens = static_cast<int>(target.tokens.size());
     return false;
 }
 

@@ -269,12 +269,12 @@ class Generation:
         Address that the kernel of the last taken token wrote first; 0 without capture.
         """
 
-    def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
+    def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """
         Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or the embedding as (None, None, values); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
         """
 
-    def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
+    def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """As next(), but `...` when nothing is there yet."""
 
     def arm(self, waiter: WakeHandle) -> bool:
@@ -344,6 +344,10 @@ class Engine:
     @property
     def n_positions(self) -> int:
         """Positions that the model learned; 0 = it has no such limit."""
+    def shift_obstacle(self) -> str:
+        """
+        What keeps the cache's positions from being moved, empty when nothing does.
+        """
 
     def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""

@@ -1,6 +1,7 @@
 """What a Capture means for the model of an engine, in the core's types."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from kqview import _core
@@ -59,6 +60,22 @@ def to_plan(engine: _core.Engine, capture: Capture, has_all_columns: bool) -> _c
         min(capture.top_k or 0, _INT32_MAX),
         _core_indices(capture.hidden) or [],
     )
+
+
+def prompt_capture(capture: Capture | str) -> Capture:
+    """What `Engine.attend` captures.
+
+    Raises:
+        InvalidCapture: It is nothing, or hidden states.
+    """
+    wanted = Capture.of(capture)
+    if wanted is None or wanted.hidden:
+        raise InvalidCapture(
+            "attend: hidden states are of generated tokens; use generate, or leave hidden out"
+            if wanted
+            else "attend: capture is None, a kind or a Capture is needed; pass 'probs'"
+        )
+    return replace(wanted, prompt=True)
 
 
 def _core_indices(indices: Sequence[int] | None) -> list[int] | None:

@@ -11,16 +11,16 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack
 
 from kqview import _core
+from kqview.capture_plan import prompt_capture
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_stats import engine_stats
-from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel
+from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.llama_log import forward_log
@@ -32,6 +32,8 @@ from kqview.request_options import (
     checked_ids,
     lora_adapters,
     model_path,
+    sampling_of,
+    shift_options,
     to_core_options,
     token_limit,
     whole_number,
@@ -231,6 +233,11 @@ class Engine(Vocabulary, Conversation, Embedding):
         mods: Sequence[Any] = (),
         request_id: str | None = None,
         priority: int = 0,
+        reuse: Literal["exact", "shift"] = "exact",
+        reuse_min_tokens: int = 16,
+        context_shift: bool = False,
+        n_keep: int = 0,
+        n_discard: int | None = None,
         add_special: bool = True,
         parse_special: bool = True,
         **options: Unpack[SamplingOptions],
@@ -247,6 +254,15 @@ class Engine(Vocabulary, Conversation, Embedding):
             mods: Reserved.
             request_id: A name for logs; made up when left out.
             priority: Requests that wait for a slot go by priority, largest first, then by arrival.
+            reuse: "shift" also keeps the KV cache of what follows tokens that are no longer in the
+                prompt. Approximate: it was computed while those tokens were seen. "exact" keeps
+                what a fresh evaluation would compute.
+            reuse_min_tokens: With "shift": shorter runs of equal tokens are coincidences.
+            context_shift: In a full slot discard old tokens and go on, in place of ending with
+                "length"; as approximate as "shift". Columns are then those of what is left:
+                ``token.discarded``.
+            n_keep: Tokens at the start that are never discarded; -1 for the whole prompt.
+            n_discard: Tokens to discard behind them, None for half of the rest.
             add_special: As in `tokenize`.
             parse_special: As in `tokenize`.
             **options: The fields of Sampling one by one, in place of *sampling*.
@@ -259,7 +275,8 @@ class Engine(Vocabulary, Conversation, Embedding):
         Raises:
             RequestError: Or one of its kinds (PromptTooLong, InvalidToken, InvalidCapture,
                 InvalidSampling, UnknownSlot): an argument cannot work.
-            UnsupportedModel: The model has no decoder, or a str prompt needs a vocabulary.
+            UnsupportedModel: The model has no decoder, a str prompt needs a vocabulary, or its
+                positions cannot be moved (see `Slot.shift`).
             QueueFull: Too many requests wait.
             ClosedError: The engine is closed.
         """
@@ -268,19 +285,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             raise UnsupportedModel(
                 f"generate: {self._info.architecture} models do not generate token by token"
             )
-        if sampling is None:
-            sampling = Sampling(**options)
-        elif not isinstance(sampling, Sampling):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError(
-                f"generate: sampling is of type {type(sampling).__name__}, a Sampling is needed"
-            )
-        elif options:
-            raise RequestError(
-                f"generate: sampling= and {', '.join(options)} are both given; "
-                "put them into Sampling"
-            )
-        if mods:
-            raise RequestError("generate: mods are not in this version")
+        sampling = sampling_of("generate", sampling, options, mods)
         if slot is not None and slot not in range(len(self._slots)):
             raise UnknownSlot(f"generate: slot {slot}, the engine has 0..{len(self._slots) - 1}")
         ids = self._prompt_ids("generate", prompt, add_special, parse_special)
@@ -291,6 +296,9 @@ class Engine(Vocabulary, Conversation, Embedding):
             sampling,
             capture,
             max_tokens=token_limit("generate", max_tokens),
+            shift=shift_options(
+                self._core, len(ids), reuse, reuse_min_tokens, context_shift, n_keep, n_discard
+            ),
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
             slot=slot,
             request_id=request_id,
@@ -336,19 +344,11 @@ class Engine(Vocabulary, Conversation, Embedding):
         ids = self._prompt_ids("attend", prompt, add_special, parse_special)
         n_rows = len(ids) if last is None else whole_number("attend", "last", last)
         n_rows = min(n_rows, len(ids))
-        wanted = Capture.of(capture)
-        if wanted is None or wanted.hidden:
-            raise InvalidCapture(
-                "attend: hidden states are of generated tokens; use generate, or leave hidden out"
-                if wanted
-                else "attend: capture is None, a kind or a Capture is needed; pass 'probs'"
-            )
-        wanted = replace(wanted, prompt=True)
         generation = self._requests.submit(
             "attend",
             ids,
             Sampling(),
-            wanted,
+            prompt_capture(capture),
             max_tokens=1,
             n_prompt_rows=n_rows,
             only_attends=True,

@@ -4,10 +4,10 @@ import json
 import operator
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypedDict, cast
+from typing import Any, Final, Literal, TypedDict, cast
 
 from kqview import _core
-from kqview.errors import InvalidToken, RequestError
+from kqview.errors import InvalidToken, RequestError, UnsupportedModel
 from kqview.types import Capture, Sampling
 
 _INT32_MAX: Final = 2**31 - 1
@@ -60,8 +60,24 @@ class GenerateOptions(SamplingOptions, total=False):
     mods: Sequence[Any]
     request_id: str | None
     priority: int
+    reuse: Literal["exact", "shift"]
+    reuse_min_tokens: int
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
     add_special: bool
     parse_special: bool
+
+
+class ShiftOptions(TypedDict):
+    """What a request may do with positions, as arguments of ``_core.Engine.submit``."""
+
+    n_reuse_min: int
+    n_keep: int
+    n_discard: int
+
+
+NO_SHIFT: Final[ShiftOptions] = {"n_reuse_min": 0, "n_keep": 0, "n_discard": 0}
 
 
 class CoreOptions(TypedDict):
@@ -195,6 +211,83 @@ def byte_count(who: str, name: str, value: object) -> int:
 def token_limit(who: str, value: object) -> int:
     """*value* as ``max_tokens``: from 1, and what no slot can hold means all of the slot."""
     return min(whole_number(who, "max_tokens", value, high=_INT64_MAX), _INT32_MAX)
+
+
+def shift_options(
+    core: _core.Engine,
+    n_prompt: int,
+    reuse: object,
+    reuse_min_tokens: object,
+    context_shift: object,
+    n_keep: object,
+    n_discard: object,
+) -> ShiftOptions:
+    """The options of `Engine.generate` that move positions, checked.
+
+    Raises:
+        RequestError: One of them is of another type or out of its range.
+        UnsupportedModel: The model's positions cannot be moved.
+    """
+    who = "generate"
+    if reuse not in ("exact", "shift"):
+        raise RequestError(f"{who}: reuse is {reuse!r}, known are 'exact' and 'shift'")
+    if not isinstance(context_shift, bool):
+        raise RequestError(f"{who}: context_shift is {context_shift!r}, True or False is needed")
+    n_run_min = whole_number(who, "reuse_min_tokens", reuse_min_tokens)
+    wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
+    if wanted and core.shift_obstacle:
+        raise UnsupportedModel(
+            f"{who}: {wanted} moves positions, this model keeps {core.shift_obstacle}; "
+            "leave it out and send the ids that are to be seen"
+        )
+    chosen: ShiftOptions = {**NO_SHIFT, "n_reuse_min": n_run_min if reuse == "shift" else 0}
+    n_keep = whole_number(who, "n_keep", n_keep, low=-1, high=_INT64_MAX)
+    if n_discard is not None:
+        n_discard = whole_number(who, "n_discard", n_discard, high=_INT64_MAX)
+    if not context_shift:
+        if n_keep != 0 or n_discard is not None:
+            raise RequestError(
+                f"{who}: n_keep is {n_keep} and n_discard {n_discard}, which say how a full slot "
+                "is shifted; pass context_shift=True with them"
+            )
+        return chosen
+    if n_keep > n_prompt:
+        raise RequestError(
+            f"{who}: n_keep is {n_keep}, the prompt has {n_prompt} tokens; -1 keeps all of them"
+        )
+    n_keep = n_prompt if n_keep < 0 else n_keep
+    n_rest = core.n_ctx - n_keep
+    if n_discard is None:
+        n_discard = max(1, n_rest // 2)
+    if n_discard > n_rest:
+        raise RequestError(
+            f"{who}: n_keep is {n_keep} and n_discard {n_discard}, the slot holds {core.n_ctx} "
+            "tokens; keep or discard less, or raise n_ctx"
+        )
+    return {**chosen, "n_keep": n_keep, "n_discard": n_discard}
+
+
+def sampling_of(
+    who: str, sampling: object, options: Mapping[str, Any], mods: Sequence[object]
+) -> Sampling:
+    """The Sampling that was given, or is made of its fields given one by one.
+
+    Raises:
+        RequestError: Both were given, or something else; or *mods*, which are not there yet.
+    """
+    if mods:
+        raise RequestError(f"{who}: mods are not in this version")
+    if sampling is None:
+        return Sampling(**options)
+    if not isinstance(sampling, Sampling):
+        raise RequestError(
+            f"{who}: sampling is of type {type(sampling).__name__}, a Sampling is needed"
+        )
+    if options:
+        raise RequestError(
+            f"{who}: sampling= and {', '.join(options)} are both given; put them into Sampling"
+        )
+    return sampling
 
 
 def checked_ids(who: str, ids: Iterable[object]) -> list[int]:

@@ -10,7 +10,7 @@ from kqview.constraints import llguidance_library
 from kqview.errors import PromptTooLong, RequestError
 from kqview.generation.astream import LoopWaker
 from kqview.generation.stream import Generation
-from kqview.request_options import checked_ids, to_core, whole_number
+from kqview.request_options import NO_SHIFT, ShiftOptions, checked_ids, to_core, whole_number
 from kqview.types import Capture, ModelInfo, Sampling
 
 
@@ -74,6 +74,7 @@ class Requests:
         capture: Capture | None,
         *,
         max_tokens: int,
+        shift: ShiftOptions = NO_SHIFT,
         n_prompt_rows: int = 0,
         only_attends: bool = False,
         embeds: bool = False,
@@ -97,11 +98,13 @@ class Requests:
             embeds=embeds,
             slot=-1 if slot is None else slot,
             constraint_library=llguidance_library(sampling),
+            **shift,
         )
         generation = Generation(
             handle,
             request_id=request_id or f"{who}-{handle.id}",
             n_prompt=len(ids),
+            n_keep=shift["n_keep"],
             capture=capture.resolved(self._info) if capture else None,
             stop=tuple(sampling.stop),
             token_bytes=self._token_bytes,

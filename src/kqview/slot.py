@@ -141,7 +141,8 @@ class Slot:
         Raises:
             RequestError: The range is not within `tokens`, or empty.
             UnsupportedModel: The cache's positions cannot be moved: recurrent state, sliding
-                windows, positions of several dimensions, or no cache.
+                windows, learned positions or those of several dimensions, keys that the model
+                changes after their rotation or that ``kv_type`` keeps as bf16, or no cache.
             BusyError: A generation works in this slot.
             ClosedError: The engine is closed.
         """

@@ -47,6 +47,11 @@ GENERATE_DEFAULTS = {
     "mods": (),
     "request_id": None,
     "priority": 0,
+    "reuse": "exact",
+    "reuse_min_tokens": 16,
+    "context_shift": False,
+    "n_keep": 0,
+    "n_discard": None,
     "add_special": True,
     "parse_special": True,
 }
@@ -95,7 +100,7 @@ GENERATION_MEMBERS = {
 }
 TOKEN_NAMES = {
     *("id", "text", "index", "logprob", "top_logprobs", "attention", "forced"),
-    *("attention_positions", "hidden"),
+    *("attention_positions", "hidden", "discarded"),
 }
 ERROR_NAMES = {
     *("KqviewError", "RequestError", "PromptTooLong", "InvalidToken", "UnknownSlot"),

@@ -92,6 +92,7 @@ public:
         return copy(caches_)[static_cast<std::size_t>(slot)];
     }
     std::vector<std::string> violations() const { return copy(violations_); }
+    std::size_t n_discards() const { return copy(n_discards_); }
     // Grows each time the scheduler looks at a slot that may produce a token.
     std::size_t n_looks() const { return copy(n_looks_); }
 
@@ -133,6 +134,7 @@ private:
     std::vector<std::pair<slot_id, slot_id>> copies_;
     std::vector<std::string> violations_;
     std::size_t n_looks_ = 0;
+    std::size_t n_discards_ = 0;
 };
 
 class fake_picker final : public token_picker {
@@ -240,12 +242,20 @@ public:
         return true;
     }
 
-    bool shift(slot_id slot, int n_keep, int n_discard) override {
+    bool discard(slot_id slot, std::span<const token_range> gone) override {
         check_thread();
         const std::lock_guard lock(model_->mutex_);
         if (!model_->options.can_truncate) return false;
+        ++model_->n_discards_;
         auto& cache = cache_of(slot);
-        cache.erase(cache.begin() + n_keep, cache.begin() + n_keep + n_discard);
+        std::size_t behind = cache.size();
+        for (auto i = gone.size(); i-- > 0;) {
+            const auto end = gone[i].start + gone[i].n_tokens;
+            model_->expect(gone[i].n_tokens > 0 && end <= behind, "ranges that are no ranges");
+            behind = gone[i].start;
+            cache.erase(cache.begin() + static_cast<std::ptrdiff_t>(behind),
+                        cache.begin() + static_cast<std::ptrdiff_t>(end));
+        }
         return true;
     }
 

@@ -11,13 +11,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .reference import Reference, Result, _softmax
+from .reference import Reference, Result, _softmax, relative_error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+    from kqview.types import Token
+
     from .reference import F64
+    from .rows import Kind
 
 
 class CachedReference:
@@ -74,3 +77,26 @@ class CachedReference:
     def decode_all(self, tokens: Sequence[int]) -> list[Result]:
         """Append tokens one by one."""
         return [self.decode(token) for token in tokens]
+
+    def truncate(self, n_keep: int) -> None:
+        """Keep the first *n_keep* tokens."""
+        self.discard(n_keep, self.n_tokens - n_keep)
+
+    def errors(self, last_id: int, tokens: Sequence[Token], kind: Kind) -> F64:
+        """Append *last_id* and all but the last of *tokens*; each layer's largest error.
+
+        Infinite where a row has not as many columns as tokens are cached.
+        """
+        errors: list[list[float]] = []
+        for fed, token in zip([last_id, *(t.id for t in tokens[:-1])], tokens, strict=True):
+            errors.append(row_errors(self.decode(fed), token, kind))
+        return np.max(errors, 0)
+
+
+def row_errors(result: Result, token: Token, kind: Kind) -> list[float]:
+    """Error of a token's row in each layer against the one query of *result*."""
+    want = {"logits": result.kq, "scores": result.scores, "probs": result.probs}[kind][:, :, 0]
+    rows = np.asarray(token.attention)
+    if rows.shape != want.shape:
+        return [np.inf] * len(want)
+    return [relative_error(row, layer) for row, layer in zip(rows, want, strict=True)]

@@ -3,8 +3,7 @@
 Both ways share `_receive`, which turns what the core hands over into a Token or into rows of the
 prompt; they differ in how they wait. Rows of the prompt come before the first token: who iterates
 one of the two keeps what he meets of the other. The synchronous wait is in C++ (no GIL, ends on
-signals), the asynchronous one in `astream.py`. The engine computes up to ``run_ahead`` tokens
-before they are asked for.
+signals), the asynchronous one in `astream.py`.
 
 A generation may wait for a slot whose holder waits to be taken from. Only who takes the holders'
 tokens can let go of them: when that is who waits here, waiting would never end (`_wait_turn`).
@@ -26,12 +25,11 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.types import Capture, PromptBlock, Token, Usage
 
-_TokenItem = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool]
+_TokenItem = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int]
 _Item = _TokenItem | tuple[int, int, Any]
 
 # A generation that nobody has taken from yet may be on its way to another thread.
 _HANDOVER_S: Final = 2.0
-
 # How long a coroutine may take tokens without a wait before others of its loop have their turn.
 _TURN_S: Final = 0.002
 
@@ -57,6 +55,7 @@ class Generation:
         *,
         request_id: str,
         n_prompt: int,
+        n_keep: int,
         capture: Capture | None,
         stop: tuple[str, ...],
         token_bytes: Callable[[int], bytes],
@@ -68,6 +67,7 @@ class Generation:
         self._handle = handle
         self._request_id = request_id
         self._n_prompt = n_prompt
+        self._n_keep = n_keep
         self._capture = capture
         self._token_bytes = token_bytes
         self._waker = waker
@@ -226,12 +226,12 @@ class Generation:
             start, n_rows, rows = item
             attention, positions, hidden = rows or (None, None, None)
             return PromptBlock(start, n_rows, attention, positions, hidden)
-        token_id, logprob, top, rows, is_last = item
+        token_id, logprob, top, rows, is_last, n_discarded = item
         attention, positions, hidden = rows or (None, None, None)
         text = self._text.feed(self._token_bytes(token_id))
         token = Token(
             token_id, text, len(self._ids), logprob, top, attention, positions, hidden,
-            capture=self._capture,
+            capture=self._capture, discarded=range(self._n_keep, self._n_keep + n_discarded),
         )  # fmt: skip
         self._ids.append(token_id)
         if self._text.stop_match is not None:

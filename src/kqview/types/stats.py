@@ -10,7 +10,8 @@ class Usage:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were already in the slot's KV cache.
+        cached_tokens: Those of them that were already in a KV cache, those kept by a shift
+            included; the others were evaluated.
         completion_tokens: Tokens that were generated.
         prefill_s: Seconds from the start of the prompt's evaluation to the first token.
         decode_s: Seconds from the first token to the last.

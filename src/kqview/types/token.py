@@ -1,10 +1,10 @@
 """Token: one generated token with the attention of the query that produced it."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from kqview.errors import InvalidCapture
 from kqview.types.capture import Capture
@@ -13,6 +13,7 @@ Array = NDArray[np.floating[Any]]
 Attention = Array | tuple[Array, ...]
 Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
 
+_NONE: Final = range(0)
 _LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 
 
@@ -41,6 +42,9 @@ class Token:
             this token, float32 ``(n_hidden_layers, n_embd)``. Else None.
         forced: True where a mod fed this token in place of sampling it.
         capture: What was captured, with its layers named; None without capture.
+        discarded: With ``context_shift``: the tokens that had been discarded before this row, as
+            indices in the prompt and the generated tokens together; columns are the others. Else
+            empty. See `source_indices`.
     """
 
     id: int
@@ -53,6 +57,18 @@ class Token:
     hidden: NDArray[np.float32] | None = None
     forced: bool = False
     capture: Capture | None = field(default=None)
+    discarded: range = _NONE
+
+    def source_indices(self, columns: ArrayLike) -> NDArray[np.int64]:
+        """Indices, in the prompt and the generated tokens together, of these columns.
+
+        A column is that index, unless a context shift discarded tokens before it.
+
+        Args:
+            columns: Columns of ``attention``, or ``attention_positions``.
+        """
+        indices = np.asarray(columns, np.int64)
+        return np.where(indices < self.discarded.start, indices, indices + len(self.discarded))
 
     def to_hf(self) -> tuple[Array, ...]:
         """The attention as Hugging Face transformers returns it for one step of ``generate``.
