@@ -176,7 +176,7 @@ void bind_engine(nb::module_& module) {
              "`only_attends`: no token is sampled; `slot`: where it must run, -1 = anywhere; "
              "`constraint_library`: path of llguidance's.")
         .def(
-            "close", [](engine_core& self) { self.sched->close(); },
+            "close", [](engine_core& self) { self.close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")
         .def("check_open", [](const engine_core& self) { self.sched->check_open(); })
         .def_prop_ro("is_closed", [](const engine_core& self) { return self.sched->is_closed(); })

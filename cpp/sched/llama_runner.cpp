@@ -25,6 +25,11 @@ bool llama_runner::is_end_of_generation(token_id id) const {
 }
 
 void llama_runner::want(const graph_plan& plan) {
+    if (!plan.is_empty() && !model_->rpc().empty()) {
+        throw error(errc::unsupported_model,
+                    "capture: rows of layers on RPC servers are not in this version; leave "
+                    "rpc_servers or capture out");
+    }
     if (!tap_->want(plan)) return;
     const tap::scope scope(*tap_);
     try {
