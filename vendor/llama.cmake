@@ -1,5 +1,6 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
-# libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp.
+# libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp; its RPC
+# client gets a socket of ours, see cpp/llama/rpc_transport.cpp.
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -27,6 +28,10 @@ else()
     set(KQVIEW_CPU_FLAGS -march=native)
 endif()
 
+# Layers on other machines. RDMA would be a run-time dependency wherever its library lies on the build machine.
+set(GGML_RPC ON CACHE BOOL "" FORCE)
+set(GGML_RPC_RDMA OFF CACHE BOOL "" FORCE)
+
 add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
 
 include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)
@@ -36,6 +41,10 @@ target_compile_definitions(llama PRIVATE
     ggml_backend_sched_graph_compute_async=kqview_sched_graph_compute_async
     ggml_backend_sched_reserve=kqview_sched_reserve
     ggml_backend_sched_reserve_size=kqview_sched_reserve_size)
+
+# The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends the process.
+set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-rpc/ggml-rpc.cpp
+    TARGET_DIRECTORY ggml-rpc PROPERTIES COMPILE_DEFINITIONS socket_t=kqview_rpc_socket_t)
 
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.lock.toml kqview_commit_line REGEX "^commit *=")
 string(REGEX MATCH "[0-9a-f]+\"" KQVIEW_LLAMA_COMMIT "${kqview_commit_line}")

@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         wanted: list[str] = args.targets or list(DEFAULT_TARGETS)
         for target in wanted:
-            if target not in TARGETS:
+            if target not in (*TARGETS, *ALIASES.values()):
                 raise PeersError(f"peers.target: got {target!r}; choose from {', '.join(TARGETS)}")
         wanted = [ALIASES.get(target, target) for target in wanted]
         folder = build_dir(args.source_dir, args.define)

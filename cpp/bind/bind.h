@@ -65,7 +65,14 @@ struct engine_core {
     ~engine_core() {
         if (!sched) return;
         const nb::gil_scoped_release release;
+        source->rpc().leave();
         sched.reset();
+    }
+
+    // A step that waits for an RPC server ends at once.
+    void close() {
+        source->rpc().leave();
+        sched->close();
     }
 };
 

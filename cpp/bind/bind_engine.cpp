@@ -225,7 +225,7 @@ void bind_engine(nb::module_& module) {
              "is kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go "
              "when the slot is full, 0 = the request ends.")
         .def(
-            "close", [](engine_core& self) { self.sched->close(); },
+            "close", [](engine_core& self) { self.close(); },
             nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")
         .def("check_open", [](const engine_core& self) { self.sched->check_open(); })
         .def_prop_ro("is_closed", [](const engine_core& self) { return self.sched->is_closed(); })

@@ -5,10 +5,13 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <exception>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -29,12 +32,16 @@ std::string_view view_of(const nb::bytes& bytes) {
 // callback raises comes out of here.
 std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check_tensors,
                                   const nb::object& progress,
-                                  const std::vector<std::pair<std::string, float>>& lora) {
+                                  const std::vector<std::pair<std::string, float>>& lora,
+                                  const std::vector<std::pair<std::string, int>>& rpc_servers,
+                                  double rpc_timeout_s) {
     std::exception_ptr raised;
     model_options options;
     options.path = std::move(path);
     options.n_gpu_layers = n_gpu_layers;
     options.check_tensors = check_tensors;
+    for (const auto& [host, port] : rpc_servers) options.rpc_servers.push_back({host, port});
+    options.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(rpc_timeout_s * 1000));
     for (const auto& [adapter, scale] : lora) options.lora.push_back({adapter, scale});
     options.progress = [&](float fraction) {
         stay_if_exiting();
@@ -133,10 +140,22 @@ void bind_model(nb::module_& module) {
         .def_static("load", &load_model, nb::arg("path"), nb::arg("n_gpu_layers"),
                     nb::arg("check_tensors"), nb::arg("progress").none(),
                     nb::arg("lora") = std::vector<std::pair<std::string, float>>{},
-                    "Loads a GGUF file and LoRA adapters (path, scale); `progress(fraction)` is "
-                    "called meanwhile.")
+                    nb::arg("rpc_servers") = std::vector<std::pair<std::string, int>>{},
+                    nb::arg("rpc_timeout_s") = 300.0,
+                    "Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers "
+                    "(host, port) too; `progress(fraction)` is called meanwhile.")
         .def("info", &info_of, nb::sig("def info(self) -> dict[str, typing.Any]"),
              "Facts of the model as llama.cpp has them; ids of -1 mean none.")
+        .def(
+            "rpc_servers",
+            [](const model& self) {
+                std::vector<std::tuple<std::string, std::size_t, std::string>> all;
+                for (auto& one : self.rpc().states()) {
+                    all.emplace_back(std::move(one.endpoint), one.n_devices, std::move(one.loss));
+                }
+                return all;
+            },
+            "(endpoint, number of devices, why it is lost or \"\") of each RPC server.")
         .def("metadata", &model::metadata, "The GGUF's key-value pairs as text; no arrays.")
         .def(
             "tokenize",

@@ -201,6 +201,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     const llama_activity guard("creating a context");
     const auto log_position = log_ring::instance().position();
     handle_.reset(open_context(model_->get(), params).release());
+    model_->rpc().check_loading();
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);
         const bool memory = why.find("alloc") != std::string::npos;
@@ -246,6 +247,9 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
         batch.logits[i] = token.wants_logits || embeds;
     }
     const llama_activity guard("decoding");
+    const auto& servers = model_->rpc();
+    servers.check();
+    const auto turn = servers.take_turn();
     const auto log_position = log_ring::instance().position();
     const bool has_encoder = llama_model_has_encoder(model_->get());
     const bool is_aborted =
@@ -253,6 +257,14 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     const int status = is_aborted    ? decode_aborted()
                        : has_encoder ? llama_encode(handle_.get(), batch)
                                      : llama_decode(handle_.get(), batch);
+    if (!servers.empty()) {
+        // Logits may still be on their way. A chunk without any need not be waited for.
+        const auto is_awaited = [&](const batch_token& one) { return one.wants_logits || embeds; };
+        if (std::any_of(tokens.begin(), tokens.end(), is_awaited)) {
+            llama_synchronize(handle_.get());
+        }
+        servers.check();
+    }
     if (status == 0) return;
     throw error(errc::decode,
                 std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
@@ -297,6 +309,7 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
 void context::reserve() {
     set_embeds(false);  // a graph that pools has as many outputs as tokens, this one has fewer
     const llama_activity guard("reserving a graph");
+    model_->rpc().check();
     const auto log_position = log_ring::instance().position();
     const auto n_slots = static_cast<std::uint32_t>(n_slots_);
     const auto n_tokens = static_cast<std::uint32_t>(std::max(n_ubatch_, n_slots_));

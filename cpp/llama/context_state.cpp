@@ -105,7 +105,10 @@ bool context::discard(slot_id slot, std::span<const token_range> gone) {
 
 void context::flush_shifts() {
     const llama_activity guard("shifting a slot");
+    model_->rpc().check();
+    const auto turn = model_->rpc().take_turn();
     handle_->memory_update(false);
+    model_->rpc().check();
 }
 
 std::size_t context::state_bytes(slot_id slot) {
@@ -118,6 +121,7 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
     const auto log_position = log_ring::instance().position();
     const auto n_written = llama_state_seq_get_data(
         handle_.get(), reinterpret_cast<std::uint8_t*>(out.data()), out.size(), slot);
+    model_->rpc().check();
     if (n_written == out.size()) return;
     throw error(errc::internal, "slot.save: llama.cpp wrote " + std::to_string(n_written) +
                                     " bytes of " + std::to_string(out.size()) + ": " +
@@ -129,6 +133,7 @@ bool context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_t
     auto& cache = plain_cache(handle_.get());
     const auto n_read = llama_state_seq_set_data(
         handle_.get(), reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size(), slot);
+    model_->rpc().check();
     if (n_read != bytes.size()) return false;
     const auto& cells = cache.get_cells(slot);
     for (int i = 0; i < n_tokens; ++i) {

@@ -29,18 +29,26 @@ void check_file(const std::string& path) {
     }
 }
 
-}  // namespace
-
-model::model(const model_options& options) : options_(options) {
-    options_.progress = nullptr;
+// A file that cannot be used is said before any server is asked.
+const std::vector<rpc_endpoint>& checked_servers(const model_options& options) {
     check_file(options.path);
     start_llama();
+    return options.rpc_servers;
+}
+
+}  // namespace
+
+model::model(const model_options& options)
+    : options_(options), rpc_(checked_servers(options), options.rpc_wait) {
+    options_.progress = nullptr;
+    const auto devices = rpc_.list();
     const std::string activity = "loading " + options.path;
     const llama_activity guard(activity.c_str());
     const auto log_position = log_ring::instance().position();
 
     auto params = llama_model_default_params();
     params.n_gpu_layers = options.n_gpu_layers;
+    if (!rpc_.empty()) params.devices = const_cast<ggml_backend_dev_t*>(devices.data());
     params.check_tensors = options.check_tensors;
     params.no_alloc = options.no_alloc;
     if (options.no_alloc) params.load_mode = LLAMA_LOAD_MODE_NONE;
@@ -60,6 +68,7 @@ model::model(const model_options& options) : options_(options) {
 
     handle_.reset(llama_model_load_from_file(options.path.c_str(), params));
     if (stopped) throw error(errc::model_load, "Engine: loading " + options.path + " was stopped");
+    rpc_.check_loading();
     if (!handle_) {
         auto why = log_ring::instance().errors_since(log_position);
         if (why.empty()) why = "llama.cpp gave no reason";
@@ -69,6 +78,12 @@ model::model(const model_options& options) : options_(options) {
     n_vocab_ = llama_vocab_n_tokens(vocab_);
     if (options.no_alloc) return;
     for (const auto& option : options.lora) load_adapter(option);
+    rpc_.check_loading();
+}
+
+model::~model() {
+    // Freeing what lies on a server would wait for a thread that the child does not have.
+    if (!rpc_.empty() && rpc_.is_forked()) (void)handle_.release();
 }
 
 void model::load_adapter(const lora_option& option) {

@@ -4,6 +4,7 @@
 
 #include <llama.h>
 
+#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "base/ids.h"
+#include "llama/rpc_devices.h"
 
 namespace kqview {
 
@@ -26,6 +28,8 @@ struct model_options {
     std::string path;
     std::vector<lora_option> lora;
     int n_gpu_layers = -1;
+    std::vector<rpc_endpoint> rpc_servers;
+    std::chrono::milliseconds rpc_wait{300'000};  // for one answer of a server
     bool check_tensors = false;
     bool no_alloc =
         false;  // no weights: contexts of it tell what they would need and allocate nothing
@@ -37,11 +41,18 @@ class model {
 public:
     // Raises model_load with llama.cpp's own last words when the file cannot be used.
     explicit model(const model_options& options);
+    ~model();
+    model(const model&) = delete;
+    model& operator=(const model&) = delete;
 
     const model_options& options() const { return options_; }  // without `progress`
     const llama_model* get() const { return handle_.get(); }
     llama_model* get() { return handle_.get(); }
     const llama_vocab* vocab() const { return vocab_; }
+
+    // Where layers are computed beside this machine. `rpc().leave()` when no engine uses the model any more.
+    rpc_devices& rpc() { return rpc_; }
+    const rpc_devices& rpc() const { return rpc_; }
 
     // Adapters and their scales, for contexts; freed with the model.
     std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
@@ -74,6 +85,7 @@ private:
     void require_vocab(const char* who) const;
 
     model_options options_;
+    rpc_devices rpc_;  // outlives the weights
     std::unique_ptr<llama_model, model_deleter> handle_;
     std::vector<llama_adapter_lora*> adapters_;
     std::vector<float> adapter_scales_;

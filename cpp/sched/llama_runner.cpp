@@ -68,7 +68,9 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         throw error(errc::unsupported_model, "capture: " + why);
     }
     publish_graphs();
-    return tap_->end_step();
+    const auto result = tap_->end_step();
+    model_->rpc().check();  // rows that a lost server left are none
+    return result;
 }
 
 // Where llama.cpp puts the query of a batch token: a run of one slot is one stream with a query a

@@ -11,13 +11,18 @@ def drain_log() -> list[tuple[int, str]]:
 
 class Model:
     @staticmethod
-    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = []) -> Model:
+    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0) -> Model:
         """
-        Loads a GGUF file and LoRA adapters (path, scale); `progress(fraction)` is called meanwhile.
+        Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers (host, port) too; `progress(fraction)` is called meanwhile.
         """
 
     def info(self) -> dict[str, Any]:
         """Facts of the model as llama.cpp has them; ids of -1 mean none."""
+
+    def rpc_servers(self) -> list[tuple[str, int, str]]:
+        """
+        (endpoint, number of devices, why it is lost or "") of each RPC server.
+        """
 
     def metadata(self) -> dict[str, str]:
         """The GGUF's key-value pairs as text; no arrays."""

@@ -8,7 +8,6 @@ view of the block.
 
 import atexit
 import os
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -32,6 +31,7 @@ from kqview.request_options import (
     checked_ids,
     lora_adapters,
     model_path,
+    progress_callback,
     sampling_of,
     shift_options,
     to_core_options,
@@ -39,6 +39,7 @@ from kqview.request_options import (
     whole_number,
 )
 from kqview.requests import Requests
+from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
 from kqview.slot import Slot
 from kqview.state.trailer import StateFacts, fingerprint
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling
@@ -57,11 +58,6 @@ def _close_engines() -> None:
         engine.close()
 
 
-def _print_progress(fraction: float) -> None:
-    end = "\n" if fraction >= 1.0 else ""
-    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
-
-
 class Engine(Vocabulary, Conversation, Embedding):
     """A GGUF model in this process, ready to generate.
 
@@ -76,7 +72,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
         n_threads: Compute threads; None for what this process may use of the machine.
-        n_gpu_layers: Layers on the GPU, -1 for all; without a GPU all are on the CPU.
+        n_gpu_layers: Layers on GPUs and RPC servers, -1 for all; without any all are on the CPU.
         flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
@@ -85,13 +81,16 @@ class Engine(Vocabulary, Conversation, Embedding):
             "none" (a vector a token), or "rank" for `classify`; None for what the model's file
             says.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
+        rpc_servers: Other machines that hold and compute layers, ``"host:port"`` of a llama.cpp
+            ggml-rpc-server each; spread over them and this machine's GPUs by free memory.
+        rpc_timeout_s: Seconds that a server may take over one answer, a whole step included.
         attention_budget_bytes: Most memory that attention views may hold together; None for a
             quarter of the machine's memory.
         run_ahead: Tokens computed before they are asked for. 0 computes each one on demand.
         progress: Called with the loaded fraction, 0..1; True prints it.
 
     Raises:
-        ModelLoadError: A file is missing or llama.cpp cannot use it.
+        ModelLoadError: A file or an RPC server is missing or cannot be used.
         OutOfMemory: There is no room for the context; the message says what to lower.
         RequestError: An option is out of its range.
     """
@@ -111,6 +110,8 @@ class Engine(Vocabulary, Conversation, Embedding):
         swa_full: bool = True,
         pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
         lora: Lora | Sequence[Lora] | None = None,
+        rpc_servers: str | Sequence[str] | None = None,
+        rpc_timeout_s: float = 300.0,
         attention_budget_bytes: int | None = None,
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
@@ -119,6 +120,7 @@ class Engine(Vocabulary, Conversation, Embedding):
     ) -> None:
         path = model_path(model)
         adapters = lora_adapters(lora)
+        servers = rpc_endpoints(rpc_servers), rpc_timeout(rpc_timeout_s)
         options = to_core_options(
             n_ctx=n_ctx,
             n_slots=n_slots,
@@ -132,17 +134,12 @@ class Engine(Vocabulary, Conversation, Embedding):
         )
         run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
         memory_bytes = physical_memory_bytes()
-        budget_bytes = byte_count(
-            "Engine",
-            "attention_budget_bytes",
-            memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes,
-        )
+        budget = memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes
+        budget_bytes = byte_count("Engine", "attention_budget_bytes", budget)
         n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
-        show = _print_progress if progress is True else progress or None
-        if show is not None and not callable(show):
-            raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
+        show = progress_callback(progress)
         try:
-            self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters)
+            self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters, *servers)
             self._core = _core.Engine.open(
                 self._model,
                 **options,
@@ -208,9 +205,11 @@ class Engine(Vocabulary, Conversation, Embedding):
         """Versions and hardware.
 
         Keys: kqview_version, llama_cpp_commit, is_portable, backends, devices (name, description,
-        memory_free_bytes, memory_total_bytes), cpu_features, n_threads_default, zero_copy.
+        memory_free_bytes, memory_total_bytes), cpu_features, n_threads_default, zero_copy,
+        rpc_servers (endpoint, n_devices, lost: why it is gone, None while it is there).
         """
         info = _core.build_info()
+        info["rpc_servers"] = server_states(self._model)
         info["n_threads_default"] = default_threads()
         info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
         return info
@@ -377,7 +376,8 @@ class Engine(Vocabulary, Conversation, Embedding):
     def close(self) -> None:
         """End the engine thread and free model and context; idempotent, any thread.
 
-        Running generations raise ClosedError at their next step. Views stay valid.
+        Running generations raise ClosedError at their next step. Views stay valid. RPC servers
+        are free for other processes then, unless another engine of this one uses them.
         """
         self._core.close()
         _open_engines.discard(self)

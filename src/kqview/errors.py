@@ -118,8 +118,8 @@ class ModelError(KqviewError):
 class ModelLoadError(ModelError):
     """The file is missing, unreadable or not a sound GGUF; check the path or fetch it again.
 
-    The message ends with the last lines that llama.cpp logged. Not raised when memory runs out:
-    that is OutOfMemory.
+    The message ends with the last lines that llama.cpp logged. Raised too for an RPC server that
+    cannot be used, with its name. Not raised when memory runs out: that is OutOfMemory.
     """
 
 
@@ -206,8 +206,9 @@ class BusyError(KqviewError):
 class DecodeError(KqviewError):
     """llama.cpp failed to evaluate a batch; retry, and report it if it comes back.
 
-    The requests of that batch end; the engine goes on with others. Not raised for a full context,
-    which ends a generation with finish reason "length".
+    The requests of that batch end; the engine goes on with others. When an RPC server is gone every
+    later request raises this too, naming it: start it again and open a new Engine. Not raised for a
+    full context, which ends a generation with finish reason "length".
     """
 
 

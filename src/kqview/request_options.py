@@ -3,7 +3,8 @@
 import json
 import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict, cast
 
 from kqview import _core
@@ -128,6 +129,24 @@ def to_core_options(
         "swa_full": bool(swa_full),
         "pooling": "" if pooling is None else str(pooling),
     }
+
+
+def progress_callback(progress: object) -> Callable[[float], object] | None:
+    """The ``progress`` option of Engine as what is called with the loaded fraction, or None.
+
+    Raises:
+        RequestError: It is neither True nor a callable.
+    """
+    if progress is True:
+        return _print_progress
+    if progress and not callable(progress):
+        raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
+    return cast("Callable[[float], object]", progress) if progress else None
+
+
+def _print_progress(fraction: float) -> None:
+    end = "\n" if fraction >= 1.0 else ""
+    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)
 
 
 def model_path(model: str | os.PathLike[str]) -> str:

@@ -21,6 +21,10 @@ KNOWLEDGE = {
         r'#\s*include\s+[<"](llama-(?!cpp)\w[^>"]*|ggml-impl\.h|ggml-backend-impl\.h)[>"]',
         {"llama/context.cpp", "llama/context_embedding.cpp", "llama/context_state.cpp"},
     ),
+    "llama.cpp's RPC client": (
+        r"#\s*include\s+<(transport|ggml-rpc)\.h>",
+        {"llama/rpc_transport.cpp", "llama/rpc_devices.cpp"},
+    ),
     "Python": (r'#\s*include\s+[<"](Python\.h|nanobind/[^>"]*)[>"]', None),
 }
 

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "kqview"
 
 CPP_LAYERS = (
     {"base"},
-    {"memory"},
+    {"memory", "rpc"},
     {"llama"},
     {"tap", "sample", "state"},
     {"sched"},
@@ -28,7 +28,7 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log"},
+    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log", "rpc"},
     {"requests", "vocabulary", "conversation", "slot", "engine_stats"},
     {"embedding"},
     {"engine"},

@@ -136,7 +136,10 @@ def run(*arguments: str, stdin: str | None = None):
 
 
 def test_generate_streams_the_text_and_closes_everything(engine_class: type[FakeEngine]):
-    result = run("generate", "m.gguf", "Anna has", "-n", "7", "--ngl", "3", "--flash-attn", "off")
+    result = run(
+        "generate", "m.gguf", "Anna has", "-n", "7", "--ngl", "3", "--rpc", "gpu-1:50052",
+        "--flash-attn", "off",
+    )  # fmt: skip
     assert result.exit_code == 0
     assert result.stdout == "Anna has a red ball\né\n"
     assert result.stderr == ""
@@ -144,6 +147,7 @@ def test_generate_streams_the_text_and_closes_everything(engine_class: type[Fake
     assert engine.path == "m.gguf"
     assert engine.options == {
         "n_ctx": None, "n_threads": None, "n_gpu_layers": 3, "flash_attn": False, "progress": None,
+        "rpc_servers": ["gpu-1:50052"],
     }  # fmt: skip
     assert engine.tokenized == ("Anna has", True, True)
     (generation,) = engine.generations

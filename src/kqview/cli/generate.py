@@ -17,6 +17,7 @@ from kqview.cli.options import (
     HubOption,
     Kind,
     ModelArgument,
+    RpcOption,
     ThreadsOption,
     parse_indices,
     take_text,
@@ -61,6 +62,7 @@ def generate(
     ctx: ContextOption = None,
     threads: ThreadsOption = None,
     ngl: GpuLayersOption = -1,
+    rpc: RpcOption = None,
     flash_attn: FlashAttentionOption = FlashAttention.AUTO,
 ) -> None:
     """Generate text from a prompt.
@@ -102,6 +104,7 @@ def generate(
         n_ctx=ctx,
         n_threads=threads,
         n_gpu_layers=ngl,
+        rpc_servers=rpc,
         flash_attn=flash_attn,
     ) as engine:
         _stream(engine, prompt, max_tokens=max_tokens, sampling=sampling, plan=plan, save=save)

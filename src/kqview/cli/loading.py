@@ -1,6 +1,6 @@
 """Opens the engine for a command: finds the model, shows the progress of loading, closes it."""
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ def open_engine(
     n_ctx: int | None = None,
     n_threads: int | None = None,
     n_gpu_layers: int = -1,
+    rpc_servers: Sequence[str] | None = None,
     flash_attn: FlashAttention = FlashAttention.AUTO,
 ) -> "Generator[Engine]":
     """Yield the engine of the one model that is named, and close it afterwards.
@@ -35,6 +36,7 @@ def open_engine(
         n_ctx: Context in tokens, None for the model's own.
         n_threads: Threads, None for what is granted.
         n_gpu_layers: Layers on the GPU, -1 for all that fit.
+        rpc_servers: Machines that take layers, ``HOST:PORT`` each.
         flash_attn: Setting of flash attention.
 
     Raises:
@@ -52,6 +54,7 @@ def open_engine(
             "n_ctx": n_ctx,
             "n_threads": n_threads,
             "n_gpu_layers": n_gpu_layers,
+            "rpc_servers": rpc_servers,
             "flash_attn": flash_attn.to_engine(),
             "progress": progress,
         }

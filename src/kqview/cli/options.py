@@ -49,6 +49,10 @@ ThreadsOption = Annotated[
 GpuLayersOption = Annotated[
     int, typer.Option("--ngl", min=-1, help="Layers on the GPU; -1 is all that fit.")
 ]
+RpcOption = Annotated[
+    list[str] | None,
+    typer.Option("--rpc", metavar="HOST:PORT", help="Put layers on this RPC server; repeatable."),
+]
 FlashAttentionOption = Annotated[
     FlashAttention, typer.Option("--flash-attn", help="Flash attention.")
 ]

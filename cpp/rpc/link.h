@@ -1,0 +1,99 @@
+// A session with one RPC server that outlives the server.
+//
+// llama.cpp aborts the process when a server does not answer, and its destructors send requests too. So its
+// socket is ours (llama/rpc_transport.cpp): while the server is there a link passes requests and answers
+// on; once it is lost, for whatever reason, requests are swallowed and answers made up. Nothing aborts,
+// nothing waits, and whoever uses a result asks `is_lost` first.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "rpc/protocol.h"
+#include "rpc/tcp_connection.h"
+
+namespace kqview {
+
+// Owner:   shared by the server's entry (servers.h) and the sockets of llama.cpp that use it.
+// Threads: llama.cpp's worker threads, one exchange at a time; `is_lost`, `loss`, `look`, `lose`,
+//          `hang_up` and `raise_limit` from any.
+class rpc_link {
+public:
+    // Connects and greets the server, both within `wait`. Raises connection_lost.
+    rpc_link(std::string endpoint, const std::string& host, int port, tcp_connection::limit wait);
+    // Was never connected.
+    rpc_link(std::string endpoint, const std::string& why);
+
+    bool is_lost() const noexcept { return is_lost_.load(std::memory_order_acquire); }
+    std::string loss() const;  // why, in words that follow "RPC server host:port "
+
+    // Notices that the server is gone although nobody asked it anything.
+    void look() noexcept;
+
+    // The first reason counts. Whoever waits for an answer gets a made-up one now.
+    void lose(const std::string& why) noexcept;
+    // This process needs the server no more.
+    void hang_up() noexcept { lose("is not in use any more"); }
+
+    // The longest time that a server may take over one answer; the larger one of what was set counts.
+    void raise_limit(tcp_connection::limit wait) noexcept;
+
+private:
+    friend class rpc_session;
+
+    // One exchange: request, and if it is answered, both parts of the answer.
+    void request(const rpc_request& request, std::span<const std::byte> payload) noexcept;
+    void receive_size(const rpc_request& request) noexcept;
+    void receive_answer(const rpc_request& request, std::span<std::byte> out) noexcept;
+
+    bool is_answered(const rpc_request& request) const noexcept;
+    void greet();
+    void write(rpc_command command, std::span<const std::byte> payload);
+
+    // A server keeps the graph that a device computed last, and drops it whenever a buffer is freed, of
+    // whatever graph that was. llama.cpp does not know of that.
+    struct kept_graph {
+        std::vector<std::byte> payload;
+        bool is_dropped = false;
+    };
+
+    const std::string endpoint_;
+    std::unique_ptr<tcp_connection> connection_;  // null if never connected
+    std::mutex exchange_mutex_;                   // held from a request to the end of its answer
+    std::map<std::uint32_t, kept_graph> graphs_;  // by device
+    std::atomic<bool> is_lost_{false};
+    mutable std::mutex loss_mutex_;
+    std::string loss_;
+};
+
+// llama.cpp's end of a link, one for each of its sockets: turns its calls, which come in a fixed order
+// (command, size, payload, then size of the answer, answer), into exchanges. One thread.
+class rpc_session {
+public:
+    explicit rpc_session(std::shared_ptr<rpc_link> link) : link_(std::move(link)) {}
+
+    void send(std::span<const std::byte> data) noexcept;
+    void receive(std::span<std::byte> out) noexcept;
+
+private:
+    enum class phase { command, size, payload, answer_size, answer };
+
+    void send_payload(std::span<const std::byte> payload) noexcept;
+    void end_exchange() noexcept;
+    void lose_track() noexcept;
+
+    std::shared_ptr<rpc_link> link_;
+    std::unique_lock<std::mutex> exchange_;
+    phase next_ = phase::command;
+    rpc_command command_{};
+    std::uint64_t payload_bytes_ = 0;
+    rpc_request request_;
+};
+
+}  // namespace kqview

@@ -1,0 +1,63 @@
+// The RPC servers that this process is connected to; engines that name the same one share its connection,
+// because llama.cpp's server takes one client at a time.
+// Threads: any.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/fork_guard.h"
+#include "rpc/link.h"
+
+namespace kqview {
+
+struct rpc_endpoint {
+    std::string host;
+    int port = 0;
+
+    std::string text() const { return host + ":" + std::to_string(port); }
+};
+
+// One connection to a server. Users join and leave; the last one that leaves hangs up.
+class rpc_server {
+public:
+    rpc_server(const rpc_endpoint& endpoint, std::string name, std::shared_ptr<rpc_link> link)
+        : endpoint_(endpoint.text()), name_(std::move(name)), link_(std::move(link)) {}
+
+    const std::string& endpoint() const { return endpoint_; }  // "host:port", for people
+    // "host#n:port", for llama.cpp: it remembers for ever, by that name, what it was told about devices, but
+    // the next connection may lead to a server that was started anew with others.
+    const std::string& name() const { return name_; }
+    rpc_link& link() const { return *link_; }
+
+    // Two engines must not hand over graphs at the same time: llama.cpp remembers which graph a device
+    // has, without a lock, and would let the server compute the other engine's.
+    std::mutex& turn() { return turn_; }
+
+    bool is_forked() const { return fork_.is_forked(); }
+
+private:
+    friend std::shared_ptr<rpc_server> join_rpc_server(const rpc_endpoint&, tcp_connection::limit);
+    friend void leave_rpc_server(rpc_server&) noexcept;
+
+    const std::string endpoint_;
+    const std::string name_;
+    const std::shared_ptr<rpc_link> link_;
+    const fork_guard fork_;
+    std::mutex turn_;
+    int n_users_ = 1;  // guarded by the table of servers
+};
+
+// Connects where this process is not connected yet. Raises model_load, with endpoint and reason; within
+// `wait`, apart from looking a host name up.
+std::shared_ptr<rpc_server> join_rpc_server(const rpc_endpoint& endpoint,
+                                            tcp_connection::limit wait);
+
+// Once for each join; what the link still has to do for the leaver it does no more if he was the last.
+void leave_rpc_server(rpc_server& server) noexcept;
+
+// The link of a server by its name's parts, as llama.cpp takes them apart; a lost one if there is none.
+std::shared_ptr<rpc_link> find_rpc_link(const std::string& host, int port);
+
+}  // namespace kqview

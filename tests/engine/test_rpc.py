@@ -1,0 +1,383 @@
+"""Layers on RPC servers: llama.cpp's own server in other processes on the loopback device.
+
+What comes out is compared with the same model in this process; what goes wrong must be an error
+with the server's name, soon, and never the end of this process.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Engine, errors
+from tests.support import stock, tiny_gguf
+from tests.support.rpc_server import HOST, RpcServer, free_port, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+pytestmark = pytest.mark.peers
+
+PROMPT = list(range(65, 80))
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "top_logprobs": 0}
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+LOGPROB_TOLERANCE = 1e-4  # two builds of llama.cpp: kernels may differ
+PROMPT_S = 20.0  # "soon" on a loaded machine; what is tested for would take minutes or never end
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _has_server() -> None:
+    try:
+        stock.find_binary("ggml-rpc-server")
+    except stock.PeersMissing as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture
+def server() -> Iterator[RpcServer]:
+    with serving() as one:
+        yield one
+
+
+@pytest.fixture
+def other_server() -> Iterator[RpcServer]:
+    with serving() as one:
+        yield one
+
+
+def tokens_of(engine: Engine, n: int = 20, **options: Any) -> list[tuple[int, float]]:
+    generation = engine.generate(PROMPT, max_tokens=n, **{**GREEDY, **options})
+    return [(token.id, token.logprob or 0.0) for token in generation]
+
+
+def assert_same(got: list[tuple[int, float]], want: list[tuple[int, float]]) -> None:
+    assert [token_id for token_id, _ in got] == [token_id for token_id, _ in want]
+    assert [p for _, p in got] == pytest.approx([p for _, p in want], abs=LOGPROB_TOLERANCE)
+
+
+def wait_until_lost(engine: Engine, limit_s: float = PROMPT_S) -> str:
+    """Generate until a server is missed; return what the error says."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            tokens_of(engine, 50)
+        except errors.DecodeError as error:
+            return str(error)
+    pytest.fail("the engine goes on generating without its server")
+
+
+# ---- values
+
+
+@pytest.mark.parametrize("n_gpu_layers", [-1, 3, 1, 0])
+def test_generation_over_one_server_equals_local(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, n_gpu_layers: int
+) -> None:
+    want = tokens_of(make_engine(tiny_llama, **EXACT))
+    engine = make_engine(
+        tiny_llama, rpc_servers=[server.endpoint], n_gpu_layers=n_gpu_layers, **EXACT
+    )
+    assert_same(tokens_of(engine), want)
+
+
+def test_generation_over_two_servers_equals_local_and_uses_both(
+    make_engine: MakeEngine,
+    tiny_qwen2: Path,
+    server: RpcServer,
+    other_server: RpcServer,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    want = tokens_of(make_engine(tiny_qwen2, **EXACT))
+    caplog.set_level(logging.DEBUG, "kqview.llama")
+    endpoints = [server.endpoint, other_server.endpoint]
+    engine = make_engine(tiny_qwen2, rpc_servers=endpoints, **EXACT)
+    assert_same(tokens_of(engine), want)
+    holders = [line for line in caplog.messages if "model buffer size" in line]
+    for one in (server, other_server):
+        assert any(f":{one.port}]" in line for line in holders), holders
+    assert engine.system_info()["rpc_servers"] == [
+        {"endpoint": endpoint, "n_devices": 1, "lost": None} for endpoint in endpoints
+    ]
+
+
+def test_several_slots_over_two_servers_equal_local(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, other_server: RpcServer
+) -> None:
+    prompts = [PROMPT, PROMPT[::-1], PROMPT * 3]
+
+    def all_of(engine: Engine) -> list[list[int]]:
+        running = [engine.generate(ids, max_tokens=15, **GREEDY) for ids in prompts]
+        return [[token.id for token in one] for one in running]
+
+    want = all_of(make_engine(tiny_llama, n_slots=3, **EXACT))
+    endpoints = [server.endpoint, other_server.endpoint]
+    assert all_of(make_engine(tiny_llama, n_slots=3, rpc_servers=endpoints, **EXACT)) == want
+
+
+def test_long_prompt_in_chunks_over_two_servers_equals_local(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, other_server: RpcServer
+) -> None:
+    options = {"n_ubatch": 32, **EXACT}
+    want = [
+        t.id
+        for t in make_engine(tiny_llama, **options).generate(PROMPT * 20, max_tokens=5, **GREEDY)
+    ]
+    endpoints = [server.endpoint, other_server.endpoint]
+    engine = make_engine(tiny_llama, rpc_servers=endpoints, **options)
+    assert [t.id for t in engine.generate(PROMPT * 20, max_tokens=5, **GREEDY)] == want
+
+
+def test_slot_is_saved_and_restored_over_a_server(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    local = make_engine(tiny_llama, **EXACT)
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], **EXACT)
+    tokens_of(engine, 8)
+    blob = engine.slots[0].save()
+    local.slots[0].restore(blob)
+    want = [t.id for t in local.generate(local.slots[0].tokens, max_tokens=9, **GREEDY)]
+    engine.slots[0].clear()
+    engine.slots[0].restore(blob)
+    assert [t.id for t in engine.generate(engine.slots[0].tokens, max_tokens=9, **GREEDY)] == want
+    assert engine.slots[0].shift(2, 3) > 0
+    tokens_of(engine, 3)
+
+
+def test_quantised_weights_and_cache_with_flash_attention_are_close_to_local(
+    make_engine: MakeEngine, tmp_path: Path, server: RpcServer
+) -> None:
+    model = tiny_gguf.write_model(tmp_path / "q8_0.gguf", n_embd=128, weight_type="Q8_0")
+    options = {"kv_type": "q8_0", "flash_attn": True}
+    want = tokens_of(make_engine(model, **options), 1)
+    engine = make_engine(model, rpc_servers=[server.endpoint], **options)
+    got = tokens_of(engine)
+    assert len(got) == 20
+    assert got[0][1] == pytest.approx(want[0][1], abs=0.05)
+
+
+# ---- engines that share a server
+
+
+def test_engines_on_one_server_take_turns_and_survive_each_other(
+    make_engine: MakeEngine, tiny_llama: Path, tiny_qwen2: Path, server: RpcServer
+) -> None:
+    models = (tiny_llama, tiny_qwen2)
+    want = {model: tokens_of(make_engine(model, **EXACT), 100) for model in models}
+    failures: list[BaseException] = []
+
+    def work(model: Path) -> None:
+        try:
+            for _ in range(4):
+                with Engine(
+                    model, n_ctx=512, n_threads=1, rpc_servers=[server.endpoint], **EXACT
+                ) as engine:
+                    assert_same(tokens_of(engine, 100), want[model])
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(model,)) for model in models]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive()
+    assert failures == []
+
+
+def test_engine_goes_on_when_another_one_on_its_server_is_closed(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    # llama.cpp's server forgets every graph when any buffer is freed; the client does not know.
+    options = {"rpc_servers": [server.endpoint], **EXACT}
+    want = tokens_of(make_engine(tiny_llama, **EXACT), 60)
+    first = make_engine(tiny_llama, **options)
+    generation = first.generate(PROMPT, max_tokens=60, **GREEDY)
+    got = [next(generation) for _ in range(20)]
+    second = make_engine(tiny_llama, **options)
+    got += [next(generation) for _ in range(20)]
+    second.close()
+    del second
+    got += list(generation)
+    assert_same([(token.id, token.logprob or 0.0) for token in got], want)
+
+
+def test_closed_engine_gives_its_server_to_another_process(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint])
+    tokens_of(engine)
+    engine.close()  # the object is still held, and its weights with it
+    # By another name this process takes it for another server, and connects anew.
+    again = make_engine(tiny_llama, rpc_servers=[f"localhost:{server.port}"])
+    assert len(tokens_of(again)) == 20
+
+
+def test_server_in_use_by_another_client_is_named(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    make_engine(tiny_llama, rpc_servers=[server.endpoint])
+    with pytest.raises(errors.ModelLoadError, match=f"localhost:{server.port}.*another client"):
+        make_engine(tiny_llama, rpc_servers=[f"localhost:{server.port}"], rpc_timeout_s=1)
+
+
+# ---- servers that go away
+
+
+def test_server_killed_while_idle_fails_the_next_requests_with_its_name(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, other_server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint, other_server.endpoint])
+    tokens_of(engine)
+    other_server.kill()
+    began = time.monotonic()
+    with pytest.raises(errors.DecodeError, match=other_server.endpoint) as caught:
+        tokens_of(engine)
+    assert "closed the connection" in str(caught.value)
+    with pytest.raises(errors.DecodeError, match=other_server.endpoint):
+        tokens_of(engine)
+    with pytest.raises(errors.DecodeError, match=other_server.endpoint):
+        engine.slots[0].save()
+    lost = {one["endpoint"]: one["lost"] for one in engine.system_info()["rpc_servers"]}
+    assert lost == {server.endpoint: None, other_server.endpoint: "closed the connection"}
+    engine.close()
+    assert time.monotonic() - began < PROMPT_S
+
+
+def test_server_killed_in_the_middle_of_a_generation_ends_it_with_an_error(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=4096, rpc_servers=[server.endpoint], run_ahead=0)
+    generation = engine.generate(PROMPT, max_tokens=4000, **GREEDY)
+    got = [next(generation) for _ in range(5)]
+    threading.Timer(0.2, server.kill).start()
+    began = time.monotonic()
+    with pytest.raises(errors.DecodeError, match=server.endpoint):
+        got.extend(generation)
+    assert time.monotonic() - began < PROMPT_S
+    assert generation.finish_reason == "error"
+    assert len(generation.tokens) == len(got)
+    engine.close()
+
+
+def test_every_request_of_the_batch_ends_when_the_server_dies(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=4096, n_slots=2, rpc_servers=[server.endpoint])
+    running = [engine.generate(PROMPT, max_tokens=4000, **GREEDY) for _ in range(3)]
+    next(running[0])
+    server.kill()
+    for generation in running:
+        with pytest.raises(errors.DecodeError, match=server.endpoint):
+            generation.read()
+
+
+def test_engine_closes_soon_after_its_server_died(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=4096, rpc_servers=[server.endpoint])
+    generation = engine.generate(PROMPT, max_tokens=4000, **GREEDY)
+    next(generation)
+    server.kill()
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < PROMPT_S
+
+
+def test_server_killed_during_close_does_no_harm(tiny_llama: Path) -> None:
+    for delay_s in (0.0, 0.002, 0.01):
+        with serving() as server:
+            engine = Engine(tiny_llama, n_ctx=512, n_threads=1, rpc_servers=[server.endpoint])
+            tokens_of(engine, 5)
+            killer = threading.Timer(delay_s, server.kill)
+            killer.start()
+            engine.close()
+            del engine
+            killer.join()
+
+
+def test_server_killed_while_the_model_is_loaded_is_named(
+    tiny_llama: Path, server: RpcServer
+) -> None:
+    def kill(fraction: float) -> None:
+        if fraction > 0:
+            server.kill()
+
+    with pytest.raises(errors.ModelLoadError, match=server.endpoint):
+        Engine(tiny_llama, n_threads=1, rpc_servers=[server.endpoint], progress=kill)
+
+
+def test_server_that_hangs_ends_a_generation_within_the_limit(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], rpc_timeout_s=1)
+    tokens_of(engine)
+    server.stop()
+    began = time.monotonic()
+    with pytest.raises(errors.DecodeError, match="did not answer within 1 s"):
+        tokens_of(engine)
+    assert 0.9 < time.monotonic() - began < PROMPT_S
+
+
+def test_engine_closes_at_once_while_its_server_hangs(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], rpc_timeout_s=3000)
+    tokens_of(engine)
+    server.stop()
+    generation = engine.generate(PROMPT, max_tokens=10, **GREEDY)
+    time.sleep(0.3)
+    began = time.monotonic()
+    engine.close()
+    assert time.monotonic() - began < PROMPT_S
+    with pytest.raises(errors.ClosedError):
+        generation.read()
+
+
+def test_new_engine_works_on_a_server_that_was_started_again(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    want = tokens_of(make_engine(tiny_llama, **EXACT))
+    port = free_port()
+    engines: list[Engine] = []
+    for _ in range(3):
+        with serving(port) as server:
+            # The engines before, dead and not closed, still hold what they had.
+            engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], **EXACT)
+            engines.append(engine)
+            assert_same(tokens_of(engine), want)
+    assert server.endpoint in wait_until_lost(engines[0])
+
+
+def test_lost_server_leaves_other_engines_alone(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, other_server: RpcServer
+) -> None:
+    dying = make_engine(tiny_llama, rpc_servers=[server.endpoint])
+    living = make_engine(tiny_llama, rpc_servers=[other_server.endpoint])
+    local = make_engine(tiny_llama)
+    server.kill()
+    wait_until_lost(dying)
+    assert len(tokens_of(living)) == len(tokens_of(local)) == 20
+
+
+# ---- servers that cannot be used
+
+
+def test_refused_connection_is_a_load_error_with_the_endpoint(tiny_llama: Path) -> None:
+    endpoint = f"{HOST}:{free_port()}"
+    with pytest.raises(errors.ModelLoadError, match=f"{endpoint} refuses connections.*start"):
+        Engine(tiny_llama, rpc_servers=[endpoint])
+
+
+def test_second_server_that_is_missing_frees_the_first(
+    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
+) -> None:
+    with pytest.raises(errors.ModelLoadError, match="refuses connections"):
+        Engine(tiny_llama, rpc_servers=[server.endpoint, f"{HOST}:{free_port()}"])
+    assert len(tokens_of(make_engine(tiny_llama, rpc_servers=[f"localhost:{server.port}"]))) == 20

@@ -1,0 +1,69 @@
+"""The options that name RPC servers: what is read, and what is refused before any is asked."""
+
+from __future__ import annotations
+
+import pytest
+
+from kqview.errors import RequestError
+from kqview.rpc import rpc_endpoints, rpc_timeout
+
+
+@pytest.mark.parametrize(
+    ("value", "endpoints"),
+    [
+        (None, []),
+        ([], []),
+        ("127.0.0.1:50052", [("127.0.0.1", 50052)]),
+        (["gpu-1.example:1", "b_2:65535"], [("gpu-1.example", 1), ("b_2", 65535)]),
+        (("A:1", "a:2"), [("a", 1), ("a", 2)]),
+        ((f"h{i}:1" for i in range(15)), [(f"h{i}", 1) for i in range(15)]),
+    ],
+)
+def test_endpoints_are_read(value: object, endpoints: list[tuple[str, int]]) -> None:
+    assert rpc_endpoints(value) == endpoints
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("127.0.0.1", "a port is missing"),
+        ("", "a port is missing"),
+        (":50052", "no name of a host"),
+        ("a b:1", "no name of a host"),
+        ("a\0:1", "no name of a host"),
+        ("héros:1", "no name of a host"),
+        ("a#1:1", "no name of a host"),
+        ("-a:1", "no name of a host"),
+        ("a" * 254 + ":1", "no name of a host"),
+        ("[::1]:50052", "IPv4"),
+        ("http://a:1", "IPv4"),
+        ("a:", "ports are 1..65535"),
+        ("a:0", "ports are 1..65535"),
+        ("a:65536", "ports are 1..65535"),
+        ("a:-1", "ports are 1..65535"),
+        ("a: 1", "ports are 1..65535"),
+        ("a:1x", "ports are 1..65535"),
+        ("a:٣", "ports are 1..65535"),
+        ("a:" + "1" * 5000, "ports are 1..65535"),
+        (["a:1", "b:1", "A:01"], "names 'A:01' twice"),
+        ([f"h{i}:1" for i in range(16)], "16 servers, the limit is 15"),
+        ([("a", 1)], "a text 'host:port' is needed"),
+        ([None], "a text 'host:port' is needed"),
+        (50052, "a list such as"),
+        (b"a:1", "a list such as"),
+    ],
+)
+def test_other_values_are_refused(value: object, why: str) -> None:
+    with pytest.raises(RequestError, match=why):
+        rpc_endpoints(value)
+
+
+@pytest.mark.parametrize("value", [0.001, 1, 300.0, 86_400])
+def test_timeouts_are_seconds(value: float) -> None:
+    assert rpc_timeout(value) == value
+
+
+@pytest.mark.parametrize("value", [0, -1, 86_401, float("nan"), float("inf"), True, None, "1"])
+def test_other_timeouts_are_refused(value: object) -> None:
+    with pytest.raises(RequestError, match="rpc_timeout_s"):
+        rpc_timeout(value)
