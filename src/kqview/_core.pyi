@@ -276,7 +276,7 @@ class Generation:
 
     def next(self, wait_s: float | None = None, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
         """
-        Next item, blocking: (id, logprob, top, rows, is_last) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or the embedding as (None, None, values); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
+        Next item, blocking: (id, logprob, top, rows, is_last, n_discarded) of a token or (start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or the embedding as (None, None, values); None at the end. While the request is queued and every slot waits for its consumer: the ids of the requests in them, once unless they change; `goes_on` then waits on. `...` after wait_s.
         """
 
     def try_next(self, goes_on: bool = False) -> tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int] | tuple[int, int, Any] | list[int] | types.EllipsisType | None:
@@ -349,6 +349,8 @@ class Engine:
     @property
     def n_positions(self) -> int:
         """Positions that the model learned; 0 = it has no such limit."""
+
+    @property
     def shift_obstacle(self) -> str:
         """
         What keeps the cache's positions from being moved, empty when nothing does.
@@ -357,9 +359,9 @@ class Engine:
     def plan(self, kind: RowKind, type: RowType, layers: Sequence[int] | None, heads: Sequence[int] | None, reduce: RowReduction = RowReduction.none, top_k: int = 0, hidden: Sequence[int] = []) -> CapturePlan:
         """Resolves what to capture; raises InvalidCapture."""
 
-    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, embeds: bool = False, slot: int = -1, constraint_library: str = '') -> Generation:
+    def submit(self, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int, stop_tokens: Sequence[int], capture: CapturePlan | None, on_full: FullPolicy, wait_s: float, run_ahead: int, priority: int, n_prompt_rows: int = 0, only_attends: bool = False, embeds: bool = False, slot: int = -1, constraint_library: str = '', n_reuse_min: int = 0, n_keep: int = 0, n_discard: int = 0) -> Generation:
         """
-        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's.
+        Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's; `n_reuse_min`: least run of tokens that is kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go when the slot is full, 0 = the request ends.
         """
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_stats import engine_stats
-from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
+from kqview.errors import UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.llama_log import forward_log

@@ -8,11 +8,11 @@ tests/engine/test_fake_device.py starts that process; by hand:
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import _core
 from tests.engine.conftest import (  # noqa: F401  # pyright: ignore[reportUnusedImport]
     make_engine,
     tiny_llama,
@@ -22,8 +22,8 @@ from tests.engine.conftest import (  # noqa: F401  # pyright: ignore[reportUnuse
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Not in the stub: developer builds alone have it.
-fake_device: Any = getattr(_core, "_fake_device", None)
+# Developer builds alone have it.
+fake_device: Any = sys.modules.get("kqview._fake_device")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
