@@ -27,7 +27,16 @@ else()
     set(KQVIEW_CPU_FLAGS -march=native)
 endif()
 
+if(GGML_CUDA)
+    include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
+endif()
+
 add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
+
+if(GGML_CUDA)
+    get_target_property(KQVIEW_CUDA_ARCHITECTURES ggml-cuda CUDA_ARCHITECTURES)
+    list(JOIN KQVIEW_CUDA_ARCHITECTURES "," KQVIEW_CUDA_ARCHITECTURES)
+endif()
 
 include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)
 
