@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 def open_engine(
     settings: Settings, *, flash_attn: bool, weight_type: str = "Q8_0", **options: Any
 ) -> Engine:
-    """An engine as llama-bench would open it: F16 cache, ubatches of 512, the CPU."""
+    """An engine as llama-bench would open it: F16 cache, ubatches of 512, layers as told."""
     return Engine(
-        model_path(is_quick=settings.is_quick, weight_type=weight_type),
+        model_path(settings, weight_type),
         **{
             "n_ctx": settings.n_context + 256,
             "n_threads": settings.n_threads,
-            "n_gpu_layers": 0,
+            "n_gpu_layers": settings.n_gpu_layers,
             "flash_attn": flash_attn,
             # A process clock must not count steps that nobody has taken yet.
             "run_ahead": 8 if settings.clock == "wall" else 0,

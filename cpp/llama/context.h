@@ -42,6 +42,11 @@ struct batch_token {
 // then kill the process.
 void check_memory(const model& source, const context_options& options);
 
+// Raises out_of_memory when a device cannot hold its part of the model and the context, before any of it is
+// loaded: llama.cpp plans both without weights. Reads the file's header, and only where there is a device.
+// Otherwise as the constructor of model, and request for options out of range.
+void check_device_memory(const model_options& wanted, const context_options& options);
+
 class context {
 public:
     // Raises request for options out of range, out_of_memory or model_load when llama.cpp refuses.

@@ -9,6 +9,9 @@ from typing import Any
 def drain_log() -> list[tuple[int, str]]:
     """llama.cpp's log lines since the last call, as (logging level, text)."""
 
+def build_info() -> dict[str, Any]:
+    """Version, llama.cpp commit, backends, devices and NVIDIA's driver."""
+
 class Model:
     @staticmethod
     def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = []) -> Model:
@@ -36,9 +39,6 @@ class Model:
 
     def check_tokens(self, ids: Sequence[int], who: str) -> None:
         """Raises InvalidToken for ids outside the vocabulary."""
-
-def build_info() -> dict[str, Any]:
-    """Version, llama.cpp commit, backends and devices."""
 
 class SamplingParams:
     def __init__(self) -> None: ...
@@ -301,6 +301,11 @@ class Generation:
 
     def peek_end(self) -> None:
         """Makes `end` known after a cancellation, which takes no further items."""
+
+def check_device_memory(path: str, n_gpu_layers: int, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool) -> None:
+    """
+    Raises OutOfMemory where a device cannot hold its part of a model and a context.
+    """
 
 class Engine:
     @staticmethod

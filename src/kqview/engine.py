@@ -37,6 +37,7 @@ from kqview.request_options import (
 from kqview.requests import Requests
 from kqview.slot import Slot
 from kqview.state.trailer import StateFacts, fingerprint
+from kqview.system import engine_info
 from kqview.types import Capture, EngineStats, ModelInfo, PoolStats, Sampling
 from kqview.vocabulary import Vocabulary
 
@@ -91,7 +92,8 @@ class Engine(Vocabulary, Conversation):
 
     Raises:
         ModelLoadError: A file is missing or llama.cpp cannot use it.
-        OutOfMemory: There is no room for the context; the message says what to lower.
+        OutOfMemory: There is no room for the context, or on a device for its layers; the message
+            says what to lower.
         RequestError: An option is out of its range.
     """
 
@@ -137,7 +139,9 @@ class Engine(Vocabulary, Conversation):
         show = _print_progress if progress is True else progress or None
         if show is not None and not callable(show):
             raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
+        self._n_gpu_layers = n_gpu_layers
         try:
+            _core.check_device_memory(path, n_gpu_layers, **options)
             self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters)
             self._core = _core.Engine.open(
                 self._model,
@@ -202,15 +206,8 @@ class Engine(Vocabulary, Conversation):
         return EngineStats(**raw, pool=pool)
 
     def system_info(self) -> dict[str, Any]:
-        """Versions and hardware.
-
-        Keys: kqview_version, llama_cpp_commit, is_portable, backends, devices (name, description,
-        memory_free_bytes, memory_total_bytes), cpu_features, n_threads_default, zero_copy.
-        """
-        info = _core.build_info()
-        info["n_threads_default"] = default_threads()
-        info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
-        return info
+        """`kqview.system_info`, and capture and zero_copy: how rows of this engine reach a view."""
+        return engine_info(self._n_gpu_layers)
 
     def _state_facts(self) -> StateFacts:
         if self._facts is None:

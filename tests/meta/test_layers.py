@@ -28,7 +28,7 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "constraints"},
+    | {"model_info", "request_options", "capture_plan", "constraints", "system"},
     {"requests", "vocabulary", "conversation", "slot"},
     {"engine"},
     {"kqview"},  # the package itself, which names what is public

@@ -1,0 +1,70 @@
+// What this build was made from, and the devices that it finds.
+#include <nanobind/stl/string.h>
+
+#include <string>
+#include <string_view>
+
+#include "bind/bind.h"
+#include "llama/backend.h"
+#include "llama/devices.h"
+#include "llama/nvidia_driver.h"
+
+namespace kqview::bind {
+
+namespace {
+
+nb::object text_or_none(std::string_view text) {
+    return text.empty() ? nb::none() : nb::object(nb::str(text.data(), text.size()));
+}
+
+nb::list devices_to_python() {
+    nb::list devices;
+    for (const auto& device : list_devices()) {
+        nb::dict entry;
+        entry["name"] = device.name;
+        entry["description"] = device.description;
+        entry["type"] = device.type;
+        entry["backend"] = device.backend;
+        entry["memory_free_bytes"] = device.memory_free_bytes;
+        entry["memory_total_bytes"] = device.memory_total_bytes;
+        entry["compute_capability"] = text_or_none(device.compute_capability);
+        entry["capture"] = name_of(device.capture);
+        devices.append(entry);
+    }
+    return devices;
+}
+
+nb::dict build_info() {
+    start_llama();
+    nb::dict info;
+    info["kqview_version"] = KQVIEW_VERSION;
+    info["llama_cpp_commit"] = KQVIEW_LLAMA_COMMIT;
+    info["is_portable"] = bool(KQVIEW_PORTABLE);
+    info["cuda_version"] = text_or_none(KQVIEW_CUDA_VERSION);
+    info["cuda_architectures"] = text_or_none(KQVIEW_CUDA_ARCHITECTURES);
+    nb::list backends;
+    nb::dict features;
+    for (const auto& backend : list_backends()) {
+        backends.append(backend.name);
+        nb::dict flags;
+        for (const auto& [name, value] : backend.features) flags[name.c_str()] = value;
+        features[backend.name.c_str()] = flags;
+    }
+    info["backends"] = backends;
+    info["backend_features"] = features;
+    info["devices"] = devices_to_python();
+    const auto driver = nvidia_driver();
+    info["nvidia_driver"] = text_or_none(driver.version);
+    info["nvidia_driver_cuda"] = text_or_none(driver.cuda_version);
+    info["cpu_features"] = llama_print_system_info();
+    return info;
+}
+
+}  // namespace
+
+void bind_system(nb::module_& module) {
+    module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
+               "Version, llama.cpp commit, backends, devices and NVIDIA's driver.");
+}
+
+}  // namespace kqview::bind
