@@ -66,7 +66,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
             prefills = prefill_runs(settings, engine)
             for i in range(n_rounds):
                 stock = run_stock(program, settings) if i % 2 == 0 else None
-                ours = _run_ours(settings, prefills)
+                ours = run_ours(settings, prefills)
                 stock = stock or run_stock(program, settings)
                 without, callback = (
                     stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
@@ -95,7 +95,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
         )
 
 
-def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
+def run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
     """Milliseconds of a prompt with capture and of a step of the generation after it."""
     prefill_ms = prefills.ms("logits")
     decodes = decode_runs(settings, prefills.engine, prefills.prompt)
@@ -109,8 +109,10 @@ def stock_ms(settings: Settings, run: dict[str, Any]) -> dict[str, float]:
     return {"prefill": run["prefill_ms"], "decode": decode_ms}
 
 
-def run_stock(program: str, settings: Settings, rows: str = "last") -> dict[str, Any]:
-    """One start of kq-eval-rows: a run without callback and one with it."""
+def run_stock(
+    program: str, settings: Settings, rows: str = "last", bench: str = "both"
+) -> dict[str, Any]:
+    """One start of kq-eval-rows: a run without callback and one with it, or only *bench*."""
     flags: dict[str, object] = {
         "--model": model_path(settings),
         "--prompt-len": settings.n_context,
@@ -121,7 +123,7 @@ def run_stock(program: str, settings: Settings, rows: str = "last") -> dict[str,
         "--n-gpu-layers": settings.n_gpu_layers,
         "--flash-attn": "off",
         "--kv-type": "f16",
-        "--bench": "both",
+        "--bench": bench,
         "--repeat": 1,
         "--rows": rows,
     }

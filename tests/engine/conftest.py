@@ -5,6 +5,7 @@ Engines use one thread: the models are so small that more only wait for each oth
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -13,14 +14,26 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
 
-from kqview import Engine
+from kqview import Engine, system_info
 from tests.support import archs, stock, tiny_gguf
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterator
 
+# Layers on a device in the engines of these tests; without it Engine's own default, all that there
+# are. What runs in processes of its own keeps the default.
+if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
+    assert Engine.__init__.__kwdefaults__ is not None
+    Engine.__init__.__kwdefaults__["n_gpu_layers"] = int(n_gpu_layers)
+
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
+
+
+def pytest_report_header() -> str:
+    """Say where the engines run."""
+    defaults = Engine.__init__.__kwdefaults__ or {}
+    devices = ", ".join(device["description"] for device in system_info()["devices"])
+    return f"kqview: n_gpu_layers={defaults['n_gpu_layers']}, devices: {devices}"
 
 
 class MakeEngine(Protocol):

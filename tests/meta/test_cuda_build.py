@@ -24,7 +24,8 @@ case "$*" in
     *--version*) echo "Cuda compilation tools, release {version}, V{version}.88" ;;
     *--dryrun*) echo "#$ TOP={root}" >&2 ;;
     *"-ccbin "*"{taken}"*) {warning} ;;
-    *) echo "host_config.h:137:2: error: #error -- unsupported GNU version! gcc versions later than 15 are not supported!" >&2
+    *) echo "probe.cu: In file included from"
+       echo "host_config.h:137: error: #error gcc versions later than 15 are not supported!" >&2
        exit 1 ;;
 esac
 """

@@ -31,7 +31,8 @@ INFO: dict[str, Any] = {
     "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
     "cuda_version": "13.0", "cuda_architectures": "80,90", "backends": ["CUDA", "CPU"],
     "backend_features": {"CUDA": {"ARCHS": "800,900"}, "CPU": {}}, "devices": [GPU, CPU],
-    "nvidia_driver": "580.1", "nvidia_driver_cuda": "13.0", "cpu_features": "", "n_threads_default": 2,
+    "nvidia_driver": "580.1", "nvidia_driver_cuda": "13.0", "cpu_features": "",
+    "n_threads_default": 2,
 }  # fmt: skip
 
 
