@@ -3,8 +3,11 @@
 #
 #   bench/cuda.sh prepare   where there is a network: wheels and llama.cpp's source, into a folder that travels
 #   bench/cuda.sh build     the package and the stock programs with CUDA: 75 minutes of processor time for one
-#                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was
-#   bench/cuda.sh run       values, tests, compute-sanitizer, table; or only the parts that are named
+#                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was.
+#                           Parts: tools package peers
+#   bench/cuda.sh run       parts: values sanitize table tests; and architectures, which takes longer than the others
+#
+# Without the name of a part all of them, architectures left out.
 #
 #   --device gpu|cpu        cpu (build, run): the same lines without CUDA, as CI runs them
 #   --quick                 run: a small model, few tests, few pairs: does it still work? Less than a minute
@@ -60,11 +63,11 @@ built = [r for r in content["build-system"]["requires"] if r != "pip"]
 print(*content["project"]["dependencies"], *wanted, *built, "cmake>=3.26", "ninja", sep="\n")
 PYTHON
     mkdir -p "$kit/wheels"
+    # pip takes each of these literally: one for a newer system does not stand for the older ones.
+    local platforms=(--platform manylinux2014_x86_64 --platform manylinux1_x86_64) n name
+    for n in $(seq 5 35); do platforms+=(--platform "manylinux_2_${n}_x86_64"); done
     "$python" -m pip download --quiet --dest "$kit/wheels" --requirement "$work/requirements.txt" \
-        --only-binary=:all: --implementation cp --python-version "$target_python" \
-        --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 \
-        --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 || return 1
-    local name
+        --only-binary=:all: --implementation cp --python-version "$target_python" "${platforms[@]}" || return 1
     for name in $without; do
         rm -f "$kit/wheels/${name//-/_}"-*.whl
     done
@@ -128,9 +131,16 @@ build_peers() {
 
 build() {
     use_site
-    part tools install_tools
-    part package build_package
-    part peers build_peers
+    local name
+    for name in "${parts[@]:-all}"; do
+        case $name in
+            all) part tools install_tools; part package build_package; part peers build_peers ;;
+            tools) part tools install_tools ;;
+            package) part package build_package ;;
+            peers) part peers build_peers ;;
+            *) usage ;;
+        esac
+    done
 }
 
 # ---- run
@@ -207,6 +217,7 @@ run() {
             architectures) part architectures run_architectures ;;
             sanitize) part memcheck sanitize memcheck; part racecheck sanitize racecheck ;;
             table) part pinned run_pinned; part table run_table ;;
+            *) usage ;;
         esac
     done
     [ ! -f "$work/table.log" ] || show_table
@@ -223,7 +234,7 @@ while [ $# -gt 0 ]; do
         --save) save=${2:?}; shift ;;
         --python) target_python=${2:?}; shift ;;
         --without) without=${2?}; shift ;;
-        values | tests | architectures | sanitize | table) parts+=("$1") ;;
+        tools | package | peers | values | tests | architectures | sanitize | table) parts+=("$1") ;;
         *) usage ;;
     esac
     shift
