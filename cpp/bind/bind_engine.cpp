@@ -22,9 +22,12 @@ flash_attention flash_of(std::optional<bool> value) {
     return *value ? flash_attention::on : flash_attention::off;
 }
 
-context_options options_of(int n_ctx, int n_slots, int n_batch, int n_ubatch, int n_threads,
-                           std::optional<bool> flash_attn, const std::string& kv_type,
-                           bool swa_full) {
+std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
+                                         int n_batch, int n_ubatch, int n_threads,
+                                         std::optional<bool> flash_attn, const std::string& kv_type,
+                                         bool swa_full, std::size_t attention_budget_bytes,
+                                         std::size_t host_memory_bytes, bool poison) {
+    const nb::gil_scoped_release release;
     context_options options;
     options.n_ctx = n_ctx;
     options.n_slots = n_slots;
@@ -34,28 +37,6 @@ context_options options_of(int n_ctx, int n_slots, int n_batch, int n_ubatch, in
     options.flash = flash_of(flash_attn);
     options.kv_type = kv_type;
     options.swa_full = swa_full;
-    return options;
-}
-
-void check_devices(const std::string& path, int n_gpu_layers, int n_ctx, int n_slots, int n_batch,
-                   int n_ubatch, int n_threads, std::optional<bool> flash_attn,
-                   const std::string& kv_type, bool swa_full) {
-    const nb::gil_scoped_release release;
-    model_options wanted;
-    wanted.path = path;
-    wanted.n_gpu_layers = n_gpu_layers;
-    check_device_memory(wanted, options_of(n_ctx, n_slots, n_batch, n_ubatch, n_threads, flash_attn,
-                                           kv_type, swa_full));
-}
-
-std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
-                                         int n_batch, int n_ubatch, int n_threads,
-                                         std::optional<bool> flash_attn, const std::string& kv_type,
-                                         bool swa_full, std::size_t attention_budget_bytes,
-                                         std::size_t host_memory_bytes, bool poison) {
-    const nb::gil_scoped_release release;
-    auto options =
-        options_of(n_ctx, n_slots, n_batch, n_ubatch, n_threads, flash_attn, kv_type, swa_full);
     options.host_memory_bytes = host_memory_bytes;
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
@@ -145,11 +126,6 @@ nb::dict stats_of(const engine_core& self) {
 }  // namespace
 
 void bind_engine(nb::module_& module) {
-    module.def("check_device_memory", &check_devices, nb::arg("path"), nb::arg("n_gpu_layers"),
-               nb::arg("n_ctx"), nb::arg("n_slots"), nb::arg("n_batch"), nb::arg("n_ubatch"),
-               nb::arg("n_threads"), nb::arg("flash_attn").none(), nb::arg("kv_type"),
-               nb::arg("swa_full"),
-               "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
     nb::class_<engine_core>(module, "Engine")
         .def_static("open", &open_engine, nb::arg("model"), nb::arg("n_ctx"), nb::arg("n_slots"),
                     nb::arg("n_batch"), nb::arg("n_ubatch"), nb::arg("n_threads"),

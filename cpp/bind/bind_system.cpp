@@ -1,11 +1,13 @@
-// What this build was made from, and the devices that it finds.
+// What this build was made from, the devices that it finds, and whether a model fits on them.
 #include <nanobind/stl/string.h>
 
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "bind/bind.h"
 #include "llama/backend.h"
+#include "llama/context.h"
 #include "llama/devices.h"
 #include "llama/nvidia_driver.h"
 
@@ -60,11 +62,38 @@ nb::dict build_info() {
     return info;
 }
 
+// `options` are those of Engine.open; what does not change how much memory a context takes is not read.
+void check_devices(std::string path, int n_gpu_layers, const nb::dict& options) {
+    const auto number = [&](const char* name) { return nb::cast<int>(options[name]); };
+    const nb::object flash = options["flash_attn"];
+    context_options context;
+    context.n_ctx = number("n_ctx");
+    context.n_slots = number("n_slots");
+    context.n_batch = number("n_batch");
+    context.n_ubatch = number("n_ubatch");
+    context.n_threads = number("n_threads");
+    context.kv_type = nb::cast<std::string>(options["kv_type"]);
+    context.swa_full = nb::cast<bool>(options["swa_full"]);
+    if (!flash.is_none()) {
+        context.flash = nb::cast<bool>(flash) ? flash_attention::on : flash_attention::off;
+    }
+    model_options wanted;
+    wanted.path = std::move(path);
+    wanted.n_gpu_layers = n_gpu_layers;
+    const nb::gil_scoped_release release;
+    check_device_memory(wanted, context);
+}
+
 }  // namespace
 
 void bind_system(nb::module_& module) {
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
                "Version, llama.cpp commit, backends, devices and NVIDIA's driver.");
+    module.def("check_device_memory", &check_devices, nb::arg("path"), nb::arg("n_gpu_layers"),
+               nb::arg("options"),
+               nb::sig("def check_device_memory(path: str, n_gpu_layers: int, "
+                       "options: collections.abc.Mapping[str, object]) -> None"),
+               "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
 }
 
 }  // namespace kqview::bind

@@ -1,6 +1,6 @@
 """Native core of kqview; use the classes of the kqview package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 import types
 from typing import Any
@@ -11,6 +11,11 @@ def drain_log() -> list[tuple[int, str]]:
 
 def build_info() -> dict[str, Any]:
     """Version, llama.cpp commit, backends, devices and NVIDIA's driver."""
+
+def check_device_memory(path: str, n_gpu_layers: int, options: Mapping[str, object]) -> None:
+    """
+    Raises OutOfMemory where a device cannot hold its part of a model and a context.
+    """
 
 class Model:
     @staticmethod
@@ -301,11 +306,6 @@ class Generation:
 
     def peek_end(self) -> None:
         """Makes `end` known after a cancellation, which takes no further items."""
-
-def check_device_memory(path: str, n_gpu_layers: int, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool) -> None:
-    """
-    Raises OutOfMemory where a device cannot hold its part of a model and a context.
-    """
 
 class Engine:
     @staticmethod

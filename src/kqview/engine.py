@@ -141,7 +141,7 @@ class Engine(Vocabulary, Conversation):
             raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
         self._n_gpu_layers = n_gpu_layers
         try:
-            _core.check_device_memory(path, n_gpu_layers, **options)
+            _core.check_device_memory(path, n_gpu_layers, options)
             self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters)
             self._core = _core.Engine.open(
                 self._model,

@@ -50,7 +50,7 @@ def test_device_without_room_is_refused_before_anything_is_loaded(
 ) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def refuse(path: str, n_gpu_layers: int, **options: object) -> None:
+    def refuse(path: str, n_gpu_layers: int, options: dict[str, object]) -> None:
         asked.append((path, n_gpu_layers, options["n_ctx"]))
         raise errors.OutOfMemory("CUDA0 needs more than there is")
 
@@ -65,7 +65,8 @@ def test_device_without_room_is_refused_before_anything_is_loaded(
 def test_check_of_device_memory_reads_no_file_without_a_device() -> None:
     if any(device["type"] in ("GPU", "IGPU") for device in kqview.system_info()["devices"]):
         pytest.skip("this machine has a device")
-    _core.check_device_memory(
-        "no such file", -1, n_ctx=64, n_slots=1, n_batch=64, n_ubatch=64, n_threads=1,
-        flash_attn=None, kv_type="f16", swa_full=True,
-    )  # fmt: skip
+    options: dict[str, object] = {
+        "n_ctx": 64, "n_slots": 1, "n_batch": 64, "n_ubatch": 64, "n_threads": 1,
+        "flash_attn": None, "kv_type": "f16", "swa_full": True,
+    }  # fmt: skip
+    _core.check_device_memory("no such file", -1, options)
