@@ -184,11 +184,10 @@ void check_memory(const model& source, const context_options& options) {
         largest_need_bytes(source.get(), params) < limit_bytes / 4)
         return;
     model weightless(weightless_options(source.options()));
-    const auto needs = planned(weightless, params);
-    if (needs.empty()) return;
-    const auto n_bytes =
-        static_cast<double>(needs.front().context_bytes + needs.front().compute_bytes) +
-        bytes_of_cell * params.n_ctx;
+    double n_bytes = bytes_of_cell * params.n_ctx;
+    if (const auto needs = planned(weightless, params); !needs.empty()) {
+        n_bytes += static_cast<double>(needs.front().context_bytes + needs.front().compute_bytes);
+    }
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
                 "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
