@@ -125,7 +125,8 @@ build_package() {
 build_peers() {
     local options=() define
     while read -r define; do options+=(--define "$define"); done < <(cuda_defines)
-    "$python" bench/peers/build.py ${options[@]+"${options[@]}"} kq-eval-rows llama-bench >"$work/peers" &&
+    "$python" bench/peers/build.py ${options[@]+"${options[@]}"} \
+        kq-eval-rows llama-bench test-llama-archs rpc-server >"$work/peers" &&
         cat "$work/peers"
 }
 
@@ -164,18 +165,20 @@ run_pytest() {
 
 run_values() { run_pytest tests/engine/test_device_values.py; }
 
+# Those of 128 models of other architectures take longer than all the rest.
+many_models=(tests/engine/test_architectures.py tests/engine/test_state_models.py)
+
 run_tests() {
-    # 128 models of other architectures take longer than all the rest.
     if [ ${#quick[@]} -gt 0 ]; then
         run_pytest tests/engine/test_system_info.py tests/engine/test_graph_names.py
     else
-        run_pytest tests/engine --ignore tests/engine/test_architectures.py
+        run_pytest tests/engine "${many_models[@]/#/--ignore=}"
     fi
 }
 
 run_architectures() {
     [ ${#quick[@]} -eq 0 ] || { echo "not in a quick run"; return 75; }
-    run_pytest tests/engine/test_architectures.py
+    run_pytest "${many_models[@]}"
 }
 
 # sanitize TOOL: a short run under compute-sanitizer; what is not a GPU's runs without it.
