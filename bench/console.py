@@ -161,13 +161,14 @@ def show(rows: Sequence[Row], notes: Sequence[str]) -> None:
         console.print(note, highlight=False)
 
 
-def main(question: str | None, weights: Weights, measure: Measure) -> None:
-    """Run one benchmark as a program of its own."""
+def main(question: str | None, weights: Weights, measure: Measure, **defaults: object) -> None:
+    """Run one benchmark as a program of its own; *defaults* of options other than the shared."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument(
         "--row", action="append", choices=list(weights), help="this row only; may be repeated"
     )
     add_options(parser)
+    parser.set_defaults(**defaults)
     args = parser.parse_args()
     settings = settings_of(args, args.row)
     about = facts(settings)

@@ -65,17 +65,17 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
         with open_engine(settings, flash_attn=setting == "flash") as engine:
             prefills = prefill_runs(settings, engine)
             for i in range(n_rounds):
-                stock = _run_stock(program, settings) if i % 2 == 0 else None
-                ours = _run_ours(settings, prefills)
-                stock = stock or _run_stock(program, settings)
+                stock = run_stock(program, settings) if i % 2 == 0 else None
+                ours = run_ours(settings, prefills)
+                stock = stock or run_stock(program, settings)
                 without, callback = (
-                    _stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
+                    stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
                 )
                 for part in ("prefill", "decode"):
                     found[f"callback-{part}-stock"].add(without[part], callback[part])
                     found[f"callback-{part}-{setting}"].add(callback[part], ours[part])
                 if any("all" in name for name in names):
-                    (every_row,) = _run_stock(program, settings, rows="all")["callback"]
+                    (every_row,) = run_stock(program, settings, rows="all")["callback"]
                     found[f"callback-all-{setting}"].add(
                         every_row["prefill_ms"], prefills.attend_ms("logits")
                     )
@@ -95,7 +95,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
         )
 
 
-def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
+def run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
     """Milliseconds of a prompt with capture and of a step of the generation after it."""
     prefill_ms = prefills.ms("logits")
     decodes = decode_runs(settings, prefills.engine, prefills.prompt)
@@ -103,24 +103,27 @@ def _run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:
     return {"prefill": prefill_ms, "decode": step_ms(stamps_s, settings.n_skip)}
 
 
-def _stock_ms(settings: Settings, run: dict[str, Any]) -> dict[str, float]:
+def stock_ms(settings: Settings, run: dict[str, Any]) -> dict[str, float]:
     """The same of one run of the stock program."""
     decode_ms = quantile(run["decode_ms"][settings.n_skip :], 0.5)
     return {"prefill": run["prefill_ms"], "decode": decode_ms}
 
 
-def _run_stock(program: str, settings: Settings, rows: str = "last") -> dict[str, Any]:
-    """One start of kq-eval-rows: a run without callback and one with it."""
+def run_stock(
+    program: str, settings: Settings, rows: str = "last", bench: str = "both"
+) -> dict[str, Any]:
+    """One start of kq-eval-rows: a run without callback and one with it, or only *bench*."""
     flags: dict[str, object] = {
-        "--model": model_path(is_quick=settings.is_quick),
+        "--model": model_path(settings),
         "--prompt-len": settings.n_context,
         "--n-predict": settings.n_tokens,
         "--n-ctx": settings.n_context + 256,
         "--n-ubatch": 512,
         "--threads": settings.n_threads,
+        "--n-gpu-layers": settings.n_gpu_layers,
         "--flash-attn": "off",
         "--kv-type": "f16",
-        "--bench": "both",
+        "--bench": bench,
         "--repeat": 1,
         "--rows": rows,
     }

@@ -72,7 +72,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
                 yield attempt(name, _timing, settings, name, times, refused)
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     missing = [name for name in ("torch", "transformers") if not importlib.util.find_spec(name)]
     if missing:
         raise NotHere(f"{' and '.join(missing)} not installed; run pip install {' '.join(missing)}")
@@ -105,9 +105,9 @@ def _times(
     settings: Settings, line: ProgressLine, work: str, dtype: str, n_rounds: int
 ) -> tuple[list[dict[str, float]], dict[str, Exception]]:
     """Milliseconds of each way in each round, and the ways that cannot be taken."""
-    _check_installed()
+    check_installed()
     with open_engine(settings, flash_attn=True, weight_type=TYPES[dtype]) as engine:
-        theirs = _TransformersRuns(settings, engine, dtype)
+        theirs = TransformersRuns(settings, engine, dtype)
         ours = (
             _decode_ways(settings, engine) if work == "decode" else _prefill_ways(settings, engine)
         )
@@ -142,7 +142,7 @@ def _prefill_ways(settings: Settings, engine: Engine) -> Ways:
     return (lambda: runs.ms(None)), (lambda: runs.attend_ms(Capture("probs")))
 
 
-class _TransformersRuns:
+class TransformersRuns:
     """The same pieces of work done by transformers, with random weights of the engine's shape."""
 
     def __init__(self, settings: Settings, engine: Engine, dtype: str) -> None:
@@ -162,13 +162,16 @@ class _TransformersRuns:
             num_attention_heads=shape.n_head,
             num_key_value_heads=shape.n_head_kv,
             max_position_embeddings=shape.n_ctx_train,
-            tie_word_embeddings=True,
+            tie_word_embeddings=settings.shape == "24x16",
             attn_implementation="eager",
             dtype=getattr(torch, dtype),
         )
-        self._model: Any = LlamaForCausalLM._from_config(config).to(getattr(torch, dtype)).eval()
-        ids = prompt_ids(settings.n_context, shape.n_vocab)
-        self._prompt = torch.tensor([ids])
+        device = "cpu" if settings.device == "cpu" else "cuda"
+        with torch.device(device):
+            model = LlamaForCausalLM._from_config(config)
+            ids = torch.tensor([prompt_ids(settings.n_context, shape.n_vocab)])
+        self._model: Any = model.to(getattr(torch, dtype)).eval()
+        self._prompt = ids
         self._cache: Any = None
 
     def prefill_ms(self, *, attentions: bool) -> float:

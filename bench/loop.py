@@ -94,7 +94,7 @@ def _measure_against_bench(settings: Settings, line: ProgressLine, name: str) ->
             return [mean_step_ms(runs.stamps_s(N_BENCH_TOKENS + 1)) for _ in range(N_REPETITIONS)]
 
         def stock() -> list[float]:
-            return _run_bench(program, settings, flash_attn=flash_attn)
+            return llama_bench_ms(program, settings, flash_attn=flash_attn)
 
         ours()
         for i in range(n_rounds):
@@ -121,13 +121,15 @@ def _work(settings: Settings) -> str:
     return f"a decoded token at {settings.n_context} tokens of context"
 
 
-def _run_bench(program: str, settings: Settings, *, flash_attn: bool) -> list[float]:
+def llama_bench_ms(
+    program: str, settings: Settings, *, flash_attn: bool, n_repetitions: int = N_REPETITIONS
+) -> list[float]:
     """Milliseconds a token of each repetition of one start of llama-bench."""
     flags: dict[str, object] = {
-        "-m": model_path(is_quick=settings.is_quick),
+        "-m": model_path(settings),
         "-t": settings.n_threads,
         "-fa": int(flash_attn),
-        "-ngl": 0,
+        "-ngl": settings.n_gpu_layers,
         "-p": 0,
         "-n": N_BENCH_TOKENS,
         "-d": settings.n_context,
@@ -135,7 +137,7 @@ def _run_bench(program: str, settings: Settings, *, flash_attn: bool) -> list[fl
         "-ub": 512,
         "-ctk": "f16",
         "-ctv": "f16",
-        "-r": N_REPETITIONS,
+        "-r": n_repetitions,
         "-o": "json",
     }
     command = [program, *(str(word) for flag in flags.items() for word in flag)]

@@ -5,6 +5,7 @@ Forms: a table on the terminal, JSON lines, Markdown between the markers of READ
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +99,8 @@ def facts(settings: Settings) -> dict[str, Any]:
     """The machine, the commits and the flags that figures belong to."""
     return {
         **machine_facts(),
+        # Where the checkout came without its history, who brought it says which one it is.
+        **({"kqview_commit": commit} if (commit := os.environ.get("KQVIEW_BENCH_COMMIT")) else {}),
         "flags": settings.flags,
         "n_context": settings.n_context,
         "is_quick": settings.is_quick,
@@ -170,17 +173,23 @@ def _others(
     return found
 
 
-def markdown(rows: Sequence[Row], notes: Sequence[str], abouts: Sequence[Mapping[str, Any]]) -> str:
+def markdown(
+    rows: Sequence[Row],
+    notes: Sequence[str],
+    abouts: Sequence[Mapping[str, Any]],
+    script: str = "table.py",
+) -> str:
     """The published tables with the machine above and the notes below them.
 
     Args:
         rows: All rows.
         notes: What is not among them.
         abouts: Facts of the runs that the rows come from, at least one.
+        script: The program that measures all of them.
     """
     timings = [row for row in rows if isinstance(row, Timing)]
     counts = [row for row in rows if isinstance(row, Count)]
-    parts = [_headline(abouts)]
+    parts = [_headline(abouts, script)]
     for work in dict.fromkeys(row.work for row in timings):
         cells = [row.cells() for row in timings if row.work == work]
         parts.append(
@@ -202,7 +211,7 @@ def markdown(rows: Sequence[Row], notes: Sequence[str], abouts: Sequence[Mapping
     return "\n\n".join(parts)
 
 
-def _headline(abouts: Sequence[Mapping[str, Any]]) -> str:
+def _headline(abouts: Sequence[Mapping[str, Any]], script: str) -> str:
     last = abouts[-1]
     kqview, llama_cpp = (
         ", ".join(dict.fromkeys(about[key][:12] for about in abouts))
@@ -212,24 +221,25 @@ def _headline(abouts: Sequence[Mapping[str, Any]]) -> str:
     date = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
     loads = [about["load_average"] for about in abouts if about["load_average"] is not None]
     load = f"at most {max(loads)}" if loads else "unknown"
+    devices = "".join(f"{name}, " for name in last.get("devices", ()))
     return (
-        f"{last['cpu']}, {last['n_cores']} cores, {last['machine']} {last['system']}; "
+        f"{devices}{last['cpu']}, {last['n_cores']} cores, {last['machine']} {last['system']}; "
         f"kqview {kqview}, llama.cpp {llama_cpp}; {date}, load average before a run {load}; "
-        f"`python bench/table.py {last['flags']}`"
+        f"`python bench/{script} {last['flags']}`"
     )
 
 
-def replace_marked(text: str, replacement: str) -> str:
+def replace_marked(text: str, replacement: str, begin: str = BEGIN, end: str = END) -> str:
     """*text* with what lies between its two markers replaced.
 
     Raises:
         ValueError: A marker is missing or they are in the wrong order.
     """
-    before, found_begin, rest = text.partition(BEGIN)
-    _, found_end, after = rest.partition(END)
+    before, found_begin, rest = text.partition(begin)
+    _, found_end, after = rest.partition(end)
     if not found_begin or not found_end:
-        raise ValueError(f"report.replace_marked: markers missing; put {BEGIN} and {END} back")
-    return f"{before}{BEGIN}\n{replacement}\n{END}{after}"
+        raise ValueError(f"report.replace_marked: markers missing; put {begin} and {end} back")
+    return f"{before}{begin}\n{replacement}\n{end}{after}"
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -14,17 +14,19 @@ if TYPE_CHECKING:
 
     from settings import Settings
 
+    from kqview import Capture
+
 
 def open_engine(
     settings: Settings, *, flash_attn: bool, weight_type: str = "Q8_0", **options: Any
 ) -> Engine:
-    """An engine as llama-bench would open it: F16 cache, ubatches of 512, the CPU."""
+    """An engine as llama-bench would open it: F16 cache, ubatches of 512, layers as told."""
     return Engine(
-        model_path(is_quick=settings.is_quick, weight_type=weight_type),
+        model_path(settings, weight_type),
         **{
             "n_ctx": settings.n_context + 256,
             "n_threads": settings.n_threads,
-            "n_gpu_layers": 0,
+            "n_gpu_layers": settings.n_gpu_layers,
             "flash_attn": flash_attn,
             # A process clock must not count steps that nobody has taken yet.
             "run_ahead": 8 if settings.clock == "wall" else 0,
@@ -44,3 +46,40 @@ def decode_runs(
 def prefill_runs(settings: Settings, engine: Engine) -> PrefillRuns:
     """Prompts of random ids."""
     return PrefillRuns(engine, settings.n_context, now_s=settings.now_s)
+
+
+class LockstepRuns:
+    """Greedy generations in all slots of an engine, each behind a prompt of its own that stays.
+
+    A step is a token of every slot; views are dropped as the next token of their slot comes.
+    """
+
+    def __init__(
+        self, settings: Settings, engine: Engine, n_slots: int, n_context: int | None = None
+    ) -> None:
+        """Bring a prompt of ``settings.n_context`` tokens, or *n_context*, into each slot."""
+        self._settings = settings
+        self._engine = engine
+        n_context = n_context or settings.n_context
+        self._prompts = [
+            prompt_ids(n_context, engine.model.n_vocab, seed=i) for i in range(n_slots)
+        ]
+        self.stamps_s(1, None)
+
+    def stamps_s(self, n_tokens: int, capture: Capture | None) -> list[float]:
+        """Times at which each of *n_tokens* steps had arrived from all slots."""
+        running = [
+            self._engine.generate(
+                prompt, slot=i, max_tokens=n_tokens, temperature=0.0, ignore_eos=True,
+                capture=capture,
+            )
+            for i, prompt in enumerate(self._prompts)
+        ]  # fmt: skip
+        stamps: list[float] = []
+        for _ in range(n_tokens):
+            for generation in running:
+                next(generation)
+            stamps.append(self._settings.now_s())
+        for generation in running:
+            generation.close()
+        return stamps

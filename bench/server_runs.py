@@ -38,12 +38,12 @@ class ServerRuns:
             self._port: int = free.getsockname()[1]
         n_ctx = (len(prompts[0]) + n_tokens + 255) // 256 * 256
         flags: dict[str, object] = {
-            "--model": model_path(is_quick=settings.is_quick),
+            "--model": model_path(settings),
             "--threads": settings.n_threads,
             "--parallel": len(prompts),
             "--ctx-size": n_ctx * len(prompts),
             "--flash-attn": "on",
-            "--n-gpu-layers": 0,
+            "--n-gpu-layers": settings.n_gpu_layers,
             "--batch-size": 2048,
             "--ubatch-size": 512,
             "--cache-ram": 0,

@@ -30,6 +30,8 @@ class Settings:
         n_threads: Compute threads.
         clock: "wall", or "cpu": time that this process computes, for machines that others use too.
             Threads that wait for each other compute as well, so it goes with one thread.
+        device: "cpu", or "gpu" for all layers on the devices that the build finds.
+        shape: The model's: "24x16", or "7b" for that of Qwen2.5-7B.
         rows: Names of the rows to measure, None for all.
         save: JSON lines file to append to, None for none.
     """
@@ -41,12 +43,19 @@ class Settings:
     n_pairs: int = 20
     n_threads: int = 1
     clock: Literal["wall", "cpu"] = "wall"
+    device: Literal["cpu", "gpu"] = "cpu"
+    shape: Literal["24x16", "7b"] = "24x16"
     rows: frozenset[str] | None = None
     save: Path | None = None
 
     def chosen(self, names: Iterable[str]) -> list[str]:
         """The *names* that are to be measured, in their order."""
         return [name for name in names if self.rows is None or name in self.rows]
+
+    @property
+    def n_gpu_layers(self) -> int:
+        """As Engine takes it; llama.cpp's own programs take any number above the layers for all."""
+        return 0 if self.device == "cpu" else 999
 
     def now_s(self) -> float:
         """Seconds of the chosen clock."""
@@ -71,6 +80,10 @@ class Settings:
             words += ["--tokens", str(self.n_tokens)]
         if self.clock != "wall":
             words += ["--clock", self.clock]
+        if self.device != "cpu":
+            words += ["--device", self.device]
+        if self.shape != "24x16":
+            words += ["--shape", self.shape]
         return " ".join(words)
 
 
@@ -96,6 +109,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="cpu: time that this process computes; for shared machines, with --threads 1",
     )
     parser.add_argument(
+        "--device",
+        choices=("cpu", "gpu"),
+        default="cpu",
+        help="gpu: all layers on it, for a build with GGML_CUDA=ON or another backend",
+    )
+    parser.add_argument(
+        "--shape",
+        choices=("24x16", "7b"),
+        default="24x16",
+        help="of the random model; 7b: Qwen2.5-7B's, 8 GB",
+    )
+    parser.add_argument(
         "--save",
         type=Path,
         nargs="?",
@@ -114,6 +139,8 @@ def settings_of(args: argparse.Namespace, rows: Iterable[str] | None = None) -> 
         n_pairs=args.pairs or (5 if quick else 20),
         n_threads=args.threads or default_threads(),
         clock=args.clock,
+        device=args.device,
+        shape=args.shape,
         rows=None if rows is None else frozenset(rows),
         save=args.save,
     )

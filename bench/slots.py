@@ -171,10 +171,10 @@ def _measure(
 def _stock_ms(settings: Settings) -> float:
     """Milliseconds a token of one start of llama-batched-bench."""
     flags: dict[str, object] = {
-        "-m": model_path(is_quick=settings.is_quick),
+        "-m": model_path(settings),
         "-t": settings.n_threads,
         "-fa": "on",
-        "-ngl": 0,
+        "-ngl": settings.n_gpu_layers,
         "-c": (N_CONTEXT + N_TOKENS + 224) * N_SLOTS,
         "-b": 2048,
         "-ub": 512,

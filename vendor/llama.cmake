@@ -31,8 +31,16 @@ endif()
 # Layers on other machines. RDMA would be a run-time dependency wherever its library lies on the build machine.
 set(GGML_RPC ON CACHE BOOL "" FORCE)
 set(GGML_RPC_RDMA OFF CACHE BOOL "" FORCE)
+if(GGML_CUDA)
+    include(${CMAKE_CURRENT_LIST_DIR}/cuda.cmake)
+endif()
 
 add_subdirectory(${KQVIEW_LLAMA_SOURCE} llama.cpp EXCLUDE_FROM_ALL SYSTEM)
+
+if(GGML_CUDA)
+    get_target_property(KQVIEW_CUDA_ARCHITECTURES ggml-cuda CUDA_ARCHITECTURES)
+    list(JOIN KQVIEW_CUDA_ARCHITECTURES "," KQVIEW_CUDA_ARCHITECTURES)
+endif()
 
 include(${CMAKE_CURRENT_LIST_DIR}/amx.cmake)
 

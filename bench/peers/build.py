@@ -27,6 +27,8 @@ HERE = Path(__file__).resolve().parent
 FETCH = HERE.parents[1] / "vendor" / "fetch.py"
 LOCK_FILE = FETCH.with_name("llama.lock.toml")
 INPUTS = (LOCK_FILE, HERE / "CMakeLists.txt", HERE / "eval_rows.cpp", HERE / "eval_options.h")
+# Of vendor/, which CMakeLists.txt includes.
+CMAKE_FILES = ("amx.cmake", "cuda.cmake", "cuda_find.cmake")
 DEFAULT_TARGETS = ("kq-eval-rows", "llama-bench")
 TARGETS = (
     *DEFAULT_TARGETS,
@@ -96,7 +98,7 @@ def stage(folder: Path) -> Path:
     CMake binds a build folder to one source folder, and the cache is shared by every checkout.
     """
     root = HERE.parents[1]
-    for path in (*INPUTS, root / "vendor" / "amx.cmake"):
+    for path in (*INPUTS, *(root / "vendor" / name for name in CMAKE_FILES)):
         target = folder / "source" / path.relative_to(root)
         target.parent.mkdir(parents=True, exist_ok=True)
         if not target.is_file() or target.read_bytes() != path.read_bytes():
@@ -114,6 +116,7 @@ def build(folder: Path, targets: list[str], source: str, defines: list[str], job
     if cache.is_file() and f"CMAKE_HOME_DIRECTORY:INTERNAL={staged}\n" not in cache.read_text():
         cache.unlink()
     configure = [cmake, "-S", str(staged), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
+    configure += [f"-DPython_EXECUTABLE={sys.executable}"]
     configure += [f"-DKQVIEW_LLAMA_CPP_DIR={source}", *(f"-D{define}" for define in defines)]
     if not cache.is_file() and shutil.which("ninja"):
         configure += ["-G", "Ninja"]

@@ -1,4 +1,3 @@
-#include <ggml-backend.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -16,7 +15,6 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "llama/backend.h"
 
 namespace kqview::bind {
 
@@ -104,35 +102,6 @@ nb::dict info_of(const model& source) {
     return info;
 }
 
-nb::dict build_info() {
-    start_llama();
-    nb::dict info;
-    info["kqview_version"] = KQVIEW_VERSION;
-    info["llama_cpp_commit"] = KQVIEW_LLAMA_COMMIT;
-    info["is_portable"] = bool(KQVIEW_PORTABLE);
-    nb::list backends;
-    for (std::size_t i = 0; i < ggml_backend_reg_count(); ++i) {
-        backends.append(ggml_backend_reg_name(ggml_backend_reg_get(i)));
-    }
-    info["backends"] = backends;
-    nb::list devices;
-    for (std::size_t i = 0; i < ggml_backend_dev_count(); ++i) {
-        auto* const device = ggml_backend_dev_get(i);
-        std::size_t free_bytes = 0;
-        std::size_t total_bytes = 0;
-        ggml_backend_dev_memory(device, &free_bytes, &total_bytes);
-        nb::dict entry;
-        entry["name"] = ggml_backend_dev_name(device);
-        entry["description"] = ggml_backend_dev_description(device);
-        entry["memory_free_bytes"] = free_bytes;
-        entry["memory_total_bytes"] = total_bytes;
-        devices.append(entry);
-    }
-    info["devices"] = devices;
-    info["cpu_features"] = llama_print_system_info();
-    return info;
-}
-
 }  // namespace
 
 void bind_model(nb::module_& module) {
@@ -181,8 +150,6 @@ void bind_model(nb::module_& module) {
                 for (const auto id : ids) self.check_token(id, who.c_str());
             },
             nb::arg("ids"), nb::arg("who"), "Raises InvalidToken for ids outside the vocabulary.");
-    module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
-               "Version, llama.cpp commit, backends and devices.");
 }
 
 }  // namespace kqview::bind

@@ -16,6 +16,7 @@ NB_MODULE(_core, module) {
     module.doc() = "Native core of kqview; use the classes of the kqview package.";
     bind_errors(module);
     bind_log(module);
+    bind_system(module);
     bind_model(module);
     bind_sampling(module);
     bind_capture(module);

@@ -13,6 +13,8 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "llama/backend.h"
+#include "llama/devices.h"
+#include "memory/device_need.h"
 
 namespace kqview {
 
@@ -134,18 +136,34 @@ context_handle open_context(llama_model* source, llama_context_params params) {
     return handle;
 }
 
-// Host memory of a context as llama.cpp plans it, without what it keeps about each cell.
-double planned_bytes(model& weightless, llama_context_params params, std::uint32_t n_ctx) {
+// What a context takes of the host (first) and of each device as llama.cpp plans it, without what it keeps about
+// each cell; with the model's weights on devices. Nothing where llama.cpp refuses: the real one says why.
+std::vector<device_need> planned_at(model& weightless, llama_context_params params,
+                                    std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
     const llama_activity guard("estimating a context's memory");
     const auto handle = open_context(weightless.get(), params);
-    if (!handle) return 0;  // the real one fails the same way and says why
-    double n_bytes = 0;
-    for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle.get())) {
-        if (!ggml_backend_buft_is_host(buffer_type)) continue;
-        n_bytes += static_cast<double>(part.context) + static_cast<double>(part.compute);
+    if (!handle) return {};
+    std::vector<device_need> needs(1);
+    needs.front().device = "host";
+    std::vector<ggml_backend_dev_t> devices;
+    for (int i = 0; i < llama_model_n_devices(weightless.get()); ++i) {
+        devices.push_back(llama_model_get_device(weightless.get(), i));
+        auto& need = needs.emplace_back();
+        need.device = ggml_backend_dev_name(devices.back());
+        ggml_backend_dev_memory(devices.back(), &need.free_bytes, &need.total_bytes);
     }
-    return n_bytes;
+    for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle.get())) {
+        const bool is_host = ggml_backend_buft_is_host(buffer_type);
+        const auto found =
+            std::find(devices.begin(), devices.end(), ggml_backend_buft_get_device(buffer_type));
+        if (!is_host && found == devices.end()) continue;
+        auto& need = needs[is_host ? 0 : 1 + static_cast<std::size_t>(found - devices.begin())];
+        need.model_bytes += part.model;
+        need.context_bytes += part.context;
+        need.compute_bytes += part.compute;
+    }
+    return needs;
 }
 
 // A plan costs time and memory for each cell. Beyond this many every part of a context grows evenly: it
@@ -153,15 +171,29 @@ double planned_bytes(model& weightless, llama_context_params params, std::uint32
 constexpr std::uint32_t n_planned_max = 1 << 16;
 constexpr double bytes_of_cell = 64;
 
-double needed_bytes(model& weightless, const llama_context_params& params) {
-    const double n_more = bytes_of_cell * params.n_ctx + output_bytes(weightless.get(), params);
-    if (params.n_ctx <= n_planned_max)
-        return planned_bytes(weightless, params, params.n_ctx) + n_more;
-    const double n_bytes = planned_bytes(weightless, params, n_planned_max);
-    const double n_half = planned_bytes(weightless, params, n_planned_max / 2);
+std::vector<device_need> planned(model& weightless, const llama_context_params& params) {
+    if (params.n_ctx <= n_planned_max) return planned_at(weightless, params, params.n_ctx);
+    auto needs = planned_at(weightless, params, n_planned_max);
+    const auto halves = planned_at(weightless, params, n_planned_max / 2);
     const double n_steps =
         (static_cast<double>(params.n_ctx) - n_planned_max) / (n_planned_max / 2);
-    return n_bytes + n_steps * (n_bytes - n_half) + n_more;
+    const auto extend = [n_steps](std::size_t& whole, std::size_t half) {
+        if (whole > half) {
+            whole += static_cast<std::size_t>(n_steps * static_cast<double>(whole - half));
+        }
+    };
+    for (std::size_t i = 0; i < std::min(needs.size(), halves.size()); ++i) {
+        extend(needs[i].context_bytes, halves[i].context_bytes);
+        extend(needs[i].compute_bytes, halves[i].compute_bytes);
+    }
+    return needs;
+}
+
+model_options weightless_options(const model_options& options) {
+    auto weightless = options;
+    weightless.no_alloc = true;
+    weightless.progress = nullptr;
+    return weightless;
 }
 
 }  // namespace
@@ -172,16 +204,27 @@ void check_memory(const model& source, const context_options& options) {
     if (options.host_memory_bytes == 0 ||
         largest_need_bytes(source.get(), params) < limit_bytes / 4)
         return;
-    auto weightless_options = source.options();
-    weightless_options.no_alloc = true;
-    model weightless(weightless_options);
-    const double n_bytes = needed_bytes(weightless, params);
+    model weightless(weightless_options(source.options()));
+    double n_bytes = bytes_of_cell * params.n_ctx + output_bytes(source.get(), params);
+    if (const auto needs = planned(weightless, params); !needs.empty()) {
+        n_bytes += static_cast<double>(needs.front().context_bytes + needs.front().compute_bytes);
+    }
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
                 "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
                     std::to_string(options.n_slots) + " slots needs " + to_gib(n_bytes) +
                     " GiB, this process may use " + to_gib(limit_bytes) +
                     "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
+}
+
+void check_device_memory(const model_options& wanted, const context_options& options) {
+    start_llama();
+    if (!has_offload_device()) return;
+    model weightless(weightless_options(wanted));
+    auto needs = planned(weightless, params_of(weightless, options));
+    if (needs.empty()) return;
+    needs.erase(needs.begin());  // the host's: see check_memory
+    check_device_needs(needs, llama_model_n_layer(weightless.get()) + 1);
 }
 
 context::batch_owner::~batch_owner() {
@@ -204,7 +247,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     model_->rpc().check_loading();
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);
-        const bool memory = why.find("alloc") != std::string::npos;
+        const bool memory = says_out_of_memory(why);
         // "K cache type ... does not divide", "V cache quantization requires flash_attn"
         const bool option = why.find(" cache ") != std::string::npos;
         throw error(memory   ? errc::out_of_memory
@@ -213,7 +256,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
                     "Engine: llama.cpp refused a context of " + std::to_string(n_ctx_) +
                         " tokens x " + std::to_string(n_slots_) + " slots, kv_type " +
                         options.kv_type + ": " + why +
-                        (memory   ? "; lower n_ctx, n_slots or n_ubatch"
+                        (memory   ? "; lower n_ctx, n_slots, n_ubatch or n_gpu_layers"
                          : option ? "; choose another kv_type or flash_attn"
                                   : ""));
     }

@@ -56,6 +56,10 @@ struct embedding_facts {
     int n_positions;  // that it learned a vector for; llama.cpp ends the process beyond. 0 = any position works
 };
 embedding_facts embedding_facts_of(const model& source);
+// Raises out_of_memory when a device cannot hold its part of the model and the context, before any of it is
+// loaded: llama.cpp plans both without weights. Reads the file's header, and only where there is a device.
+// Otherwise as the constructor of model, and request for options out of range.
+void check_device_memory(const model_options& wanted, const context_options& options);
 
 class context {
 public:

@@ -8,6 +8,8 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "llama/backend.h"
+#include "llama/devices.h"
+#include "memory/device_need.h"
 
 namespace kqview {
 
@@ -72,7 +74,12 @@ model::model(const model_options& options)
     if (!handle_) {
         auto why = log_ring::instance().errors_since(log_position);
         if (why.empty()) why = "llama.cpp gave no reason";
-        throw error(errc::model_load, "Engine: " + options.path + " cannot be loaded: " + why);
+        const bool memory = says_out_of_memory(why);
+        throw error(memory ? errc::out_of_memory : errc::model_load,
+                    "Engine: " + options.path + " cannot be loaded: " + why +
+                        (memory ? "; free: " + free_memory_text() +
+                                      "; lower n_gpu_layers, or take a smaller model"
+                                : ""));
     }
     vocab_ = llama_model_get_vocab(handle_.get());
     n_vocab_ = llama_vocab_n_tokens(vocab_);

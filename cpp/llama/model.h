@@ -39,7 +39,8 @@ struct model_options {
 
 class model {
 public:
-    // Raises model_load with llama.cpp's own last words when the file cannot be used.
+    // Raises model_load with llama.cpp's own last words when the file cannot be used, out_of_memory when they
+    // speak of an allocation.
     explicit model(const model_options& options);
     ~model();
     model(const model&) = delete;

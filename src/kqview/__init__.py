@@ -8,6 +8,7 @@ from kqview.engine import Engine
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.slot import Slot
+from kqview.system import system_info
 from kqview.types import (
     Capture,
     Classification,
@@ -42,4 +43,5 @@ __all__ = [
     "Token",
     "Usage",
     "errors",
+    "system_info",
 ]

@@ -1,6 +1,6 @@
 """Native core of kqview; use the classes of the kqview package."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 import enum
 import types
 from typing import Any
@@ -8,6 +8,14 @@ from typing import Any
 
 def drain_log() -> list[tuple[int, str]]:
     """llama.cpp's log lines since the last call, as (logging level, text)."""
+
+def build_info() -> dict[str, Any]:
+    """Version, llama.cpp commit, backends, devices and NVIDIA's driver."""
+
+def check_device_memory(path: str, n_gpu_layers: int, options: Mapping[str, object]) -> None:
+    """
+    Raises OutOfMemory where a device cannot hold its part of a model and a context.
+    """
 
 class Model:
     @staticmethod
@@ -41,9 +49,6 @@ class Model:
 
     def check_tokens(self, ids: Sequence[int], who: str) -> None:
         """Raises InvalidToken for ids outside the vocabulary."""
-
-def build_info() -> dict[str, Any]:
-    """Version, llama.cpp commit, backends and devices."""
 
 class SamplingParams:
     def __init__(self) -> None: ...

@@ -42,6 +42,7 @@ from kqview.requests import Requests
 from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
 from kqview.slot import Slot
 from kqview.state.trailer import StateFacts, fingerprint
+from kqview.system import engine_info
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling
 from kqview.vocabulary import Vocabulary
 
@@ -91,7 +92,8 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.
-        OutOfMemory: There is no room for the context; the message says what to lower.
+        OutOfMemory: There is no room for the context, or on a device for its layers; the message
+            says what to lower.
         RequestError: An option is out of its range.
     """
 
@@ -138,7 +140,10 @@ class Engine(Vocabulary, Conversation, Embedding):
         budget_bytes = byte_count("Engine", "attention_budget_bytes", budget)
         n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
         show = progress_callback(progress)
+        self._n_gpu_layers = n_gpu_layers
         try:
+            if not rpc_servers:  # their memory is theirs to plan
+                _core.check_device_memory(path, n_gpu_layers, options)
             self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters, *servers)
             self._core = _core.Engine.open(
                 self._model,
@@ -202,17 +207,12 @@ class Engine(Vocabulary, Conversation, Embedding):
         return engine_stats(self._core.stats(), self._requests.name_of)
 
     def system_info(self) -> dict[str, Any]:
-        """Versions and hardware.
+        """`kqview.system_info`, and how rows of this engine reach a view; the state of its servers.
 
-        Keys: kqview_version, llama_cpp_commit, is_portable, backends, devices (name, description,
-        memory_free_bytes, memory_total_bytes), cpu_features, n_threads_default, zero_copy,
-        rpc_servers (endpoint, n_devices, lost: why it is gone, None while it is there).
+        Keys besides: capture and zero_copy (see `kqview.system`), rpc_servers (endpoint, n_devices,
+        lost: why it is gone, None while it is there).
         """
-        info = _core.build_info()
-        info["rpc_servers"] = server_states(self._model)
-        info["n_threads_default"] = default_threads()
-        info["zero_copy"] = True  # on the CPU the kernel writes into the block that the view shows
-        return info
+        return {**engine_info(self._n_gpu_layers), "rpc_servers": server_states(self._model)}
 
     def _state_facts(self) -> StateFacts:
         if self._facts is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import gguf
 import pytest
 
-from kqview import Engine
+from kqview import Engine, system_info
 from tests.support import archs, encoder_gguf, stock, tiny_gguf
 
 if TYPE_CHECKING:
@@ -24,8 +24,20 @@ if TYPE_CHECKING:
 # Engines of this process put their layers on devices that only pretend to be some: tests/device.
 if n_fake := int(os.environ.get("KQVIEW_TEST_FAKE_DEVICES", "0")):
     sys.modules["kqview._fake_device"].register(n_fake)
+# Layers on a device in the engines of these tests; without it Engine's own default, all that there
+# are. What runs in processes of its own keeps the default.
+if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
+    assert Engine.__init__.__kwdefaults__ is not None
+    Engine.__init__.__kwdefaults__["n_gpu_layers"] = int(n_gpu_layers)
 
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
+
+
+def pytest_report_header() -> str:
+    """Say where the engines run."""
+    defaults = Engine.__init__.__kwdefaults__ or {}
+    devices = ", ".join(device["description"] for device in system_info()["devices"])
+    return f"kqview: n_gpu_layers={defaults['n_gpu_layers']}, devices: {devices}"
 
 
 class MakeEngine(Protocol):

@@ -259,7 +259,7 @@ def test_generate_refuses_capture_options_without_capture(
         ["generate", "m", "x", "--capture", "probs", "--layers", "0,0"],
         ["generate", "m", "x", "--top-p", "1.5"],
         ["generate", "--hf", "no-file", "x"],
-        ["info"],
+        ["info", "--metadata"],
         ["tokenize", "m"],
         ["demo", "--layer", "1"],
         ["demo", "--head", "2"],

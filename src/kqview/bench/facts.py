@@ -18,8 +18,8 @@ def facts() -> dict[str, Any]:
     """What has to be known to read a time.
 
     Keys: date (UTC, ISO 8601), machine, system, cpu, n_cores, devices (other than the CPU),
-    load_average (of the minute before, None where the system has none), kqview, kqview_commit,
-    llama_cpp_commit.
+    nvidia_driver (None without one), load_average (of the minute before, None where the system has
+    none), kqview, kqview_commit, llama_cpp_commit.
     """
     build = _core.build_info()
     return {
@@ -28,7 +28,8 @@ def facts() -> dict[str, Any]:
         "system": platform.system(),
         "cpu": cpu_name(),
         "n_cores": os.cpu_count(),
-        "devices": [d["description"] for d in build["devices"] if d["name"] != "CPU"],
+        "devices": [d["description"] for d in build["devices"] if d["type"] != "CPU"],
+        "nvidia_driver": build["nvidia_driver"],
         "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "kqview": __version__,
         "kqview_commit": _commit(),

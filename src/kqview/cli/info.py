@@ -1,4 +1,4 @@
-"""``kqview info``: what a model file says about itself and what capturing it costs."""
+"""``kqview info``: the machine and this build, or what a model file says about itself."""
 
 import dataclasses
 import json
@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kqview.cli.loading import open_engine
 from kqview.cli.options import DemoOption, HubOption, ModelArgument
+from kqview.cli.system import show_system
 
 if TYPE_CHECKING:
     from kqview import ModelInfo
@@ -28,15 +29,21 @@ def info(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show a model: shape, vocabulary, layers with attention, bytes that a capture takes.
+    """Show this build and its devices; or a model: shape, vocabulary, what a capture takes.
 
     Examples:
 
+    - `kqview info`
     - `kqview info model.gguf`
     - `kqview info --demo --json`
     """
     from kqview import Capture
 
+    if model is None and hf is None and not demo:
+        if metadata:
+            raise typer.BadParameter("--metadata is about a model; name one: MODEL, --hf or --demo")
+        show_system(as_json=as_json)
+        return
     with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
         facts = engine.model
         system = engine.system_info()

@@ -1,0 +1,41 @@
+"""Writes the GPU's table into README.md, from JSON lines that ``cuda.sh run`` has saved.
+
+python bench/cuda_table.py bench/results/FILE.jsonl [--flags "--threads 16 ..."]
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from cuda import WEIGHTS
+from report import from_record, markdown, newest, replace_marked
+
+from kqview.bench.lines import read
+
+README = Path(__file__).resolve().parent / "README.md"
+MARKERS = ("<!-- cuda: begin -->", "<!-- cuda: end -->")
+
+
+def main() -> None:
+    """Take the newest line of each row with the flags that were asked for, or the newest ones."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("source", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("--flags", help="of the rows to take; those of the newest row")
+    args = parser.parse_args()
+    records = [record for record in read(args.source) if record.get("row") in WEIGHTS]
+    if not records:
+        raise SystemExit(f"bench: {args.source} has no row of bench/cuda.py")
+    found, notes = newest(records, args.flags or records[-1]["flags"])
+    order = list(WEIGHTS)
+    found.sort(key=lambda record: order.index(record["row"]))
+    missing = [name for name in WEIGHTS if name not in {record["row"] for record in found}]
+    if missing:
+        notes.append(f"no row saved: {', '.join(missing)}")
+    table = markdown([from_record(record) for record in found], notes, found, "cuda.py")
+    README.write_text(replace_marked(README.read_text("utf-8"), table, *MARKERS), encoding="utf-8")
+    print(f"wrote {len(found)} rows into README.md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+// What ggml's devices say of themselves, and what NVIDIA's driver adds. Any thread, after start_llama().
+#pragma once
+
+#include <ggml-backend.h>
+
+#include <cstddef>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace kqview {
+
+// How attention rows of a layer on a device reach the block that a view shows.
+enum class capture_path {
+    zero_copy,  // the kernel writes into it
+    pinned,     // one copy into page-locked memory
+    plain,      // one copy into memory that the device cannot reach by itself
+};
+
+// The one place that decides it, from what a device says it can do. What a block really is, its buffer's type
+// says after allocation.
+capture_path capture_path_of(ggml_backend_dev_t device);
+const char* name_of(capture_path path);
+
+struct device_info {
+    std::string name;
+    std::string description;
+    std::string
+        type;  // "CPU", "GPU", "IGPU" (shares the host's memory), "ACCEL" (helps the CPU) or "META"
+    std::string backend;  // the part of ggml that drives it: "CPU", "CUDA", "RPC" ...
+    std::size_t memory_free_bytes = 0;
+    std::size_t memory_total_bytes = 0;
+    std::string compute_capability;  // "9.0"; empty where it is none of NVIDIA's
+    capture_path capture = capture_path::plain;
+};
+
+// A backend's name and its build flags as it reports them ("CUDA": ARCHS = 900 ...).
+struct backend_info {
+    std::string name;
+    std::vector<std::pair<std::string, std::string>> features;
+};
+
+std::vector<device_info> list_devices();
+std::vector<backend_info> list_backends();
+
+// Is there a device that layers can be moved to?
+bool has_offload_device();
+
+// "CUDA0 3.1 of 79.2 GiB, CPU 10.0 of 23.4 GiB", for messages.
+std::string free_memory_text();
+
+}  // namespace kqview

@@ -1,0 +1,57 @@
+#include "memory/device_need.h"
+
+#include <algorithm>
+#include <array>
+#include <cstdio>
+
+#include "base/error.h"
+
+namespace kqview {
+
+namespace {
+
+std::string to_gib(std::size_t n_bytes) {
+    std::array<char, 32> text;
+    std::snprintf(text.data(), text.size(), "%.2f", static_cast<double>(n_bytes) / (1 << 30));
+    return text.data();
+}
+
+// Weights and cache shrink with each layer that stays on the host, compute buffers hardly do.
+int layers_that_fit(std::span<const device_need> needs, int n_layers) {
+    double share = 1.0;
+    for (const auto& need : needs) {
+        const auto fixed = static_cast<double>(need.compute_bytes);
+        const auto free = static_cast<double>(need.free_bytes);
+        const auto layered = static_cast<double>(need.model_bytes + need.context_bytes);
+        if (need.fits() || layered == 0) continue;
+        share = std::min(share, std::max(0.0, free - fixed) / layered);
+    }
+    return static_cast<int>(share * n_layers);
+}
+
+}  // namespace
+
+void check_device_needs(std::span<const device_need> needs, int n_layers) {
+    for (const auto& need : needs) {
+        if (need.fits()) continue;
+        const int n_fitting = layers_that_fit(needs, n_layers);
+        throw error(
+            errc::out_of_memory,
+            "Engine: " + need.device + " needs " + to_gib(need.needed_bytes()) + " GiB (weights " +
+                to_gib(need.model_bytes) + ", cache " + to_gib(need.context_bytes) + ", compute " +
+                to_gib(need.compute_bytes) + "), " + to_gib(need.free_bytes) + " of " +
+                to_gib(need.total_bytes) + " are free; lower n_gpu_layers to about " +
+                std::to_string(n_fitting) + ", or n_ctx, n_slots or n_ubatch" +
+                (need.context_bytes > need.model_bytes ? ", or choose a smaller kv_type" : ""));
+    }
+}
+
+bool says_out_of_memory(std::string_view log) {
+    // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory"; llama.cpp: "unable to allocate ...
+    // buffer". Where a message only contains "alloc" it is about memory as well.
+    return log.find("alloc") != std::string_view::npos ||
+           log.find("Malloc") != std::string_view::npos ||
+           log.find("out of memory") != std::string_view::npos;
+}
+
+}  // namespace kqview
