@@ -21,13 +21,10 @@ AGAIN = ("values", "plans", "prompt_rows", "reductions", "hidden", "slots", "vie
     "kqview._fake_device" not in sys.modules,
     reason="not a developer build (-C cmake.define.KQVIEW_DEV=ON)",
 )
-@pytest.mark.parametrize("part", ["device", "engine"])
-def test_on_fake_devices(part: str) -> None:
-    paths = (
-        [f"tests/engine/test_{name}.py" for name in AGAIN] if part == "engine" else ["tests/device"]
-    )
+@pytest.mark.parametrize("path", ["tests/device", *(f"tests/engine/test_{n}.py" for n in AGAIN)])
+def test_on_fake_devices(path: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", path],
         cwd=ROOT, env={**os.environ, "KQVIEW_TEST_FAKE_DEVICES": "2"},
         capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip

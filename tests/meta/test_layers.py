@@ -28,7 +28,15 @@ PYTHON_LAYERS = (
     {"types"},
     {"_core"},
     {"generation", "chat", "mods", "state", "trace", "store"}
-    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log", "rpc", "system"},
+    | {
+        "model_info",
+        "request_options",
+        "capture_plan",
+        "constraints",
+        "llama_log",
+        "rpc",
+        "system",
+    },
     {"requests", "vocabulary", "conversation", "slot", "engine_stats"},
     {"embedding"},
     {"engine"},

@@ -17,6 +17,7 @@
 #include <utility>
 
 #include "sched/slot_saving.h"
+#include "sched/slot_shifting.h"
 #include "scheduler_fixture.h"
 
 using namespace kqview;
