@@ -26,6 +26,7 @@ void bind_capture(nb::module_& module);
 void bind_engine(nb::module_& module);
 void bind_generation(nb::module_& module);
 void bind_state(nb::module_& module);
+void bind_test_device(nb::module_& module);
 void bind_system(nb::module_& module);
 
 // What was captured as Python sees it: (attention, positions, hidden), or None without a block. Attention

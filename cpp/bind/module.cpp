@@ -2,12 +2,6 @@
 
 #include "bind/bind.h"
 
-#ifdef KQVIEW_FAKE_DEVICE
-namespace kqview::testing {
-void bind_fake_device(nanobind::module_& module);
-}
-#endif
-
 NB_MODULE(_core, module) {
     using namespace kqview::bind;
     // What a program holds to its end (a generation in a global, a view in a cycle) is no leak of ours.
@@ -23,7 +17,5 @@ NB_MODULE(_core, module) {
     bind_generation(module);
     bind_engine(module);
     bind_state(module);
-#ifdef KQVIEW_FAKE_DEVICE
-    kqview::testing::bind_fake_device(module);
-#endif
+    bind_test_device(module);
 }

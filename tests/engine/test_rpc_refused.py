@@ -160,11 +160,11 @@ def test_server_that_leaves_at_any_question_is_refused(tiny_llama: Path, last: i
         assert "closed the connection while" in refused(tiny_llama, endpoint)
 
 
-def test_server_without_memory_is_a_load_error_of_llama_cpp(tiny_llama: Path) -> None:
+def test_server_without_memory_is_out_of_memory(tiny_llama: Path) -> None:
     answers = {**SOUND, ALLOC_BUFFER: struct.pack("<QQ", 0, 0)}
     with (
         impostor(server_with(answers)) as endpoint,
-        pytest.raises(errors.ModelLoadError, match="unable to allocate"),
+        pytest.raises(errors.OutOfMemory, match="unable to allocate"),
     ):
         Engine(tiny_llama, n_ctx=256, n_threads=1, rpc_servers=[endpoint])
 
