@@ -1,8 +1,6 @@
-""
-    "Tests that run on the devices of fake_device.cpp, two of them, in a process of their own.
+"""Tests that run on the devices of fake_device.cpp, two of them, in a process of their own.
 
-    tests /
-    engine / test_fake_device.py starts that process; by hand:
+tests/engine/test_fake_device.py starts that process; by hand:
 
     KQVIEW_TEST_FAKE_DEVICES=2 pytest tests/device
 """
@@ -24,7 +22,7 @@ from tests.engine.conftest import (  # noqa: F401  # pyright: ignore[reportUnuse
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#Developer builds alone have it.
+# Developer builds alone have it.
 fake_device: Any = sys.modules.get("kqview._fake_device")
 
 

@@ -99,7 +99,7 @@ def test_keys_of_other_types(make_engine: MakeEngine, tmp_path: Path, kv_type: s
     theirs, ours = (run(e, prompt, 2, capture="logits")[0].attention for e in engines)
     assert ours is not None
     assert theirs is not None
-    # ggml rounds q to the type of K, our kernel does not .
+    # ggml rounds q to the type of K, our kernel does not.
     assert relative_error(np.asarray(ours), np.asarray(theirs, np.float64)) < 2e-2
 
 
