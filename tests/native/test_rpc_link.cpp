@@ -14,6 +14,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <thread>
 #include <vector>
 
 #include "base/error.h"
@@ -329,6 +330,8 @@ TEST_CASE("rpc_server: joined twice it is one connection, and the last who leave
     CHECK_FALSE(first->link().is_lost());
     leave_rpc_server(*second);
     CHECK(first->link().is_lost());
+    // The server's thread may still be about to take the connection that has been closed.
+    for (int i = 0; i < 500 && n_connections == 0; ++i) std::this_thread::sleep_for(10ms);
     CHECK(n_connections == 1);
     CHECK(find_rpc_link("nobody", 1)->loss() == "is not connected");
 }
