@@ -14,7 +14,6 @@
 #include <optional>
 #include <string>
 #include <thread>
-#include <thread>
 #include <vector>
 
 #include "base/error.h"
