@@ -102,8 +102,8 @@ def test_tokens_and_seconds_give_the_speed_of_an_interval(
     assert made.n_decodes == 200
     assert made.prefill_s > 0
     assert made.decode_s > 0
-    assert made.busy_s <= took_s
     assert made.uptime_s >= took_s + 0.2
+    assert made.busy_s < made.uptime_s - 0.1  # the sleep is in neither
     assert made.tokens_per_s == pytest.approx(199 / made.decode_s)
     assert made.prefill_tokens_per_s == pytest.approx(100 / made.prefill_s)
     assert made.slots == engine.stats().slots
