@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import kqview
+from tests.support.forking import FORK
 
 SOURCE = Path(kqview.__file__).parents[1]
 STRICT = ["-X", "dev", "-W", "error"]
@@ -159,23 +160,6 @@ def test_ordinary_use_is_clean_under_development_mode(tiny_llama: Path) -> None:
 
 
 # ---- fork
-
-FORK = """
-def in_child(check):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)  # ends a child that hangs
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException as error:
-            print("child:", repr(error), file=sys.stderr)
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-"""
 
 
 def test_forked_child_has_a_closed_engine_and_readable_views(tiny_llama: Path) -> None:

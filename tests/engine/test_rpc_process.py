@@ -15,6 +15,7 @@ import pytest
 
 import kqview
 from tests.support import stock
+from tests.support.forking import FORK
 from tests.support.rpc_server import RpcServer, serving
 
 if TYPE_CHECKING:
@@ -34,20 +35,6 @@ def open_engine(**options):
     return Engine(MODEL, **{"n_ctx": 512, "n_threads": 1, "rpc_servers": [ENDPOINT], **options})
 def ids_of(engine, n=20):
     return [t.id for t in engine.generate(PROMPT, max_tokens=n, temperature=0, ignore_eos=True)]
-def in_child(check):
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(20)  # ends a child that hangs
-        status = 1
-        try:
-            check()
-            status = 0
-        except BaseException as error:
-            print("child:", repr(error), file=sys.stderr)
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 """
 
 
@@ -64,7 +51,7 @@ def server() -> Iterator[RpcServer]:
 def start(script: str, model: Path, server: RpcServer) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
-            *(sys.executable, "-c", START + textwrap.dedent(script)),
+            *(sys.executable, "-c", START + FORK + textwrap.dedent(script)),
             *(str(model), server.endpoint, str(server.process.pid)),
         ],
         stdin=subprocess.DEVNULL,

@@ -150,7 +150,7 @@ class Generation:
                 item = self._handle.try_next(has_waited)
             except BusyError:
                 raise
-            except Exception:
+            except Exception:  # as in `_take`: the end, and it is raised
                 self._finish()
                 raise
             if isinstance(item, EllipsisType | list):
