@@ -1,6 +1,7 @@
 """A part of scripts that tests run in processes of their own: what a forked child does."""
 
-# Needs os, signal and sys; `in_child(check)` is the child's exit status, 0 where `check` raised nothing.
+# Needs os, signal and sys. `in_child(check)` is the child's exit status: 0 where `check` raised
+# nothing.
 FORK = """
 def in_child(check):
     sys.stdout.flush()
