@@ -1,0 +1,224 @@
+"""What attention a request asks for, and what becomes of a token's rows before they are sent.
+
+Pure functions over arrays: nothing here knows a protocol or copies more than it returns. What can
+be reduced by the engine is reduced there (`AttentionWanted.capture`); `shaped` does the rest.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.errors import InvalidCapture
+from kqview.types import Capture, ModelInfo
+from kqview.types.capture import DType, Kind, Reduce
+from kqview.types.token import Attention
+
+Format = Literal["per_layer", "aggregated", "sparse", "viz"]
+Aggregation = Literal["mean", "max", "last_layer", "weighted_layers"]
+Array = NDArray[np.floating[Any]]
+
+DEFAULT_TOP_K: Final = 50
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionWanted:
+    """Attention as a request asks for it.
+
+    Attributes:
+        kind: As in Capture.
+        format: "per_layer": all rows, ``(n_layers, n_heads, n_context)``. "aggregated": one value a
+            position, ``(n_context,)``. "sparse": the *top_k* positions with the largest mean over
+            layers and heads, each with its mean over heads in every layer. "viz": per layer the
+            mean and the maximum of all heads and positions, and the entropy of the mean row.
+        aggregation: Of "aggregated": "mean" and "max" over layers and heads; "last_layer", the mean
+            over the heads of the last layer with attention; "weighted_layers", the mean over
+            heads of each layer, averaged with *layer_weights*.
+        top_k: Of "sparse".
+        dtype: Of the values, "float32" or "float16".
+        layers: Layers to keep, None for all that have attention.
+        heads: Heads to keep, None for all.
+        layer_weights: Of "weighted_layers", one a layer kept; None weighs layer i of n with
+            ``(i + 1)``, so that late layers count more. Weights are divided by their sum.
+        prompt: Send the rows of the prompt's tokens too.
+    """
+
+    kind: Kind = "probs"
+    format: Format = "per_layer"
+    aggregation: Aggregation = "mean"
+    top_k: int = DEFAULT_TOP_K
+    dtype: DType = "float32"
+    layers: tuple[int, ...] | None = None
+    heads: tuple[int, ...] | None = None
+    layer_weights: tuple[float, ...] | None = None
+    prompt: bool = False
+
+    def capture(self, model: ModelInfo) -> Capture:
+        """The capture of the engine that gives what `shaped` needs, with as little as that takes.
+
+        Raises:
+            InvalidCapture: Layers, heads or weights do not fit *model*, or the format has no rows
+                of a prompt.
+        """
+        if self.prompt and self.format in ("sparse", "viz"):
+            raise InvalidCapture(
+                f"attention.capture: rows of the prompt have no format {self.format}; "
+                "ask for per_layer or aggregated"
+            )
+        layers = self.layers
+        if self.format == "aggregated" and self.aggregation == "last_layer":
+            layers = (layers or model.attention_layers)[-1:]
+        if self.format == "aggregated" and self.aggregation == "weighted_layers":
+            self._weights(len(layers if layers is not None else model.attention_layers))
+        return Capture(
+            self.kind,
+            layers=layers,
+            heads=self.heads,
+            reduce=self._reduce(),
+            # What is computed further here is computed from float32 and rounded once.
+            dtype=self.dtype if self.format == "per_layer" else "float32",
+            prompt=self.prompt,
+            on_full="wait",
+        )
+
+    def _reduce(self) -> Reduce | None:
+        if self.format == "sparse":
+            return "mean_heads"
+        if self.format == "aggregated":
+            if self.aggregation in ("mean", "last_layer"):
+                return "mean"
+            return "max" if self.aggregation == "max" else "mean_heads"
+        return None
+
+    def _weights(self, n_layers: int) -> NDArray[np.float32]:
+        given = self.layer_weights
+        weights = np.arange(1, n_layers + 1) if given is None else np.asarray(given, np.float64)
+        if len(weights) != n_layers or not np.isfinite(weights).all() or not weights.sum() > 0:
+            raise InvalidCapture(
+                f"attention.weights: {len(weights)} layer_weights, {n_layers} layers; "
+                "send one finite weight a layer with a sum above 0"
+            )
+        return np.asarray(weights / weights.sum(), np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """Values to send as bytes.
+
+    Attributes:
+        format: "per_layer" or "aggregated".
+        values: Shape ``(n_layers, n_heads, n_context)``, for rows of a prompt
+            ``(n_layers, n_heads, n_rows, n_context)``, or ``(n_context,)`` and
+            ``(n_rows, n_context)``; little-endian float32 or float16, C-contiguous; the engine's
+            own view where nothing had to be computed. Where layers differ in heads, one layer's
+            heads behind the other's: ``(1, sum of heads, n_context)``.
+        heads_by_layer: Heads of each layer where they differ, else None.
+    """
+
+    format: Literal["per_layer", "aggregated"]
+    values: Array
+    heads_by_layer: tuple[int, ...] | None = None
+
+    @property
+    def n_context(self) -> int:
+        """Columns: the tokens before the query."""
+        return self.values.shape[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """The positions that count most.
+
+    Attributes:
+        positions: int ``(top_k,)``, largest mean first; fewer where the context is shorter.
+        by_layer: float32 ``(top_k, n_layers)``, mean over heads.
+        n_context: Columns of the whole row.
+    """
+
+    positions: NDArray[np.intp]
+    by_layer: NDArray[np.float32]
+    n_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Viz:
+    """Figures for a display.
+
+    Attributes:
+        mean_by_layer: float32 ``(n_layers,)``, over heads and positions.
+        max_by_layer: float32 ``(n_layers,)``, over heads and positions.
+        entropy: Shannon entropy in nats of the mean row over layers and heads, scaled to sum 1; of
+            the softmax of that row for values that are no probabilities.
+        n_context: Columns of the whole row.
+    """
+
+    mean_by_layer: NDArray[np.float32]
+    max_by_layer: NDArray[np.float32]
+    entropy: float
+    n_context: int
+
+
+Shaped = Dense | Sparse | Viz
+
+
+def shaped(wanted: AttentionWanted, rows: Attention) -> Shaped:
+    """Bring a token's rows into the format that was asked for.
+
+    Args:
+        wanted: What was asked for.
+        rows: ``token.attention`` of a generation with ``wanted.capture(model)``; for "per_layer"
+            and "aggregated" also rows of a prompt, with an axis of queries before the last.
+    """
+    if wanted.format == "per_layer":
+        return _per_layer(rows)
+    if wanted.format == "aggregated":
+        return Dense("aggregated", _rounded(wanted, _aggregated(wanted, rows)))
+    if wanted.format == "sparse":
+        return _sparse(_stacked(rows), wanted.top_k)
+    return _viz(wanted.kind, rows)
+
+
+def _per_layer(rows: Attention) -> Dense:
+    if isinstance(rows, tuple):
+        joined = np.concatenate(rows)[None]
+        return Dense("per_layer", joined, tuple(len(layer) for layer in rows))
+    return Dense("per_layer", rows)
+
+
+def _aggregated(wanted: AttentionWanted, rows: Attention) -> Array:
+    stacked = _stacked(rows)
+    if wanted.aggregation != "weighted_layers":
+        return stacked
+    return np.tensordot(wanted._weights(len(stacked)), stacked, axes=1)
+
+
+def _stacked(rows: Attention) -> Array:
+    # With a reduction every layer has one row, whatever its heads.
+    return np.stack(rows) if isinstance(rows, tuple) else rows
+
+
+def _rounded(wanted: AttentionWanted, values: Array) -> Array:
+    return np.ascontiguousarray(values, np.float16 if wanted.dtype == "float16" else np.float32)
+
+
+def _sparse(rows: Array, top_k: int) -> Sparse:
+    mean = rows.mean(axis=0)
+    k = min(top_k, len(mean))
+    # A stable sort puts the earlier of equal positions first.
+    positions = np.argsort(-mean, kind="stable")[:k]
+    return Sparse(positions, np.ascontiguousarray(rows[:, positions].T, np.float32), len(mean))
+
+
+def _viz(kind: Kind, rows: Attention) -> Viz:
+    layers = rows if isinstance(rows, tuple) else tuple(rows)
+    means = np.array([layer.mean() for layer in layers], np.float32)
+    largest = np.array([layer.max() for layer in layers], np.float32)
+    row = np.mean([layer.mean(axis=0) for layer in layers], axis=0, dtype=np.float64)
+    return Viz(means, largest, _entropy(row, is_probs=kind == "probs"), row.size)
+
+
+def _entropy(row: NDArray[np.float64], *, is_probs: bool) -> float:
+    p = row if is_probs else np.exp(row - row.max())
+    p = p[p > 0] / p.sum()
+    return float(-(p * np.log(p)).sum())

@@ -1,0 +1,262 @@
+"""Endpoint: one operation of the route table as an ASGI app.
+
+It does what every operation needs and no dialect should repeat: who may call, how large a body is,
+JSON to typed request and typed reply to JSON, errors in the dialect's words, Server-Sent Events,
+and the end of the work when the client is gone.
+"""
+
+import asyncio
+import logging
+import zlib
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+import msgspec
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Receive, Scope, Send
+
+from kqview.errors import RequestError
+from kqview.server.errors import Answer, TimedOut, TooLarge, answer_of
+from kqview.server.security import Caller, Gate
+from kqview.server.service import Service
+from kqview.server.streaming import Events, Frames, pump
+
+_log: Final = logging.getLogger("kqview.server")
+_SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
+_GZIP_LEVEL: Final = 1
+_SSE_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache, no-transform"),
+    (b"x-accel-buffering", b"no"),
+)
+
+Handler = Callable[..., Awaitable[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One request, as a handler sees it."""
+
+    service: Service
+    caller: Caller
+    headers: Headers
+    query: QueryParams
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A handler's reply that is no plain JSON, or that is to be compressed if the client can."""
+
+    body: bytes
+    media_type: str = "application/json"
+    status: int = 200
+    gzips: bool = False
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """A row of the route table.
+
+    Attributes:
+        method: HTTP method, or "WS" for a WebSocket.
+        path: URL path.
+        handler: ``async def handler(call)``, with the decoded body second where *body* is given,
+            with a `kqview.server.sockets.Socket` second for a WebSocket. Returns what msgspec can
+            encode, a `Reply`, or `Events`.
+        tag: Dialect, as the description groups it.
+        summary: One line for the description.
+        body: Type of the JSON body, None for none. Any content type is read as JSON.
+        reply: Type of the JSON reply, for the description.
+        error_body: The dialect's body for a failure.
+        access: "open": anyone; "user": needs a key where there are keys; "admin": an admin key.
+        also: Further paths of the same operation.
+        streams: Whether it replies with Server-Sent Events.
+        subprotocols: Of a WebSocket: those it speaks.
+    """
+
+    method: Literal["GET", "POST", "WS"]
+    path: str
+    handler: Handler
+    tag: str
+    summary: str
+    error_body: Callable[[Answer], Any]
+    body: Any = None
+    reply: Any = None
+    access: Literal["open", "user", "admin"] = "user"
+    also: tuple[str, ...] = ()
+    streams: bool = False
+    subprotocols: tuple[str, ...] = ()
+
+
+class _Gone(Exception):
+    """The client left."""
+
+
+class Endpoint:
+    """ASGI app of one HTTP operation."""
+
+    def __init__(self, operation: Operation, service: Service, gate: Gate) -> None:
+        self._operation = operation
+        self._service = service
+        self._gate = gate
+        body = operation.body
+        self._decoder = msgspec.json.Decoder(body) if body is not None else None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        headers = Headers(scope=scope)
+        response = _Response(send)
+        try:
+            caller = self._gate.check(scope, access=self._operation.access)
+            call = Call(
+                self._service, caller, headers, QueryParams(scope["query_string"]),
+                scope["state"]["request_id"],
+            )  # fmt: skip
+            args = await self._args(headers, receive)
+            await self._until_gone(self._work(call, args, response), receive)
+        except _Gone:
+            return
+        except Exception as error:
+            await self._fail(response, error)
+
+    async def _args(self, headers: Headers, receive: Receive) -> tuple[Any, ...]:
+        settings = self._service.settings
+        raw = await _read_body(headers, receive, settings.max_body_bytes, settings.idle_timeout_s)
+        return () if self._decoder is None else (decoded(self._decoder, raw),)
+
+    async def _work(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
+        reply = await self._operation.handler(call, *args)
+        if isinstance(reply, Events):
+            error = await pump(self._service, reply.run, reply.renderer, response.event)
+            # A stream that failed is cut: a clean end would look like success.
+            if error is None:
+                await response.finish()
+            return
+        if not isinstance(reply, Reply):
+            reply = Reply(msgspec.json.encode(reply))
+        asks = reply.gzips or call.query.get("compression") == "gzip"
+        if asks and "gzip" in call.headers.get("accept-encoding", ""):
+            reply = await self._service.offload(len(reply.body), _gzipped, reply)
+        await response.whole(reply)
+
+    async def _until_gone(self, work: Awaitable[None], receive: Receive) -> None:
+        working = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(_disconnect(receive))
+        try:
+            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise _Gone
+            await working
+        finally:
+            gone.cancel()
+            working.cancel()
+            await asyncio.gather(working, gone, return_exceptions=True)
+
+    async def _fail(self, response: "_Response", error: Exception) -> None:
+        if isinstance(error, OSError):
+            return  # the client is gone
+        answer = answer_of(error)
+        if answer.code == "INTERNAL":
+            _log.error("%s failed", self._operation.path, exc_info=error)
+        if not response.is_started:
+            await response.whole(error_reply(answer, self._operation.error_body))
+
+
+def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
+    """The reply for a failure, in a dialect's words."""
+    headers: dict[str, str] = {}
+    if answer.retry_after_s is not None:
+        headers["retry-after"] = str(answer.retry_after_s)
+    if answer.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return Reply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
+
+
+def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
+    """The typed request in *raw*; an empty body is ``{}``.
+
+    Raises:
+        RequestError: It is no JSON, or a field has the wrong type; the message names it.
+    """
+    try:
+        return decoder.decode(raw or b"{}")
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"request.decode: {error}; correct the body") from None
+
+
+class _Response:
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_started = False
+
+    async def whole(self, reply: Reply) -> None:
+        self.is_started = True
+        headers = [
+            (b"content-type", reply.media_type.encode()),
+            (b"content-length", str(len(reply.body)).encode()),
+            *((name.encode(), value.encode()) for name, value in reply.headers.items()),
+        ]
+        await self._send(
+            {"type": "http.response.start", "status": reply.status, "headers": headers}
+        )
+        await self._send({"type": "http.response.body", "body": reply.body})
+
+    async def event(self, frames: Frames) -> None:
+        """One Server-Sent Event, its data in pieces; headers before the first one."""
+        if not self.is_started:
+            self.is_started = True
+            start = {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
+            await self._send(start)
+        small = bytearray(b"event: message\ndata: ")
+        for frame in frames:
+            piece = frame.encode() if isinstance(frame, str) else frame
+            if len(piece) < _SMALL:
+                small += piece
+                continue
+            await self._body(bytes(small))
+            await self._body(piece)
+            small.clear()
+        await self._body(bytes(small + b"\n\n"))
+
+    async def finish(self) -> None:
+        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _body(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def _read_body(headers: Headers, receive: Receive, limit: int, idle_s: float) -> bytes:
+    declared = headers.get("content-length", "0")
+    if declared.isdecimal() and int(declared) > limit:
+        raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
+    parts: list[bytes] = []
+    n_bytes = 0
+    while True:
+        try:
+            async with asyncio.timeout(idle_s):
+                message = await receive()
+        except TimeoutError:
+            raise TimedOut(f"request.body: nothing came for {idle_s:g} s") from None
+        if message["type"] == "http.disconnect":
+            raise _Gone
+        parts.append(message.get("body", b""))
+        n_bytes += len(parts[-1])
+        if n_bytes > limit:
+            raise TooLarge(f"request.body: more than {limit} bytes, the limit; send less")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _gzipped(reply: Reply) -> Reply:
+    packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    body = packer.compress(reply.body) + packer.flush()
+    headers = {**reply.headers, "content-encoding": "gzip", "vary": "Accept-Encoding"}
+    return Reply(body, reply.media_type, reply.status, headers=headers)

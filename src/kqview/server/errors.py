@@ -1,0 +1,123 @@
+"""Which status and code a failure has over the network: one table, looked up along the MRO.
+
+Dialects turn an `Answer` into their own body (``error_body`` of each); nothing here knows one.
+A client never sees a stack trace: what has no row of the table is "internal", and only the log
+says more.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final
+
+from kqview import errors
+
+
+class ServerError(errors.KqviewError):
+    """What only a server can refuse; the base of the classes below."""
+
+
+class Unauthorized(ServerError):
+    """The key is missing or unknown."""
+
+
+class Forbidden(ServerError):
+    """The key, or the page's origin, does not allow this."""
+
+
+class NotFound(ServerError):
+    """There is nothing at this path, or no request of this name."""
+
+
+class MethodNotAllowed(ServerError):
+    """The path exists, this method of it does not."""
+
+
+class TooLarge(ServerError):
+    """The body or message is larger than the limit."""
+
+
+class RateLimited(ServerError):
+    """This client asks too often."""
+
+
+class NoModel(ServerError):
+    """No model is loaded at the moment."""
+
+
+class ModelChanged(ServerError):
+    """The model was switched while the request ran."""
+
+
+class TimedOut(ServerError):
+    """The request took longer than the server allows, or its client stopped reading."""
+
+
+class ShuttingDown(ServerError):
+    """The server is about to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A failure as a dialect is to tell it.
+
+    Attributes:
+        status: HTTP status.
+        code: One of the codes of the table, such as "INVALID_TOKEN".
+        message: What was wrong, what the limit is and what to do.
+        retry_after_s: When to try again, None where trying again does not help.
+        figures: Numbers that belong to it, such as ``context_length``.
+    """
+
+    status: int
+    code: str
+    message: str
+    retry_after_s: int | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    status: int
+    code: str
+    retry_after_s: int | None = None
+
+
+STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
+    {
+        errors.RequestError: _Row(400, "INVALID_REQUEST"),
+        errors.InvalidToken: _Row(400, "INVALID_TOKEN"),
+        errors.PromptTooLong: _Row(400, "CONTEXT_TOO_LONG"),
+        errors.ModelError: _Row(500, "NO_MODEL"),
+        errors.UnsupportedModel: _Row(400, "INVALID_REQUEST"),
+        errors.CapacityError: _Row(503, "BUSY", 1),
+        errors.PoolExhausted: _Row(503, "OOM", 1),
+        errors.OutOfMemory: _Row(503, "OOM", 10),
+        errors.StateError: _Row(400, "INVALID_REQUEST"),
+        errors.StateMismatch: _Row(409, "INVALID_REQUEST"),
+        errors.ClosedError: _Row(503, "NO_MODEL", 5),
+        errors.BusyError: _Row(409, "BUSY"),
+        errors.DecodeError: _Row(500, "INTERNAL"),
+        errors.InternalError: _Row(500, "INTERNAL"),
+        Unauthorized: _Row(401, "UNAUTHORIZED"),
+        Forbidden: _Row(403, "UNAUTHORIZED"),
+        NotFound: _Row(404, "INVALID_REQUEST"),
+        MethodNotAllowed: _Row(405, "INVALID_REQUEST"),
+        TooLarge: _Row(413, "INVALID_REQUEST"),
+        RateLimited: _Row(429, "BUSY", 1),
+        NoModel: _Row(503, "NO_MODEL", 5),
+        ModelChanged: _Row(503, "MODEL_CHANGED", 1),
+        TimedOut: _Row(504, "TIMEOUT"),
+        ShuttingDown: _Row(503, "BUSY", 5),
+    }
+)
+"""Status and code of each class of error; a subclass without a row has that of its base."""
+
+
+def answer_of(error: BaseException, **figures: Any) -> Answer:
+    """What to tell the client about *error*; only kqview's own messages reach it."""
+    for kind in type(error).__mro__:
+        row = STATUS.get(kind)
+        if row is not None:
+            return Answer(row.status, row.code, str(error), row.retry_after_s, figures)
+    return Answer(500, "INTERNAL", "the server failed; its log says more", None, figures)

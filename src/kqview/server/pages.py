@@ -1,0 +1,75 @@
+"""What the server says about itself: start page, description, health, metrics."""
+
+from importlib import resources
+from typing import Any
+
+import msgspec
+
+from kqview.errors import KqviewError
+from kqview.server.endpoint import Call, Operation, Reply
+from kqview.server.errors import Answer
+from kqview.server.metrics import MEDIA_TYPE, Metrics
+
+_TAG = "server"
+
+
+class Health(msgspec.Struct):
+    """Whether the server takes requests."""
+
+    status: str
+    model: str | None = None
+
+
+def error_body(answer: Answer) -> dict[str, Any]:
+    """A failure where no dialect is asked."""
+    return {"error": answer.message, "error_code": answer.code, **answer.figures}
+
+
+def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]:
+    """Rows of the route table; *description* is read when it is asked for, so it may grow."""
+
+    async def start_page(call: Call) -> Reply:
+        return _page("index.html")
+
+    async def docs(call: Call) -> Reply:
+        return _page("docs.html")
+
+    async def openapi(call: Call) -> Reply:
+        return Reply(msgspec.json.encode(description))
+
+    async def show_metrics(call: Call) -> Reply:
+        return Reply(metrics.text(), MEDIA_TYPE)
+
+    return [
+        _get("/", start_page, "What is running, with links."),
+        _get("/docs", docs, "This API for people."),
+        _get("/openapi.json", openapi, "This API for programs."),
+        _get("/health", health, "Whether requests are taken; 503 where not.", Health),
+        _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
+    ]
+
+
+async def health(call: Call) -> Reply:
+    """200 where requests are taken, 503 where not."""
+    try:
+        body = Health("ok", call.service.model_name)
+    except KqviewError:
+        status = "closing" if call.service.is_closing else "no model"
+        return Reply(msgspec.json.encode(Health(status)), status=503)
+    return Reply(msgspec.json.encode(body))
+
+
+def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -> Operation:
+    more.setdefault("access", "open")
+    return Operation(
+        method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
+        error_body=error_body, reply=reply, **more,
+    )  # fmt: skip
+
+
+def _page(name: str) -> Reply:
+    text = resources.files("kqview.server").joinpath("static", name).read_bytes()
+    policy = (
+        "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'"
+    )
+    return Reply(text, "text/html; charset=utf-8", headers={"content-security-policy": policy})

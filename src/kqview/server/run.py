@@ -1,0 +1,223 @@
+"""Run: one request that was admitted, as an async iterator of its tokens.
+
+It belongs to the event loop. What ends it from outside (a client that left, a timeout, another
+model, the end of the server) goes through `end`, which any task may call: the engine lets go of the
+slots at its next step, and who iterates sees the reason.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kqview.errors import KqviewError
+from kqview.generation.stream import Generation
+from kqview.server.attention import AttentionWanted
+from kqview.server.errors import ServerError
+from kqview.server.wire import Encoder
+from kqview.types import PromptBlock, Sampling, Token, Usage
+
+_STEPS_AHEAD: Final = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """What any dialect's request for text comes down to.
+
+    Attributes:
+        prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        max_tokens: Most tokens to generate.
+        sampling: How they are chosen; the defaults are the dialect's.
+        request_id: Name for events, logs and `Service.find`; unique while it runs.
+        attention: None for no attention at all.
+        n_samples: Texts to generate from the one prompt; its evaluation is shared.
+        key: What aborting it may be restricted to (KoboldAI's ``genkey``).
+    """
+
+    prompt: str | Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    request_id: str
+    attention: AttentionWanted | None = None
+    n_samples: int = 1
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A token of one sample. Its attention is the engine's view: drop it soon."""
+
+    sample: int
+    token: Token
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of attention in it."""
+        rows = self.token.attention
+        if rows is None:
+            return 0
+        return sum(row.nbytes for row in rows) if isinstance(rows, tuple) else rows.nbytes
+
+
+class Run:
+    """Async iterator of Step; also a context manager that closes it.
+
+    Iterating raises what ended it: the engine's error, or the one that `end` was given.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        generations: Sequence[Generation],
+        *,
+        on_close: Callable[["Run"], None],
+    ) -> None:
+        self.request = request
+        self.generations = tuple(generations)
+        self.encoder = Encoder(generations[0].count_copied)
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.n_tokens = 0
+        self.error: BaseException | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._on_close = on_close
+        self._steps = self._iterate()
+
+    # ---- iteration
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        try:
+            step = await anext(self._steps)
+        except StopAsyncIteration:
+            self._finish()
+            if self.error is not None:
+                raise self.error from None
+            raise
+        except KqviewError as error:
+            # An engine that was closed says so; who closed it knows better why.
+            self.error = self.error or error
+            self._finish()
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+        self.n_tokens += 1
+        return step
+
+    async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
+        """Rows of the prompt where they were asked for; they come before the first token."""
+        if self.request.attention is not None and self.request.attention.prompt:
+            try:
+                async for block in self.generations[0].prompt_attention:
+                    yield block
+            except KqviewError as error:
+                self.error = self.error or error
+                raise self.error from error
+            if self.error is not None:
+                raise self.error
+
+    async def _iterate(self) -> AsyncIterator[Step]:
+        if len(self.generations) == 1:
+            async for token in self.generations[0]:
+                yield Step(0, token)
+            return
+        # One task a sample; each waits until its step was taken, so a slow client holds all back.
+        steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
+        tasks = [
+            asyncio.create_task(self._forward(i, one, steps))
+            for i, one in enumerate(self.generations)
+        ]
+        try:
+            n_left = len(tasks)
+            while n_left:
+                step = await steps.get()
+                if isinstance(step, BaseException):
+                    raise step
+                if step is None:
+                    n_left -= 1
+                else:
+                    yield step
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _forward(
+        self, i: int, generation: Generation, steps: "asyncio.Queue[Step | BaseException | None]"
+    ) -> None:
+        try:
+            async for token in generation:
+                await steps.put(Step(i, token))
+        except KqviewError as error:
+            await steps.put(error)
+        else:
+            await steps.put(None)
+
+    # ---- ending it
+
+    def end(self, error: ServerError | None = None) -> None:
+        """End it now: iterating raises *error*, or stops with finish reason "cancelled"."""
+        if self._is_over:
+            return
+        self.error = self.error or error
+        for generation in self.generations:
+            generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait until the slots are free; idempotent."""
+        await self._steps.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        for generation in self.generations:
+            await generation.aclose()
+        self._finish()
+
+    def _finish(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self.ended_s = time.monotonic()
+            if self.deadline is not None:
+                self.deadline.cancel()
+            self._on_close(self)
+
+    async def __aenter__(self) -> "Run":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # ---- what is known
+
+    @property
+    def request_id(self) -> str:
+        """The request's."""
+        return self.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._is_over
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the first sample, see `Generation.finish_reason`; "error" where it failed."""
+        if self.error is not None:
+            return "error"
+        return self.generations[0].finish_reason or "cancelled"
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample so far, stop sequence included as on the attention path."""
+        return self.generations[0].text + (self.generations[0].stop_match or "")
+
+    @property
+    def usage(self) -> Usage:
+        """Of the first sample."""
+        return self.generations[0].usage
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds since it was admitted, until its end."""
+        return (self.ended_s or time.monotonic()) - self.started_s

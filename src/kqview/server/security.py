@@ -1,0 +1,127 @@
+"""Who may call: origin of the page, key, and how often; the same check for HTTP and WebSockets.
+
+Belongs to the event loop. Keys are compared in constant time and all of them each time, so that the
+time of an answer tells nothing about a key.
+"""
+
+import hashlib
+import hmac
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.types import Scope
+
+from kqview.server.errors import Forbidden, RateLimited, Unauthorized
+from kqview.server.settings import Settings
+
+Access = Literal["open", "user", "admin"]
+
+_MOST_CLIENTS: Final = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        name: For logs and the rate limit: the address, or a short digest of the key.
+        is_admin: Whether an admin key was sent.
+    """
+
+    name: str
+    is_admin: bool = False
+
+
+class Gate:
+    """Lets a request in, or raises why not."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Enforce *settings*."""
+        self._settings = settings
+        self._rate = _RateLimit(settings.rate_limit) if settings.rate_limit else None
+        self._origins = frozenset(settings.cors_origins)
+
+    def check(self, scope: Scope, *, access: Access) -> Caller:
+        """Check one request or WebSocket.
+
+        Raises:
+            Forbidden: The page's origin is not allowed, or the key is no admin key.
+            Unauthorized: A key is needed and none, or an unknown one, was sent.
+            RateLimited: The client asks too often.
+        """
+        headers = Headers(scope=scope)
+        self._check_origin(headers)
+        settings = self._settings
+        key = self._key(scope, headers)
+        is_admin = _is_one_of(key, settings.admin_keys)
+        is_user = _is_one_of(key, settings.api_keys) or is_admin
+        if access == "admin" and not is_admin:
+            if not settings.admin_keys:
+                raise Forbidden("auth.check: there is no admin key; start the server with one")
+            if not is_user and settings.api_keys:
+                raise Unauthorized("auth.check: an admin key is needed; send it as Bearer token")
+            raise Forbidden("auth.check: an admin key is needed; the one sent is none")
+        if access == "user" and settings.api_keys and not is_user:
+            what = "the API key is unknown" if key else "an API key is needed"
+            raise Unauthorized(f"auth.check: {what}; send Authorization: Bearer KEY, or X-Api-Key")
+        address = (scope.get("client") or ("local", 0))[0]
+        name = f"key-{_digest(key)}" if is_user else address
+        if self._rate is not None and access != "open":
+            self._rate.take(name)
+        return Caller(name, is_admin)
+
+    def _check_origin(self, headers: Headers) -> None:
+        origin = headers.get("origin")
+        if origin is None or "*" in self._origins or origin in self._origins:
+            return
+        if urlsplit(origin).netloc == headers.get("host"):
+            return  # our own pages
+        raise Forbidden(
+            f"auth.check: pages of {origin!r} may not call; add it to cors_origins (--cors-origin)"
+        )
+
+    def _key(self, scope: Scope, headers: Headers) -> str:
+        scheme, _, token = headers.get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and token:
+            return token.strip()
+        key = headers.get("x-api-key", "")
+        if not key and scope["type"] == "websocket" and self._settings.query_key:
+            key = QueryParams(scope["query_string"]).get("api_key", "")
+        return key
+
+
+def _is_one_of(key: str, known: Sequence[str]) -> bool:
+    raw = key.encode("utf-8", "surrogateescape")
+    matches = [hmac.compare_digest(raw, one.encode()) for one in known]
+    return bool(key) and any(matches)
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+
+
+class _RateLimit:
+    """A token bucket a client: a minute's worth at once, then as they refill."""
+
+    def __init__(self, per_minute: float) -> None:
+        self._capacity = max(1.0, per_minute)
+        self._per_s = per_minute / 60
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
+
+    def take(self, name: str) -> None:
+        now = time.monotonic()
+        level, then = self._buckets.pop(name, (self._capacity, now))
+        level = min(self._capacity, level + (now - then) * self._per_s)
+        if level < 1:
+            self._buckets[name] = level, now
+            raise RateLimited(
+                f"rate.take: {self._capacity:g} requests a minute are the limit; wait a moment"
+            )
+        self._buckets[name] = level - 1, now
+        if len(self._buckets) > _MOST_CLIENTS:  # the one that was quiet longest
+            self._buckets.popitem(last=False)

@@ -1,0 +1,329 @@
+"""Service: a dialect's neutral request becomes calls of the Engine, and the other way round.
+
+It belongs to one event loop and knows no protocol. It owns the engine that it opened itself, not
+one that it was given, and every `Run` until its end.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kqview.engine import Engine
+from kqview.errors import PromptTooLong, QueueFull, RequestError
+from kqview.generation.text import TextStream
+from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
+from kqview.server.run import GenerateRequest, Run
+from kqview.server.settings import Settings
+from kqview.types import EngineStats, Usage
+
+_T = TypeVar("_T")
+
+# Below it, a hop to another thread takes longer than the work itself.
+OFFLOAD_BYTES: Final = 256 * 1024
+_OFFLOAD_TEXT: Final = 32 * 1024  # characters that take about a millisecond to tokenize
+_N_WORKERS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """What the run that ended last did; zeros before the first one."""
+
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: str = ""
+    seed: int | None = None
+    ended_s: float | None = None
+
+
+class Service:
+    """What every dialect calls; from the event loop that serves."""
+
+    def __init__(self, engine: Engine | None, settings: Settings) -> None:
+        """Serve *engine*, which stays the caller's; None opens the settings' model in `open`."""
+        self.settings = settings
+        self.runs: dict[str, Run] = {}
+        self.last = LastRun()
+        self.started_s = time.monotonic()
+        self.n_runs = 0
+        self._engine = engine
+        self._owns_engine = False
+        self._path = settings.model
+        self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-server")
+        self._switching = asyncio.Lock()
+        self._is_idle = asyncio.Event()
+        self._is_closing = False
+        self._past: list[EngineStats] = []  # of engines that were switched away
+        self.on_end: Callable[[Run], None] = lambda run: None
+
+    # ---- life
+
+    async def open(self) -> None:
+        """Open the settings' model where no engine was given.
+
+        Raises:
+            KqviewError: As the constructor of Engine.
+        """
+        if self._engine is None:
+            self._engine = await asyncio.to_thread(self._open_engine, self._path)
+            self._owns_engine = True
+
+    def _open_engine(self, path: str | None) -> Engine:
+        s = self.settings
+        options: dict[str, Any] = {
+            "n_ctx": s.n_ctx,
+            "n_slots": s.n_slots,
+            "n_threads": s.n_threads,
+            "n_gpu_layers": s.n_gpu_layers,
+            "kv_type": s.kv_type,
+            "attention_budget_bytes": s.attention_budget_bytes,
+        }
+        if path is None:
+            return Engine.demo(**options)
+        return Engine(path, **options)
+
+    def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
+        """End every run; their clients are told *error*."""
+        for run in list(self.runs.values()):
+            run.end(error)
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests, end the running ones, wait until their clients were told."""
+        self._is_closing = True
+        self.end_runs(ShuttingDown("server.close: the server is shutting down; try again later"))
+        if self.runs:
+            self._is_idle.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._is_idle.wait()
+
+    async def close(self) -> None:
+        """End everything; the engine too where it is ours."""
+        await self.drain(self.settings.shutdown_grace_s)
+        if self._owns_engine and self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
+        self._workers.shutdown(wait=False, cancel_futures=True)
+
+    # ---- the model
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves now.
+
+        Raises:
+            NoModel: None is loaded, because it is being switched or could not be opened.
+            ShuttingDown: The server is about to end.
+        """
+        if self._is_closing:
+            raise ShuttingDown("server.close: the server is shutting down; try again later")
+        if self._engine is None:
+            raise NoModel("service.engine: no model is loaded; load one with /api/v1/model/load")
+        return self._engine
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether new requests are refused because the server ends."""
+        return self._is_closing
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be taken."""
+        return self._engine is not None and not self._is_closing
+
+    @property
+    def model_name(self) -> str:
+        """Name of the model: that of its metadata, else of its file."""
+        name = self.engine.model.name
+        return name or (Path(self._path).stem if self._path else "demo")
+
+    @property
+    def max_context(self) -> int:
+        """Most tokens of a prompt."""
+        n_ctx = self.engine.n_ctx
+        limit = self.settings.max_context
+        return n_ctx if limit is None else min(limit, n_ctx)
+
+    async def switch_model(self, name: str) -> None:
+        """Unload the model and load the GGUF file *name* of ``models_dir``.
+
+        Running requests end with ModelChanged. Where the new model cannot be opened there is none
+        afterwards, until the next switch.
+
+        Raises:
+            Forbidden: No folder of models was set, or *name* leads out of it.
+            NotFound: There is no such file.
+            ModelError: It cannot be loaded.
+        """
+        path = self._model_path(name)
+        async with self._switching:
+            old, owned = self.engine if self._engine else None, self._owns_engine
+            self._engine = None
+            self.end_runs(ModelChanged("service.switch: the model was switched; send it again"))
+            if old is not None:
+                self._past.append(old.stats())
+                if owned:
+                    await asyncio.to_thread(old.close)
+            self._engine = await asyncio.to_thread(self._open_engine, str(path))
+            self._owns_engine, self._path = True, str(path)
+
+    def _model_path(self, name: str) -> Path:
+        folder = self.settings.models_dir
+        if folder is None:
+            raise Forbidden("service.switch: there is no models_dir; start the server with one")
+        root = Path(folder).resolve()
+        path = (root / name).resolve()
+        if not path.is_relative_to(root):
+            raise Forbidden(f"service.switch: {name!r} is outside of models_dir; name a file in it")
+        if path.suffix != ".gguf" or not path.is_file():
+            raise NotFound(f"service.switch: {name!r} is no GGUF file of models_dir")
+        return path
+
+    def models(self) -> list[str]:
+        """Names that `switch_model` takes."""
+        if self.settings.models_dir is None:
+            return []
+        root = Path(self.settings.models_dir).resolve()
+        return sorted(str(path.relative_to(root)) for path in root.rglob("*.gguf"))
+
+    # ---- text
+
+    async def tokenize(self, text: str, *, add_special: bool) -> list[tuple[int, str]]:
+        """Ids of *text*, each with the text that it completes; texts join to the whole.
+
+        A character that is spread over several ids is the text of the last one; the others' is "".
+        """
+        engine = self.engine
+        if len(text) < _OFFLOAD_TEXT:
+            return _pieces(engine, text, add_special)
+        return await self._in_thread(_pieces, engine, text, add_special)
+
+    async def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of *ids*."""
+        engine = self.engine
+        if len(ids) < _OFFLOAD_TEXT:
+            return engine.detokenize(ids)
+        return await self._in_thread(engine.detokenize, ids)
+
+    # ---- generation
+
+    async def start(self, request: GenerateRequest) -> Run:
+        """Admit *request*; what cannot work raises here, before anything was sent.
+
+        Raises:
+            RequestError: Or one of its kinds: the request cannot work.
+            QueueFull: Too many requests run or wait.
+            NoModel: There is no model.
+        """
+        engine, settings = self.engine, self.settings
+        ids = await self._prompt_ids(engine, request.prompt)
+        self._check_limits(request)
+        if len(ids) > self.max_context:
+            raise PromptTooLong(
+                f"service.start: the prompt has {len(ids)} tokens, the limit is "
+                f"{self.max_context}; shorten it"
+            )
+        request = replace(request, max_tokens=min(request.max_tokens, settings.max_tokens))
+        wanted = request.attention
+        capture = wanted.capture(engine.model) if wanted is not None else None
+        generations: list[Any] = []
+        try:
+            for i in range(request.n_samples):
+                # One prompt's rows are enough, and a seed for all would give one text.
+                rows = replace(capture, prompt=False) if capture and i else capture
+                generations.append(
+                    engine.generate(
+                        ids,
+                        max_tokens=request.max_tokens,
+                        sampling=_for_sample(request, i),
+                        capture=rows,
+                        request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
+                    )
+                )
+        except BaseException:
+            for generation in generations:
+                generation.cancel()
+            raise
+        run = Run(request, generations, on_close=self._ended)
+        self.runs[request.request_id] = run
+        self.n_runs += 1
+        if settings.request_timeout_s:
+            seconds = settings.request_timeout_s
+            late = TimedOut(f"service.start: the request took more than {seconds:g} s")
+            run.deadline = asyncio.get_running_loop().call_later(seconds, run.end, late)
+        return run
+
+    async def _prompt_ids(self, engine: Engine, prompt: str | Sequence[int]) -> Sequence[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if len(prompt) < _OFFLOAD_TEXT:
+            return engine.tokenize(prompt, add_special=True)
+        return await self._in_thread(partial(engine.tokenize, prompt, add_special=True))
+
+    def _check_limits(self, request: GenerateRequest) -> None:
+        settings = self.settings
+        if not 1 <= request.n_samples <= settings.max_samples:
+            raise RequestError(
+                f"service.start: {request.n_samples} samples, the limit is {settings.max_samples}; "
+                "ask for fewer"
+            )
+        if request.request_id in self.runs:
+            raise RequestError(
+                f"service.start: request_id {request.request_id!r} is in use; send another one"
+            )
+        n_slots = len(self.engine.slots)
+        limit = min(settings.max_running, n_slots + settings.max_queued)
+        if len(self.runs) >= limit:
+            raise QueueFull(
+                f"service.start: {len(self.runs)} requests run or wait, the limit is {limit}; "
+                "try again later"
+            )
+
+    def _ended(self, run: Run) -> None:
+        self.runs.pop(run.request_id, None)
+        if not self.runs:
+            self._is_idle.set()
+        seed = run.request.sampling.seed
+        self.last = LastRun(run.usage, run.finish_reason, seed, run.ended_s)
+        self.on_end(run)
+
+    def find(self, *, key: str = "", request_id: str | None = None) -> list[Run]:
+        """Runs with this ``genkey``, or of this name; in the order of their start."""
+        if request_id is not None:
+            run = self.runs.get(request_id)
+            return [run] if run else []
+        return [run for run in self.runs.values() if run.request.key == key]
+
+    async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* here, or in another thread where *n_bytes* would hold up the event loop."""
+        if n_bytes < OFFLOAD_BYTES:
+            return work(*args)
+        return await self._in_thread(work, *args)
+
+    async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
+
+    def stats(self) -> list[EngineStats]:
+        """Counters of every engine that served, the present one last."""
+        return [*self._past, *([self._engine.stats()] if self._engine else [])]
+
+
+def _pieces(engine: Engine, text: str, add_special: bool) -> list[tuple[int, str]]:
+    ids = engine.tokenize(text, add_special=add_special)
+    stream = TextStream()
+    pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
+    rest = stream.flush()
+    if rest:
+        last, piece = pieces[-1]
+        pieces[-1] = last, piece + rest
+    return pieces
+
+
+def _for_sample(request: GenerateRequest, i: int) -> Any:
+    sampling = request.sampling
+    if i == 0 or sampling.seed is None:
+        return sampling
+    return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))

@@ -1,0 +1,210 @@
+"""Settings: everything that an operator decides, in one place, read once.
+
+A setting has three names: the field here, the flag of ``kqview serve`` (``--api-key`` for
+``api_keys``) and the environment variable ``KQVIEW_API_KEYS``; lists are separated by commas there.
+A flag wins over the environment, the environment over the default.
+"""
+
+import dataclasses
+import ipaddress
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, Self, get_args
+
+from kqview.errors import RequestError
+
+AttentionValues = Literal["logits", "scores", "probs"]
+DefaultFormat = Literal["per_layer", "aggregated"]
+
+PREFIX: Final = "KQVIEW_"
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+
+
+def _setting(default: Any, text: str) -> Any:
+    """A field of Settings; the call only makes a `dataclasses.Field`."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """What the server allows and how it answers; checked when it is built.
+
+    The fields' meaning stands in their metadata, from which the README's table and the help of
+    ``kqview serve`` are made. Times are seconds, sizes bytes; 0 switches a limit off where its text
+    says so.
+    """
+
+    # ---- what is served
+    model: str | None = _setting(None, "GGUF file to serve")
+    demo: bool = _setting(False, "serve the model that comes with kqview")
+    models_dir: str | None = _setting(
+        None, "folder whose GGUF files /api/v1/model/load may open; without it none"
+    )
+    n_slots: int = _setting(1, "requests generated at a time, each with a context of its own")
+    n_ctx: int | None = _setting(None, "context of a slot in tokens; the model's own without it")
+    n_threads: int | None = _setting(None, "compute threads; what the machine grants without it")
+    n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all")
+    kv_type: str = _setting("f16", "type of the KV cache")
+    attention_budget_bytes: int | None = _setting(
+        None, "memory for attention rows; a quarter of the machine's without it"
+    )
+
+    # ---- how it answers
+    attention_values: AttentionValues | None = _setting(
+        None,
+        "what rows hold: logits, scores or probs; without it logits for kobold, probs for dream",
+    )
+    attention_format: DefaultFormat = _setting(
+        "per_layer", "shape of rows where a request does not say: per_layer or aggregated"
+    )
+
+    # ---- where and for whom
+    host: str = _setting("127.0.0.1", "address to listen on")
+    port: int = _setting(5001, "port to listen on; 0 for a free one")
+    public: bool = _setting(False, "allow an address that others can reach without an API key")
+    api_keys: tuple[str, ...] = _setting((), "keys that may use the API; without any it is open")
+    admin_keys: tuple[str, ...] = _setting(
+        (), "keys that may switch the model too; without any nobody may"
+    )
+    query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
+    cors_origins: tuple[str, ...] = _setting(("*",), "origins of pages that may call the API")
+
+    # ---- limits
+    max_body_bytes: int = _setting(32 * 2**20, "largest request body")
+    max_message_bytes: int = _setting(32 * 2**20, "largest WebSocket message")
+    max_tokens: int = _setting(8192, "most tokens that a request may generate")
+    max_context: int | None = _setting(None, "longest prompt in tokens; a slot's size without it")
+    max_samples: int = _setting(16, "most samples of one request")
+    max_running: int = _setting(64, "most requests at a time, waiting ones included")
+    max_queued: int = _setting(32, "most requests that wait for a slot")
+    max_connections: int = _setting(1024, "most connections at a time")
+    rate_limit: float = _setting(0.0, "requests a minute for each client; 0 for no limit")
+    request_timeout_s: float = _setting(3600.0, "longest request, its wait included; 0 for no end")
+    idle_timeout_s: float = _setting(120.0, "longest wait for a client that reads or sends nothing")
+    shutdown_grace_s: float = _setting(5.0, "time for running requests to end at SIGTERM")
+    access_log: bool = _setting(True, "one JSON line a request on the log kqview.access")
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            RequestError: A setting is of the wrong type or out of its range, or the address can
+                be reached by others and there is no key.
+        """
+        for spec in dataclasses.fields(self):
+            object.__setattr__(self, spec.name, _checked(spec.name, getattr(self, spec.name)))
+        for name, choices in (
+            ("attention_values", (*get_args(AttentionValues), None)),
+            ("attention_format", get_args(DefaultFormat)),
+        ):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise _wrong(name, getattr(self, name), f"known are {known}")
+        if not 0 <= self.port <= 65535:
+            raise _wrong("port", self.port, "ports are 0 to 65535")
+
+    def check_bind(self) -> None:
+        """Refuse to be reached by others without a key.
+
+        Raises:
+            RequestError: The address is no loopback address, there is no key and ``public`` is off.
+        """
+        if self.public or self.api_keys or is_loopback(self.host):
+            return
+        raise RequestError(
+            f"settings.check: {self.host} can be reached from other machines and there is no API "
+            "key; set api_keys (--api-key), listen on 127.0.0.1, or say public (--public)"
+        )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], **given: Any) -> Self:
+        """Settings of the environment; *given* ones, where not None, win.
+
+        Args:
+            environ: Such as ``os.environ``; names beginning with ``KQVIEW_`` that are no setting
+                are left alone.
+            **given: Settings by field name.
+
+        Raises:
+            RequestError: A value cannot be read, or as the constructor.
+        """
+        values = {name: value for name, value in given.items() if value is not None}
+        for spec in dataclasses.fields(cls):
+            text = environ.get(PREFIX + spec.name.upper())
+            if text is not None and spec.name not in values:
+                values[spec.name] = _read(spec.name, text)
+        return cls(**values)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach *host*."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+_NUMBERS: Final[Mapping[str, float]] = {
+    "n_slots": 1, "n_ctx": 1, "n_threads": 1, "n_gpu_layers": -1, "attention_budget_bytes": 0,
+    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_tokens": 1, "max_context": 1,
+    "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1, "rate_limit": 0,
+    "request_timeout_s": 0, "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
+}  # fmt: skip
+_FRACTIONAL: Final = frozenset(
+    {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s"}
+)
+_LISTS: Final = frozenset({"api_keys", "admin_keys", "cors_origins"})
+_SWITCHES: Final = frozenset({"demo", "public", "query_key", "access_log"})
+_OPTIONAL: Final = frozenset(
+    {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
+     "attention_values"}
+)  # fmt: skip
+
+
+def _checked(name: str, value: Any) -> Any:
+    if value is None and name in _OPTIONAL:
+        return None
+    if name in _NUMBERS:
+        return _checked_number(name, value)
+    if name in _LISTS:
+        if isinstance(value, str) or not all(isinstance(v, str) and v for v in value):
+            raise _wrong(name, value, "a list of texts is needed, none of them empty")
+        return tuple(value)
+    kind = bool if name in _SWITCHES else str
+    if not isinstance(value, kind):
+        raise _wrong(name, value, f"{kind.__name__} is needed")
+    return value
+
+
+def _checked_number(name: str, value: Any) -> float:
+    kinds = (int, float) if name in _FRACTIONAL else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise _wrong(name, value, "a number is needed" if len(kinds) > 1 else "an int is needed")
+    if value < _NUMBERS[name]:
+        raise _wrong(name, value, f"the least is {_NUMBERS[name]:g}")
+    return value
+
+
+def _read(name: str, text: str) -> Any:
+    """The value of an environment variable."""
+    if name in _LISTS:
+        return tuple(part.strip() for part in text.split(",") if part.strip())
+    if name in _SWITCHES:
+        if text.lower() not in _TRUE | _FALSE:
+            raise _wrong(name, text, "true or false is needed")
+        return text.lower() in _TRUE
+    if name in _NUMBERS:
+        try:
+            return float(text) if name in _FRACTIONAL else int(text)
+        except ValueError:
+            raise _wrong(name, text, "a number is needed") from None
+    return text
+
+
+def _wrong(name: str, value: object, limit: str) -> RequestError:
+    shown = "***" if name.endswith("keys") else repr(value)
+    return RequestError(f"settings.check: {name} is {shown}, {limit}; change it")
