@@ -49,7 +49,7 @@ def open_engine(
 
     if from_hub is not None:
         model = hub.fetch(from_hub)
-    with _load_progress() as progress:
+    with load_progress() as progress:
         options: dict[str, Any] = {
             "n_ctx": n_ctx,
             "n_threads": n_threads,
@@ -64,7 +64,8 @@ def open_engine(
 
 
 @contextmanager
-def _load_progress() -> Generator[Callable[[float], None] | None]:
+def load_progress() -> Generator[Callable[[float], None] | None]:
+    """A progress bar for the loading of a model; None where there is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None

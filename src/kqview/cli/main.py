@@ -17,6 +17,7 @@ from kqview.cli.bench import bench
 from kqview.cli.demo import demo
 from kqview.cli.generate import generate
 from kqview.cli.info import info
+from kqview.cli.serve import serve
 from kqview.cli.tokenize import tokenize
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
 
@@ -84,7 +85,7 @@ def options(
     """Options before the subcommand."""
 
 
-for _command in (bench, demo, generate, info, tokenize):
+for _command in (bench, demo, generate, info, serve, tokenize):
     app.command()(_command)
 
 

@@ -7,7 +7,7 @@ one that it was given, and every `Run` until its end.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -59,6 +59,7 @@ class Service:
         self._is_closing = False
         self._past: list[EngineStats] = []  # of engines that were switched away
         self.on_end: Callable[[Run], None] = lambda run: None
+        self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
     # ---- life
 
@@ -69,12 +70,23 @@ class Service:
             KqviewError: As the constructor of Engine.
         """
         if self._engine is None:
-            self._engine = await asyncio.to_thread(self._open_engine, self._path)
-            self._owns_engine = True
+            await asyncio.to_thread(self.load)
 
-    def _open_engine(self, path: str | None) -> Engine:
+    def load(self, progress: Callable[[float], object] | None = None) -> None:
+        """As `open`, blocking, before the event loop runs; `open` finds it done then.
+
+        Args:
+            progress: Called with the loaded fraction, 0..1.
+        """
+        self._engine = self._open_engine(self._path, progress)
+        self._owns_engine = True
+
+    def _open_engine(
+        self, path: str | None, progress: Callable[[float], object] | None = None
+    ) -> Engine:
         s = self.settings
         options: dict[str, Any] = {
+            "progress": progress,
             "n_ctx": s.n_ctx,
             "n_slots": s.n_slots,
             "n_threads": s.n_threads,
@@ -92,7 +104,10 @@ class Service:
             run.end(error)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests, end the running ones, wait until their clients were told."""
+        """Take no more requests, end the running ones, wait until their clients were told.
+
+        WebSockets that generate nothing are closed with code 1001.
+        """
         self._is_closing = True
         self.end_runs(ShuttingDown("server.close: the server is shutting down; try again later"))
         if self.runs:
@@ -100,6 +115,8 @@ class Service:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._is_idle.wait()
+        for leave in list(self.on_drain):
+            await leave()
 
     async def close(self) -> None:
         """End everything; the engine too where it is ours."""

@@ -93,6 +93,10 @@ class Socket:
             text = reason.encode()[:123].decode("utf-8", "ignore")
             await self._send({"type": "websocket.close", "code": code, "reason": text})
 
+    async def go_away(self) -> None:
+        """Close it because the server ends."""
+        await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
+
     async def pump(self, run: Run, renderer: Renderer) -> None:
         """Send *run* to its end; close the socket where it failed. See `streaming.pump`."""
         error = await pump(self.service, run, renderer, self.send)
@@ -141,6 +145,7 @@ class SocketEndpoint:
         chosen = next((name for name in scope.get("subprotocols", ()) if name in known), None)
         await send({"type": "websocket.accept", "subprotocol": chosen})
         socket = Socket(self._service, receive, send, subprotocol=chosen)
+        self._service.on_drain.add(socket.go_away)
         try:
             caller = self._gate.check(scope, access=self._operation.access)
             call = Call(
@@ -159,6 +164,8 @@ class SocketEndpoint:
         except Exception as error:
             _log.error("%s failed", self._operation.path, exc_info=error)
             await _quietly(self._refuse(socket, error))
+        finally:
+            self._service.on_drain.discard(socket.go_away)
 
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)

@@ -1,0 +1,125 @@
+"""``kqview serve``: the HTTP and WebSocket API on a port, until it is told to end.
+
+The options are the fields of `kqview.server.settings.Settings`, made from them, so that flag,
+environment variable and table of the README cannot differ.
+"""
+
+import dataclasses
+import inspect
+import logging
+import os
+import socket
+import sys
+from typing import Annotated, Any, Final, get_type_hints
+
+import typer
+
+from kqview.cli import hub
+from kqview.cli.loading import load_progress
+from kqview.cli.options import HubOption
+from kqview.errors import RequestError
+from kqview.server.settings import Settings
+
+_NEEDS_EXTRA: Final = 'kqview serve needs more packages; pip install "kqview[server]"'
+# Flags that the other commands have too, and lists that are given one by one.
+_FLAGS: Final = {
+    "n_slots": "--slots",
+    "n_ctx": "--ctx",
+    "n_threads": "--threads",
+    "n_gpu_layers": "--ngl",
+    "api_keys": "--api-key",
+    "admin_keys": "--admin-key",
+    "cors_origins": "--cors-origin",
+}
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return _FLAGS.get(name, "--" + name.replace("_", "-"))
+
+
+def serve(*, hf: str | None = None, **given: Any) -> None:
+    """Serve the API: text with the attention of every token, over HTTP and WebSockets.
+
+    Every option is a variable of the environment too: --port is KQVIEW_PORT, --api-key is
+    KQVIEW_API_KEYS, with commas between several. Options win.
+    """
+    values = {name: value or None for name, value in given.items() if isinstance(value, list)}
+    settings = Settings.from_env(os.environ, **{**given, **values})
+    if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
+        raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
+    settings.check_bind()
+    try:
+        from kqview.cli.serving import run
+        from kqview.server import create_app
+    except ModuleNotFoundError as error:
+        raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
+    if hf is not None:
+        settings = dataclasses.replace(settings, model=hub.fetch(hf))
+    _log_to_stderr()
+    with _listen(settings.host, settings.port) as listener:
+        app = create_app(settings)
+        with load_progress() as progress:
+            app.service.load(progress)
+        run(app, settings, listener)
+
+
+def _signature() -> inspect.Signature:
+    kinds = get_type_hints(Settings)
+    parameters = [
+        inspect.Parameter("hf", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=HubOption)
+    ]
+    for spec in dataclasses.fields(Settings):
+        kind = list[str] if kinds[spec.name] == tuple[str, ...] else kinds[spec.name]
+        names = [flag_of(spec.name)]
+        if kind is bool:
+            names = [f"{names[0]}/--no-{names[0][2:]}"]
+        option = typer.Option(
+            *names,
+            help=f"{_sentence(spec.metadata['help'])}.{_default(spec.default)}",
+        )
+        parameters.append(
+            inspect.Parameter(
+                spec.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=None,
+                annotation=Annotated[kind | None, option],
+            )
+        )
+    return inspect.Signature(parameters)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
+
+
+def _default(value: Any) -> str:
+    if value is None or value == () or isinstance(value, bool):
+        return ""
+    return f" Default: {','.join(value) if isinstance(value, tuple) else value}."
+
+
+serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """The listening socket; opened before the model, so that a taken port is said at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {host} port {port}: {error.strerror}") from error
+    return listener
+
+
+def _log_to_stderr() -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    for name in ("kqview.access", "kqview.server"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        logger.propagate = False

@@ -1,0 +1,82 @@
+"""Runs the app under uvicorn, and ends it so that every client hears of it.
+
+At SIGTERM or Ctrl-C: running requests end with an event, WebSockets close with code 1001, then the
+process ends with 0; at a second signal it ends at once.
+"""
+
+import asyncio
+import logging
+import socket
+from types import FrameType
+from typing import Final
+
+import uvicorn
+
+from kqview.server.app import App
+from kqview.server.settings import Settings
+
+_CUT: Final = "ASGI callable returned without completing response."
+
+
+def run(app: App, settings: Settings, listener: socket.socket) -> None:
+    """Serve *app* on *listener* until a signal ends it."""
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(
+        f"kqview serves {app.service.model_name} at http://{shown}:{port} (API: /docs); "
+        "Ctrl-C ends it",
+        flush=True,
+    )
+    _Server(app, configured(app, settings)).run(sockets=[listener])
+
+
+def configured(app: App, settings: Settings) -> uvicorn.Config:
+    """uvicorn's configuration for *app*."""
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        http="httptools",
+        ws="websockets-sansio",
+        ws_max_size=settings.max_message_bytes,
+        # Rows do not compress, and trying takes longer than sending them.
+        ws_per_message_deflate=False,
+        # A peer that answers no ping is gone; one that reads slowly is not.
+        ws_ping_interval=settings.idle_timeout_s,
+        ws_ping_timeout=settings.idle_timeout_s,
+        timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
+    )
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, but it lets the app say goodbye before connections are closed."""
+
+    def __init__(self, app: App, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._service = app.service
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._leaving: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The signal handler: main thread, between two bytecodes of whatever ran."""
+        if self._loop is None or self._leaving is not None:
+            self.force_exit = self.should_exit = True
+            return
+        self._loop.call_soon_threadsafe(self._leave)
+
+    def _leave(self) -> None:
+        if self._leaving is None:
+            self._leaving = asyncio.get_running_loop().create_task(self._drain())
+
+    async def _drain(self) -> None:
+        try:
+            await self._service.drain(self._service.settings.shutdown_grace_s)
+        finally:
+            self.should_exit = True
