@@ -1,16 +1,22 @@
 """What the server says about itself: start page, description, health, metrics."""
 
 from importlib import resources
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from kqview.errors import KqviewError
-from kqview.server.endpoint import Call, Operation, Reply
+from kqview.server.endpoint import Call, Handler, Operation, Reply
 from kqview.server.errors import Answer
 from kqview.server.metrics import MEDIA_TYPE, Metrics
 
-_TAG = "server"
+_TAG: Final = "server"
+_STATIC: Final = ("style.css", "start.js", "docs.js")
+_MEDIA_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+}
 
 
 class Health(msgspec.Struct):
@@ -45,6 +51,10 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
         _get("/docs", docs, "This API for people."),
         _get("/openapi.json", openapi, "This API for programs."),
         _get("/health", health, "Whether requests are taken; 503 where not.", Health),
+        *(
+            _get(f"/static/{name}", _static(name), f"Part of the pages: {name}.")
+            for name in _STATIC
+        ),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
 
@@ -67,9 +77,14 @@ def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) 
     )  # fmt: skip
 
 
+def _static(name: str) -> Handler:
+    async def serve_file(call: Call) -> Reply:
+        return _page(name)
+
+    return serve_file
+
+
 def _page(name: str) -> Reply:
-    text = resources.files("kqview.server").joinpath("static", name).read_bytes()
-    policy = (
-        "default-src 'self'; style-src 'self' 'unsafe-inline'; script-src 'self' 'unsafe-inline'"
-    )
-    return Reply(text, "text/html; charset=utf-8", headers={"content-security-policy": policy})
+    data = resources.files("kqview.server").joinpath("static", name).read_bytes()
+    kind = _MEDIA_TYPES[name.rpartition(".")[2]]
+    return Reply(data, kind, headers={"content-security-policy": "default-src 'self'"})
