@@ -1,0 +1,212 @@
+"""How fast do rows leave the server, beside a bare socket; and what does the server cost a token?
+
+Replay: 512 tokens with rows of 6.9 MB (28 layers x 28 heads x 2,200 tokens, float32) go from memory
+through everything that a real request goes through, to a client in this process that only receives.
+The baseline is a bare socket with the same bytes of rows. Live: the demo model generates with the
+probabilities of all heads, taken in this process, or through the WebSocket from another one. The
+servers are uvicorn as ``kqview serve`` runs it, and granian.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from console import attempt, main
+from report import Timing
+from serve_app import ROW_BYTES
+from serve_client import bare_bytes, event_bytes, socket_bytes
+
+from kqview import Engine
+from kqview.bench.pairs import Pairs, alternate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import TracebackType
+
+    from console import ProgressLine
+    from settings import Settings
+
+    from kqview.bench.rows import LeftOut
+
+N_ROWS, QUICK_ROWS = 512, 4
+MOST_ROUNDS = 6  # 3.5 GB a run
+N_LIVE = 128
+PROMPT = "Anna is a painter. She lives in a small house by the river, and every morning"
+START_LIMIT_S = 60
+# What is asked: (path, request, bytes of rows become so many)
+WAYS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "ws-binary": ("/api/extra/generate/stream/ws", {"output_attentions": True}, 1.0),
+    "ws-base64": (
+        "/api/v1/generate/stream",
+        {"type": "generate", "return_attention": True, "encoding": "base64"},
+        4 / 3,
+    ),
+    "sse-base64": ("/api/extra/generate/stream", {"output_attentions": True}, 4 / 3),
+}
+TEXTS = {
+    "ws-binary": "rows as binary WebSocket frames",
+    "ws-base64": "rows as base64 in WebSocket text",
+    "sse-base64": "rows as base64 in Server-Sent Events",
+}
+# At least 0.4 times the bare socket's rate, 0.15 times for base64 in events, 0.9 times in process.
+TARGETS = {"ws-binary": 1 / 0.4, "ws-base64": None, "sse-base64": 1 / 0.15, "live": 1 / 0.9}
+SERVERS = ("uvicorn", "granian")
+CASES = {f"server-{way}-{server}": (way, server) for server in SERVERS for way in TARGETS}
+WEIGHTS = {name: 20.0 if "live" in name else 60.0 for name in CASES}
+
+
+class Process:
+    """One of serve_app.py's servers; a context manager that ends it."""
+
+    def __init__(self, settings: Settings, server: str, *kind: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port: int = free.getsockname()[1]
+        self._is_bare = server == "bare"
+        here = Path(__file__).resolve().parent
+        environ = {**os.environ, "SERVE_APP_THREADS": str(settings.n_threads)}
+        environ["PYTHONPATH"] = os.pathsep.join([str(here), environ.get("PYTHONPATH", "")])
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._process = subprocess.Popen(
+            [sys.executable, str(here / "serve_app.py"), server, str(self.port), *kind],
+            env=environ, stdout=self._log, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+
+    def __enter__(self) -> Self:
+        until = time.monotonic() + START_LIMIT_S
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.__exit__(None, None, None)
+                self._log.seek(0)
+                raise RuntimeError(self._log.read()[-800:].decode(errors="replace"))
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _is_ready(self) -> bool:
+        try:
+            if self._is_bare:
+                return bare_bytes(self.port, 0, 0) == 0
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
+                return reply.status == 200
+        except OSError:
+            return False
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+    """Measure the chosen cases."""
+    for name in settings.chosen(CASES):
+        way, server = CASES[name]
+        yield attempt(name, _live if way == "live" else _replay, settings, line, name, way, server)
+
+
+def _replay(settings: Settings, line: ProgressLine, name: str, way: str, server: str) -> Timing:
+    n_rows = QUICK_ROWS if settings.is_quick else N_ROWS
+    path, request, share = WAYS[way]
+    request = {**request, "prompt": "a", "max_length": n_rows, "max_new_tokens": n_rows}
+    receive: Callable[..., int] = event_bytes if way.startswith("sse") else socket_bytes
+    with Process(settings, "bare") as bare, Process(settings, server, "replay") as ours:
+
+        def limit() -> float:
+            return _ms(settings, lambda: bare_bytes(bare.port, n_rows, ROW_BYTES))
+
+        def candidate() -> float:
+            return _ms(settings, lambda: received.append(receive(ours.port, path, request)))
+
+        received: list[int] = []
+        n_pairs = min(settings.n_pairs, MOST_ROUNDS)
+        line.start(name, n_pairs)
+        pairs = Pairs()
+        candidate()  # first use of everything
+        for baseline_ms, candidate_ms in alternate(limit, candidate, n_pairs):
+            pairs.add(baseline_ms / n_rows, candidate_ms / n_rows)
+            line.tick()
+    if min(received) < n_rows * ROW_BYTES * share:
+        raise RuntimeError(f"{min(received)} bytes came, fewer than the rows have")
+    return Timing(
+        name=name,
+        what=f"{TEXTS[way]}, {server}",
+        baseline="a bare socket",
+        work=f"a token with rows of {ROW_BYTES / 1e6:.1f} MB, replayed from memory",
+        pairs=pairs,
+        target=settings.target(TARGETS[way]),
+        command=f"python bench/server.py --row {name} {settings.flags}",
+    )
+
+
+def _live(settings: Settings, line: ProgressLine, name: str, way: str, server: str) -> Timing:
+    line.start(name, settings.n_pairs)
+    pairs = Pairs()
+    with (
+        Process(settings, server, "live") as process,
+        Engine.demo(n_threads=settings.n_threads) as engine,
+    ):
+        ids = engine.tokenize(PROMPT)
+        request = {
+            "input_ids": ids, "max_length": N_LIVE, "temperature": 0.0, "bypass_eos": True,
+            "attention_values": "probs", "output_attentions": True,
+        }  # fmt: skip
+
+        def in_process() -> float:
+            stamps: list[float] = []
+            for _ in engine.generate(
+                ids, max_tokens=N_LIVE, temperature=0.0, ignore_eos=True, capture="probs"
+            ):
+                stamps.append(time.perf_counter())
+            return _token_ms(stamps)
+
+        def through_socket() -> float:
+            stamps: list[float] = []
+            socket_bytes(process.port, WAYS["ws-binary"][0], request, stamps)
+            return _token_ms(stamps)
+
+        in_process(), through_socket()
+        for baseline_ms, candidate_ms in alternate(in_process, through_socket, settings.n_pairs):
+            pairs.add(baseline_ms, candidate_ms)
+            line.tick()
+    return Timing(
+        name=name,
+        what=f"through the WebSocket, {server}",
+        baseline="in process",
+        work=f"a token of the demo model with its rows, {len(ids)} to {len(ids) + N_LIVE} tokens",
+        pairs=pairs,
+        target=settings.target(TARGETS[way]),
+        command=f"python bench/server.py --row {name} {settings.flags}",
+    )
+
+
+def _token_ms(stamps_s: list[float]) -> float:
+    if len(stamps_s) != N_LIVE:
+        raise RuntimeError(f"{len(stamps_s)} tokens came, {N_LIVE} were asked for")
+    # The mean and not the median: tokens may come in bursts.
+    return (stamps_s[-1] - stamps_s[0]) * 1e3 / (N_LIVE - 1)
+
+
+def _ms(settings: Settings, call: Callable[[], object]) -> float:
+    start_s = settings.now_s()
+    call()
+    return (settings.now_s() - start_s) * 1e3
+
+
+if __name__ == "__main__":
+    main(__doc__, WEIGHTS, measure)
