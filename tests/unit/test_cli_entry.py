@@ -44,7 +44,7 @@ def test_version_is_printed():
     assert result.stdout.startswith("kqview")
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "generate", "info", "tokenize"])
+@pytest.mark.parametrize("command", ["bench", "demo", "generate", "info", "serve", "tokenize"])
 def test_help_has_an_example(command: str):
     result = CliRunner().invoke(app, [command, "--help"])
     assert result.exit_code == 0

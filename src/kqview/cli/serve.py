@@ -43,6 +43,11 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
 
     Every option is a variable of the environment too: --port is KQVIEW_PORT, --api-key is
     KQVIEW_API_KEYS, with commas between several. Options win.
+
+    Examples:
+
+    - `kqview serve --demo`
+    - `kqview serve --model model.gguf --slots 4 --host 0.0.0.0 --api-key SECRET`
     """
     values = {name: value or None for name, value in given.items() if isinstance(value, list)}
     settings = Settings.from_env(os.environ, **{**given, **values})
