@@ -20,6 +20,7 @@ import hf
 import loop
 import prefill
 import reuse
+import server
 import slots
 import state
 from console import collect, show
@@ -36,7 +37,19 @@ if TYPE_CHECKING:
 README = Path(__file__).resolve().parent / "README.md"
 BENCHMARKS = [
     (module.WEIGHTS, module.measure)
-    for module in (decode, prefill, loop, slots, eval_callback, hf, contexts, state, reuse, counts)
+    for module in (
+        decode,
+        prefill,
+        loop,
+        slots,
+        eval_callback,
+        hf,
+        contexts,
+        state,
+        reuse,
+        server,
+        counts,
+    )
 ]
 
 
