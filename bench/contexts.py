@@ -32,6 +32,8 @@ CASES = {
 }
 WEIGHTS = {name: 50.0 + n_context * 0.03 for name, (_, n_context) in CASES.items()}
 QUICK_SHARE = 16  # a quick run has this much less context
+# A token takes a third of a second there: fewer and shorter runs keep a row below ten minutes.
+LONG_CONTEXT, LONG_ROUNDS, LONG_TOKENS = 16384, 5, 8
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[SweepRow | LeftOut]:
@@ -53,11 +55,12 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[SweepRow | LeftO
             contexts, left_out = fitting_contexts(engine.model, list(names), trained_only=False)
         yield from left_out
         for n_context in contexts:
+            is_long = n_context >= LONG_CONTEXT
             plan = SweepPlan(
                 contexts=(n_context,),
                 flash_attn=(flash_attn,),
-                n_rounds=settings.pairs_for(None),
-                n_tokens=settings.n_tokens,
+                n_rounds=LONG_ROUNDS if is_long else settings.pairs_for(None),
+                n_tokens=LONG_TOKENS if is_long else settings.n_tokens,
                 now_s=settings.now_s,
             )
             line.start(names[n_context], plan.n_runs)
