@@ -5,6 +5,7 @@ around it (app.py).
 """
 
 import logging
+import re
 import time
 import uuid
 from collections.abc import Iterable
@@ -18,7 +19,12 @@ from kqview.server.settings import Settings
 
 _log: Final = logging.getLogger("kqview.access")
 _failures: Final = logging.getLogger("kqview.server")
-_MOST_NAME: Final = 64
+# A name that neither breaks a log nor a header.
+_NAME: Final = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,64}")
+_MOST_PATH: Final = 256  # characters of it in a log line
+# What a client may say when it closes; anything else is counted as one.
+_THEIR_CODES: Final = frozenset({1000, 1001, 1002, 1003, 1005, 1006, 1007, 1008, 1009, 1011, 1012})
+_LEFT: Final = 499  # nginx's number for a client that left
 _BUSY: Final = b'{"error":"server.accept: too many connections; try again","error_code":"BUSY"}'
 
 
@@ -46,64 +52,80 @@ class Access:
         scope.setdefault("state", {})["request_id"] = request_id
         status: list[int] = []
         n_bytes = 0
+        is_whole = False
 
         async def watch(message: Message) -> None:
-            nonlocal n_bytes
+            nonlocal n_bytes, is_whole
             kind = message["type"]
-            if kind == "http.response.start":
-                status.append(message["status"])
+            if kind in ("http.response.start", "websocket.accept"):
+                if "status" in message:
+                    status.append(message["status"])
                 message["headers"] = [
                     *message.get("headers", ()), (b"x-request-id", request_id.encode())
                 ]  # fmt: skip
             elif kind == "websocket.close":
                 status.append(message.get("code", 1000))
+                is_whole = True
             elif kind == "http.response.body":
                 n_bytes += len(message.get("body", b""))
+                is_whole = not message.get("more_body", False)
             elif kind == "websocket.send":
-                n_bytes += len(message.get("bytes") or message.get("text") or b"")
+                n_bytes += _n_bytes(message)
             await send(message)
+
+        async def hear() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            if message["type"] == "websocket.disconnect" and not status:
+                code = message.get("code", 1005)
+                status.append(code if code in _THEIR_CODES else _LEFT)
+                is_whole = code in (1000, 1001)
+            return message
 
         self._n_open += 1
         try:
             if self._n_open > self._settings.max_connections:
-                await _refuse(scope, receive, watch)
+                await _refuse(scope, hear, watch)
             else:
-                await self._app(scope, receive, watch)
+                await self._app(scope, hear, watch)
+        except OSError:
+            return  # the client is gone; endpoints answer every other one
         except Exception:
             _failures.exception("request %s failed", request_id)
             raise
         finally:
             self._n_open -= 1
-            self._note(scope, status, n_bytes, request_id, time.monotonic() - started_s)
+            line = {
+                "request_id": request_id,
+                "status": status[-1] if status else _LEFT,
+                "bytes": n_bytes,
+                "whole": is_whole,
+                "ms": round((time.monotonic() - started_s) * 1000, 1),
+            }
+            self._note(scope, line)
 
-    def _note(
-        self, scope: Scope, status: list[int], n_bytes: int, request_id: str, seconds: float
-    ) -> None:
+    def _note(self, scope: Scope, line: dict[str, Any]) -> None:
         path: str = scope["path"]
-        code = status[-1] if status else 499  # nginx's number for a client that left
         known = path if path in self._paths else "other"
-        self._metrics.requests.labels(known, str(code)).inc()
-        if not self._settings.access_log:
-            return
-        line: dict[str, Any] = {
-            "request_id": request_id,
-            "client": (scope.get("client") or ("local", 0))[0],
-            "method": scope.get("method", "WS"),
-            "path": path,
-            "status": code,
-            "bytes": n_bytes,
-            "ms": round(seconds * 1000, 1),
-        }
-        _log.info(msgspec.json.encode(line).decode())
+        self._metrics.requests.labels(known, str(line["status"])).inc()
+        if self._settings.access_log:
+            line["client"] = (scope.get("client") or ("local", 0))[0]
+            line["method"] = scope.get("method", "WS")
+            line["path"] = path[:_MOST_PATH]
+            _log.info(msgspec.json.encode(line).decode())
 
 
 def _sent_id(scope: Scope) -> str | None:
     for name, value in scope["headers"]:
-        if name == b"x-request-id" and 0 < len(value) <= _MOST_NAME:
-            text = value.decode("ascii", "replace")
-            if text.isascii() and text.isprintable() and "?" not in text:
-                return text
+        if name == b"x-request-id" and _NAME.fullmatch(value):
+            return value.decode()
     return None
+
+
+def _n_bytes(message: Message) -> int:
+    text: str = message.get("text") or ""
+    n_bytes = len(text) if text.isascii() else len(text.encode())
+    return n_bytes or len(message.get("bytes") or b"")
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

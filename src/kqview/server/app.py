@@ -18,10 +18,12 @@ from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kqview.engine import Engine
+from kqview.errors import RequestError
 from kqview.server import pages
 from kqview.server.access import Access
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
+from kqview.server.connection import Connection
 from kqview.server.endpoint import Endpoint, Operation, error_reply
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
 from kqview.server.metrics import Metrics
@@ -50,7 +52,17 @@ class App:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI says."""
-        await self._asgi(scope, receive, send)
+        if scope["type"] == "lifespan":
+            await self._asgi(scope, receive, send)
+            return
+        connection = Connection(send)
+        scope.setdefault("state", {})["connection"] = connection
+        if len(scope["path"]) > 1:  # "/x/" is "/x"
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        try:
+            await self._asgi(scope, receive, send)
+        finally:
+            connection.watch(self.service.settings.idle_timeout_s)
 
 
 def create_app(
@@ -69,13 +81,22 @@ def create_app(
     engine = engine_or_settings if isinstance(engine_or_settings, Engine) else None
     if settings is None:
         settings = engine_or_settings if isinstance(engine_or_settings, Settings) else Settings()
+    if engine is None and settings.model is None and not settings.demo:
+        raise RequestError(
+            "server.create_app: neither an engine nor a model; pass an Engine, or Settings with "
+            "model=FILE or demo=True"
+        )
     service = Service(engine, settings)
     metrics = Metrics(service)
     description: dict[str, Any] = {}
     operations = [*pages.operations(metrics, description)]
     for dialect in DIALECTS:
         operations += dialect.OPERATIONS
-    description.update(describe(operations, version=_version(), has_keys=bool(settings.api_keys)))
+    description.update(
+        describe(
+            operations, version=_version(), has_keys=bool(settings.api_keys or settings.admin_keys)
+        )
+    )
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -90,6 +111,7 @@ def create_app(
         lifespan=lifespan,
         exception_handlers={HTTPException: _no_route},
     )
+    router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     asgi = CORSMiddleware(
         Access(router, settings, metrics, paths),
@@ -114,13 +136,20 @@ def _routes(operations: Iterable[Operation], service: Service, gate: Gate) -> It
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
-    if error.status_code == 405:
-        wrong: Exception = MethodNotAllowed(f"route: {request.method} {path}; see /docs")
-    else:
-        wrong = NotFound(f"route: there is nothing at {path}; see /docs")
+    path = request.scope["path"]
+    if error.status_code != 405:
+        wrong: Exception = NotFound(f"route: there is nothing at {path}; see /docs")
+        reply = error_reply(answer_of(wrong), pages.error_body)
+        return Response(reply.body, reply.status, reply.headers, reply.media_type)
+    # Starlette names the methods of one row of the table; a path may have several.
+    routes = [one for one in request.app.routes if isinstance(one, Route) and one.path == path]
+    methods = sorted({"OPTIONS"}.union(*(one.methods or () for one in routes)))
+    allow = {"allow": ", ".join(methods)}
+    if request.method == "OPTIONS":
+        return Response(None, 204, allow)
+    wrong = MethodNotAllowed(f"route: {request.method} {path}; use {allow['allow']}, see /docs")
     reply = error_reply(answer_of(wrong), pages.error_body)
-    return Response(reply.body, reply.status, reply.headers, reply.media_type)
+    return Response(reply.body, reply.status, {**allow, **reply.headers}, reply.media_type)
 
 
 def _version() -> str:

@@ -6,6 +6,7 @@ and the end of the work when the client is gone.
 """
 
 import asyncio
+import contextlib
 import logging
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
@@ -14,13 +15,14 @@ from typing import Any, Final, Literal
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import RequestError
-from kqview.server.errors import Answer, TimedOut, TooLarge, answer_of
+from kqview.server.connection import connection_of
+from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.security import Caller, Gate
 from kqview.server.service import Service
-from kqview.server.streaming import Events, Frames, pump
+from kqview.server.streaming import ClientGone, Events, Frames, Stalled, pump, sent
 
 _log: Final = logging.getLogger("kqview.server")
 _SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
@@ -91,10 +93,6 @@ class Operation:
     subprotocols: tuple[str, ...] = ()
 
 
-class _Gone(Exception):
-    """The client left."""
-
-
 class Endpoint:
     """ASGI app of one HTTP operation."""
 
@@ -108,7 +106,7 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         headers = Headers(scope=scope)
-        response = _Response(send)
+        response = _Response(send, self._service.settings.idle_timeout_s)
         try:
             caller = self._gate.check(scope, access=self._operation.access)
             call = Call(
@@ -117,14 +115,23 @@ class Endpoint:
             )  # fmt: skip
             args = await self._args(headers, receive)
             await self._until_gone(self._work(call, args, response), receive)
-        except _Gone:
-            return
+        except ClientGone as error:
+            if isinstance(error, Stalled):
+                connection_of(scope).abort()
         except Exception as error:
             await self._fail(response, error)
 
     async def _args(self, headers: Headers, receive: Receive) -> tuple[Any, ...]:
         settings = self._service.settings
-        raw = await _read_body(headers, receive, settings.max_body_bytes, settings.idle_timeout_s)
+        try:
+            async with asyncio.timeout(settings.request_timeout_s or None):
+                raw = await _read_body(
+                    headers, receive, settings.max_body_bytes, settings.idle_timeout_s
+                )
+        except TimeoutError:
+            raise SlowBody(
+                f"request.body: not all came within {settings.request_timeout_s:g} s"
+            ) from None
         return () if self._decoder is None else (decoded(self._decoder, raw),)
 
     async def _work(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
@@ -148,7 +155,7 @@ class Endpoint:
         try:
             await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
-                raise _Gone
+                raise ClientGone
             await working
         finally:
             gone.cancel()
@@ -156,13 +163,12 @@ class Endpoint:
             await asyncio.gather(working, gone, return_exceptions=True)
 
     async def _fail(self, response: "_Response", error: Exception) -> None:
-        if isinstance(error, OSError):
-            return  # the client is gone
         answer = answer_of(error)
         if answer.code == "INTERNAL":
             _log.error("%s failed", self._operation.path, exc_info=error)
-        if not response.is_started:
-            await response.whole(error_reply(answer, self._operation.error_body))
+        if not response.is_started:  # else it is cut: a clean end would look like success
+            with contextlib.suppress(ClientGone):
+                await response.whole(error_reply(answer, self._operation.error_body))
 
 
 def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
@@ -172,6 +178,8 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
         headers["retry-after"] = str(answer.retry_after_s)
     if answer.status == 401:
         headers["www-authenticate"] = "Bearer"
+    if answer.status == 408:  # the rest of the body is not worth waiting for
+        headers["connection"] = "close"
     return Reply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
@@ -188,28 +196,26 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
 
 
 class _Response:
-    def __init__(self, send: Send) -> None:
+    """What is sent; waits for the client, but not longer than *idle_s*."""
+
+    def __init__(self, send: Send, idle_s: float) -> None:
         self._send = send
+        self._idle_s = idle_s
         self.is_started = False
 
     async def whole(self, reply: Reply) -> None:
-        self.is_started = True
-        headers = [
+        await self._start(
+            reply.status,
             (b"content-type", reply.media_type.encode()),
             (b"content-length", str(len(reply.body)).encode()),
             *((name.encode(), value.encode()) for name, value in reply.headers.items()),
-        ]
-        await self._send(
-            {"type": "http.response.start", "status": reply.status, "headers": headers}
         )
-        await self._send({"type": "http.response.body", "body": reply.body})
+        await self._body(reply.body, is_last=True)
 
     async def event(self, frames: Frames) -> None:
         """One Server-Sent Event, its data in pieces; headers before the first one."""
         if not self.is_started:
-            self.is_started = True
-            start = {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
-            await self._send(start)
+            await self._start(200, *_SSE_HEADERS)
         small = bytearray(b"event: message\ndata: ")
         for frame in frames:
             piece = frame.encode() if isinstance(frame, str) else frame
@@ -222,32 +228,37 @@ class _Response:
         await self._body(bytes(small + b"\n\n"))
 
     async def finish(self) -> None:
-        await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+        await self._body(b"", is_last=True)
 
-    async def _body(self, data: bytes) -> None:
-        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+    async def _start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self.is_started = True
+        await self._pass({"type": "http.response.start", "status": status, "headers": [*headers]})
+
+    async def _body(self, data: bytes, *, is_last: bool = False) -> None:
+        await self._pass({"type": "http.response.body", "body": data, "more_body": not is_last})
+
+    async def _pass(self, message: Message) -> None:
+        await sent(self._send(message), self._idle_s)
 
 
 async def _read_body(headers: Headers, receive: Receive, limit: int, idle_s: float) -> bytes:
     declared = headers.get("content-length", "0")
     if declared.isdecimal() and int(declared) > limit:
         raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
-    parts: list[bytes] = []
-    n_bytes = 0
+    body = bytearray()
     while True:
         try:
             async with asyncio.timeout(idle_s):
                 message = await receive()
         except TimeoutError:
-            raise TimedOut(f"request.body: nothing came for {idle_s:g} s") from None
+            raise SlowBody(f"request.body: nothing came for {idle_s:g} s; send faster") from None
         if message["type"] == "http.disconnect":
-            raise _Gone
-        parts.append(message.get("body", b""))
-        n_bytes += len(parts[-1])
-        if n_bytes > limit:
+            raise ClientGone
+        body += message.get("body", b"")
+        if len(body) > limit:
             raise TooLarge(f"request.body: more than {limit} bytes, the limit; send less")
         if not message.get("more_body", False):
-            return b"".join(parts)
+            return bytes(body)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -14,7 +14,15 @@ from kqview import errors
 
 
 class ServerError(errors.KqviewError):
-    """What only a server can refuse; the base of the classes below."""
+    """What only a server can refuse; the base of the classes below.
+
+    Attributes:
+        retry_after_s: When to try again, where that is known better than the table does.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class Unauthorized(ServerError):
@@ -50,7 +58,11 @@ class ModelChanged(ServerError):
 
 
 class TimedOut(ServerError):
-    """The request took longer than the server allows, or its client stopped reading."""
+    """The request took longer than the server allows."""
+
+
+class SlowBody(TimedOut):
+    """The client took too long to send its request."""
 
 
 class ShuttingDown(ServerError):
@@ -108,6 +120,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         NoModel: _Row(503, "NO_MODEL", 5),
         ModelChanged: _Row(503, "MODEL_CHANGED", 1),
         TimedOut: _Row(504, "TIMEOUT"),
+        SlowBody: _Row(408, "TIMEOUT"),
         ShuttingDown: _Row(503, "BUSY", 5),
     }
 )
@@ -119,5 +132,6 @@ def answer_of(error: BaseException, **figures: Any) -> Answer:
     for kind in type(error).__mro__:
         row = STATUS.get(kind)
         if row is not None:
-            return Answer(row.status, row.code, str(error), row.retry_after_s, figures)
+            retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
+            return Answer(row.status, row.code, str(error), retry_after_s, figures)
     return Answer(500, "INTERNAL", "the server failed; its log says more", None, figures)

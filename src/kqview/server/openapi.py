@@ -42,7 +42,9 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
             sockets[one.path] = {"summary": one.summary, "tag": one.tag}
             continue
         for path in (one.path, *one.also):
-            paths.setdefault(path, {})[one.method.lower()] = _operation(one, path, by_type)
+            paths.setdefault(path, {})[one.method.lower()] = _operation(
+                one, path, by_type, has_keys=has_keys
+            )
     description: dict[str, Any] = {
         "openapi": _VERSION,
         "info": {
@@ -62,7 +64,9 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
     return description
 
 
-def _operation(one: Operation, path: str, by_type: Mapping[int, Any]) -> dict[str, Any]:
+def _operation(
+    one: Operation, path: str, by_type: Mapping[int, Any], *, has_keys: bool
+) -> dict[str, Any]:
     name = path.strip("/").replace("/", "_").replace(".", "_") or "root"
     described: dict[str, Any] = {
         "operationId": f"{one.method.lower()}_{name}",
@@ -75,7 +79,7 @@ def _operation(one: Operation, path: str, by_type: Mapping[int, Any]) -> dict[st
             "required": True,
             "content": {"application/json": {"schema": by_type[id(one.body)]}},
         }
-    if one.access != "open":
+    if has_keys and one.access != "open":
         described["security"] = [{"bearer": []}, {"header": []}]
     return described
 

@@ -14,7 +14,6 @@ from typing import Final
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation
 from kqview.server.attention import AttentionWanted
-from kqview.server.errors import ServerError
 from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
@@ -83,7 +82,11 @@ class Run:
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
         self._on_close = on_close
-        self._steps = self._iterate()
+        # Of several samples: a task each, that waits until its step was taken, so that a slow
+        # client holds all back.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._n_left = len(self.generations)
+        self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
 
     # ---- iteration
 
@@ -92,7 +95,7 @@ class Run:
 
     async def __anext__(self) -> Step:
         try:
-            step = await anext(self._steps)
+            step = await self._next()
         except StopAsyncIteration:
             self._finish()
             if self.error is not None:
@@ -110,56 +113,47 @@ class Run:
 
     async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
         """Rows of the prompt where they were asked for; they come before the first token."""
-        if self.request.attention is not None and self.request.attention.prompt:
-            try:
-                async for block in self.generations[0].prompt_attention:
-                    yield block
-            except KqviewError as error:
-                self.error = self.error or error
-                raise self.error from error
-            if self.error is not None:
-                raise self.error
-
-    async def _iterate(self) -> AsyncIterator[Step]:
-        if len(self.generations) == 1:
-            async for token in self.generations[0]:
-                yield Step(0, token)
+        if self.request.attention is None or not self.request.attention.prompt:
             return
-        # One task a sample; each waits until its step was taken, so a slow client holds all back.
-        steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
-        tasks = [
-            asyncio.create_task(self._forward(i, one, steps))
-            for i, one in enumerate(self.generations)
-        ]
+        blocks = self.generations[0].prompt_attention
         try:
-            n_left = len(tasks)
-            while n_left:
-                step = await steps.get()
-                if isinstance(step, BaseException):
-                    raise step
-                if step is None:
-                    n_left -= 1
-                else:
-                    yield step
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _forward(
-        self, i: int, generation: Generation, steps: "asyncio.Queue[Step | BaseException | None]"
-    ) -> None:
-        try:
-            async for token in generation:
-                await steps.put(Step(i, token))
+            # Nothing here keeps a block: the pool wants its memory back while the client reads.
+            while (held := [await anext(blocks, None)])[0] is not None:
+                yield held.pop()
         except KqviewError as error:
-            await steps.put(error)
-        else:
-            await steps.put(None)
+            self.error = self.error or error
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+
+    async def _next(self) -> Step:
+        if len(self.generations) == 1:
+            return Step(0, await anext(self.generations[0]))
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._forward(i, one)) for i, one in enumerate(self.generations)
+            ]
+        while self._n_left:
+            step = await self._steps.get()
+            if isinstance(step, BaseException):
+                raise step
+            if step is not None:
+                return step
+            self._n_left -= 1
+        raise StopAsyncIteration
+
+    async def _forward(self, i: int, generation: Generation) -> None:
+        try:
+            while True:
+                await self._steps.put(Step(i, await anext(generation)))
+        except StopAsyncIteration:
+            await self._steps.put(None)
+        except Exception as error:  # whatever it is, it is raised where the run is iterated
+            await self._steps.put(error)
 
     # ---- ending it
 
-    def end(self, error: ServerError | None = None) -> None:
+    def end(self, error: KqviewError | None = None) -> None:
         """End it now: iterating raises *error*, or stops with finish reason "cancelled"."""
         if self._is_over:
             return
@@ -169,10 +163,16 @@ class Run:
 
     async def aclose(self) -> None:
         """Cancel what still runs and wait until the slots are free; idempotent."""
-        await self._steps.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        for task in self._tasks:
+            task.cancel()
         for generation in self.generations:
-            await generation.aclose()
-        self._finish()
+            generation.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            for generation in self.generations:
+                await generation.aclose()
+        finally:  # who is cancelled while he waits is done with it too
+            self._finish()
 
     def _finish(self) -> None:
         if not self._is_over:

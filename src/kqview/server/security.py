@@ -6,6 +6,8 @@ time of an answer tells nothing about a key.
 
 import hashlib
 import hmac
+import ipaddress
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ class Gate:
         Raises:
             Forbidden: The page's origin is not allowed, or the key is no admin key.
             Unauthorized: A key is needed and none, or an unknown one, was sent.
-            RateLimited: The client asks too often.
+            RateLimited: The client asks too often; guessing keys counts too.
         """
         headers = Headers(scope=scope)
         self._check_origin(headers)
@@ -60,27 +62,34 @@ class Gate:
         key = self._key(scope, headers)
         is_admin = _is_one_of(key, settings.admin_keys)
         is_user = _is_one_of(key, settings.api_keys) or is_admin
-        if access == "admin" and not is_admin:
-            if not settings.admin_keys:
-                raise Forbidden("auth.check: there is no admin key; start the server with one")
-            if not is_user and settings.api_keys:
-                raise Unauthorized("auth.check: an admin key is needed; send it as Bearer token")
+        caller = Caller(f"key-{_digest(key)}" if is_user else _address(scope), is_admin)
+        if access == "open":
+            return caller
+        self.count(caller)
+        if access == "admin" and not settings.admin_keys:
+            raise Forbidden("auth.check: there is no admin key; start the server with one")
+        if access == "admin" and is_user and not is_admin:
             raise Forbidden("auth.check: an admin key is needed; the one sent is none")
-        if access == "user" and settings.api_keys and not is_user:
+        if not is_user and (settings.api_keys or access == "admin"):
             what = "the API key is unknown" if key else "an API key is needed"
             raise Unauthorized(f"auth.check: {what}; send Authorization: Bearer KEY, or X-Api-Key")
-        address = (scope.get("client") or ("local", 0))[0]
-        name = f"key-{_digest(key)}" if is_user else address
-        if self._rate is not None and access != "open":
-            self._rate.take(name)
-        return Caller(name, is_admin)
+        return caller
+
+    def count(self, caller: Caller) -> None:
+        """Count one request of *caller*.
+
+        Raises:
+            RateLimited: It asks too often.
+        """
+        if self._rate is not None:
+            self._rate.take(caller.name)
 
     def _check_origin(self, headers: Headers) -> None:
         origin = headers.get("origin")
         if origin is None or "*" in self._origins or origin in self._origins:
             return
-        if urlsplit(origin).netloc == headers.get("host"):
-            return  # our own pages
+        if _is_own_page(origin, headers.get("host", "")):
+            return
         raise Forbidden(
             f"auth.check: pages of {origin!r} may not call; add it to cors_origins (--cors-origin)"
         )
@@ -96,19 +105,52 @@ class Gate:
 
 
 def _is_one_of(key: str, known: Sequence[str]) -> bool:
-    raw = key.encode("utf-8", "surrogateescape")
-    matches = [hmac.compare_digest(raw, one.encode()) for one in known]
-    return bool(key) and any(matches)
+    # Digests are of one length, so that not even that of a key shows.
+    given = _sha256(key)
+    matches = [hmac.compare_digest(given, _sha256(one)) for one in known]
+    return any(matches)
+
+
+def _sha256(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
 def _digest(key: str) -> str:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    return _sha256(key).hex()[:8]
+
+
+def _is_own_page(origin: str, host: str) -> bool:
+    """Whether a page came from this server.
+
+    A name proves nothing: whoever owns it may let it mean 127.0.0.1 (DNS rebinding).
+    """
+    try:
+        parts = urlsplit(origin)
+        if not host or parts.netloc != host:
+            return False
+        if parts.hostname != "localhost":
+            ipaddress.ip_address(parts.hostname or "")
+    except ValueError:
+        return False
+    return True
+
+
+def _address(scope: Scope) -> str:
+    address: str = (scope.get("client") or ("local", 0))[0]
+    if ":" not in address:
+        return address
+    # A client of IPv6 has a whole network to call from.
+    try:
+        return str(ipaddress.ip_network(f"{address.partition('%')[0]}/64", strict=False))
+    except ValueError:
+        return address
 
 
 class _RateLimit:
     """A token bucket a client: a minute's worth at once, then as they refill."""
 
     def __init__(self, per_minute: float) -> None:
+        self._per_minute = per_minute
         self._capacity = max(1.0, per_minute)
         self._per_s = per_minute / 60
         self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -117,11 +159,12 @@ class _RateLimit:
         now = time.monotonic()
         level, then = self._buckets.pop(name, (self._capacity, now))
         level = min(self._capacity, level + (now - then) * self._per_s)
-        if level < 1:
-            self._buckets[name] = level, now
-            raise RateLimited(
-                f"rate.take: {self._capacity:g} requests a minute are the limit; wait a moment"
-            )
-        self._buckets[name] = level - 1, now
+        is_refused = level < 1
+        self._buckets[name] = (level if is_refused else level - 1), now
         if len(self._buckets) > _MOST_CLIENTS:  # the one that was quiet longest
             self._buckets.popitem(last=False)
+        if is_refused:
+            raise RateLimited(
+                f"rate.take: {self._per_minute:g} requests a minute are the limit; wait a moment",
+                retry_after_s=math.ceil((1 - level) / self._per_s),
+            )

@@ -110,13 +110,13 @@ class Service:
         """
         self._is_closing = True
         self.end_runs(ShuttingDown("server.close: the server is shutting down; try again later"))
-        if self.runs:
-            self._is_idle.clear()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
+        # A client that reads nothing cannot be told; then the grace ends it.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                if self.runs:
+                    self._is_idle.clear()
                     await self._is_idle.wait()
-        for leave in list(self.on_drain):
-            await leave()
+                await asyncio.gather(*(leave() for leave in list(self.on_drain)))
 
     async def close(self) -> None:
         """End everything; the engine too where it is ours."""
@@ -184,6 +184,7 @@ class Service:
                 self._past.append(old.stats())
                 if owned:
                     await asyncio.to_thread(old.close)
+                self._past[-1] = old.stats()  # with its last steps
             self._engine = await asyncio.to_thread(self._open_engine, str(path))
             self._owns_engine, self._path = True, str(path)
 
@@ -236,8 +237,9 @@ class Service:
             NoModel: There is no model.
         """
         engine, settings = self.engine, self.settings
-        ids = await self._prompt_ids(engine, request.prompt)
         self._check_limits(request)
+        ids = await self._prompt_ids(engine, request.prompt)
+        self._check_limits(request)  # others may have been admitted meanwhile
         if len(ids) > self.max_context:
             raise PromptTooLong(
                 f"service.start: the prompt has {len(ids)} tokens, the limit is "

@@ -8,7 +8,7 @@ A flag wins over the environment, the environment over the default.
 import dataclasses
 import ipaddress
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, get_args
 
@@ -22,9 +22,9 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 
-def _setting(default: Any, text: str) -> Any:
+def _setting(default: Any, text: str, *, is_secret: bool = False) -> Any:
     """A field of Settings; the call only makes a `dataclasses.Field`."""
-    return field(default=default, metadata={"help": text})
+    return field(default=default, metadata={"help": text}, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +64,11 @@ class Settings:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(5001, "port to listen on; 0 for a free one")
     public: bool = _setting(False, "allow an address that others can reach without an API key")
-    api_keys: tuple[str, ...] = _setting((), "keys that may use the API; without any it is open")
+    api_keys: tuple[str, ...] = _setting(
+        (), "keys that may use the API; without any it is open", is_secret=True
+    )
     admin_keys: tuple[str, ...] = _setting(
-        (), "keys that may switch the model too; without any nobody may"
+        (), "keys that may switch the model too; without any nobody may", is_secret=True
     )
     query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
     cors_origins: tuple[str, ...] = _setting(("*",), "origins of pages that may call the API")
@@ -133,8 +135,10 @@ class Settings:
         values = {name: value for name, value in given.items() if value is not None}
         for spec in dataclasses.fields(cls):
             text = environ.get(PREFIX + spec.name.upper())
-            if text is not None and spec.name not in values:
-                values[spec.name] = _read(spec.name, text)
+            # An empty variable is how some tools leave one out; for a list it is an empty list.
+            is_given = bool(text) or (text is not None and spec.name in _LISTS)
+            if is_given and spec.name not in values:
+                values[spec.name] = _read(spec.name, text or "")
         return cls(**values)
 
 
@@ -171,13 +175,35 @@ def _checked(name: str, value: Any) -> Any:
     if name in _NUMBERS:
         return _checked_number(name, value)
     if name in _LISTS:
-        if isinstance(value, str) or not all(isinstance(v, str) and v for v in value):
-            raise _wrong(name, value, "a list of texts is needed, none of them empty")
-        return tuple(value)
+        return _checked_list(name, value)
     kind = bool if name in _SWITCHES else str
     if not isinstance(value, kind):
         raise _wrong(name, value, f"{kind.__name__} is needed")
     return value
+
+
+def _checked_list(name: str, value: Any) -> tuple[str, ...]:
+    is_list = isinstance(value, Iterable) and not isinstance(value, str)
+    texts: tuple[Any, ...] = tuple(value) if is_list else ()  # pyright: ignore[reportUnknownArgumentType]
+    if not is_list or not all(isinstance(text, str) and text for text in texts):
+        raise _wrong(name, value, "a list of texts is needed, none of them empty")
+    if name == "cors_origins":
+        return tuple(_checked_origin(text) for text in texts)
+    # Keys travel in a header, whose ends are trimmed and which holds nothing else as it is.
+    if not all(text.isascii() and text.isprintable() and " " not in text for text in texts):
+        raise _wrong(name, value, "keys are printable ASCII without spaces")
+    return texts
+
+
+def _checked_origin(text: str) -> str:
+    """An origin as browsers send it: ``scheme://host[:port]`` in lower case."""
+    if text in ("*", "null"):
+        return text
+    origin = text.lower().rstrip("/")
+    scheme, _, host = origin.partition("://")
+    if not scheme or not host or set(host) & set("/?#@ "):
+        raise _wrong("cors_origins", text, "origins are scheme://host:port, such as https://a.org")
+    return origin
 
 
 def _checked_number(name: str, value: Any) -> float:

@@ -1,49 +1,84 @@
 """Socket: a WebSocket as a dialect's handler sees it, and the ASGI app around that handler.
 
 Text frames carry JSON, binary frames rows. The frames of one event stay together, whoever else
-sends. Close codes: 1000 done, 1001 the server ends, 1008 a rule was broken, 1011 it failed.
+sends. Close codes: 1000 done, 1001 the server ends, 1008 a rule was broken, 1009 a message was too
+big, 1011 it failed.
 """
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
 import msgspec
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
+from kqview.server.connection import Connection, connection_of
 from kqview.server.endpoint import Call, Operation
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
-from kqview.server.security import Gate
+from kqview.server.security import Caller, Gate
 from kqview.server.service import Service
-from kqview.server.streaming import Frames, Renderer, pump
+from kqview.server.streaming import ClientGone, Frames, Renderer, Stalled, pump, sent
 
 _log: Final = logging.getLogger("kqview.server")
 
 CLOSE_DONE: Final = 1000
 CLOSE_GOING_AWAY: Final = 1001
 CLOSE_POLICY: Final = 1008
+CLOSE_TOO_BIG: Final = 1009
 CLOSE_FAILED: Final = 1011
 
 
-class Disconnected(Exception):
-    """The client is gone."""
+class Disconnected(ClientGone):
+    """The client is gone: nothing more will be received."""
 
 
 class Socket:
     """One accepted WebSocket; one task reads, any task of the loop sends."""
 
     def __init__(
-        self, service: Service, receive: Receive, send: Send, *, subprotocol: str | None
+        self,
+        service: Service,
+        receive: Receive,
+        send: Send,
+        *,
+        subprotocol: str | None,
+        connection: Connection | None = None,
+        on_message: Callable[[], None] | None = None,
     ) -> None:
+        """Wrap an ASGI WebSocket.
+
+        Args:
+            service: Whose settings count.
+            receive: Of ASGI.
+            send: Of ASGI.
+            subprotocol: The one that was agreed on.
+            connection: What is below, to drop it where the client stops reading.
+            on_message: Called for each message but the first; it may refuse by raising.
+        """
         self.service = service
         self.subprotocol = subprotocol
         self._receive = receive
         self._send = send
+        self._connection = connection
+        self._on_message = on_message
         self._lock = asyncio.Lock()
         self._is_closed = False
+        self._n_received = 0
+        self._n_pumps = 0
+        self._has_no_pump = asyncio.Event()
+        self._has_no_pump.set()
+
+    async def accept(self) -> None:
+        """Finish the handshake.
+
+        Raises:
+            ClientGone: The client is gone.
+        """
+        await self._pass({"type": "websocket.accept", "subprotocol": self.subprotocol})
 
     async def receive(self, *, timeout_s: float | None = None) -> bytes | str:
         """The next message.
@@ -54,75 +89,107 @@ class Socket:
         Raises:
             Disconnected: The client is gone.
             TooLarge: The message is larger than the limit.
+            RateLimited: The client sends too often.
+            ShuttingDown: The server ends.
             TimeoutError: Nothing came in time.
         """
+        if self.service.is_closing and not self._n_pumps:
+            raise ShuttingDown("socket.receive: the server is shutting down; try again later")
         async with asyncio.timeout(timeout_s):
             message = await self._receive()
         if message["type"] == "websocket.disconnect":
             self._is_closed = True
             raise Disconnected
+        self._n_received += 1
+        if self._on_message is not None and self._n_received > 1:
+            self._on_message()
         text = message.get("text")
         data: bytes | str = message.get("bytes") or b"" if text is None else text
         limit = self.service.settings.max_message_bytes
-        if len(data) > limit:
-            raise TooLarge(f"socket.receive: more than {limit} bytes, the limit; send less")
+        n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
+        if n_bytes > limit:
+            raise TooLarge(f"socket.receive: {n_bytes} bytes, the limit is {limit}; send less")
         return data
 
     async def send(self, frames: Frames) -> None:
         """Send these messages, none between them; waits until the client reads on.
 
         Raises:
-            OSError: The client is gone.
+            ClientGone: The client is gone; Stalled where it read nothing for too long.
         """
         async with self._lock:
             for frame in frames:
                 if self._is_closed:
-                    raise ConnectionResetError("the client is gone")
+                    raise ClientGone("the WebSocket is closed")
                 kind = "text" if isinstance(frame, str) else "bytes"
-                await self._send({"type": "websocket.send", kind: frame})
+                await self._pass({"type": "websocket.send", kind: frame})
 
     async def send_json(self, value: Any) -> None:
-        """Send *value* as a text frame of JSON."""
+        """Send *value* as a text frame of JSON; raises as `send`."""
         await self.send([msgspec.json.encode(value).decode()])
 
     async def close(self, code: int = CLOSE_DONE, reason: str = "") -> None:
-        """Close it; idempotent."""
-        if not self._is_closed:
+        """Close it, behind the event that is being sent; idempotent.
+
+        Raises:
+            ClientGone: As `send`.
+        """
+        async with self._lock:
+            if self._is_closed:
+                return
             self._is_closed = True
             # The reason has to fit into a control frame.
-            text = reason.encode()[:123].decode("utf-8", "ignore")
-            await self._send({"type": "websocket.close", "code": code, "reason": text})
+            text = reason.encode("utf-8", "replace")[:123].decode("utf-8", "ignore")
+            await self._pass({"type": "websocket.close", "code": code, "reason": text})
+
+    async def _pass(self, message: Message) -> None:
+        try:
+            await sent(self._send(message), self.service.settings.idle_timeout_s)
+        except ClientGone as error:
+            self._is_closed = True
+            if isinstance(error, Stalled) and self._connection is not None:
+                self._connection.abort()
+            raise
 
     async def go_away(self) -> None:
-        """Close it because the server ends."""
+        """Close it because the server ends, once what it generates was told so."""
+        await self._has_no_pump.wait()
         await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
 
     async def pump(self, run: Run, renderer: Renderer) -> None:
         """Send *run* to its end; close the socket where it failed. See `streaming.pump`."""
-        error = await pump(self.service, run, renderer, self.send)
-        if error is not None:
-            await self.close(close_code(error), str(error))
+        self._n_pumps += 1
+        self._has_no_pump.clear()
+        try:
+            error = await pump(self.service, run, renderer, self.send)
+            if error is not None:
+                await self.close(close_code(error), str(error))
+        finally:
+            self._n_pumps -= 1
+            if not self._n_pumps:
+                self._has_no_pump.set()
 
     async def pump_alone(self, run: Run, renderer: Renderer) -> None:
-        """As `pump`, for a protocol of one request a socket: further messages are ignored."""
+        """As `pump`, for a protocol of one request a socket: further messages are ignored.
+
+        Raises:
+            Disconnected: The client is gone.
+            TooLarge: A message was too large.
+            RateLimited: The client sends too much.
+        """
         sending = asyncio.ensure_future(self.pump(run, renderer))
-        leaving = asyncio.ensure_future(self._until_gone())
+        leaving = asyncio.ensure_future(self._ignore_messages())
         try:
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if not sending.done():
-                raise Disconnected
-            await sending
+            await (sending if sending.done() else leaving)
         finally:
             sending.cancel()
             leaving.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
 
-    async def _until_gone(self) -> None:
-        try:
-            while True:
-                await self.receive()
-        except (Disconnected, TooLarge):
-            return
+    async def _ignore_messages(self) -> None:
+        while True:
+            await self.receive()
 
 
 def close_code(error: BaseException) -> int:
@@ -142,11 +209,24 @@ class SocketEndpoint:
         """Serve one WebSocket until its end."""
         await receive()  # websocket.connect
         known = self._operation.subprotocols
-        chosen = next((name for name in scope.get("subprotocols", ()) if name in known), None)
-        await send({"type": "websocket.accept", "subprotocol": chosen})
-        socket = Socket(self._service, receive, send, subprotocol=chosen)
+        caller: Caller | None = None
+
+        def count() -> None:
+            if caller is not None and self._operation.access != "open":
+                self._gate.count(caller)
+
+        socket = Socket(
+            self._service,
+            receive,
+            send,
+            subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
+            connection=connection_of(scope),
+            on_message=count,
+        )
         self._service.on_drain.add(socket.go_away)
         try:
+            # Accepted even where it is refused: a page sees the close code of no other one.
+            await socket.accept()
             caller = self._gate.check(scope, access=self._operation.access)
             call = Call(
                 self._service, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
@@ -154,7 +234,7 @@ class SocketEndpoint:
             )  # fmt: skip
             await self._operation.handler(call, socket)
             await socket.close()
-        except (Disconnected, OSError):
+        except ClientGone:
             return
         except TimeoutError:
             await _quietly(socket.close(CLOSE_POLICY, "nothing was sent for too long"))
@@ -170,13 +250,12 @@ class SocketEndpoint:
     async def _refuse(self, socket: Socket, error: Exception) -> None:
         answer = answer_of(error)
         await socket.send_json({"type": "error", **self._operation.error_body(answer)})
-        is_theirs = answer.status < 500
-        code = CLOSE_POLICY if is_theirs else close_code(error)
-        await socket.close(code, answer.message)
+        code = CLOSE_POLICY if answer.status < 500 else close_code(error)
+        await socket.close(CLOSE_TOO_BIG if isinstance(error, TooLarge) else code, answer.message)
 
 
-async def _quietly(closing: Any) -> None:
+async def _quietly(closing: Awaitable[None]) -> None:
     try:
         await closing
-    except (OSError, Disconnected):
+    except ClientGone:
         return

@@ -6,15 +6,20 @@ mailbox fills and the engine pauses that request alone: backpressure from the so
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from kqview.errors import KqviewError
+import numpy as np
+
+from kqview.errors import InternalError, KqviewError
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run, Step
-from kqview.server.service import Service
+from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.types import PromptBlock
+
+_log: Final = logging.getLogger("kqview.server")
 
 Frames = Sequence[bytes | str]
 Send = Callable[[Frames], Awaitable[None]]
@@ -52,40 +57,81 @@ class Events:
     renderer: Renderer
 
 
+class ClientGone(ConnectionError):
+    """The client left."""
+
+
+class Stalled(ClientGone):
+    """The client is there, but reads nothing."""
+
+
 async def pump(service: Service, run: Run, renderer: Renderer, send: Send) -> KqviewError | None:
     """Send *run* to its end and close it.
+
+    Args:
+        service: Whose run it is.
+        run: What to send.
+        renderer: How to write it.
+        send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
 
     Returns:
         The error that ended it, which was sent too; None where it ended well.
 
     Raises:
-        OSError: The client is gone, or reads nothing any more.
+        ClientGone: Nobody reads; the run is closed.
         asyncio.CancelledError: As it was cancelled from outside; the run is closed.
     """
-    idle_s = service.settings.idle_timeout_s
     async with run:
         try:
-            async for block in run.prompt_blocks():
-                n_bytes = block.rows.nbytes if hasattr(block.rows, "nbytes") else 1 << 30
-                frames = await service.offload(n_bytes, renderer.prompt, run, block)
-                del block  # the pool wants its memory back while the client reads
-                await _send(send, frames, idle_s)
-            async for step in run:
-                frames = await service.offload(step.n_bytes, renderer.token, run, step)
-                del step
-                await _send(send, frames, idle_s)
+            await _send_tokens(service, run, renderer, send)
+            # The slot is free before the client hears that it is.
+            await run.aclose()
+            await send(renderer.done(run))
+        except ClientGone:
+            raise
         except KqviewError as error:
-            await _send(send, renderer.error(run, answer_of(error)), idle_s)
-            return error
-        # The slot is free before the client hears that it is.
-        await run.aclose()
-        await _send(send, renderer.done(run), idle_s)
-        return None
+            failure = error
+        except Exception as error:
+            _log.error("stream of %s failed", run.request_id, exc_info=error)
+            failure = InternalError("server.stream: the server failed; its log says more")
+            run.end(failure)
+        else:
+            return None
+        await send(renderer.error(run, answer_of(failure)))
+        return failure
 
 
-async def _send(send: Send, frames: Frames, idle_s: float) -> None:
+async def _send_tokens(service: Service, run: Run, renderer: Renderer, send: Send) -> None:
+    async for block in run.prompt_blocks():
+        # Rows of layers that differ in heads are a tuple; large enough for another thread.
+        n_bytes = block.rows.nbytes if isinstance(block.rows, np.ndarray) else OFFLOAD_BYTES
+        frames = await service.offload(n_bytes, renderer.prompt, run, block)
+        del block  # the pool wants its memory back while the client reads
+        await _send(send, frames)
+    async for step in run:
+        frames = await service.offload(step.n_bytes, renderer.token, run, step)
+        del step
+        await _send(send, frames)
+
+
+async def _send(send: Send, frames: Frames) -> None:
+    if frames:
+        await send(frames)
+
+
+async def sent(sending: Awaitable[None], idle_s: float) -> None:
+    """Wait for a transport to take what it was given.
+
+    Raises:
+        Stalled: It did not within *idle_s*.
+        ClientGone: The client left.
+    """
     try:
         async with asyncio.timeout(idle_s):
-            await send(frames)
+            await sending
     except TimeoutError:
-        raise ConnectionAbortedError(f"the client read nothing for {idle_s:g} s") from None
+        raise Stalled(f"the client read nothing for {idle_s:g} s") from None
+    except ClientGone:
+        raise
+    except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
+        raise ClientGone(str(error)) from error

@@ -1,0 +1,57 @@
+"""Connection: what ASGI has no word for, which is to drop a connection at once.
+
+Closing one waits until its client has read what was written, and a client that stopped reading
+never does: file descriptor and buffer would stay for ever. uvicorn's transport is reached through
+the ``send`` that it hands out; on a server without one nothing happens here, and its own timeouts
+have to do.
+"""
+
+import asyncio
+from typing import Any
+
+from starlette.types import Scope, Send
+
+
+class Connection:
+    """The connection below one request or WebSocket; belongs to the event loop."""
+
+    def __init__(self, send: Send) -> None:
+        """Find the connection of a server's own *send*, not one that something wraps."""
+        self._transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
+
+    def abort(self) -> None:
+        """Drop it now, with what was not sent yet."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def watch(self, idle_s: float) -> None:
+        """Drop it where its client reads nothing for *idle_s* of what was written to it.
+
+        For the end of a request, when nobody waits for the client any more.
+        """
+        n_left = self._n_left()
+        if n_left:
+            asyncio.get_running_loop().call_later(idle_s, self._check, idle_s, n_left)
+
+    def _check(self, idle_s: float, n_before: int) -> None:
+        if self._n_left() >= n_before:
+            self.abort()
+        else:
+            self.watch(idle_s)
+
+    def _n_left(self) -> int:
+        if self._transport is None:
+            return 0
+        return self._transport.get_write_buffer_size()
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection of a request, as the app noted it."""
+    return scope["state"].get("connection") or _NO_CONNECTION
+
+
+async def _send_nowhere(message: Any) -> None:
+    raise ConnectionError
+
+
+_NO_CONNECTION = Connection(_send_nowhere)
