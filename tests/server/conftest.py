@@ -21,6 +21,7 @@ from kqview import Engine
 pytest.importorskip("starlette")
 uvicorn = pytest.importorskip("uvicorn")
 
+from kqview.cli.serving import configured  # noqa: E402
 from kqview.server import Settings, create_app  # noqa: E402
 
 if TYPE_CHECKING:
@@ -72,15 +73,13 @@ class Serve(Protocol):
     """
 
     def __call__(
-        self, settings: Settings | None = None, engine: Engine | None = None, **config: Any
+        self, settings: Settings | None = None, engine: Engine | None = None
     ) -> Served: ...
 
 
 @contextlib.contextmanager
-def serving(
-    settings: Settings | None = None, engine: Engine | None = None, **config: Any
-) -> Iterator[Served]:
-    """What the fixture `serve` starts; *config* goes to ``uvicorn.Config``."""
+def serving(settings: Settings | None = None, engine: Engine | None = None) -> Iterator[Served]:
+    """What the fixture `serve` starts, under uvicorn as ``kqview serve`` configures it."""
     settings = settings or Settings()
     with contextlib.ExitStack() as stack:
         opens_its_own = settings.model is not None or settings.demo
@@ -91,15 +90,7 @@ def serving(
         app = create_app(engine, settings) if engine is not None else create_app(settings)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listener.getsockname()[1]
-        options = {
-            "log_level": "warning",
-            "access_log": False,
-            "ws_per_message_deflate": False,
-            "ws_max_size": settings.max_message_bytes,
-            "timeout_graceful_shutdown": 5,
-            **config,
-        }
-        server = uvicorn.Server(uvicorn.Config(app, lifespan="on", **options))
+        server = uvicorn.Server(configured(app, settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         try:
@@ -120,10 +111,8 @@ def serve() -> Iterator[Serve]:
     """Start servers that end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(
-            settings: Settings | None = None, engine: Engine | None = None, **config: Any
-        ) -> Served:
-            return stack.enter_context(serving(settings, engine, **config))
+        def start(settings: Settings | None = None, engine: Engine | None = None) -> Served:
+            return stack.enter_context(serving(settings, engine))
 
         yield start
 
