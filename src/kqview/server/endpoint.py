@@ -20,7 +20,7 @@ from kqview.errors import RequestError
 from kqview.server.errors import Answer, TimedOut, TooLarge, answer_of
 from kqview.server.security import Caller, Gate
 from kqview.server.service import Service
-from kqview.server.streaming import Events, Frames, pump
+from kqview.server.streaming import EVENT_HEAD, EVENT_TAIL, Events, Frames, pump
 
 _log: Final = logging.getLogger("kqview.server")
 _SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
@@ -210,7 +210,9 @@ class _Response:
             self.is_started = True
             start = {"type": "http.response.start", "status": 200, "headers": [*_SSE_HEADERS]}
             await self._send(start)
-        small = bytearray(b"event: message\ndata: ")
+        if not frames:
+            return
+        small = bytearray(EVENT_HEAD)
         for frame in frames:
             piece = frame.encode() if isinstance(frame, str) else frame
             if len(piece) < _SMALL:
@@ -219,7 +221,7 @@ class _Response:
             await self._body(bytes(small))
             await self._body(piece)
             small.clear()
-        await self._body(bytes(small + b"\n\n"))
+        await self._body(bytes(small + EVENT_TAIL))
 
     async def finish(self) -> None:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})

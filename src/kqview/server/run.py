@@ -19,6 +19,7 @@ from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
 _STEPS_AHEAD: Final = 1
+MOST_TOP: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class GenerateRequest:
         attention: None for no attention at all.
         n_samples: Texts to generate from the one prompt; its evaluation is shared.
         key: What aborting it may be restricted to (KoboldAI's ``genkey``).
+        max_context: Longest prompt that the client wants to have evaluated; the server's own limit
+            counts as well.
     """
 
     prompt: str | Sequence[int]
@@ -42,6 +45,16 @@ class GenerateRequest:
     attention: AttentionWanted | None = None
     n_samples: int = 1
     key: str = ""
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one token that was asked for them: its own, and the best ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +92,8 @@ class Run:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.n_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the first sample, where they were asked for; of each token the best `MOST_TOP`."""
         self.error: BaseException | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
@@ -106,6 +121,10 @@ class Run:
         if self.error is not None:
             raise self.error
         self.n_tokens += 1
+        token = step.token
+        if token.logprob is not None and step.sample == 0:
+            top = tuple((token.top_logprobs or ())[:MOST_TOP])
+            self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
         return step
 
     async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:

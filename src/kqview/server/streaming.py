@@ -8,7 +8,7 @@ mailbox fills and the engine pauses that request alone: backpressure from the so
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from kqview.errors import KqviewError
 from kqview.server.errors import Answer, answer_of
@@ -19,12 +19,17 @@ from kqview.types import PromptBlock
 Frames = Sequence[bytes | str]
 Send = Callable[[Frames], Awaitable[None]]
 
+EVENT_HEAD: Final = b"event: message\ndata: "
+EVENT_TAIL: Final = b"\n\n"
+NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
+"""Stands between two events in the pieces of one call, over SSE."""
+
 
 class Renderer(Protocol):
     """How a dialect writes what happens. Pure; `token` and `prompt` may run in another thread.
 
-    Over SSE the frames of one call are the pieces of one event's data, bytes all; over a WebSocket
-    each is a message, text or binary, and none comes between them.
+    Over SSE the frames of one call are the pieces of one event's data, bytes all, and none of them
+    is no event; over a WebSocket each is a message, text or binary, and none comes between them.
     """
 
     def prompt(self, run: Run, block: PromptBlock) -> Frames:
