@@ -23,9 +23,11 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from kqview.cli.serving import configured  # noqa: E402
 from kqview.server import Settings, create_app  # noqa: E402
+from tests.support import tiny_gguf  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
 
     from kqview.server.service import Service
 
@@ -115,6 +117,12 @@ def serve() -> Iterator[Serve]:
             return stack.enter_context(serving(settings, engine))
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 3 layers and 4 heads with random weights whose ids below 256 are the bytes."""
+    return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "llama.gguf", "tiny_llama")
 
 
 @pytest.fixture(scope="module")

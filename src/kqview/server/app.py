@@ -49,7 +49,11 @@ class App:
         self.service = service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one connection, as ASGI says."""
+        """Serve one connection, as ASGI says; a slash at the end of a path means nothing."""
+        path: str = scope.get("path", "")
+        if path.endswith("/") and path != "/":
+            # A redirect would not do: a page may not follow one where it had to ask first.
+            scope = {**scope, "path": path.rstrip("/") or "/"}
         await self._asgi(scope, receive, send)
 
 
