@@ -15,7 +15,7 @@ from kqview.server import Settings
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.server.conftest import Serve, Served
+    from tests.support.serving import Serve, Served
 
 TEXT = "Mirelda found a silver key near the old bridge."
 

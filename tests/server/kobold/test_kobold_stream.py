@@ -14,15 +14,17 @@ import pytest
 
 from kqview import Capture, Engine
 from kqview.server import Settings
+from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.server.conftest import Serve, Served
+    from tests.support.serving import Serve, Served
 
 PATH = "/api/extra/generate/stream"
 TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
+ATTENTION = {"output_attentions": True}
 
 
 def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
@@ -231,7 +233,7 @@ def test_rows_of_the_prompt_come_first(demo: Served, client: httpx.Client):
     kinds = [event["type"] for event in events]
     blocks = list(itertools.takewhile(lambda event: event["type"] == "prompt", events))
     assert kinds == ["prompt"] * len(blocks) + ["token", "token", "done"]
-    assert [block["start"] for block in blocks][0] == 0
+    assert blocks[0]["start"] == 0
     joined = np.concatenate([rows(block) for block in blocks], axis=2)
     np.testing.assert_array_equal(joined, own)
 
@@ -263,8 +265,6 @@ def test_values_and_format_of_the_settings_are_the_default(serve: Serve):
 @pytest.fixture(scope="module")
 def bytes_served(byte_model: Path) -> Iterator[Served]:
     """A model whose ids below 256 are the bytes of its text; grammars make it write anything."""
-    from tests.server.conftest import serving
-
     with Engine(byte_model, n_threads=1, n_ctx=256) as engine, serving(Settings(), engine) as one:
         yield one
 
@@ -277,13 +277,12 @@ def writer(bytes_served: Served) -> Iterator[httpx.Client]:
 
 def writes(text: str) -> dict[str, Any]:
     """A request after which the model writes *text* and ends."""
-    return {"input_ids": [65], "max_length": 100, "grammar": f"root ::= {json.dumps(text)}"}
+    return {"input_ids": [65], "max_length": 100, "grammar": f'root ::= "{text}"'}
 
 
 def test_every_id_of_a_character_is_an_event(writer: httpx.Client):
     text = "a\u00e9\U0001f600b"
-    request = writes(text) | {"grammar": f'root ::= "{text}"'}
-    tokens, done = typed(writer, **request)
+    tokens, done = typed(writer, **writes(text))
     assert bytes(ids(tokens)) == text.encode()
     assert [one["token"]["text"] for one in tokens] == ["a", "", "é", "", "", "", "😀", "b"]
     assert done["finish_reason"] == "stop"
@@ -296,7 +295,7 @@ def test_end_of_text_is_no_token(bytes_served: Served, writer: httpx.Client):
 
 
 def test_unfinished_character_is_flushed_with_the_last_id(writer: httpx.Client):
-    request = writes("x") | {"grammar": 'root ::= "\U0001f600"', "max_length": 2}
+    request = writes("\U0001f600") | {"max_length": 2}
     tokens, done = typed(writer, **request)
     assert [one["token"]["text"] for one in tokens] == ["", "\ufffd"]
     assert done["finish_reason"] == "length"
@@ -354,7 +353,8 @@ def test_banned_and_biased_ids_are_heeded(writer: httpx.Client):
         ({"prompt": "x", "max_length": 0}, 400, "INVALID_REQUEST"),
         ({"prompt": "x", "temperature": -1}, 400, "INVALID_REQUEST"),
         ({"prompt": "x", "attention_format": "all"}, 400, "INVALID_REQUEST"),
-        ({"prompt": "x", "output_attentions": True, "attention_layers": [9]}, 400, "INVALID_REQUEST"),
+        ({"prompt": "x", "request_id": "r", "num_samples": 2}, 400, "INVALID_REQUEST"),
+        ({"input_ids": [1], **ATTENTION, "attention_layers": [9]}, 400, "INVALID_REQUEST"),
         ({"prompt": "x", "grammar": "root ::= ("}, 400, "INVALID_REQUEST"),
     ],
 )  # fmt: skip
