@@ -6,6 +6,7 @@ Debian's chromium, driven by playwright. Skipped where there is none: ``apt-get 
 from __future__ import annotations
 
 import http.server
+import itertools
 import json
 import re
 import shutil
@@ -143,7 +144,7 @@ def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin
     page.wait_for_function("window.n_logged >= 8", timeout=WITHIN_MS)
     shapes = [json.loads(line.rsplit(" ", 1)[1]) for line in page.logged if line.endswith("]")]
     assert len(shapes) == 8
-    assert [b[2] - a[2] for a, b in zip(shapes, shapes[1:], strict=False)] == [1] * 7
+    assert [b[2] - a[2] for a, b in itertools.pairwise(shapes)] == [1] * 7
 
 
 def test_start_page_draws_a_generation(page: Any, served: Served):
