@@ -109,6 +109,7 @@ class Run:
         try:
             step = await anext(self._steps)
         except StopAsyncIteration:
+            await self._settle()
             self._finish()
             if self.error is not None:
                 raise self.error from None
@@ -189,9 +190,13 @@ class Run:
     async def aclose(self) -> None:
         """Cancel what still runs and wait until the slots are free; idempotent."""
         await self._steps.aclose()  # pyright: ignore[reportAttributeAccessIssue]
+        await self._settle()
+        self._finish()
+
+    async def _settle(self) -> None:
+        # Until then the slots are not free, and a stop sequence's run has no times in its usage.
         for generation in self.generations:
             await generation.aclose()
-        self._finish()
 
     def _finish(self) -> None:
         if not self._is_over:
