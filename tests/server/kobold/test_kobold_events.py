@@ -137,7 +137,7 @@ def test_logprobs_stand_in_the_token_where_asked_for():
 def test_rows_of_the_prompt_have_an_axis_of_their_own():
     rows = np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4)
     event = joined(typed().prompt(ended(), PromptBlock(5, 2, rows)))
-    assert (event["type"], event["start"]) == ("prompt", 5)
+    assert (event["type"], event["start"], event["rows"]) == ("prompt_attention", 5, 2)
     assert event["attention"]["shape"] == [2, 3, 2, 4]
     assert base64.b64decode(event["attention"]["data"]) == rows.tobytes()
 

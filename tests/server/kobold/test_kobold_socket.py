@@ -128,12 +128,12 @@ def test_rows_of_the_prompt_come_first(demo: Served):
         frames(demo, prompt=TEXT, max_length=1, attention_values="probs", prompt_attention=True)
     )
     text, binary = got[0]
-    assert text["type"] == "prompt"
+    assert text["type"] == "prompt_attention"
     assert text["attention"]["shape"] == list(expected.shape)
     np.testing.assert_array_equal(
         np.frombuffer(binary, np.float32).reshape(expected.shape), expected
     )
-    assert [one["type"] for one, _ in got] == ["prompt", "token"]
+    assert [one["type"] for one, _ in got] == ["prompt_attention", "token"]
 
 
 @pytest.mark.parametrize(

@@ -231,8 +231,8 @@ def test_rows_of_the_prompt_come_first(demo: Served, client: httpx.Client):
         prompt_attention=True,
     )  # fmt: skip
     kinds = [event["type"] for event in events]
-    blocks = list(itertools.takewhile(lambda event: event["type"] == "prompt", events))
-    assert kinds == ["prompt"] * len(blocks) + ["token", "token", "done"]
+    blocks = list(itertools.takewhile(lambda event: event["type"] == "prompt_attention", events))
+    assert kinds == ["prompt_attention"] * len(blocks) + ["token", "token", "done"]
     assert blocks[0]["start"] == 0
     joined = np.concatenate([rows(block) for block in blocks], axis=2)
     np.testing.assert_array_equal(joined, own)

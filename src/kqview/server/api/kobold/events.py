@@ -31,7 +31,7 @@ def _shaped(wanted: AttentionWanted | None, rows: Attention | None) -> Shaped | 
 
 
 class TypedEvents:
-    """``type`` "token", "done", "error", and "prompt" for rows of the prompt; base64 in JSON.
+    """``type`` "token", "done", "error", and "prompt_attention" for its rows; base64 in JSON.
 
     Every id is an event, its text "" inside a character of several; stop sequences stay in.
     """
@@ -46,9 +46,7 @@ class TypedEvents:
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        return self._event(
-            run, {"type": "prompt", "start": block.start}, _shaped(self._wanted, block.rows)
-        )
+        return self._event(run, _prompt(block), _shaped(self._wanted, block.rows))
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """One id with its row."""
@@ -139,8 +137,7 @@ class SocketFrames:
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes | str]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        event = {"type": "prompt", "start": block.start}
-        return self._frames(run, event, _shaped(self._wanted, block.rows), is_usual=False)
+        return self._frames(run, _prompt(block), _shaped(self._wanted, block.rows), is_usual=False)
 
     def token(self, run: Run, step: Step) -> list[bytes | str]:
         """One id with its row."""
@@ -198,6 +195,10 @@ class HeldText:
 
 def _plain(text: str, reason: str | None) -> Object:
     return {"token": text, "finish_reason": reason}
+
+
+def _prompt(block: PromptBlock) -> Object:
+    return {"type": "prompt_attention", "start": block.start, "rows": block.n_rows}
 
 
 def _done(run: Run) -> Object:
