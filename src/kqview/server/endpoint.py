@@ -22,7 +22,16 @@ from kqview.server.connection import connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.security import Caller, Gate
 from kqview.server.service import Service
-from kqview.server.streaming import ClientGone, Events, Frames, Stalled, pump, sent
+from kqview.server.streaming import (
+    EVENT_HEAD,
+    EVENT_TAIL,
+    ClientGone,
+    Events,
+    Frames,
+    Stalled,
+    pump,
+    sent,
+)
 
 _log: Final = logging.getLogger("kqview.server")
 _SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
@@ -216,7 +225,9 @@ class _Response:
         """One Server-Sent Event, its data in pieces; headers before the first one."""
         if not self.is_started:
             await self._start(200, *_SSE_HEADERS)
-        small = bytearray(b"event: message\ndata: ")
+        if not frames:
+            return
+        small = bytearray(EVENT_HEAD)
         for frame in frames:
             piece = frame.encode() if isinstance(frame, str) else frame
             if len(piece) < _SMALL:
@@ -225,7 +236,7 @@ class _Response:
             await self._body(bytes(small))
             await self._body(piece)
             small.clear()
-        await self._body(bytes(small + b"\n\n"))
+        await self._body(bytes(small + EVENT_TAIL))
 
     async def finish(self) -> None:
         await self._body(b"", is_last=True)

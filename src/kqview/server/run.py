@@ -18,6 +18,7 @@ from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
 _STEPS_AHEAD: Final = 1
+MOST_TOP: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,8 @@ class GenerateRequest:
         attention: None for no attention at all.
         n_samples: Texts to generate from the one prompt; its evaluation is shared.
         key: What aborting it may be restricted to (KoboldAI's ``genkey``).
+        max_context: Longest prompt that the client wants to have evaluated; the server's own limit
+            counts as well.
     """
 
     prompt: str | Sequence[int]
@@ -41,6 +44,16 @@ class GenerateRequest:
     attention: AttentionWanted | None = None
     n_samples: int = 1
     key: str = ""
+    max_context: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Logprobs of one token that was asked for them: its own, and the best ones."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,8 @@ class Run:
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.n_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []
+        """Of the first sample, where they were asked for; of each token the best `MOST_TOP`."""
         self.error: BaseException | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
@@ -97,6 +112,7 @@ class Run:
         try:
             step = await self._next()
         except StopAsyncIteration:
+            await self._settle()
             self._finish()
             if self.error is not None:
                 raise self.error from None
@@ -109,6 +125,10 @@ class Run:
         if self.error is not None:
             raise self.error
         self.n_tokens += 1
+        token = step.token
+        if token.logprob is not None and step.sample == 0:
+            top = tuple((token.top_logprobs or ())[:MOST_TOP])
+            self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
         return step
 
     async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
@@ -169,10 +189,14 @@ class Run:
             generation.cancel()
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            for generation in self.generations:
-                await generation.aclose()
+            await self._settle()
         finally:  # who is cancelled while he waits is done with it too
             self._finish()
+
+    async def _settle(self) -> None:
+        # Until then the slots are not free, and a stop sequence's run has no times in its usage.
+        for generation in self.generations:
+            await generation.aclose()
 
     def _finish(self) -> None:
         if not self._is_over:

@@ -18,7 +18,7 @@ from kqview.engine import Engine
 from kqview.errors import PromptTooLong, QueueFull, RequestError
 from kqview.generation.text import TextStream
 from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
-from kqview.server.run import GenerateRequest, Run
+from kqview.server.run import GenerateRequest, Run, TokenLogprobs
 from kqview.server.settings import Settings
 from kqview.types import EngineStats, Usage
 
@@ -38,6 +38,8 @@ class LastRun:
     finish_reason: str = ""
     seed: int | None = None
     ended_s: float | None = None
+    key: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class Service:
@@ -240,10 +242,10 @@ class Service:
         self._check_limits(request)
         ids = await self._prompt_ids(engine, request.prompt)
         self._check_limits(request)  # others may have been admitted meanwhile
-        if len(ids) > self.max_context:
+        limit = min(self.max_context, request.max_context or self.max_context)
+        if len(ids) > limit:
             raise PromptTooLong(
-                f"service.start: the prompt has {len(ids)} tokens, the limit is "
-                f"{self.max_context}; shorten it"
+                f"service.start: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it"
             )
         request = replace(request, max_tokens=min(request.max_tokens, settings.max_tokens))
         wanted = request.attention
@@ -306,7 +308,9 @@ class Service:
         if not self.runs:
             self._is_idle.set()
         seed = run.request.sampling.seed
-        self.last = LastRun(run.usage, run.finish_reason, seed, run.ended_s)
+        self.last = LastRun(
+            run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs)
+        )
         self.on_end(run)
 
     def find(self, *, key: str = "", request_id: str | None = None) -> list[Run]:

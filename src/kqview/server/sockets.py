@@ -234,10 +234,10 @@ class SocketEndpoint:
             )  # fmt: skip
             await self._operation.handler(call, socket)
             await socket.close()
+        except TimeoutError:  # an OSError too, so it comes first
+            await _quietly(socket.close(CLOSE_POLICY, "nothing was sent for too long"))
         except ClientGone:
             return
-        except TimeoutError:
-            await _quietly(socket.close(CLOSE_POLICY, "nothing was sent for too long"))
         except KqviewError as error:
             # Nothing of a stream was sent, or `pump` would have told the client.
             await _quietly(self._refuse(socket, error))

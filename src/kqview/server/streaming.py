@@ -24,12 +24,17 @@ _log: Final = logging.getLogger("kqview.server")
 Frames = Sequence[bytes | str]
 Send = Callable[[Frames], Awaitable[None]]
 
+EVENT_HEAD: Final = b"event: message\ndata: "
+EVENT_TAIL: Final = b"\n\n"
+NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
+"""Stands between two events in the pieces of one call, over SSE."""
+
 
 class Renderer(Protocol):
     """How a dialect writes what happens. Pure; `token` and `prompt` may run in another thread.
 
-    Over SSE the frames of one call are the pieces of one event's data, bytes all; over a WebSocket
-    each is a message, text or binary, and none comes between them.
+    Over SSE the frames of one call are the pieces of one event's data, bytes all, and none of them
+    is no event; over a WebSocket each is a message, text or binary, and none comes between them.
     """
 
     def prompt(self, run: Run, block: PromptBlock) -> Frames:

@@ -40,6 +40,11 @@ class Encoder:
         self._count(values.nbytes)
         return pybase64.b64encode_as_string(_bytes_of(values))
 
+    def numbers(self, values: NDArray[Any]) -> list[Any]:
+        """Values as numbers for JSON, nested as the array is; for small arrays."""
+        self._count(values.nbytes)
+        return values.tolist()
+
 
 def _bytes_of(values: NDArray[Any]) -> memoryview:
     # Rows of the engine are contiguous already, then this is no copy.

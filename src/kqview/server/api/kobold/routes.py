@@ -1,3 +1,302 @@
-"""stub"""
+"""Routes of the KoboldAI API with attention and of KoboldCpp; ``/api/v1/generate`` is dream's.
 
-OPERATIONS = []
+Glue only: `schema` says what bodies are, `convert` and `events` what becomes of them.
+"""
+
+import time
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Final
+
+import msgspec
+
+from kqview.engine import Engine
+from kqview.server.api.attention_objects import layers_of
+from kqview.server.api.kobold import convert, schema
+from kqview.server.api.kobold.events import PlainEvents, SocketFrames, TypedEvents
+from kqview.server.endpoint import Call, Handler, Operation, Reply, decoded
+from kqview.server.run import Run
+from kqview.server.sockets import Socket
+from kqview.server.streaming import Events
+
+_TAG: Final = "kobold"
+_STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
+
+# ---- text and ids
+
+
+async def tokenize(call: Call, body: schema.TokenizeBody) -> schema.Tokenized:
+    """Ids and texts of a text."""
+    add_special = convert.first(body.add_special_tokens, body.add_special, False)
+    pieces = await call.service.tokenize(convert.text_of(body), add_special=add_special)
+    return convert.tokenized(pieces, with_pieces=body.with_pieces is not False)
+
+
+async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
+    """Text of ids."""
+    return schema.Detokenized(await call.service.detokenize(convert.ids_of(body)))
+
+
+async def token_count(call: Call, body: schema.TokenCountBody) -> schema.TokenCount:
+    """How many tokens a prompt has."""
+    pieces = await call.service.tokenize(body.prompt or "", add_special=body.special)
+    return schema.TokenCount(len(pieces), [id_ for id_, _ in pieces])
+
+
+async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
+    """Text of ids, as KoboldCpp answers it."""
+    return schema.ExtraDetokenized(await call.service.detokenize(body.ids), success=True)
+
+
+# ---- generation
+
+
+async def stream(call: Call, body: schema.StreamBody) -> Events:
+    """Tokens as Server-Sent Events."""
+    body = convert.with_query(body, call.query)
+    run, engine = await _started(call, body, asked=False)
+    if not convert.is_typed(body):
+        return Events(
+            run, PlainEvents(run.request.sampling.stop, trims=body.trim_stop is not False)
+        )
+    return Events(run, TypedEvents(run.request.attention, _layers(run, engine), engine.token_text))
+
+
+async def stream_socket(call: Call, socket: Socket) -> None:
+    """Tokens as pairs of a text and a binary frame; one request a socket."""
+    raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
+    body = convert.with_query(decoded(_STREAM_DECODER, raw), call.query)
+    run, engine = await _started(call, body, asked=True)
+    await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
+
+
+async def _started(call: Call, body: schema.StreamBody, *, asked: bool) -> tuple[Run, Engine]:
+    service = call.service
+    engine = service.engine
+
+    def one_token(text: str) -> int | None:
+        ids = engine.tokenize(text)
+        return ids[0] if len(ids) == 1 else None
+
+    request = convert.request_of(
+        body, service.settings, request_id=call.request_id, one_token=one_token, asked=asked
+    )
+    return await service.start(request), engine
+
+
+def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
+    wanted = run.request.attention
+    return None if wanted is None else layers_of(wanted, engine.model)
+
+
+async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
+    """End the generation of a key or a name; without either the only one that has no key."""
+    runs = _meant(call, body)
+    is_named = bool(body.genkey or body.request_id)
+    is_known = bool(runs) if is_named else len(runs) <= 1
+    ended = runs if is_known else []
+    for run in ended:
+        run.end()
+    return convert.aborted(n_ended=len(ended), is_known=is_known)
+
+
+async def check(call: Call, body: schema.RunBody) -> schema.Texts:
+    """Text so far of the generation of a key or a name; "" where there is none."""
+    runs = _meant(call, body)
+    return schema.Texts([schema.Text(runs[-1].text if runs else "")])
+
+
+async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
+    """Logprobs of the generation that ended last, where it was asked for some."""
+    last = call.service.last
+    if last.key != (body.genkey or ""):
+        return schema.LastLogprobs(None)
+    return schema.LastLogprobs(convert.logprobs_of(last.logprobs, call.service.engine.token_bytes))
+
+
+def _meant(call: Call, body: schema.RunBody) -> list[Run]:
+    return call.service.find(key=body.genkey or "", request_id=body.request_id or None)
+
+
+def _by_query(handler: Handler) -> Handler:
+    """*handler* for GET: what names the generation is in the URL."""
+
+    async def handle(call: Call) -> Any:
+        query = call.query
+        return await handler(call, schema.RunBody(genkey=query.get("genkey")))
+
+    return handle
+
+
+# ---- what runs
+
+
+async def model(call: Call) -> schema.Model:
+    """The model's facts."""
+    service = call.service
+    return convert.model_of(
+        service.engine.model, name=service.model_name, max_context=service.max_context
+    )
+
+
+async def max_context_length(call: Call) -> schema.Number:
+    """Most tokens of a prompt."""
+    return schema.Number(call.service.max_context)
+
+
+async def max_length(call: Call) -> schema.Number:
+    """Most tokens that a request may generate."""
+    return schema.Number(min(call.service.settings.max_tokens, call.service.engine.n_ctx))
+
+
+async def perf(call: Call) -> schema.Perf:
+    """Figures of the last generation."""
+    service = call.service
+    return convert.perf_of(
+        service.last,
+        service.engine.stats(),
+        n_runs=service.n_runs,
+        n_running=len(service.runs),
+        started_s=service.started_s,
+        now_s=time.monotonic(),
+    )
+
+
+async def extra_version(call: Call) -> schema.Version:
+    """Which KoboldCpp this answers as."""
+    return schema.Version(protected=bool(call.service.settings.api_keys))
+
+
+async def props(call: Call) -> schema.ServerProps:
+    """Template and slots."""
+    engine = call.service.engine
+    return schema.ServerProps(
+        chat_template=engine.model.chat_template or "",
+        total_slots=len(engine.slots),
+        model_path=call.service.model_name,
+        default_generation_settings={"n_ctx": engine.n_ctx},
+    )
+
+
+async def service_info(call: Call) -> dict[str, Any]:
+    """Which APIs are here, as KoboldAI's services tell each other."""
+    try:
+        own = version("kqview")
+    except PackageNotFoundError:
+        own = "0"
+    kobold = {
+        "name": "KoboldAI API",
+        "rel_url": "/api",
+        "documentation": "/docs",
+        "version": schema.API_VERSION,
+    }
+    software = {"name": "kqview", "version": own}
+    return {"version": "0.2", "software": software, "api": {"koboldai": kobold}}
+
+
+def _always(reply: Any) -> Handler:
+    async def handle(call: Call) -> Any:
+        return reply
+
+    return handle
+
+
+# ---- the table
+
+
+def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
+    more.setdefault("error_body", convert.error_body)
+    return Operation(method=method, path=path, handler=handler, tag=_TAG, summary=summary, **more)
+
+
+def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
+    return _operation("GET", path, handler, summary, reply=reply, **more)
+
+
+def _post(
+    path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
+) -> Operation:
+    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
+
+
+def _v1(name: str) -> dict[str, Any]:
+    """Path of an operation that is at two places."""
+    return {"path": f"/api/v1/{name}", "also": (f"/api/latest/{name}",)}
+
+
+_CHECK: Final = "Text so far of a generation that runs."
+_LOGPROBS: Final = "Logprobs of the generation that ended last."
+_CHECK_PATH: Final = "/api/extra/generate/check"
+_LOGPROBS_PATH: Final = "/api/extra/last_logprobs"
+
+OPERATIONS: Final[list[Operation]] = [
+    _post(
+        "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
+        schema.TokenizeBody, schema.Tokenized,
+    ),
+    _post(
+        "/api/v1/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Detokenized
+    ),
+    _get(handler=model, summary="Facts about the model.", reply=schema.Model, **_v1("model")),
+    _post(
+        "/api/extra/generate/stream", stream,
+        "Generate, streamed. Events have a type and attention where output_attentions or "
+        "request_id is given; else they are KoboldAI's.",
+        schema.StreamBody, streams=True,
+    ),
+    _operation(
+        "WS", "/api/extra/generate/stream/ws", stream_socket,
+        "Generate: send the body of /api/extra/generate/stream as the first message; each token is "
+        "a text frame and a binary frame of float32.",
+    ),
+    _post(
+        "/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted
+    ),
+    _post(_CHECK_PATH, check, _CHECK, schema.RunBody, schema.Texts),
+    _get(_CHECK_PATH, _by_query(check), _CHECK, schema.Texts),
+    _post(_LOGPROBS_PATH, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs),
+    _get(_LOGPROBS_PATH, _by_query(last_logprobs), _LOGPROBS, schema.LastLogprobs),
+    _post(
+        "/api/extra/tokencount", token_count, "How many tokens a text has.",
+        schema.TokenCountBody, schema.TokenCount,
+        also=("/api/extra/tokenize",), error_body=convert.token_count_error,
+    ),
+    _post(
+        "/api/extra/detokenize", extra_detokenize, "Text of ids.",
+        schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
+        error_body=convert.extra_detokenize_error,
+    ),
+    _get(
+        handler=max_context_length, summary="Most tokens of a prompt.", reply=schema.Number,
+        path="/api/v1/config/max_context_length",
+        also=("/api/latest/config/max_context_length", "/api/extra/true_max_context_length"),
+    ),
+    _get(
+        handler=max_length, summary="Most tokens that a request may generate.",
+        reply=schema.Number, **_v1("config/max_length"),
+    ),
+    _get(
+        handler=_always(schema.Word("")), summary="There is no soft prompt.", reply=schema.Word,
+        **_v1("config/soft_prompt"),
+    ),
+    _get(
+        handler=_always(schema.Words([])), summary="There are no soft prompts.",
+        reply=schema.Words, **_v1("config/soft_prompts_list"),
+    ),
+    _get(
+        handler=_always(schema.Result(schema.API_VERSION)), summary="Version of KoboldAI's API.",
+        reply=schema.Result, access="open", **_v1("info/version"),
+    ),
+    _get(
+        "/api/extra/version", extra_version, "Version of KoboldCpp whose routes these are.",
+        schema.Version, access="open",
+    ),
+    _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf),
+    _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
+    _get("/ping", _always(schema.Status("ok")), "It is there.", schema.Status, access="open"),
+    _get("/props", props, "Template and slots.", schema.ServerProps),
+    _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
+    _get(
+        "/api", _always(Reply(b"", "text/plain", 307, headers={"location": "docs"})),
+        "Leads to /docs.", access="open",
+    ),
+]  # fmt: skip

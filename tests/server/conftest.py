@@ -1,0 +1,60 @@
+"""Fixtures of the server tests: servers, and models that they serve."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kqview.server import Settings
+from tests.support import tiny_gguf
+from tests.support.serving import Serve, Served, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kqview import Engine
+
+FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Start servers that end with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(settings: Settings | None = None, engine: Engine | None = None) -> Served:
+            return stack.enter_context(serving(settings, engine))
+
+        yield start
+
+
+@pytest.fixture(scope="session")
+def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama of 3 layers and 4 heads with random weights whose ids below 256 are the bytes."""
+    return tiny_gguf.write_preset(tmp_path_factory.mktemp("model") / "llama.gguf", "tiny_llama")
+
+
+@pytest.fixture(scope="session")
+def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A qwen2 of 3 layers and 2 heads with random weights and the vocabulary of the real ones."""
+    done = subprocess.run(
+        [sys.executable, str(FETCH), "--print-path"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return tiny_gguf.write_preset(
+        tmp_path_factory.mktemp("model") / "qwen2.gguf",
+        "tiny_qwen2_real_vocab",
+        llama_cpp_dir=Path(done.stdout.strip()),
+    )
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Served]:
+    """One server of the demo model for the tests of a module that leave it as they found it."""
+    with serving(Settings(n_slots=2)) as served:
+        yield served

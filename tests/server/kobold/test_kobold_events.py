@@ -1,0 +1,266 @@
+"""Events and frames of the kobold dialect, made of tokens without an engine."""
+
+from __future__ import annotations
+
+import base64
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kqview.errors import PoolExhausted
+from kqview.generation.text import TextStream
+from kqview.server.api.kobold.events import HeldText, PlainEvents, SocketFrames, TypedEvents
+from kqview.server.attention import AttentionWanted
+from kqview.server.errors import answer_of
+from kqview.server.run import Step
+from kqview.server.streaming import EVENT_HEAD, EVENT_TAIL
+from kqview.server.wire import Encoder
+from kqview.types import PromptBlock, Token
+from tests.support.kobold_goldens import golden
+
+LOGITS = AttentionWanted("logits")
+ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
+
+
+def ended(text: str = "", stop: str | None = None, reason: str = "length", **facts: Any) -> Any:
+    """What renderers see of a run."""
+    return SimpleNamespace(
+        request_id=facts.get("request_id", "r"),
+        n_tokens=facts.get("n_tokens", 0),
+        finish_reason=reason,
+        encoder=Encoder(lambda n_bytes: None),
+        generations=(SimpleNamespace(text=text, stop_match=stop),),
+        text=text + (stop or ""),
+    )
+
+
+def step(id_: int = 7, text: str = "x", rows: Any = None, **more: Any) -> Step:
+    return Step(0, Token(id_, text, 0, attention=rows, **more))
+
+
+def typed(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> TypedEvents:
+    return TypedEvents(wanted, layers, text_of=lambda id_: f"<{id_}>")
+
+
+def joined(pieces: Any) -> Any:
+    return msgspec.json.decode(b"".join(pieces))
+
+
+# ---- typed events
+
+
+def test_typed_events_are_the_documents():
+    case = golden("typed_events")
+    run = ended(reason=case["finish_reason"], n_tokens=case["n_tokens"], request_id="test-123")
+    rows = np.array(case["rows"], np.float32)
+    event = joined(typed().token(run, step(case["token"]["id"], case["token"]["text"], rows)))
+    assert event == case["token_event"]
+    assert joined(typed().done(run)) == case["done_event"]
+
+
+def test_large_base64_stays_one_piece():
+    pieces = typed().token(ended(), step(rows=ROWS))
+    assert base64.b64decode(pieces[1]) == ROWS.tobytes()
+    assert len(pieces) == 3
+
+
+def test_event_is_one_line_of_data():
+    text = 'line\nbreak \r and "quotes" \x00 é'
+    pieces = typed().token(ended(request_id=text), step(text=text, rows=ROWS))
+    assert not {b"\n", b"\r"} & {bytes([byte]) for byte in b"".join(pieces)}
+    assert joined(pieces)["token"]["text"] == joined(pieces)["request_id"] == text
+
+
+def test_token_without_attention_says_null():
+    event = joined(typed(None).token(ended(), step()))
+    assert event["attention"] is None
+
+
+def test_aggregated_rows_are_float32_in_base64():
+    wanted = AttentionWanted("probs", "aggregated")
+    attention = joined(typed(wanted).token(ended(), step(rows=ROWS[0, 0])))["attention"]
+    assert attention["shape"] == [4]
+    assert (attention["format"], attention["dtype"]) == ("aggregated", "float32")
+    assert attention["context_length"] == 4
+    values = np.frombuffer(base64.b64decode(attention["data"]), "<f4")
+    np.testing.assert_array_equal(values, ROWS[0, 0])
+
+
+def test_float16_is_said_and_sent():
+    wanted = AttentionWanted(dtype="float16")
+    event = joined(typed(wanted).token(ended(), step(rows=ROWS.astype(np.float16))))
+    attention = event["attention"]
+    assert attention["dtype"] == "float16"
+    assert base64.b64decode(attention["data"]) == ROWS.astype("<f2").tobytes()
+
+
+def test_layers_that_differ_in_heads_are_one_row_of_heads():
+    rows = (ROWS[0], ROWS[1, :2])
+    attention = joined(typed(layers=(1, 3)).token(ended(), step(rows=rows)))["attention"]
+    assert attention["shape"] == [1, 5, 4]
+    assert attention["heads_by_layer"] == [3, 2]
+    assert attention["layers"] == [1, 3]
+
+
+def test_sparse_rows_are_positions_with_their_layers():
+    wanted = AttentionWanted("probs", "sparse", top_k=2)
+    rows = np.array([[0.1, 0.5, 0.25, 0.0], [0.0, 0.5, 0.5, 0.0]], np.float32)
+    attention = joined(typed(wanted).token(ended(), step(rows=rows)))["attention"]
+    assert attention == {
+        "format": "sparse",
+        "top_k": 2,
+        "context_length": 4,
+        "data": [{"position": 1, "layers": [0.5, 0.5]}, {"position": 2, "layers": [0.25, 0.5]}],
+    }
+
+
+def test_viz_has_figures_by_layer():
+    wanted = AttentionWanted("probs", "viz")
+    rows = np.full((2, 3, 4), 0.25, np.float32)
+    attention = joined(typed(wanted).token(ended(), step(rows=rows)))["attention"]
+    assert attention["mean_by_layer"] == attention["max_by_layer"] == [0.25, 0.25]
+    assert attention["entropy"] == pytest.approx(np.log(4))
+
+
+def test_logprobs_stand_in_the_token_where_asked_for():
+    token = step(rows=None, logprob=-0.25, top_logprobs=[(7, -0.25), (9, -1.5)])
+    event = joined(typed(None).token(ended(), token))
+    assert event["token"]["logprob"] == -0.25
+    assert event["token"]["top_logprobs"][1] == {"token_id": 9, "text": "<9>", "logprob": -1.5}
+
+
+def test_rows_of_the_prompt_have_an_axis_of_their_own():
+    rows = np.arange(48, dtype=np.float32).reshape(2, 3, 2, 4)
+    event = joined(typed().prompt(ended(), PromptBlock(5, 2, rows)))
+    assert (event["type"], event["start"], event["rows"]) == ("prompt_attention", 5, 2)
+    assert event["attention"]["shape"] == [2, 3, 2, 4]
+    assert base64.b64decode(event["attention"]["data"]) == rows.tobytes()
+
+
+def test_error_names_its_request():
+    event = joined(typed().error(ended(), answer_of(PoolExhausted("pool: full; drop views"))))
+    assert (event["type"], event["error_code"], event["request_id"]) == ("error", "OOM", "r")
+    assert "drop views" in event["error"]
+
+
+# ---- plain events
+
+
+def plain_events(stream: PlainEvents, texts: list[str], run: Any) -> list[dict[str, Any]]:
+    """What a client reads of these tokens and the end."""
+    sent: list[bytes] = []
+    for text in texts:
+        frames = stream.token(run, step(text=text))
+        sent += [EVENT_HEAD, *frames, EVENT_TAIL] if frames else []
+    raw = b"".join([*sent, EVENT_HEAD, *stream.done(run), EVENT_TAIL])
+    lines = raw.decode().split("\n")
+    assert set(lines[0::3]) == {"event: message", ""}
+    assert set(lines[2::3]) == {""}
+    return [msgspec.json.decode(line.removeprefix("data: ")) for line in lines[1::3]]
+
+
+def test_plain_events_are_the_documents():
+    case = golden("plain_events")
+    run = ended("".join(case["texts"]), reason=case["finish_reason"])
+    assert plain_events(PlainEvents((), trims=True), case["texts"], run) == case["events"]
+
+
+def test_stop_sequence_is_trimmed_from_a_plain_stream():
+    run = ended("say ", "</tool>", "stop_sequence")
+    stream = PlainEvents(["</tool>"], trims=True)
+    events = plain_events(stream, ["say ", "<", "/tool", ">\n"], run)
+    assert [event["token"] for event in events] == ["say ", ""]
+    assert events[-1]["finish_reason"] == "stop"
+
+
+def test_stop_sequence_stays_where_it_is_not_to_be_trimmed():
+    run = ended("say ", "</tool>", "stop_sequence")
+    stream = PlainEvents(["</tool>"], trims=False)
+    events = plain_events(stream, ["say ", "<", "/tool", ">"], run)
+    assert "".join(event["token"] for event in events) == "say </tool>"
+
+
+def test_what_only_looked_like_a_stop_sequence_comes_at_the_end():
+    run = ended("a </to", reason="stop")
+    events = plain_events(PlainEvents(["</tool>"], trims=True), ["a ", "</to"], run)
+    assert [(e["token"], e["finish_reason"]) for e in events] == [
+        ("a ", None), ("</to", None), ("", "stop"),
+    ]  # fmt: skip
+
+
+def test_unfinished_character_is_flushed_at_the_end():
+    run = ended("a\ufffd", reason="stop")
+    events = plain_events(PlainEvents((), trims=True), ["a", ""], run)
+    assert [event["token"] for event in events] == ["a", "\ufffd", ""]
+
+
+@given(st.text("ab<", max_size=24), st.lists(st.text("ab<", min_size=1, max_size=4), max_size=3),
+       st.lists(st.integers(1, 5), max_size=24))  # fmt: skip
+def test_held_text_shows_all_but_what_stops(text: str, stops: list[str], lengths: list[int]):
+    engine, held, shown = TextStream(stops), HeldText(stops), ""
+    pieces, at = [], 0
+    for length in [*lengths, len(text)]:
+        pieces.append(text[at : at + length])
+        at += length
+    for piece in pieces:
+        engine.feed(piece.encode())
+        shown += held.feed(piece)
+        # Never more than what is before the stop sequence, and no less than is certain.
+        assert engine.text_before_stop.startswith(shown)
+        if engine.stop_match is not None:
+            break
+        rest = engine.text[len(shown) :]
+        assert rest == "" or any(stop.startswith(rest) for stop in stops)
+
+
+# ---- frames
+
+
+def test_frames_are_the_documents():
+    case = golden("socket_frames")
+    run = ended(reason=case["finish_reason"], n_tokens=case["n_tokens"])
+    rows = np.array(case["rows"], np.float32)
+    token = step(case["token"]["id"], case["token"]["text"], rows)
+    text, binary = SocketFrames(LOGITS, None).token(run, token)
+    assert msgspec.json.decode(text) == case["text_frame"]
+    assert binary == bytes.fromhex(case["binary_frame_hex"])
+    assert msgspec.json.decode(SocketFrames(LOGITS, None).done(run)[0]) == case["final_frame"]
+
+
+def test_token_without_attention_has_an_empty_binary_frame():
+    text, binary = SocketFrames(None, None).token(ended(), step())
+    assert msgspec.json.decode(text) == {"type": "token", "token_id": 7, "text": "x"}
+    assert binary == b""
+
+
+@pytest.mark.parametrize(
+    ("wanted", "layers", "rows", "says"),
+    [
+        (AttentionWanted(format="aggregated"), None, ROWS[0, 0], {"format": "aggregated"}),
+        (AttentionWanted(dtype="float16"), None, ROWS.astype("<f2"), {"dtype": "float16"}),
+        (AttentionWanted(heads=(0, 1, 2)), None, ROWS, {"shape": [2, 3, 4]}),
+        (AttentionWanted(), (1, 3), ROWS, {"layers": [1, 3], "shape": [2, 3, 4]}),
+        (AttentionWanted(), None, (ROWS[0], ROWS[1, :2]), {"heads_by_layer": [3, 2]}),
+    ],
+)
+def test_unusual_rows_say_what_they_are(
+    wanted: AttentionWanted, layers: Any, rows: Any, says: dict[str, Any]
+):
+    text, binary = SocketFrames(wanted, layers).token(ended(), step(rows=rows))
+    attention = msgspec.json.decode(text)["attention"]
+    assert {name: attention[name] for name in says} == says
+    assert "data" not in attention
+    assert isinstance(binary, bytes)
+    assert len(binary) == np.prod(attention["shape"]) * np.dtype(attention["dtype"]).itemsize
+
+
+def test_format_without_an_array_stands_in_the_text_frame():
+    wanted = AttentionWanted("probs", "viz")
+    text, binary = SocketFrames(wanted, None).token(ended(), step(rows=ROWS))
+    assert len(msgspec.json.decode(text)["attention"]["mean_by_layer"]) == 2
+    assert binary == b""

@@ -1,0 +1,224 @@
+"""The WebSocket of the kobold dialect over real sockets: pairs of frames, their rows, its ends."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+from websockets.exceptions import ConnectionClosed, ConnectionClosedError
+from websockets.sync.client import ClientConnection, connect
+
+from kqview import Capture
+from kqview.server import Settings
+
+if TYPE_CHECKING:
+    from tests.support.serving import Serve, Served
+
+PATH = "/api/extra/generate/stream/ws"
+TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
+
+
+def opened(served: Served, query: str = "", **options: Any) -> ClientConnection:
+    return connect(served.ws_url + PATH + query, max_size=None, **options)
+
+
+def frames(served: Served, query: str = "", **body: Any) -> list[Any]:
+    """Every frame until the server closes; texts are read as JSON."""
+    with opened(served, query) as socket:
+        socket.send(json.dumps({"temperature": 0, **body}))
+        got = [json.loads(one) if isinstance(one, str) else one for one in socket]
+        assert socket.close_code == 1000
+    return got
+
+
+def pairs(got: list[Any]) -> tuple[list[tuple[dict[str, Any], bytes]], dict[str, Any]]:
+    """The token frames, each with its binary frame, and the last one."""
+    *tokens, done = got
+    assert all(isinstance(one, dict) for one in tokens[0::2])
+    assert all(isinstance(one, bytes) for one in tokens[1::2])
+    return list(zip(tokens[0::2], tokens[1::2], strict=True)), done
+
+
+def own(served: Served, **options: Any) -> list[Any]:
+    """The engine's own tokens, its slots empty as for the stream that is compared."""
+    for slot in served.engine.slots:
+        slot.clear()
+    tokens = list(served.engine.generate(TEXT, max_tokens=4, temperature=0, **options))
+    for slot in served.engine.slots:
+        slot.clear()
+    return tokens
+
+
+def test_frames_are_those_of_the_document(demo: Served):
+    tokens, done = pairs(frames(demo, prompt=TEXT, max_length=4, request_id="my-request-001"))
+    assert done == {"type": "done", "finish_reason": "length", "total_tokens": 4}
+    assert len(tokens) == 4
+    assert all(list(text) == ["type", "token_id", "text"] for text, _ in tokens)
+
+
+@pytest.mark.parametrize("values", [None, "probs"])
+def test_binary_frames_are_the_engines_rows_bit_for_bit(demo: Served, values: str | None):
+    expected = own(demo, capture=values or "logits")
+    tokens, _ = pairs(frames(demo, prompt=TEXT, max_length=4, attention_values=values))
+    for (text, binary), token in zip(tokens, expected, strict=True):
+        assert text["token_id"] == token.id
+        assert binary == token.attention.tobytes()
+    n_prompt = len(demo.engine.tokenize(TEXT, add_special=True))
+    assert [len(binary) // (4 * 4 * 8) - n_prompt for _, binary in tokens] == [0, 1, 2, 3]
+
+
+def test_attention_that_is_switched_off_leaves_empty_frames(demo: Served):
+    tokens, _ = pairs(frames(demo, prompt=TEXT, max_length=3, output_attentions=False))
+    assert [binary for _, binary in tokens] == [b"", b"", b""]
+    assert all(list(text) == ["type", "token_id", "text"] for text, _ in tokens)
+
+
+@pytest.mark.parametrize("query", ["", "?attention_format=aggregated"])
+def test_aggregated_frames_by_field_or_query(demo: Served, query: str):
+    expected = own(demo, capture=Capture("probs", reduce="mean"))
+    fields = {} if query else {"attention_format": "aggregated"}
+    tokens, _ = pairs(
+        frames(demo, query, prompt=TEXT, max_length=4, attention_values="probs", **fields)
+    )
+    for (text, binary), token in zip(tokens, expected, strict=True):
+        assert text["attention"]["format"] == "aggregated"
+        assert text["attention"]["shape"] == [token.attention.size]
+        assert binary == token.attention.tobytes()
+
+
+def test_format_of_the_settings_is_the_default(serve: Serve):
+    served = serve(Settings(attention_format="aggregated"))
+    tokens, _ = pairs(frames(served, prompt=TEXT, max_length=2))
+    n_prompt = len(served.engine.tokenize(TEXT, add_special=True))
+    assert [len(binary) // 4 for _, binary in tokens] == [n_prompt, n_prompt + 1]
+    tokens, _ = pairs(frames(served, "?attention_format=per_layer", prompt=TEXT, max_length=1))
+    assert len(tokens[0][1]) == 4 * 8 * 4 * n_prompt
+
+
+def test_float16_frames_say_so(demo: Served):
+    expected = own(demo, capture=Capture("probs", dtype="float16"))
+    tokens, _ = pairs(
+        frames(demo, prompt=TEXT, max_length=4, attention_values="probs", dtype="float16")
+    )
+    for (text, binary), token in zip(tokens, expected, strict=True):
+        assert text["attention"]["dtype"] == "float16"
+        assert binary == token.attention.tobytes()
+
+
+def test_sse_and_websocket_send_the_same_tokens_and_rows(demo: Served):
+    body = {"prompt": TEXT, "max_length": 4, "temperature": 0, "request_id": "r"}
+    own(demo)
+    by_socket, _ = pairs(frames(demo, **body))
+    own(demo)
+    with demo.client() as client:
+        reply = client.post("/api/extra/generate/stream", json=body | {"output_attentions": True})
+    events = [json.loads(line[6:]) for line in reply.text.split("\n") if line[:6] == "data: "]
+    by_sse = [(e["token"]["token_id"], b64decode(e["attention"]["data"])) for e in events[:-1]]
+    assert [(text["token_id"], binary) for text, binary in by_socket] == by_sse
+
+
+def test_rows_of_the_prompt_come_first(demo: Served):
+    own(demo)
+    expected = demo.engine.attend(TEXT, "probs").array()
+    own(demo)
+    got, _ = pairs(
+        frames(demo, prompt=TEXT, max_length=1, attention_values="probs", prompt_attention=True)
+    )
+    text, binary = got[0]
+    assert text["type"] == "prompt_attention"
+    assert text["attention"]["shape"] == list(expected.shape)
+    np.testing.assert_array_equal(
+        np.frombuffer(binary, np.float32).reshape(expected.shape), expected
+    )
+    assert [one["type"] for one, _ in got] == ["prompt_attention", "token"]
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("not json", "INVALID_REQUEST"),
+        ("{}", "INVALID_REQUEST"),
+        ('{"input_ids": [1000000]}', "INVALID_TOKEN"),
+        ('{"input_ids": [' + ",".join(["5"] * 600) + "]}", "CONTEXT_TOO_LONG"),
+        (b'\xff\x00', "INVALID_REQUEST"),
+    ],
+)  # fmt: skip
+def test_request_that_cannot_work_is_told_and_closed_with_1008(
+    demo: Served, message: str | bytes, code: str
+):
+    with opened(demo) as socket:
+        socket.send(message)
+        error = json.loads(socket.recv())
+        assert (error["type"], error["error_code"]) == ("error", code)
+        with pytest.raises(ConnectionClosed):
+            socket.recv()
+        assert socket.close_code == 1008
+
+
+def test_unknown_format_in_the_query_is_told(demo: Served):
+    with opened(demo, "?attention_format=all") as socket:
+        socket.send('{"prompt": "x"}')
+        assert "attention_format" in json.loads(socket.recv())["error"]
+
+
+def test_client_that_leaves_frees_the_slot(demo: Served):
+    with opened(demo) as socket:
+        socket.send(json.dumps({"prompt": TEXT, "max_length": 450, "ban_eos_token": True}))
+        socket.recv()
+        assert len(demo.service.runs) == 1
+    demo.wait_idle(within_s=5)
+
+
+def test_abort_ends_a_socket_with_done(demo: Served):
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "genkey": "W"}
+    with opened(demo) as socket, demo.client() as client:
+        socket.send(json.dumps(body))
+        socket.recv()
+        reply = client.post("/api/extra/abort", json={"genkey": "W"})
+        assert reply.json() == {"success": "true", "done": "true"}
+        *_, done = [one for one in socket if isinstance(one, str)]
+        assert json.loads(done)["finish_reason"] == "stop"
+    demo.wait_idle()
+
+
+def test_request_that_takes_too_long_ends_with_an_error_and_1011(serve: Serve):
+    served = serve(Settings(request_timeout_s=0.3))
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True}
+    # A small buffer on our side: frames wait at the server until the time is over.
+    with opened(served, max_queue=1) as socket:
+        socket.send(json.dumps(body))
+        served.wait_until(lambda: served.service.n_runs)
+        run = next(iter(served.service.runs.values()))
+        served.wait_until(lambda: run.error is not None)
+        got: list[Any] = []
+        with pytest.raises(ConnectionClosedError):
+            got.extend(socket)
+        assert json.loads(got[-1])["error_code"] == "TIMEOUT"
+        assert socket.close_code == 1011
+
+
+def test_socket_without_a_request_is_closed_with_1008(serve: Serve):
+    served = serve(Settings(idle_timeout_s=0.2))
+    with opened(served) as socket:
+        with pytest.raises(ConnectionClosed):
+            socket.recv(timeout=10)
+        assert socket.close_code == 1008
+
+
+def test_page_of_another_origin_is_refused(serve: Serve):
+    served = serve(Settings(cors_origins=("http://page.example",)))
+    with opened(served, origin="http://page.example") as socket:
+        socket.send(json.dumps({"prompt": TEXT, "max_length": 1}))
+        assert json.loads(socket.recv())["type"] == "token"
+    with opened(served, origin="http://other.example") as socket:
+        assert json.loads(socket.recv())["error_code"] == "UNAUTHORIZED"
+
+
+def test_many_sockets_one_after_the_other_leave_nothing(demo: Served):
+    for _ in range(40):
+        tokens, done = pairs(frames(demo, prompt=TEXT, max_length=2))
+        assert (len(tokens), done["total_tokens"]) == (2, 2)
+    demo.wait_idle()

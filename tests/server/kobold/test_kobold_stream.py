@@ -1,0 +1,430 @@
+"""The SSE stream of the kobold dialect over real sockets: its events, their rows, its ends."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import socket
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import numpy as np
+import pytest
+
+from kqview import Capture, Engine
+from kqview.server import Settings
+from tests.support.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.support.serving import Serve, Served
+
+PATH = "/api/extra/generate/stream"
+TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
+ATTENTION = {"output_attentions": True}
+
+
+def stream(client: httpx.Client, **body: Any) -> list[dict[str, Any]]:
+    """Every event of a stream that ends well."""
+    body = {"temperature": 0, **body}
+    reply = client.post(PATH, json=body)
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    blocks = reply.text.split("\n\n")
+    assert blocks.pop() == ""
+    heads = [block.split("\n", 1)[0] for block in blocks]
+    assert {*heads} == {"event: message"}
+    return [json.loads(block.split("\n", 1)[1].removeprefix("data: ")) for block in blocks]
+
+
+def typed(client: httpx.Client, **body: Any) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Token events, and the done event."""
+    *tokens, done = stream(client, **{"output_attentions": False, "request_id": "r", **body})
+    assert done["type"] == "done"
+    assert done["total_tokens"] == len(tokens)
+    return tokens, done
+
+
+def texts(tokens: list[dict[str, Any]]) -> str:
+    return "".join(one["token"]["text"] for one in tokens)
+
+
+def ids(tokens: list[dict[str, Any]]) -> list[int]:
+    return [one["token"]["token_id"] for one in tokens]
+
+
+def rows(event: dict[str, Any]) -> np.ndarray:
+    attention = event["attention"]
+    assert attention["encoding"] == "base64"
+    data = base64.b64decode(attention["data"], validate=True)
+    return np.frombuffer(data, attention["dtype"]).reshape(attention["shape"])
+
+
+@pytest.fixture(scope="module")
+def client(demo: Served) -> Iterator[httpx.Client]:
+    with demo.client() as client:
+        yield client
+
+
+# ---- which events
+
+
+def test_stream_without_attention_or_name_is_the_plain_one(client: httpx.Client):
+    events = stream(client, prompt=TEXT, max_length=3, temperature=0.7, sampler_seed=12345)
+    assert all(list(event) == ["token", "finish_reason"] for event in events)
+    assert [event["finish_reason"] for event in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1] == {"token": "", "finish_reason": "length"}
+
+
+def test_text_and_its_ids_give_the_same_stream(client: httpx.Client):
+    sampling = {"max_length": 12, "temperature": 0.7, "sampler_seed": 12345}
+    wanted = {"text": TEXT, "add_special_tokens": True}
+    input_ids = client.post("/api/v1/tokenize", json=wanted).json()["token_ids"]
+    by_text = stream(client, prompt=TEXT, **sampling)
+    by_ids = stream(client, input_ids=input_ids, **sampling)
+    assert by_text == by_ids
+    assert stream(client, prompt="x", input_ids=input_ids, **sampling) == by_ids
+
+
+def test_greedy_stream_is_the_engines(demo: Served, client: httpx.Client):
+    tokens, done = typed(client, prompt=TEXT, max_length=16)
+    generation = demo.engine.generate(TEXT, max_tokens=16, temperature=0)
+    assert texts(tokens) == generation.read()
+    assert ids(tokens) == generation.tokens
+    assert done["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("given", [{"request_id": "mine"}, {"output_attentions": False}])
+def test_name_or_attention_field_makes_events_typed(client: httpx.Client, given: dict[str, Any]):
+    *tokens, done = stream(client, prompt=TEXT, max_length=2, **given)
+    assert {event["type"] for event in tokens} == {"token"}
+    assert all(list(event) == ["type", "token", "request_id", "attention"] for event in tokens)
+    assert all(event["attention"] is None for event in tokens)
+    assert list(done) == ["type", "finish_reason", "total_tokens", "request_id"]
+    name = given.get("request_id", done["request_id"])
+    assert {event["request_id"] for event in [*tokens, done]} == {name}
+
+
+# ---- rows
+
+
+def fresh(demo: Served, **options: Any) -> list[Any]:
+    """The engine's own tokens, its slots empty as for the stream that is compared."""
+    for slot in demo.engine.slots:
+        slot.clear()
+    tokens = list(demo.engine.generate(TEXT, max_tokens=4, temperature=0, **options))
+    for slot in demo.engine.slots:
+        slot.clear()
+    return tokens
+
+
+@pytest.mark.parametrize("values", [None, "logits", "scores", "probs"])
+def test_rows_are_the_engines_bit_for_bit(demo: Served, client: httpx.Client, values: str | None):
+    own = fresh(demo, capture=values or "logits")
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values=values
+    )
+    n_prompt = len(demo.engine.tokenize(TEXT, add_special=True))
+    for i, (event, token) in enumerate(zip(tokens, own, strict=True)):
+        attention = event["attention"]
+        assert attention["format"] == "per_layer"
+        assert attention["shape"] == [4, 8, n_prompt + i]
+        assert attention["context_length"] == n_prompt + i
+        assert attention["dtype"] == "float32"
+        assert rows(event).tobytes() == token.attention.tobytes()
+
+
+def test_rows_in_float16_are_the_engines(demo: Served, client: httpx.Client):
+    own = fresh(demo, capture=Capture("probs", dtype="float16"))
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values="probs",
+        dtype="float16",
+    )  # fmt: skip
+    for event, token in zip(tokens, own, strict=True):
+        assert event["attention"]["dtype"] == "float16"
+        assert rows(event).tobytes() == token.attention.tobytes()
+
+
+@pytest.mark.parametrize(("mode", "reduce"), [(None, "mean"), ("mean", "mean"), ("max", "max")])
+def test_aggregated_rows_are_the_engines(
+    demo: Served, client: httpx.Client, mode: str | None, reduce: Any
+):
+    own = fresh(demo, capture=Capture("probs", reduce=reduce))
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values="probs",
+        attention_format="aggregated", aggregation_mode=mode,
+    )  # fmt: skip
+    for event, token in zip(tokens, own, strict=True):
+        attention = event["attention"]
+        assert (attention["format"], attention["dtype"]) == ("aggregated", "float32")
+        assert attention["shape"] == [attention["context_length"]]
+        assert rows(event).tobytes() == token.attention.tobytes()
+
+
+def test_aggregated_last_layer_and_weights_are_computed_from_all_rows(
+    demo: Served, client: httpx.Client
+):
+    own = fresh(demo, capture="probs")
+    asked = {"prompt": TEXT, "max_length": 4, "output_attentions": True}
+    asked |= {"attention_values": "probs", "attention_format": "aggregated"}
+    last, _ = typed(client, **asked, aggregation_mode="last_layer")
+    weights = [1.0, 0.0, 2.0, 1.0]
+    some, _ = typed(client, **asked, aggregation_mode="weighted_layers", layer_weights=weights)
+    for token, one, other in zip(own, last, some, strict=True):
+        heads = token.attention.astype(np.float64).mean(axis=1)
+        np.testing.assert_allclose(rows(one), heads[-1], atol=1e-6)
+        np.testing.assert_allclose(rows(other), np.average(heads, 0, weights), atol=1e-6)
+
+
+def test_chosen_layers_and_heads_are_named(demo: Served, client: httpx.Client):
+    own = fresh(demo, capture=Capture("probs", layers=(3, 1), heads=(5,)))
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values="probs",
+        attention_layers=[3, 1], attention_heads=[5],
+    )  # fmt: skip
+    assert tokens[0]["attention"]["layers"] == [3, 1]
+    assert [rows(event).tobytes() for event in tokens] == [t.attention.tobytes() for t in own]
+
+
+def test_sparse_rows_are_the_largest_means(demo: Served, client: httpx.Client):
+    own = fresh(demo, capture="probs")
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values="probs",
+        attention_format="sparse", sparse_top_k=3,
+    )  # fmt: skip
+    for event, token in zip(tokens, own, strict=True):
+        heads = token.attention.mean(axis=1)
+        assert event["attention"]["top_k"] == 3
+        best = np.sort(heads.mean(axis=0))[::-1][:3]
+        found = event["attention"]["data"]
+        np.testing.assert_allclose([np.mean(one["layers"]) for one in found], best, atol=1e-6)
+        for one in found:
+            np.testing.assert_allclose(one["layers"], heads[:, one["position"]], atol=1e-6)
+
+
+def test_viz_figures_are_those_of_the_rows(demo: Served, client: httpx.Client):
+    own = fresh(demo, capture="probs")
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=4, output_attentions=True, attention_values="probs",
+        attention_format="viz",
+    )  # fmt: skip
+    for event, token in zip(tokens, own, strict=True):
+        viz, values = event["attention"], token.attention.astype(np.float64)
+        np.testing.assert_allclose(viz["mean_by_layer"], values.mean(axis=(1, 2)), rtol=1e-5)
+        np.testing.assert_allclose(viz["max_by_layer"], values.max(axis=(1, 2)), rtol=1e-6)
+        mean = values.mean(axis=(0, 1))
+        mean = mean[mean > 0] / mean.sum()
+        assert viz["entropy"] == pytest.approx(-(mean * np.log(mean)).sum(), rel=1e-4)
+
+
+def test_rows_of_the_prompt_come_first(demo: Served, client: httpx.Client):
+    for slot in demo.engine.slots:
+        slot.clear()
+    own = demo.engine.attend(TEXT, "probs").array()
+    for slot in demo.engine.slots:
+        slot.clear()
+    events = stream(
+        client, prompt=TEXT, max_length=2, output_attentions=True, attention_values="probs",
+        prompt_attention=True,
+    )  # fmt: skip
+    kinds = [event["type"] for event in events]
+    blocks = list(itertools.takewhile(lambda event: event["type"] == "prompt_attention", events))
+    assert kinds == ["prompt_attention"] * len(blocks) + ["token", "token", "done"]
+    assert blocks[0]["start"] == 0
+    joined = np.concatenate([rows(block) for block in blocks], axis=2)
+    np.testing.assert_array_equal(joined, own)
+
+
+def test_first_rows_are_not_equal_between_layers_or_tokens(client: httpx.Client):
+    tokens, _ = typed(
+        client, prompt=TEXT, max_length=3, output_attentions=True, attention_values="probs"
+    )
+    first, second = rows(tokens[0]), rows(tokens[1])
+    np.testing.assert_allclose(first.sum(axis=-1), 1, atol=1e-4)
+    assert len({layer.tobytes() for layer in first}) == 4
+    assert not np.allclose(first, second[:, :, :-1])
+
+
+def test_values_and_format_of_the_settings_are_the_default(serve: Serve):
+    served = serve(Settings(attention_values="probs", attention_format="aggregated"))
+    with served.client() as client:
+        tokens, _ = typed(client, prompt=TEXT, max_length=2, output_attentions=True)
+        assert tokens[0]["attention"]["format"] == "aggregated"
+        np.testing.assert_allclose(rows(tokens[0]).sum(), 1, atol=1e-4)
+        query = f"{PATH}?attention_format=per_layer"
+        body = {"prompt": TEXT, "max_length": 1, "output_attentions": True}
+        assert '"per_layer"' in client.post(query, json=body).text
+
+
+# ---- text
+
+
+@pytest.fixture(scope="module")
+def bytes_served(byte_model: Path) -> Iterator[Served]:
+    """A model whose ids below 256 are the bytes of its text; grammars make it write anything."""
+    with Engine(byte_model, n_threads=1, n_ctx=256) as engine, serving(Settings(), engine) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def writer(bytes_served: Served) -> Iterator[httpx.Client]:
+    with bytes_served.client() as client:
+        yield client
+
+
+def writes(text: str) -> dict[str, Any]:
+    """A request after which the model writes *text* and ends."""
+    return {"input_ids": [65], "max_length": 100, "grammar": f'root ::= "{text}"'}
+
+
+def test_every_id_of_a_character_is_an_event(writer: httpx.Client):
+    text = "a\u00e9\U0001f600b"
+    tokens, done = typed(writer, **writes(text))
+    assert bytes(ids(tokens)) == text.encode()
+    assert [one["token"]["text"] for one in tokens] == ["a", "", "é", "", "", "", "😀", "b"]
+    assert done["finish_reason"] == "stop"
+
+
+def test_end_of_text_is_no_token(bytes_served: Served, writer: httpx.Client):
+    tokens, done = typed(writer, **writes("abc"))
+    assert (texts(tokens), done["total_tokens"], done["finish_reason"]) == ("abc", 3, "stop")
+    assert bytes_served.engine.model.eos_token_id not in ids(tokens)
+
+
+def test_unfinished_character_is_flushed_with_the_last_id(writer: httpx.Client):
+    request = writes("\U0001f600") | {"max_length": 2}
+    tokens, done = typed(writer, **request)
+    assert [one["token"]["text"] for one in tokens] == ["", "\ufffd"]
+    assert done["finish_reason"] == "length"
+    events = stream(writer, **request)
+    assert [event["token"] for event in events] == ["\ufffd", ""]
+
+
+def test_stop_sequence_over_several_tokens_arrives_untrimmed(writer: httpx.Client):
+    tokens, done = typed(writer, **writes("go </b></tool> on"), stop_sequence=["</tool>"])
+    assert texts(tokens) == "go </b></tool>"
+    assert done["finish_reason"] == "stop"
+    assert done["total_tokens"] == len("go </b></tool>")
+
+
+@pytest.mark.parametrize(
+    ("trim", "shown"),
+    [({}, "go </b>"), ({"trim_stop": True}, "go </b>"), ({"trim_stop": False}, "go </b></tool>")],
+)
+def test_plain_stream_trims_the_stop_sequence(
+    writer: httpx.Client, trim: dict[str, Any], shown: str
+):
+    events = stream(writer, **writes("go </b></tool> on"), stop_sequence=["</tool>"], **trim)
+    assert "".join(event["token"] for event in events) == shown
+    assert events[-1] == {"token": "", "finish_reason": "stop"}
+
+
+def test_stop_token_is_told_as_stop(writer: httpx.Client):
+    tokens, done = typed(writer, **writes("abc"), stop_tokens=[ord("c")])
+    assert (texts(tokens), done["finish_reason"]) == ("ab", "stop")
+
+
+def test_banned_and_biased_ids_are_heeded(writer: httpx.Client):
+    request = {"input_ids": [65], "max_length": 5, "logit_bias": {"66": 1000}}
+    tokens, _ = typed(writer, **request)
+    assert texts(tokens) == "BBBBB"
+    tokens, _ = typed(writer, **request, banned_tokens=[66])
+    assert "B" not in texts(tokens)
+
+
+# ---- what cannot work
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "code"),
+    [
+        ({}, 400, "INVALID_REQUEST"),
+        ({"prompt": 1}, 400, "INVALID_REQUEST"),
+        ({"input_ids": [1, "a"]}, 400, "INVALID_REQUEST"),
+        ({"input_ids": [10**6]}, 400, "INVALID_TOKEN"),
+        ({"input_ids": [-1]}, 400, "INVALID_TOKEN"),
+        ({"input_ids": []}, 400, "INVALID_REQUEST"),
+        ({"input_ids": [5] * 513}, 400, "CONTEXT_TOO_LONG"),
+        ({"prompt": "word " * 600}, 400, "CONTEXT_TOO_LONG"),
+        ({"input_ids": [5] * 9, "max_context_length": 8}, 400, "CONTEXT_TOO_LONG"),
+        ({"prompt": "x", "max_length": 0}, 400, "INVALID_REQUEST"),
+        ({"prompt": "x", "temperature": -1}, 400, "INVALID_REQUEST"),
+        ({"prompt": "x", "attention_format": "all"}, 400, "INVALID_REQUEST"),
+        ({"prompt": "x", "request_id": "r", "num_samples": 2}, 400, "INVALID_REQUEST"),
+        ({"input_ids": [1], **ATTENTION, "attention_layers": [9]}, 400, "INVALID_REQUEST"),
+        ({"prompt": "x", "grammar": "root ::= ("}, 400, "INVALID_REQUEST"),
+    ],
+)  # fmt: skip
+def test_request_that_cannot_work_is_refused_before_the_first_byte(
+    client: httpx.Client, body: dict[str, Any], status: int, code: str
+):
+    reply = client.post(PATH, json=body, headers={"origin": "http://page.example"})
+    assert reply.status_code == status
+    assert reply.json()["error_code"] == code
+    assert reply.json()["detail"]["msg"] == reply.json()["error"]
+    assert reply.headers["access-control-allow-origin"] == "*"
+
+
+def test_larger_context_than_there_is_is_no_error(client: httpx.Client):
+    tokens, _ = typed(client, prompt=TEXT, max_length=2, max_context_length=8192)
+    assert len(tokens) == 2
+
+
+def test_name_in_use_is_refused(demo: Served, client: httpx.Client):
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
+    with client.stream("POST", PATH, json=body | {"request_id": "one"}) as reply:
+        next(reply.iter_raw())
+        with demo.client() as other:
+            refused = other.post(PATH, json=body | {"request_id": "one"})
+        assert refused.status_code == 400
+        assert "one" in refused.json()["error"]
+    demo.wait_idle()
+
+
+# ---- the end
+
+
+def test_client_that_leaves_frees_the_slot(demo: Served, client: httpx.Client):
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
+    with client.stream("POST", PATH, json=body) as reply:
+        next(reply.iter_raw())
+        assert len(demo.service.runs) == 1
+    demo.wait_idle(within_s=5)
+
+
+def test_failed_stream_ends_with_an_event_and_is_cut(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+):
+    served = serve(Settings(request_timeout_s=0.5))
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
+    raw = raw_reply(served, json.dumps(body).encode(), wait_until_over=served)
+    head, _, rest = raw.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"transfer-encoding: chunked" in head.lower()
+    last = rest[rest.rindex(b"data: ") :]
+    event = json.loads(last[len(b"data: ") : last.index(b"\n")])
+    assert (event["type"], event["error_code"]) == ("error", "TIMEOUT")
+    assert not raw.endswith(b"0\r\n\r\n")  # the chunk without which no client takes it as whole
+    with served.client() as client, pytest.raises(httpx.RemoteProtocolError):
+        for _ in client.post(PATH, json=body).iter_raw():
+            pass
+    assert [r for r in caplog.records if r.exc_info] == []
+
+
+def raw_reply(served: Served, body: bytes, *, wait_until_over: Served) -> bytes:
+    """Every byte of a reply whose client begins to read when the time of its request is over."""
+    host, port = served.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = f"POST {PATH} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until_over.wait_until(lambda: served.service.n_runs)
+        run = next(iter(served.service.runs.values()))
+        wait_until_over.wait_until(lambda: run.error is not None)
+        connection.settimeout(30)
+        parts: list[bytes] = []
+        while part := connection.recv(1 << 20):
+            parts.append(part)
+        return b"".join(parts)

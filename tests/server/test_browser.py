@@ -1,0 +1,154 @@
+"""A real browser on a page of another origin: the documents' JavaScript, CORS, and a drawn row.
+
+Debian's chromium, driven by playwright. Skipped where there is none: ``apt-get install chromium``.
+"""
+
+from __future__ import annotations
+
+import http.server
+import itertools
+import json
+import re
+import shutil
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Engine
+from kqview.server import Settings
+from tests.support.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.serving import Served
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+
+README = Path(__file__).parents[2] / "README.md"
+PAGES = Path(__file__).with_name("pages")
+WITHIN_MS = 30_000
+
+
+class _Page(http.server.BaseHTTPRequestHandler):
+    """Serves the pages beside this file, with the address of the API where they say API."""
+
+    api = ""
+
+    def do_GET(self) -> None:
+        path = PAGES / self.path.lstrip("/")
+        if path.parent != PAGES or not path.is_file():
+            self.send_error(404)
+            return
+        text = path.read_text(encoding="utf-8").replace("API_HOST", self.api)
+        data = text.replace("README_JS", readme_example(self.api)).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+def readme_example(host: str) -> str:
+    found = re.search(r"```js\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    assert found
+    return found[1].replace("127.0.0.1:5001", host)
+
+
+@pytest.fixture(scope="module")
+def served(qwen_model: Path) -> Iterator[Served]:
+    """A model with the vocabulary of the document's, so that its ids mean the same."""
+    with (
+        Engine(qwen_model, n_threads=1, n_ctx=512) as engine,
+        serving(Settings(attention_values="probs"), engine) as one,
+    ):
+        yield one
+
+
+@pytest.fixture(scope="module")
+def origin(served: Served) -> Iterator[str]:
+    """Another origin: other port, and other name of the same machine."""
+    handler = type("Handler", (_Page,), {"api": served.url.removeprefix("http://")})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://localhost:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright:
+        # As root there is no sandbox; the pages are ours.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A tab that fails the test on an error of its scripts."""
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.logged = []
+    page.on("console", lambda message: page.logged.append(message.text))
+    yield page
+    page.close()
+    assert errors == []
+
+
+def result(page: Any, address: str) -> Any:
+    """What the page sets as ``result`` when it is done."""
+    page.goto(address)
+    page.wait_for_function("window.result !== undefined", timeout=WITHIN_MS)
+    return page.evaluate("window.result")
+
+
+def test_documents_websocket_example_draws_its_rows(page: Any, served: Served, origin: str):
+    found = result(page, f"{origin}/socket.html")
+    shapes = [line for line in page.logged if "Attention shape" in line]
+    n_layer, n_head = served.engine.model.n_layer, served.engine.model.n_head
+    assert len(shapes) == found["total_tokens"] > 1
+    assert f"{[n_layer, n_head, 5]}" in shapes[0].replace("Array(3)", "")
+    assert page.logged[-1].startswith("Connection closed")
+    # Each row of a head sums to 1, so a drawn row has more than background in it.
+    assert found["n_drawn"] > found["total_tokens"]
+    assert found["model"]["num_layers"] == n_layer
+
+
+def test_stream_of_events_is_read_as_halo_weave_does(page: Any, served: Served, origin: str):
+    found = result(page, f"{origin}/events.html")
+    assert found["error"] is None
+    assert found["done"]["total_tokens"] == len(found["tokens"])
+    assert found["done"]["request_id"] == "browser-1"
+    assert [token["n"] for token in found["tokens"]] == [
+        3 * 2 * (found["n_prompt"] + i) for i in range(len(found["tokens"]))
+    ]
+    assert all(abs(token["sum"] - 6) < 1e-2 for token in found["tokens"])
+    assert found["refused"] == {"status": 400, "error_code": "INVALID_TOKEN"}
+
+
+def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin: str):
+    page.goto(f"{origin}/readme.html")
+    served.wait_until(lambda: served.service.n_runs)
+    page.wait_for_function("window.n_logged >= 8", timeout=WITHIN_MS)
+    shapes = [json.loads(line.rsplit(" ", 1)[1]) for line in page.logged if line.endswith("]")]
+    assert len(shapes) == 8
+    assert [b[2] - a[2] for a, b in itertools.pairwise(shapes)] == [1] * 7
+
+
+def test_start_page_draws_a_generation(page: Any, served: Served):
+    page.goto(served.url)
+    page.wait_for_function("document.getElementById('facts').hidden === false", timeout=WITHIN_MS)
+    page.click("#form button")
+    page.wait_for_function("document.getElementById('rows').height > 4", timeout=WITHIN_MS)

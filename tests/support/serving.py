@@ -1,0 +1,106 @@
+"""Real servers on free ports of this machine for tests, closed again.
+
+Owns: the server's thread and the demo engines that it opens. A test talks to it over sockets, and
+may look at its ``service`` and ``engine``; only reading them is safe from the test's thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+import pytest
+
+from kqview import Engine
+
+pytest.importorskip("starlette")
+uvicorn = pytest.importorskip("uvicorn")
+
+from kqview.cli.serving import configured  # noqa: E402
+from kqview.server import Settings, create_app  # noqa: E402
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kqview.server.service import Service
+
+STARTS_WITHIN_S = 30.0
+ENDS_WITHIN_S = 30.0
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that runs: ``url`` and ``ws_url`` have no slash at their end."""
+
+    url: str
+    ws_url: str
+    service: Service
+
+    @property
+    def engine(self) -> Engine:
+        """The engine that serves now."""
+        return self.service.engine
+
+    def client(self, **options: Any) -> httpx.Client:
+        """A client for paths of this server; close it, or use it as a context manager."""
+        return httpx.Client(base_url=self.url, timeout=30, **options)
+
+    def wait_until(self, condition: Callable[[], object], *, within_s: float = 10.0) -> None:
+        """Wait until *condition*, which only reads, is true; fails where it does not become so."""
+        end_s = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end_s, "the condition did not become true"
+            time.sleep(0.005)
+
+    def wait_idle(self, *, within_s: float = 10.0) -> None:
+        """Wait until no request is known and no slot is busy."""
+        self.wait_until(
+            lambda: not self.service.runs and not any(s.is_busy for s in self.engine.stats().slots),
+            within_s=within_s,
+        )
+
+
+class Serve(Protocol):
+    """Starts a server; it ends with the test.
+
+    Without an engine, and with settings that name no model, it serves a demo engine of its own with
+    one thread and `Settings.n_slots` slots. An engine that is passed stays the caller's.
+    """
+
+    def __call__(
+        self, settings: Settings | None = None, engine: Engine | None = None
+    ) -> Served: ...
+
+
+@contextlib.contextmanager
+def serving(settings: Settings | None = None, engine: Engine | None = None) -> Iterator[Served]:
+    """What the fixture `serve` starts, under uvicorn as ``kqview serve`` configures it."""
+    settings = settings or Settings()
+    with contextlib.ExitStack() as stack:
+        opens_its_own = settings.model is not None or settings.demo
+        if engine is None and not opens_its_own:
+            engine = stack.enter_context(
+                Engine.demo(n_threads=1, n_ctx=settings.n_ctx, n_slots=settings.n_slots)
+            )
+        app = create_app(engine, settings) if engine is not None else create_app(settings)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        port = listener.getsockname()[1]
+        server = uvicorn.Server(configured(app, settings))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        try:
+            end_s = time.monotonic() + STARTS_WITHIN_S
+            while not server.started:
+                assert thread.is_alive(), "the server did not start"
+                assert time.monotonic() < end_s, "the server did not start in time"
+                time.sleep(0.005)
+            yield Served(f"http://127.0.0.1:{port}", f"ws://127.0.0.1:{port}", app.service)
+        finally:
+            server.should_exit = True
+            thread.join(ENDS_WITHIN_S)
+            assert not thread.is_alive(), "the server did not end"
