@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, RequestError
+from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
 from kqview.server.api.kobold import convert, schema
-from kqview.server.errors import NoModel, QueueFull, Unauthorized, answer_of
+from kqview.server.errors import NoModel, Unauthorized, answer_of
 from kqview.server.run import TokenLogprobs
 from kqview.server.service import LastRun
 from kqview.server.settings import Settings
