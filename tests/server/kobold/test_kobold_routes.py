@@ -411,7 +411,8 @@ def test_full_queue_is_told_before_the_first_byte(serve: Serve):
         body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "request_id": "a"}
         body |= {"output_attentions": True}
         with holder.stream("POST", "/api/extra/generate/stream", json=body) as reply:
-            next(reply.iter_raw())
+            chunks = reply.iter_raw()  # dropping it would close the connection
+            next(chunks)
             refused = client.post("/api/extra/generate/stream", json=body | {"request_id": "b"})
             assert refused.status_code == 503
             assert refused.headers["retry-after"]

@@ -172,6 +172,7 @@ def test_aggregated_last_layer_and_weights_are_computed_from_all_rows(
     asked |= {"attention_values": "probs", "attention_format": "aggregated"}
     last, _ = typed(client, **asked, aggregation_mode="last_layer")
     weights = [1.0, 0.0, 2.0, 1.0]
+    fresh(demo)
     some, _ = typed(client, **asked, aggregation_mode="weighted_layers", layer_weights=weights)
     for token, one, other in zip(own, last, some, strict=True):
         heads = token.attention.astype(np.float64).mean(axis=1)
@@ -376,7 +377,8 @@ def test_larger_context_than_there_is_is_no_error(client: httpx.Client):
 def test_name_in_use_is_refused(demo: Served, client: httpx.Client):
     body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
     with client.stream("POST", PATH, json=body | {"request_id": "one"}) as reply:
-        next(reply.iter_raw())
+        chunks = reply.iter_raw()  # dropping it would close the connection
+        next(chunks)
         with demo.client() as other:
             refused = other.post(PATH, json=body | {"request_id": "one"})
         assert refused.status_code == 400
@@ -390,7 +392,8 @@ def test_name_in_use_is_refused(demo: Served, client: httpx.Client):
 def test_client_that_leaves_frees_the_slot(demo: Served, client: httpx.Client):
     body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
     with client.stream("POST", PATH, json=body) as reply:
-        next(reply.iter_raw())
+        chunks = reply.iter_raw()  # dropping it would close the connection
+        next(chunks)
         assert len(demo.service.runs) == 1
     demo.wait_idle(within_s=5)
 
