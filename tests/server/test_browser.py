@@ -150,7 +150,9 @@ def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin
 
 
 def test_start_page_draws_a_generation(page: Any, served: Served):
+    # No wait_for_function: it evaluates text, which this page's policy forbids.
     page.goto(served.url)
-    page.wait_for_function("document.getElementById('facts').hidden === false", timeout=WITHIN_MS)
+    page.wait_for_selector("#facts:visible", timeout=WITHIN_MS)
     page.click("#form button")
-    page.wait_for_function("document.getElementById('rows').height > 4", timeout=WITHIN_MS)
+    page.wait_for_selector("#rows:visible", timeout=WITHIN_MS)
+    served.wait_until(lambda: page.evaluate("document.getElementById('rows').height") > 4)

@@ -102,8 +102,9 @@ def generate_stream(
     request_id: str = "5c1c3f1e-8f0c-4c0e-9c39-2f6cf2a9e7a1",
     temperature: float = 0.7,
     on_token: Callable[[Heard], None] | None = None,
+    **more: Any,
 ) -> Heard:
-    """The page's generateStream: its body, field for field."""
+    """The page's generateStream: its body, field for field; *more* is what it never sends."""
     body = {
         "input_ids": input_ids,
         "max_length": max_new_tokens or 50,
@@ -115,6 +116,7 @@ def generate_stream(
         "request_id": request_id,
         "sampler_seed": -1,
         "stop_sequence": STOPS,
+        **more,
     }
     with client.stream("POST", "/api/extra/generate/stream", json=body) as reply:
         if not reply.is_success:

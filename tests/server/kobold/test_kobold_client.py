@@ -86,8 +86,7 @@ def test_prompt_that_is_too_long_reaches_its_error_callback(client: httpx.Client
 
 def test_failure_in_the_middle_is_not_taken_for_the_end(serve: Serve):
     served = serve(Settings(attention_values="probs", request_timeout_s=0.5))
-    # No end of text in sight, and more rows than the socket's buffers hold.
-    ids = served.engine.tokenize("One day, Tom found a red ball. ")
+    ids = served.engine.tokenize(TURN)
 
     def dawdle(heard: halo_weave.Heard) -> None:
         run = next(iter(served.service.runs.values()), None)
@@ -95,7 +94,10 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(serve: Serve):
             served.wait_until(lambda: run.error is not None)
 
     with served.client() as client:
-        heard = halo_weave.generate_stream(client, ids, max_new_tokens=450, on_token=dawdle)
+        # 450 tokens have more rows than the socket's buffers hold.
+        heard = halo_weave.generate_stream(
+            client, ids, max_new_tokens=450, on_token=dawdle, ban_eos_token=True
+        )
     assert heard.tokens
     assert heard.done is None
     assert heard.error is not None
