@@ -61,6 +61,16 @@ def test_unfinished_character_is_flushed_with_the_last_id(writer: httpx.Client):
     assert [event["token"] for event in events] == ["\ufffd", ""]
 
 
+def test_character_that_the_model_leaves_unfinished_is_told_at_the_end(writer: httpx.Client):
+    # The first byte of two, then, as that one is penalized, the stop token.
+    request = {"input_ids": [65], "max_length": 9, "logit_bias": {"195": 1000, "66": 900}}
+    request |= {"presence_penalty": 500, "stop_tokens": [66]}
+    tokens, done = typed(writer, **request)
+    assert (ids(tokens), texts(tokens), done["text"]) == ([0xC3], "", "\ufffd")
+    events = stream(writer, **request)
+    assert [event["token"] for event in events] == ["\ufffd", ""]
+
+
 def test_stop_sequence_over_several_tokens_arrives_untrimmed(writer: httpx.Client):
     tokens, done = typed(writer, **writes("go </b></tool> on"), stop_sequence=["</tool>"])
     assert texts(tokens) == "go </b></tool>"

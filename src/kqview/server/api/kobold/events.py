@@ -33,7 +33,8 @@ def _shaped(wanted: AttentionWanted | None, rows: Attention | None) -> Shaped | 
 class TypedEvents:
     """``type`` "token", "done", "error", and "prompt_attention" for its rows; base64 in JSON.
 
-    Every id is an event, its text "" inside a character of several; stop sequences stay in.
+    Every id is an event, its text "" inside a character of several; stop sequences stay in. Where
+    the model ends its text inside a character, "done" has the U+FFFD that it becomes as ``text``.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class TypedEvents:
         self._wanted = wanted
         self._layers = layers
         self._text_of = text_of
+        self._n_shown = 0
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
@@ -51,6 +53,7 @@ class TypedEvents:
     def token(self, run: Run, step: Step) -> list[bytes]:
         """One id with its row."""
         token = step.token
+        self._n_shown += len(token.text)
         event = {"type": "token", "token": self._token(token)}
         return self._event(run, event, _shaped(self._wanted, token.attention))
 
@@ -73,7 +76,7 @@ class TypedEvents:
 
     def done(self, run: Run) -> list[bytes]:
         """The end; the model may be used again when it is sent."""
-        return event_pieces({**_done(run), "request_id": run.request_id}, None)
+        return event_pieces({**_done(run, self._n_shown), "request_id": run.request_id}, None)
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
@@ -127,6 +130,7 @@ class SocketFrames:
         """Write rows as *wanted*."""
         self._wanted = wanted
         self._layers = layers
+        self._n_shown = 0
         self._is_usual = (
             wanted is not None
             and wanted.format == "per_layer"
@@ -142,6 +146,7 @@ class SocketFrames:
     def token(self, run: Run, step: Step) -> list[bytes | str]:
         """One id with its row."""
         token = step.token
+        self._n_shown += len(token.text)
         event = {"type": "token", "token_id": token.id, "text": token.text}
         rows = _shaped(self._wanted, token.attention)
         is_equal = isinstance(rows, Dense) and rows.heads_by_layer is None
@@ -158,7 +163,7 @@ class SocketFrames:
 
     def done(self, run: Run) -> list[bytes | str]:
         """The end; the socket is closed after it."""
-        return [_text(_done(run))]
+        return [_text(_done(run, self._n_shown))]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes | str]:
         """What went wrong; the socket is closed after it."""
@@ -201,9 +206,11 @@ def _prompt(block: PromptBlock) -> Object:
     return {"type": "prompt_attention", "start": block.start, "rows": block.n_rows}
 
 
-def _done(run: Run) -> Object:
+def _done(run: Run, n_shown: int) -> Object:
     reason = finish_reason(run.finish_reason)
-    return {"type": "done", "finish_reason": reason, "total_tokens": run.n_tokens}
+    event: Object = {"type": "done", "finish_reason": reason, "total_tokens": run.n_tokens}
+    rest = run.text[n_shown:]
+    return {**event, "text": rest} if rest else event
 
 
 def _error(run: Run | None, answer: Answer) -> list[bytes]:
