@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 
 from kqview.server.app import App
+from kqview.server.listening import allow_files, http_protocol
 from kqview.server.settings import Settings
 
 _CUT: Final = "ASGI callable returned without completing response."
@@ -20,6 +21,7 @@ _CUT: Final = "ASGI callable returned without completing response."
 
 def run(app: App, settings: Settings, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it."""
+    allow_files(settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
@@ -39,7 +41,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         date_header=False,
-        http="httptools",
+        http=http_protocol(settings),
         ws="websockets-sansio",
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress, and trying takes longer than sending them.
