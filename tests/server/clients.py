@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import httpx
     from websockets.sync.client import ClientConnection
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 WAITS_S = 10.0
 

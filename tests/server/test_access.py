@@ -24,7 +24,7 @@ from tests.server.toy_dialect import serving_toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 FIELDS = {"request_id", "client", "method", "path", "status", "bytes", "whole", "ms"}
 

@@ -28,7 +28,7 @@ from tests.server.toy_dialect import serving_toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 KIB = 1024
 LONG = {"prompt": "Tom has", "max_tokens": 8000, "attention": False}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview.server.endpoint import Operation
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -30,7 +30,7 @@ ALL: list[Operation] = [
     *toy_dialect.OPERATIONS,
     *(one for dialect in DIALECTS for one in dialect.OPERATIONS),
 ]
-N_EXAMPLES = 12
+N_EXAMPLES = 5
 
 
 @pytest.fixture(scope="module")

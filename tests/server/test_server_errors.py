@@ -30,7 +30,7 @@ from tests.server.toy_dialect import OPERATIONS, serving_toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 CODES = {
     "INVALID_TOKEN", "INVALID_REQUEST", "CONTEXT_TOO_LONG", "OOM", "NO_MODEL", "BUSY", "TIMEOUT",

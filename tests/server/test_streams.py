@@ -34,7 +34,7 @@ from tests.server.toy_dialect import serving_toy
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from tests.server.conftest import Served
+    from tests.support.serving import Served
 
 LONG = {"prompt": "Tom has", "max_tokens": 8000, "seed": 3}
 ROWS = {**LONG, "attention": True}
@@ -145,13 +145,26 @@ def stalled_websocket(served: Served, body: dict[str, Any], request_id: str) -> 
     return sock
 
 
+def wait_stalled(served: Served, request_id: str) -> None:
+    """Wait until nothing moves any more; a slot is paused for a moment now and then."""
+    run = served.service.runs
+
+    def is_stalled() -> bool:
+        before = run[request_id].n_tokens
+        time.sleep(0.1)
+        return run[request_id].n_tokens == before and paused(served) == [request_id]
+
+    served.wait_until(lambda: request_id in run)
+    served.wait_until(is_stalled)
+
+
 STALLS = pytest.mark.parametrize("stall", [stalled_post, stalled_websocket])
 
 
 @STALLS
 def test_client_that_does_not_read_pauses_its_own_request_only(toy: Served, stall: Any):
     with stall(toy, ROWS, "stalled"):
-        toy.wait_until(lambda: paused(toy) == ["stalled"])
+        wait_stalled(toy, "stalled")
         before = toy.service.runs["stalled"].n_tokens
         leased = toy.engine.stats().pool.leased_bytes
         with toy.client() as client:
@@ -173,7 +186,7 @@ def test_client_that_does_not_read_pauses_its_own_request_only(toy: Served, stal
 
 def test_client_that_reads_on_gets_every_token(toy: Served):
     with stalled_post(toy, {**ROWS, "max_tokens": 700}, "slow") as sock:
-        toy.wait_until(lambda: paused(toy) == ["slow"])
+        wait_stalled(toy, "slow")
         raw = read_all_chunks(sock)
     assert raw.count(b'"type":"token"') == 700
     assert raw.count(b'"type":"done"') == 1
@@ -197,7 +210,7 @@ def impatient() -> Iterator[Served]:
 @STALLS
 def test_client_that_reads_nothing_for_too_long_is_dropped(impatient: Served, stall: Any):
     with stall(impatient, ROWS, "stalled") as sock:
-        impatient.wait_until(lambda: paused(impatient) == ["stalled"])
+        impatient.wait_until(lambda: "stalled" in impatient.service.runs)
         impatient.wait_idle(within_s=3)
         impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)
         # Not only the request is over: the socket with its buffers is closed too.

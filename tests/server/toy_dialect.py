@@ -21,7 +21,7 @@ from kqview.server.run import GenerateRequest, Run, Step
 from kqview.server.streaming import Events, Frames
 from kqview.server.wire import DATA_HERE, split_json
 from kqview.types import PromptBlock, Sampling
-from tests.server.conftest import Served, serving
+from tests.support.serving import Served, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -160,9 +160,7 @@ class Generation:
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
-            # No name for it above: a task that ends with an error raised here would hold itself, and
-            # with it the rows in its frames, until the collector runs.
-            task = asyncio.current_task()
+            task = asyncio.current_task()  # named above, it would hold itself where that fails
             self._thread, self._task = threading.get_ident(), task and weakref.ref(task)
             return self._receive(item)
         return None

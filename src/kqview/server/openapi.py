@@ -96,7 +96,7 @@ def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _errors(one: Operation) -> dict[str, Any]:
-    left_out = set() if one.body is not None else {"400", "408", "413"}
+    left_out: set[str] = set() if one.body is not None else {"400", "408", "413"}
     return {
         status: {"description": text, "content": {"application/json": {"schema": {}}}}
         for status, text in _ERRORS.items()
