@@ -23,13 +23,6 @@ def run(app: App, settings: Settings, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it."""
     allow_files(settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"kqview serves {app.service.model_name} at http://{shown}:{port} (API: /docs); "
-        "Ctrl-C ends it",
-        flush=True,
-    )
     _Server(app, configured(app, settings)).run(sockets=[listener])
 
 
@@ -65,6 +58,14 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for one in sockets or ():  # now, and not before, it answers and a signal ends it well
+            host, port = one.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(
+                f"kqview serves {self._service.model_name} at http://{shown}:{port} (API: /docs); "
+                "Ctrl-C ends it",
+                flush=True,
+            )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler: main thread, between two bytecodes of whatever ran."""
