@@ -49,8 +49,9 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     - `kqview serve --demo`
     - `kqview serve --model model.gguf --slots 4 --host 0.0.0.0 --api-key SECRET`
     """
-    values = {name: value or None for name, value in given.items() if isinstance(value, list)}
-    settings = Settings.from_env(os.environ, **{**given, **values})
+    # typer gives an empty list for an option that was left out
+    values = {name: None if value == [] else value for name, value in given.items()}
+    settings = Settings.from_env(os.environ, **values)
     if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
         raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
     settings.check_bind()
@@ -101,7 +102,8 @@ def _sentence(text: str) -> str:
 def _default(value: Any) -> str:
     if value is None or value == () or isinstance(value, bool):
         return ""
-    return f" Default: {','.join(value) if isinstance(value, tuple) else value}."
+    shown: Any = ",".join(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
+    return f" Default: {shown}."
 
 
 serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]

@@ -13,6 +13,7 @@ from typing import Final
 import uvicorn
 
 from kqview.server.app import App
+from kqview.server.listening import allow_files, http_protocol
 from kqview.server.settings import Settings
 
 _CUT: Final = "ASGI callable returned without completing response."
@@ -20,14 +21,8 @@ _CUT: Final = "ASGI callable returned without completing response."
 
 def run(app: App, settings: Settings, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it."""
+    allow_files(settings)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
-    host, port = listener.getsockname()[:2]
-    shown = f"[{host}]" if ":" in host else host
-    print(
-        f"kqview serves {app.service.model_name} at http://{shown}:{port} (API: /docs); "
-        "Ctrl-C ends it",
-        flush=True,
-    )
     _Server(app, configured(app, settings)).run(sockets=[listener])
 
 
@@ -39,7 +34,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         access_log=False,
         server_header=False,
         date_header=False,
-        http="httptools",
+        http=http_protocol(settings),
         ws="websockets-sansio",
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress, and trying takes longer than sending them.
@@ -63,6 +58,14 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        for one in sockets or ():  # now, and not before, it answers and a signal ends it well
+            host, port = one.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(
+                f"kqview serves {self._service.model_name} at http://{shown}:{port} (API: /docs); "
+                "Ctrl-C ends it",
+                flush=True,
+            )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler: main thread, between two bytecodes of whatever ran."""

@@ -140,7 +140,6 @@ class Generation:
     async def _atake(self) -> Token | PromptBlock | None:
         """As `_take`, without blocking the event loop."""
         self._check_alone()
-        task = asyncio.current_task()
         if time.monotonic() > self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.monotonic() + _TURN_S
@@ -155,12 +154,13 @@ class Generation:
                 raise
             if isinstance(item, EllipsisType | list):
                 if isinstance(item, list):
-                    self._check_turn(item, task)
+                    self._check_turn(item, asyncio.current_task())
                 has_waited = True
                 await self._wait()
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
+            task = asyncio.current_task()  # named above, it would hold itself where that fails
             self._thread, self._task = threading.get_ident(), task and weakref.ref(task)
             return self._receive(item)
         return None

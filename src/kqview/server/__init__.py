@@ -1,6 +1,11 @@
 """The optional server: an ASGI app over an Engine. Needs ``pip install "kqview[server]"``."""
 
+from typing import TYPE_CHECKING
+
 from kqview.server.settings import Settings
+
+if TYPE_CHECKING:
+    from kqview.server.app import create_app
 
 __all__ = ["Settings", "create_app"]
 

@@ -70,7 +70,7 @@ class AttentionWanted:
         if self.format == "aggregated" and self.aggregation == "last_layer":
             layers = (layers or model.attention_layers)[-1:]
         if self.format == "aggregated" and self.aggregation == "weighted_layers":
-            self._weights(len(layers if layers is not None else model.attention_layers))
+            self.weights(len(layers if layers is not None else model.attention_layers))
         return Capture(
             self.kind,
             layers=layers,
@@ -91,7 +91,8 @@ class AttentionWanted:
             return "max" if self.aggregation == "max" else "mean_heads"
         return None
 
-    def _weights(self, n_layers: int) -> NDArray[np.float32]:
+    def weights(self, n_layers: int) -> NDArray[np.float32]:
+        """What each of *n_layers* layers counts, with sum 1; raises InvalidCapture."""
         given = self.layer_weights
         weights = np.arange(1, n_layers + 1) if given is None else np.asarray(given, np.float64)
         if len(weights) != n_layers or not np.isfinite(weights).all() or not weights.sum() > 0:
@@ -190,7 +191,7 @@ def _aggregated(wanted: AttentionWanted, rows: Attention) -> Array:
     stacked = _stacked(rows)
     if wanted.aggregation != "weighted_layers":
         return stacked
-    return np.tensordot(wanted._weights(len(stacked)), stacked, axes=1)
+    return np.tensordot(wanted.weights(len(stacked)), stacked, axes=1)
 
 
 def _stacked(rows: Attention) -> Array:
@@ -214,7 +215,7 @@ def _viz(kind: Kind, rows: Attention) -> Viz:
     layers = rows if isinstance(rows, tuple) else tuple(rows)
     means = np.array([layer.mean() for layer in layers], np.float32)
     largest = np.array([layer.max() for layer in layers], np.float32)
-    row = np.mean([layer.mean(axis=0) for layer in layers], axis=0, dtype=np.float64)
+    row = np.asarray(np.mean([layer.mean(axis=0) for layer in layers], axis=0, dtype=np.float64))
     return Viz(means, largest, _entropy(row, is_probs=kind == "probs"), row.size)
 
 

@@ -13,6 +13,7 @@ _ERRORS: Final[Mapping[str, str]] = {
     "401": "A key is needed.",
     "403": "The key or the page's origin does not allow it.",
     "404": "There is no such thing.",
+    "408": "The body came too slowly.",
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
@@ -95,7 +96,7 @@ def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _errors(one: Operation) -> dict[str, Any]:
-    left_out = set() if one.body is not None else {"400", "413"}
+    left_out: set[str] = set() if one.body is not None else {"400", "408", "413"}
     return {
         status: {"description": text, "content": {"application/json": {"schema": {}}}}
         for status, text in _ERRORS.items()

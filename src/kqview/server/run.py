@@ -138,7 +138,9 @@ class Run:
         blocks = self.generations[0].prompt_attention
         try:
             # Nothing here keeps a block: the pool wants its memory back while the client reads.
-            while (held := [await anext(blocks, None)])[0] is not None:
+            async for block in blocks:
+                held = [block]
+                del block
                 yield held.pop()
         except KqviewError as error:
             self.error = self.error or error

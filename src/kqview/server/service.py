@@ -195,7 +195,10 @@ class Service:
         if folder is None:
             raise Forbidden("service.switch: there is no models_dir; start the server with one")
         root = Path(folder).resolve()
-        path = (root / name).resolve()
+        try:
+            path = (root / name).resolve()
+        except ValueError:  # a null character
+            raise NotFound(f"service.switch: {name!r} is no name of a file") from None
         if not path.is_relative_to(root):
             raise Forbidden(f"service.switch: {name!r} is outside of models_dir; name a file in it")
         if path.suffix != ".gguf" or not path.is_file():

@@ -8,7 +8,7 @@ A flag wins over the environment, the environment over the default.
 import dataclasses
 import ipaddress
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, get_args
 
@@ -183,9 +183,9 @@ def _checked(name: str, value: Any) -> Any:
 
 
 def _checked_list(name: str, value: Any) -> tuple[str, ...]:
-    is_list = isinstance(value, Iterable) and not isinstance(value, str)
-    texts: tuple[Any, ...] = tuple(value) if is_list else ()  # pyright: ignore[reportUnknownArgumentType]
-    if not is_list or not all(isinstance(text, str) and text for text in texts):
+    is_list = type(value) in (list, tuple, set, frozenset)  # pyright: ignore[reportUnknownArgumentType]
+    texts: tuple[Any, ...] = tuple(value) if is_list else (None,)
+    if not all(isinstance(text, str) and text for text in texts):
         raise _wrong(name, value, "a list of texts is needed, none of them empty")
     if name == "cors_origins":
         return tuple(_checked_origin(text) for text in texts)

@@ -48,7 +48,7 @@ class Encoder:
 
 def _bytes_of(values: NDArray[Any]) -> memoryview:
     # Rows of the engine are contiguous already, then this is no copy.
-    return memoryview(np.ascontiguousarray(values)).cast("B") if values.size else memoryview(b"")
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
 
 
 def split_json(value: object, data: bytes) -> list[bytes]:

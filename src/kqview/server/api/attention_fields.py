@@ -123,7 +123,7 @@ def sampling_of(fields: AttentionFields, *, one_token: Callable[[str], int | Non
         InvalidSampling: A value is out of its range.
         InvalidToken: A banned text is no single token, or a key of logit_bias is no id.
     """
-    given = {
+    given: dict[str, Any] = {
         "temperature": fields.temperature,
         "top_p": fields.top_p,
         "top_k": fields.top_k,

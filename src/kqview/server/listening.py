@@ -1,0 +1,88 @@
+"""Listening: bounds what clients may do before, between and beside requests, where no app sees it.
+
+uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
+a few hundred sockets which send nothing use up the process's file descriptors. Its other timeouts
+begin with a request.
+"""
+
+import asyncio
+from typing import Any, ClassVar, Final
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from kqview.server.settings import Settings
+
+_BUSY: Final = (
+    b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
+    b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
+)
+_SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
+
+
+def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
+    """uvicorn's protocol class with the limits of *settings*."""
+    limits = {"idle_s": settings.idle_timeout_s, "most": settings.max_connections}
+    return type("HttpProtocol", (_BoundedHttpProtocol,), limits)
+
+
+def allow_files(settings: Settings) -> None:
+    """Raise this process's soft limit of open files to what the connections need, if it may."""
+    try:
+        import resource
+    except ModuleNotFoundError:  # Windows has no such limit
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = settings.max_connections + _SPARE_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class _BoundedHttpProtocol(HttpToolsProtocol):
+    """Refuses connections beyond *most*; drops those that ask for nothing for *idle_s*."""
+
+    idle_s: ClassVar[float]
+    most: ClassVar[int]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._n_requests = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        if len(self.connections) > self.most:
+            transport.write(_BUSY)
+            transport.close()
+        else:
+            self._wait(n_before=0)
+
+    def on_headers_complete(self) -> None:
+        self._n_requests += 1
+        super().on_headers_complete()
+
+    def handle_websocket_upgrade(self) -> None:
+        self._stop()
+        super().handle_websocket_upgrade()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop()
+        super().connection_lost(exc)
+
+    def _wait(self, n_before: int) -> None:
+        self._timer = self.loop.call_later(self.idle_s, self._check, n_before)
+
+    def _check(self, n_before: int) -> None:
+        cycle: Any = self.cycle
+        is_answered = cycle is None or cycle.response_complete
+        is_read = not self.transport.get_write_buffer_size()
+        if self._n_requests == n_before and is_answered and is_read:
+            self.transport.abort()
+        else:
+            self._wait(self._n_requests)
+
+    def _stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

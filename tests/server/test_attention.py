@@ -1,0 +1,147 @@
+"""Formats of rows against their definitions in numpy, in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Engine
+from kqview.errors import InvalidCapture
+from kqview.server.attention import AttentionWanted, Dense, Sparse, Viz, shaped
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RNG = np.random.default_rng(5)
+N_LAYERS, N_HEADS, N_CONTEXT = 3, 4, 17
+
+
+def softmaxed(*shape: int) -> np.ndarray[Any, Any]:
+    values = np.exp(RNG.normal(size=shape))
+    return (values / values.sum(axis=-1, keepdims=True)).astype(np.float32)
+
+
+FULL = softmaxed(N_LAYERS, N_HEADS, N_CONTEXT)
+UNEVEN = tuple(softmaxed(n, N_CONTEXT) for n in (4, 2, 1))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_threads=1) as engine:
+        yield engine
+
+
+def last_row(engine: Engine, wanted: AttentionWanted) -> Any:
+    """Rows of the third token as the engine captures them for *wanted*."""
+    capture = wanted.capture(engine.model)
+    options: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+    return list(engine.generate("Tom has a", max_tokens=3, capture=capture, **options))[
+        -1
+    ].attention
+
+
+def test_per_layer_is_the_view_itself():
+    out = shaped(AttentionWanted(), FULL)
+    assert isinstance(out, Dense)
+    assert out.values is FULL
+    assert (out.n_context, out.heads_by_layer) == (N_CONTEXT, None)
+
+
+def test_per_layer_of_layers_that_differ_in_heads_is_one_behind_the_other():
+    out = shaped(AttentionWanted(), UNEVEN)
+    assert isinstance(out, Dense)
+    assert out.heads_by_layer == (4, 2, 1)
+    np.testing.assert_array_equal(out.values, np.concatenate(UNEVEN)[None])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", ["logits", "scores", "probs"])
+def test_aggregates_of_the_engine_are_those_of_its_full_rows(engine: Engine, kind: Any, dtype: Any):
+    full = np.asarray(last_row(engine, AttentionWanted(kind)), np.float64)
+    weights = np.float64([1, 0, 2, 5])
+    expected = {
+        "mean": full.mean(axis=(0, 1)),
+        "max": full.max(axis=(0, 1)),
+        "last_layer": full[-1].mean(axis=0),
+        "weighted_layers": np.tensordot(weights / 8, full.mean(axis=1), axes=1),
+    }
+    for aggregation, values in expected.items():
+        wanted = AttentionWanted(
+            kind, "aggregated", aggregation=aggregation, dtype=dtype, layer_weights=(1, 0, 2, 5)
+        )  # type: ignore[arg-type]
+        out = shaped(wanted, last_row(engine, wanted))
+        assert isinstance(out, Dense)
+        assert out.values.dtype == dtype
+        assert out.values.flags.c_contiguous
+        tolerance = 1e-5 if dtype == "float32" else 2e-3
+        np.testing.assert_allclose(out.values, values, rtol=tolerance, atol=tolerance)
+
+
+def test_late_layers_weigh_more_where_nothing_is_said(engine: Engine):
+    full = np.asarray(last_row(engine, AttentionWanted()), np.float64)
+    wanted = AttentionWanted(format="aggregated", aggregation="weighted_layers")
+    out = shaped(wanted, last_row(engine, wanted))
+    assert isinstance(out, Dense)
+    expected = np.tensordot(np.float64([1, 2, 3, 4]) / 10, full.mean(axis=1), axes=1)
+    np.testing.assert_allclose(out.values, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", [(1.0,), (0, 0, 0, 0), (1, 1, 1, float("nan")), (-1, 0, 0, 0)])
+def test_weights_that_do_not_fit_are_refused(engine: Engine, weights: tuple[float, ...]):
+    wanted = AttentionWanted(
+        format="aggregated", aggregation="weighted_layers", layer_weights=weights
+    )
+    with pytest.raises(InvalidCapture, match="layer_weights"):
+        wanted.capture(engine.model)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, N_CONTEXT, 1000])
+def test_sparse_has_the_largest_positions_in_order(top_k: int):
+    by_layer = FULL.mean(axis=1)
+    out = shaped(AttentionWanted(format="sparse", top_k=top_k), by_layer)
+    assert isinstance(out, Sparse)
+    mean = by_layer.mean(axis=0)
+    expected = sorted(range(N_CONTEXT), key=lambda i: (-mean[i], i))[:top_k]
+    assert out.positions.tolist() == expected
+    np.testing.assert_array_equal(out.by_layer, by_layer[:, expected].T)
+    assert out.n_context == N_CONTEXT
+
+
+def test_sparse_of_the_engine_is_that_of_its_full_rows(engine: Engine):
+    full = np.asarray(last_row(engine, AttentionWanted()), np.float64)
+    wanted = AttentionWanted(format="sparse", top_k=3)
+    out = shaped(wanted, last_row(engine, wanted))
+    assert isinstance(out, Sparse)
+    expected = np.argsort(-full.mean(axis=(0, 1)), kind="stable")[:3]
+    assert out.positions.tolist() == expected.tolist()
+    np.testing.assert_allclose(out.by_layer, full.mean(axis=1)[:, expected].T, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", [FULL, UNEVEN], ids=["even", "uneven"])
+def test_figures_for_a_display(rows: Any):
+    out = shaped(AttentionWanted(format="viz"), rows)
+    assert isinstance(out, Viz)
+    layers = [np.asarray(layer, np.float64) for layer in rows]
+    np.testing.assert_allclose(out.mean_by_layer, [layer.mean() for layer in layers], rtol=1e-5)
+    np.testing.assert_allclose(out.max_by_layer, [layer.max() for layer in layers], rtol=1e-6)
+    mean = np.mean([layer.mean(axis=0) for layer in layers], axis=0)
+    mean /= mean.sum()
+    assert out.entropy == pytest.approx(-(mean * np.log(mean)).sum(), rel=1e-5)
+
+
+def test_entropy_of_values_that_are_no_probabilities_is_that_of_their_softmax():
+    logits = (RNG.normal(size=(N_LAYERS, N_HEADS, N_CONTEXT)) * 100).astype(np.float32)
+    out = shaped(AttentionWanted("logits", "viz"), logits)
+    assert isinstance(out, Viz)
+    mean = logits.astype(np.float64).mean(axis=(0, 1))
+    p = np.exp(mean - mean.max())
+    p /= p.sum()
+    assert out.entropy == pytest.approx(-(p * np.log(p)).sum(), rel=1e-4)
+
+
+def test_rows_of_a_prompt_have_no_sparse_or_display_format(engine: Engine):
+    for name in ("sparse", "viz"):
+        with pytest.raises(InvalidCapture, match=name):
+            AttentionWanted(format=name, prompt=True).capture(engine.model)

@@ -1,0 +1,342 @@
+"""Service: what is admitted, what is refused, and what becomes of everything when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Engine
+from kqview.demo import MODEL_PATH
+from kqview.errors import InvalidToken, ModelLoadError, PromptTooLong, QueueFull, RequestError
+from kqview.server import Settings, create_app
+from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
+from kqview.server.service import OFFLOAD_BYTES, Service
+from tests.server.test_run import busy, request, wait_free
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+WITHIN_S = 5.0
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_threads=1, n_slots=2) as engine:
+        yield engine
+
+
+# ---- text
+
+
+@pytest.mark.parametrize("text", ["", "Tom has", "é🙂 ünï", "<|im_start|>user\n", "a" * 40_000])
+async def test_pieces_of_a_text_join_to_it(engine: Engine, text: str):
+    service = Service(engine, Settings())
+    pieces = await service.tokenize(text, add_special=False)
+    assert "".join(piece for _, piece in pieces) == text
+    assert [id_ for id_, _ in pieces] == engine.tokenize(text, add_special=False)
+    assert await service.detokenize([id_ for id_, _ in pieces]) == text
+
+
+async def test_long_text_is_tokenized_in_another_thread(engine: Engine):
+    service = Service(engine, Settings())
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    await service.tokenize("word " * 50_000, add_special=False)
+    ticking.cancel()
+    assert ticks > 1
+
+
+async def test_work_goes_to_another_thread_where_it_is_large(engine: Engine):
+    service = Service(engine, Settings())
+    here = threading.get_ident()
+    assert await service.offload(OFFLOAD_BYTES - 1, threading.get_ident) == here
+    assert await service.offload(OFFLOAD_BYTES, threading.get_ident) != here
+
+
+# ---- admission
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"prompt": []}, RequestError),
+        ({"prompt": [768]}, InvalidToken),
+        ({"prompt": [2**70]}, RequestError),
+        ({"prompt": [1] * 513}, PromptTooLong),
+        ({"prompt": "word " * 40_000}, PromptTooLong),
+        ({"n_samples": 0}, RequestError),
+        ({"n_samples": 17}, RequestError),
+        ({"max_tokens": 0}, RequestError),
+    ],
+)
+async def test_request_that_cannot_work_is_refused_and_leaves_nothing(
+    engine: Engine, given: dict[str, Any], error: type[Exception]
+):
+    service = Service(engine, Settings())
+    with pytest.raises(error):
+        await service.start(request(**given))
+    assert not service.runs
+    assert busy(engine) == 0
+
+
+async def test_failure_of_a_later_sample_cancels_the_earlier_ones(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings())
+    generate = engine.generate
+    made: list[Any] = []
+
+    def refuse_the_second(*args: Any, **options: Any) -> Any:
+        if made:
+            raise QueueFull("full")
+        made.append(generate(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(engine, "generate", refuse_the_second)
+    with pytest.raises(QueueFull):
+        await service.start(request(n_samples=2))
+    assert not service.runs
+    await asyncio.to_thread(wait_free, engine)
+
+
+async def test_name_in_use_is_refused_and_free_again_afterwards(engine: Engine):
+    service = Service(engine, Settings())
+    async with await service.start(request()):
+        with pytest.raises(RequestError, match="in use"):
+            await service.start(request())
+    async with await service.start(request(max_tokens=1)):
+        pass
+
+
+async def test_full_queue_is_said_before_a_long_prompt_is_tokenized(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings(max_running=1))
+    async with await service.start(request()):
+
+        def fail(*args: Any, **options: Any) -> Any:
+            raise AssertionError("tokenized for nothing")
+
+        monkeypatch.setattr(engine, "tokenize", fail)
+        with pytest.raises(QueueFull):
+            await service.start(request(prompt="word " * 100, request_id="two"))
+
+
+async def test_no_more_than_the_limit_are_admitted_while_prompts_are_tokenized(engine: Engine):
+    service = Service(engine, Settings(max_running=2))
+    long = "word " * 8000
+    requests = [
+        service.start(request(prompt=long[: 40_000 + i], request_id=str(i))) for i in range(4)
+    ]
+    results = await asyncio.gather(*requests, return_exceptions=True)
+    assert all(isinstance(one, PromptTooLong | QueueFull) for one in results)
+    fits = [service.start(request(prompt=[5], request_id=str(i))) for i in range(4)]
+    results = await asyncio.gather(*fits, return_exceptions=True)
+    assert [isinstance(one, QueueFull) for one in results] == [False, False, True, True]
+    for run in list(service.runs.values()):
+        await run.aclose()
+
+
+async def test_deadline_ends_a_run(engine: Engine):
+    service = Service(engine, Settings(request_timeout_s=0.1))
+    async with await service.start(request(n_samples=8)) as run, asyncio.timeout(WITHIN_S):
+        with pytest.raises(TimedOut):
+            async for _ in run:
+                pass
+    assert busy(engine) == 0
+
+
+async def test_deadline_does_not_outlive_its_run(engine: Engine):
+    service = Service(engine, Settings(request_timeout_s=0.05))
+    async with await service.start(request(max_tokens=1)) as run:
+        _ = [step async for step in run]
+    await asyncio.sleep(0.1)
+    assert run.error is None
+    assert run.deadline is not None
+    assert run.deadline.cancelled()
+
+
+async def test_runs_are_found_by_name_and_key(engine: Engine):
+    service = Service(engine, Settings())
+    async with (
+        await service.start(request(key="k")) as one,
+        await service.start(request(request_id="two")) as two,
+    ):
+        assert service.find(request_id="one") == [one]
+        assert service.find(key="k") == [one]
+        assert service.find() == [two]
+        assert service.find(request_id="three") == []
+
+
+# ---- the end
+
+
+async def test_drain_ends_runs_refuses_others_and_is_bounded(engine: Engine):
+    service = Service(engine, Settings())
+    run = await service.start(request(n_samples=8))
+
+    async def consume() -> str:
+        async with run:
+            try:
+                async for _ in run:
+                    pass
+            except ShuttingDown:
+                return "told"
+        return "not told"
+
+    consuming = asyncio.create_task(consume())
+    await asyncio.sleep(0)
+    async with asyncio.timeout(WITHIN_S):
+        await service.drain(3.0)
+    assert await consuming == "told"
+    assert service.is_closing
+    assert not service.is_ready
+    with pytest.raises(ShuttingDown):
+        await service.start(request())
+
+
+async def test_drain_does_not_wait_for_who_does_not_listen(engine: Engine):
+    service = Service(engine, Settings())
+    run = await service.start(request())
+
+    async def never() -> None:
+        await asyncio.Event().wait()
+
+    service.on_drain.add(never)
+    started_s = asyncio.get_running_loop().time()
+    await service.drain(0.2)
+    assert 0.1 < asyncio.get_running_loop().time() - started_s < 2
+    await run.aclose()
+
+
+async def test_close_closes_its_own_engine_and_not_that_of_the_caller(engine: Engine):
+    service = Service(engine, Settings())
+    await service.open()
+    await service.close()
+    assert engine.generate("Tom", max_tokens=1).read() is not None
+    own = Service(None, Settings(demo=True, n_threads=1))
+    await own.open()
+    opened = own.engine
+    await own.close()
+    with pytest.raises(Exception, match="closed"):
+        opened.generate("Tom", max_tokens=1)
+
+
+def test_app_without_a_model_is_refused():
+    with pytest.raises(RequestError, match="neither an engine nor a model"):
+        create_app()
+    with pytest.raises(RequestError, match="neither an engine nor a model"):
+        create_app(Settings())
+
+
+# ---- the model
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    shutil.copy(MODEL_PATH, tmp_path / "b.gguf")
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF" + bytes(100))
+    (tmp_path / "notes.txt").write_text("no model")
+    return tmp_path
+
+
+async def switching(models: Path | None) -> Service:
+    folder = str(models) if models is not None else None
+    settings = Settings(demo=True, models_dir=folder, n_threads=1)
+    service = Service(None, settings)
+    await service.open()
+    return service
+
+
+async def test_switch_ends_runs_and_sums_counters(models: Path):
+    service = await switching(models)
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(service.close)
+        async with await service.start(request(max_tokens=10)) as run:
+            _ = [step async for step in run]
+        long = await service.start(request(request_id="long", n_samples=8))
+        switched = asyncio.create_task(service.switch_model("b.gguf"))
+        async with long, asyncio.timeout(WITHIN_S):
+            with pytest.raises(ModelChanged):
+                async for _ in long:
+                    pass
+        await switched
+        async with await service.start(request(max_tokens=7)) as run:
+            _ = [step async for step in run]
+        n_tokens = [stats.n_tokens for stats in service.stats()]
+        assert len(n_tokens) == 2
+        assert n_tokens[0] >= 10 + long.n_tokens
+        assert n_tokens[1] == 7
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("../b.gguf", Forbidden), ("/etc/passwd", Forbidden), ("", NotFound), (".", NotFound),
+        ("missing.gguf", NotFound), ("notes.txt", NotFound), ("b.gguf/../../x.gguf", Forbidden),
+        ("b.gguf\x00", NotFound), ("x" * 5000, NotFound),
+    ],
+)  # fmt: skip
+async def test_model_outside_of_the_folder_or_missing_is_refused_and_the_old_one_stays(
+    models: Path, name: str, error: type[Exception]
+):
+    service = await switching(models)
+    try:
+        with pytest.raises(error):
+            await service.switch_model(name)
+        assert service.model_name == "kqview demo"
+    finally:
+        await service.close()
+
+
+async def test_link_out_of_the_folder_is_refused(models: Path, tmp_path_factory: Any):
+    other = tmp_path_factory.mktemp("other") / "c.gguf"
+    shutil.copy(MODEL_PATH, other)
+    (models / "link.gguf").symlink_to(other)
+    service = await switching(models)
+    try:
+        with pytest.raises(Forbidden):
+            await service.switch_model("link.gguf")
+    finally:
+        await service.close()
+
+
+async def test_models_are_listed_and_without_a_folder_none_may_be_switched_to(models: Path):
+    service = await switching(models)
+    assert service.models() == ["b.gguf", "broken.gguf"]
+    await service.close()
+    service = await switching(None)
+    try:
+        assert service.models() == []
+        with pytest.raises(Forbidden, match="models_dir"):
+            await service.switch_model("b.gguf")
+    finally:
+        await service.close()
+
+
+async def test_model_that_cannot_be_loaded_leaves_none_until_the_next_one(models: Path):
+    service = await switching(models)
+    try:
+        with pytest.raises(ModelLoadError):
+            await service.switch_model("broken.gguf")
+        assert not service.is_ready
+        with pytest.raises(NoModel):
+            await service.start(request())
+        await service.switch_model("b.gguf")
+        async with await service.start(request(max_tokens=1)) as run:
+            _ = [step async for step in run]
+    finally:
+        await service.close()

@@ -1,0 +1,154 @@
+"""Settings: safe where nothing is said, refused where they make no sense, silent about secrets."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from kqview.errors import RequestError
+from kqview.server import Settings
+
+FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
+LISTS = ("api_keys", "admin_keys", "cors_origins")
+SECRET = "sesame-9f2c"
+
+
+def test_defaults_can_be_reached_from_this_machine_alone():
+    settings = Settings()
+    assert (settings.host, settings.public, settings.query_key) == ("127.0.0.1", False, False)
+    assert settings.api_keys == settings.admin_keys == ()
+    settings.check_bind()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "localhost", "::1", "[::1]"])
+def test_loopback_address_needs_no_key(host: str):
+    Settings(host=host).check_bind()
+
+
+@pytest.mark.parametrize(
+    "host", ["0.0.0.0", "::", "", "192.168.0.7", "2001:db8::1", "example.org", "localhost.evil.org"]
+)
+def test_public_address_without_a_key_is_refused(host: str):
+    with pytest.raises(RequestError, match="api_keys"):
+        Settings(host=host).check_bind()
+    # A key to switch models does not close the rest.
+    with pytest.raises(RequestError, match="api_keys"):
+        Settings(host=host, admin_keys=(SECRET,)).check_bind()
+
+
+def test_public_address_with_a_key_or_when_told_so_is_taken():
+    Settings(host="0.0.0.0", api_keys=(SECRET,)).check_bind()
+    Settings(host="0.0.0.0", public=True).check_bind()
+
+
+@pytest.mark.parametrize("name", FIELDS)
+@pytest.mark.parametrize(
+    "value", [[1], {"a": 1}, b"x", 1j, object()], ids=lambda v: type(v).__name__
+)
+def test_wrong_type_is_refused_in_every_field(name: str, value: Any):
+    with pytest.raises(RequestError, match=name):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if name not in LISTS])
+def test_list_is_refused_where_there_is_one_value(name: str):
+    with pytest.raises(RequestError, match=name):
+        Settings(**{name: ("a",)})
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("value", ["text", None, (1,), ("",), 5])
+def test_list_of_anything_but_texts_is_refused(name: str, value: Any):
+    with pytest.raises(RequestError, match=name):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("n_slots", 0),
+        ("n_slots", True),
+        ("max_body_bytes", 0),
+        ("max_queued", -1),
+        ("max_running", 1.5),
+        ("request_timeout_s", float("nan")),
+        ("idle_timeout_s", 0),
+        ("idle_timeout_s", float("inf")),
+        ("rate_limit", -1),
+        ("attention_values", "weights"),
+        ("attention_format", "sparse"),
+        ("demo", 1),
+    ],
+)
+def test_value_out_of_range_is_refused(name: str, value: Any):
+    with pytest.raises(RequestError, match=name):
+        Settings(**{name: value})
+
+
+@pytest.mark.parametrize("name", ["api_keys", "admin_keys"])
+@pytest.mark.parametrize("key", ["two words", "ключ", "tab\t", "line\n"])
+def test_key_that_no_header_can_carry_is_refused_without_being_shown(name: str, key: str):
+    with pytest.raises(RequestError) as caught:
+        Settings(**{name: (key,)})
+    assert key not in str(caught.value)
+
+
+def test_keys_are_not_shown_by_repr():
+    assert SECRET not in repr(Settings(api_keys=(SECRET,), admin_keys=(SECRET,)))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("http://localhost:8080/", "http://localhost:8080"),
+        ("HTTPS://Example.ORG", "https://example.org"),
+        ("*", "*"),
+        ("null", "null"),
+        ("http://[::1]:80", "http://[::1]:80"),
+    ],
+)
+def test_origin_is_kept_as_browsers_send_it(given: str, kept: str):
+    assert Settings(cors_origins=(given,)).cors_origins == (kept,)
+
+
+@pytest.mark.parametrize(
+    "origin", ["example.org", "http://", "http://a/b", "http://a?b", "://a", "a b"]
+)
+def test_origin_that_no_browser_sends_is_refused(origin: str):
+    with pytest.raises(RequestError, match="cors_origins"):
+        Settings(cors_origins=(origin,))
+
+
+def test_environment_is_read_and_given_values_win():
+    environ = {
+        "KQVIEW_PORT": "6001",
+        "KQVIEW_API_KEYS": " a, b ,",
+        "KQVIEW_QUERY_KEY": "Yes",
+        "KQVIEW_RATE_LIMIT": "2.5",
+        "KQVIEW_N_CTX": "",
+        "KQVIEW_MODEL": "",
+        "KQVIEW_CORS_ORIGINS": "",
+        "KQVIEW_CUDA_ARCH": "not ours",
+        "OTHER": "1",
+    }
+    settings = Settings.from_env(environ, port=7001, host=None)
+    assert settings.port == 7001
+    assert settings.host == "127.0.0.1"
+    assert settings.api_keys == ("a", "b")
+    assert settings.query_key is True
+    assert settings.rate_limit == 2.5
+    assert settings.n_ctx is None
+    assert settings.model is None
+    assert settings.cors_origins == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("PORT", "http"), ("RATE_LIMIT", "nan"), ("DEMO", "2"), ("N_CTX", "1e3")]
+)
+def test_environment_that_cannot_be_read_is_refused(name: str, text: str):
+    with pytest.raises(RequestError, match=name.lower()):
+        Settings.from_env({f"KQVIEW_{name}": text})

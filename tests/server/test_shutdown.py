@@ -1,0 +1,140 @@
+"""SIGTERM while clients are served: each of them hears of it, and the process ends in time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+from websockets.sync.client import connect
+
+from tests.server.clients import (
+    json_request,
+    raw_connection,
+    read_all,
+    read_to_close,
+    read_until,
+    upgrade_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+GRACE_S = 1.0
+LONG = {
+    "prompt": "Tom has", "max_length": 8000, "output_attentions": True, "request_id": "r",
+    "ban_eos_token": True,
+}  # fmt: skip
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
+
+
+@dataclass
+class Process:
+    """``kqview serve`` in a process of its own; has what the clients ask of a Served."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    @property
+    def ws_url(self) -> str:
+        return "ws" + self.url.removeprefix("http")
+
+    def end(self, number: int = signal.SIGTERM) -> float:
+        """Send a signal and wait; seconds until the end."""
+        started_s = time.monotonic()
+        self.process.send_signal(number)
+        self.process.wait(10)
+        return time.monotonic() - started_s
+
+
+@pytest.fixture
+def served() -> Iterator[Process]:
+    command = [
+        sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1",
+        "--slots", "4", "--ctx", "8192", "--shutdown-grace-s", str(GRACE_S),
+    ]  # fmt: skip
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("KQVIEW_")}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"http://127\.0\.0\.1:\d+", line)
+        assert found is not None, line + (process.stderr.read() if process.stderr else "")
+        yield Process(process, found[0])
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
+    assert urlsplit(served.url).port
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(raw_connection(served))
+        stream.sendall(json_request("/api/extra/generate/stream", LONG))
+        read_until(stream, b'"type":"token"')
+        plain = stack.enter_context(raw_connection(served))
+        plain.sendall(json_request("/api/v1/generate", {**LONG, "request_id": "p"}))
+        idle_http = stack.enter_context(raw_connection(served))
+        busy = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
+        busy.send(json.dumps({**LONG, "request_id": "w"}))
+        busy.recv(timeout=5)
+        idle = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
+        time.sleep(0.2)
+        took_s = served.end()
+        raw = read_all(stream)
+        events, code = read_to_close(busy)
+        idle_events, idle_code = read_to_close(idle)
+        answer = read_all(plain)
+        rest = read_all(idle_http)
+    assert served.process.returncode == 0
+    assert took_s < GRACE_S + 2
+    # The stream: an event that says so, and no end that looks like success.
+    assert b'"error"' in raw[-600:]
+    assert b"shutting down" in raw[-600:]
+    assert not raw.endswith(b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after" in answer
+    assert code == idle_code == 1001
+    texts = [event for event in events if isinstance(event, str)]
+    assert "shutting down" in texts[-1]
+    assert idle_events == []
+    assert rest == b""
+
+
+def test_clients_that_do_not_read_do_not_hold_the_end_up(served: Process):
+    with contextlib.ExitStack() as stack:
+        for i in range(2):
+            sock = stack.enter_context(raw_connection(served, receive_bytes=4096))
+            sock.sendall(
+                json_request("/api/extra/generate/stream", {**LONG, "request_id": f"s{i}"})
+            )
+            sock = stack.enter_context(raw_connection(served, receive_bytes=4096))
+            sock.sendall(upgrade_bytes("/api/extra/generate/stream/ws"))
+        time.sleep(1.0)
+        took_s = served.end()
+    assert served.process.returncode == 0
+    assert took_s < 2 * GRACE_S + 3
+
+
+def test_interrupt_ends_it_too_and_the_port_is_free(served: Process):
+    port = urlsplit(served.url).port
+    assert served.end(signal.SIGINT) < GRACE_S + 2
+    assert served.process.returncode == 0
+    stderr = served.process.stderr.read() if served.process.stderr else ""
+    assert "Traceback" not in stderr
+    import socket
+
+    with socket.create_server(("127.0.0.1", port)):
+        pass
