@@ -198,6 +198,35 @@ OVERSIZED = [
 ]
 
 
+@pytest.mark.parametrize("piece", [b"x: y\r\n", b"y" * 1000, b"z" * 1000 + b"\r\n"])
+def test_head_without_an_end_is_cut(toy: Served, no_leak: None, piece: bytes):
+    with raw_connection(toy) as sock:
+        sock.sendall(
+            b"GET /health HTTP/1.1\r\nhost: x\r\n" + (b"a: " if b":" not in piece else b"")
+        )
+        n_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while n_sent < 2**24:
+                sock.sendall(piece * 50)
+                n_sent += len(piece) * 50
+        assert n_sent < 2**24
+    check_served(toy)
+
+
+def test_pings_of_a_client_that_reads_no_answer_are_not_gathered(toy: Served, no_leak: None):
+    ping = masked_frame(b"x" * 125, opcode=9) * 1000
+    with raw_connection(toy, receive_bytes=4096) as sock:
+        sock.sendall(upgrade_bytes("/toy/ws"))
+        read_until(sock, b"\r\n\r\n")
+        n_sent = 0
+        with contextlib.suppress(ConnectionError):
+            while n_sent < 2**26:
+                sock.sendall(ping)
+                n_sent += len(ping)
+        assert n_sent < 2**26
+    check_served(toy)
+
+
 def test_oversized_and_malformed_input_leaves_nothing(toy: Served, no_leak: None):
     for raw in OVERSIZED:
         head, mark, rest = raw.partition(b"\r\n\r\n")
