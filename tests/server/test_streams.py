@@ -217,6 +217,19 @@ def test_client_that_reads_nothing_for_too_long_is_dropped(impatient: Served, st
         assert is_closed_by_server(sock)
 
 
+def test_client_that_reads_a_large_event_slowly_gets_all_of_it(impatient: Served):
+    body = {"prompt": [5] * 400, "max_tokens": 1, "prompt_rows": True}
+    with raw_connection(impatient, receive_bytes=2**16) as sock:
+        sock.sendall(json_request("/toy/stream", body))
+        got = bytearray()
+        while not got.endswith(b"\r\n0\r\n\r\n"):  # 27 MB in over a second, twice the idle time
+            part = sock.recv(2**19)
+            assert part
+            got += part
+            time.sleep(0.003)
+    assert got.count(b'"type":"done"') == 1
+
+
 def test_client_that_leaves_a_whole_reply_unread_is_dropped(impatient: Served):
     with raw_connection(impatient, receive_bytes=4096) as sock:
         sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: x\r\n\r\n")

@@ -13,7 +13,7 @@ from typing import Final
 import uvicorn
 
 from kqview.server.app import App
-from kqview.server.listening import allow_files, http_protocol
+from kqview.server.listening import WebSocketProtocol, allow_files, http_protocol
 from kqview.server.settings import Settings
 
 _CUT: Final = "ASGI callable returned without completing response."
@@ -35,7 +35,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         server_header=False,
         date_header=False,
         http=http_protocol(settings),
-        ws="websockets-sansio",
+        ws=WebSocketProtocol,
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress, and trying takes longer than sending them.
         ws_per_message_deflate=False,

@@ -7,7 +7,7 @@ have to do.
 """
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 from starlette.types import Scope, Send
 
@@ -29,17 +29,19 @@ class Connection:
 
         For the end of a request, when nobody waits for the client any more.
         """
-        n_left = self._n_left()
+        n_left = self.n_left
         if n_left:
             asyncio.get_running_loop().call_later(idle_s, self._check, idle_s, n_left)
 
     def _check(self, idle_s: float, n_before: int) -> None:
-        if self._n_left() >= n_before:
+        if self.n_left >= n_before:
             self.abort()
         else:
             self.watch(idle_s)
 
-    def _n_left(self) -> int:
+    @property
+    def n_left(self) -> int:
+        """Bytes that were written and not taken by the kernel yet; 0 where that is not known."""
         if self._transport is None:
             return 0
         return self._transport.get_write_buffer_size()
@@ -47,11 +49,12 @@ class Connection:
 
 def connection_of(scope: Scope) -> Connection:
     """The connection of a request, as the app noted it."""
-    return scope["state"].get("connection") or _NO_CONNECTION
+    return scope["state"].get("connection") or NO_CONNECTION
 
 
 async def _send_nowhere(message: Any) -> None:
     raise ConnectionError
 
 
-_NO_CONNECTION = Connection(_send_nowhere)
+NO_CONNECTION: Final = Connection(_send_nowhere)
+"""Of which nothing is known; cannot be dropped."""

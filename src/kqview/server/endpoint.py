@@ -18,7 +18,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import RequestError
-from kqview.server.connection import connection_of
+from kqview.server.connection import Connection, connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.security import Caller, Gate
 from kqview.server.service import Service
@@ -115,7 +115,8 @@ class Endpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         headers = Headers(scope=scope)
-        response = _Response(send, self._service.settings.idle_timeout_s)
+        connection = connection_of(scope)
+        response = _Response(send, self._service.settings.idle_timeout_s, connection)
         try:
             caller = self._gate.check(scope, access=self._operation.access)
             call = Call(
@@ -126,7 +127,7 @@ class Endpoint:
             await self._until_gone(self._work(call, args, response), receive)
         except ClientGone as error:
             if isinstance(error, Stalled):
-                connection_of(scope).abort()
+                connection.abort()
         except Exception as error:
             await self._fail(response, error)
 
@@ -207,9 +208,10 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
 class _Response:
     """What is sent; waits for the client, but not longer than *idle_s*."""
 
-    def __init__(self, send: Send, idle_s: float) -> None:
+    def __init__(self, send: Send, idle_s: float, connection: Connection) -> None:
         self._send = send
         self._idle_s = idle_s
+        self._connection = connection
         self.is_started = False
 
     async def whole(self, reply: Reply) -> None:
@@ -249,7 +251,7 @@ class _Response:
         await self._pass({"type": "http.response.body", "body": data, "more_body": not is_last})
 
     async def _pass(self, message: Message) -> None:
-        await sent(self._send(message), self._idle_s)
+        await sent(self._send, message, self._idle_s, self._connection)
 
 
 async def _read_body(headers: Headers, receive: Receive, limit: int, idle_s: float) -> bytes:

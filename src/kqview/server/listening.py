@@ -1,14 +1,16 @@
 """Listening: bounds what clients may do before, between and beside requests, where no app sees it.
 
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
-a few hundred sockets which send nothing use up the process's file descriptors. Its other timeouts
-begin with a request.
+a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
+begin with a request. It gathers a head of any length, and answers pings of a client that reads none
+of the answers.
 """
 
 import asyncio
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
 from kqview.server.settings import Settings
 
@@ -16,6 +18,12 @@ _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
 )
+_TOO_LONG: Final = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n"
+    b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
+)
+_MOST_HEAD_BYTES: Final = 64 * 1024
+_MOST_PONGS: Final = 1000  # that the client has not read
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
 
@@ -39,6 +47,22 @@ def allow_files(settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, but it does not gather answers for a client that reads none."""
+
+    _n_pongs = 0
+
+    def handle_ping(self) -> None:
+        """Answer a ping, or drop who sends them and does not read."""
+        if not self.transport.get_write_buffer_size():
+            self._n_pongs = 0
+        self._n_pongs += 1
+        if self._n_pongs > _MOST_PONGS:
+            self.transport.abort()
+        else:
+            super().handle_ping()
+
+
 class _BoundedHttpProtocol(HttpToolsProtocol):
     """Refuses connections beyond *most*; drops those that ask for nothing for *idle_s*."""
 
@@ -48,6 +72,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._n_requests = 0
+        self._is_in_head = True
+        self._n_head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -58,7 +84,21 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         else:
             self._wait(n_before=0)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._is_in_head:
+            self._n_head_bytes += len(data)
+            if self._n_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_TOO_LONG)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        self._is_in_head = True
+        self._n_head_bytes = 0
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
+        self._is_in_head = False
         self._n_requests += 1
         super().on_headers_complete()
 

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
-from kqview.server.connection import Connection, connection_of
+from kqview.server.connection import NO_CONNECTION, Connection, connection_of
 from kqview.server.endpoint import Call, Operation
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
@@ -46,7 +46,7 @@ class Socket:
         send: Send,
         *,
         subprotocol: str | None,
-        connection: Connection | None = None,
+        connection: Connection = NO_CONNECTION,
         on_message: Callable[[], None] | None = None,
     ) -> None:
         """Wrap an ASGI WebSocket.
@@ -144,10 +144,10 @@ class Socket:
 
     async def _pass(self, message: Message) -> None:
         try:
-            await sent(self._send(message), self.service.settings.idle_timeout_s)
+            await sent(self._send, message, self.service.settings.idle_timeout_s, self._connection)
         except ClientGone as error:
             self._is_closed = True
-            if isinstance(error, Stalled) and self._connection is not None:
+            if isinstance(error, Stalled):
                 self._connection.abort()
             raise
 

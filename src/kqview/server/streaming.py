@@ -12,8 +12,11 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 import numpy as np
+from starlette.types import Message
+from starlette.types import Send as ASGISend
 
 from kqview.errors import InternalError, KqviewError
+from kqview.server.connection import Connection
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run, Step
 from kqview.server.service import OFFLOAD_BYTES, Service
@@ -124,19 +127,25 @@ async def _send(send: Send, frames: Frames) -> None:
         await send(frames)
 
 
-async def sent(sending: Awaitable[None], idle_s: float) -> None:
-    """Wait for a transport to take what it was given.
+async def sent(send: ASGISend, message: Message, idle_s: float, connection: Connection) -> None:
+    """Give *message* to a transport and wait until it takes it.
 
     Raises:
-        Stalled: It did not within *idle_s*.
+        Stalled: The client read nothing for *idle_s*.
         ClientGone: The client left.
     """
-    try:
-        async with asyncio.timeout(idle_s):
-            await sending
-    except TimeoutError:
-        raise Stalled(f"the client read nothing for {idle_s:g} s") from None
-    except ClientGone:
-        raise
-    except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
-        raise ClientGone(str(error)) from error
+    n_left = connection.n_left
+    while True:
+        try:
+            async with asyncio.timeout(idle_s):
+                await send(message)
+            return
+        except TimeoutError:
+            # Nothing of it was written: uvicorn waits first. A slow client makes room all the time.
+            n_before, n_left = n_left, connection.n_left
+            if n_left >= n_before:
+                raise Stalled(f"the client read nothing for {idle_s:g} s") from None
+        except ClientGone:
+            raise
+        except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
+            raise ClientGone(str(error)) from error

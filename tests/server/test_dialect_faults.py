@@ -1,0 +1,153 @@
+"""The real dialects under the faults of the toy: who leaves, stalls or stammers costs nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.server import Settings
+from kqview.server.app import DIALECTS
+from tests.server.clients import (
+    is_closed_by_server,
+    json_request,
+    masked_frame,
+    raw_connection,
+    read_to_close,
+    read_until,
+    reset,
+    upgrade_bytes,
+    websocket,
+)
+from tests.support.serving import serving
+
+if TYPE_CHECKING:
+    import socket
+    from collections.abc import Iterator
+
+    from tests.support.serving import Served
+
+KOBOLD = {
+    "prompt": "Tom has", "max_length": 8000, "output_attentions": True, "ban_eos_token": True,
+    "sampler_seed": 3,
+}  # fmt: skip
+DREAM = {
+    "type": "generate", "prompt": "Tom has", "max_new_tokens": 8000, "return_attention": True,
+    "bypass_eos": True, "seed": 3,
+}  # fmt: skip
+# Path, whether it is a WebSocket, request, what the first token brings.
+STREAMS: dict[str, tuple[str, bool, dict[str, Any]]] = {
+    "kobold-sse": ("/api/extra/generate/stream", False, KOBOLD),
+    "kobold-legacy": ("/api/extra/generate/stream", False, {**KOBOLD, "output_attentions": False}),
+    "kobold-ws": ("/api/extra/generate/stream/ws", True, KOBOLD),
+    "dream-ws": ("/api/v1/generate/stream", True, DREAM),
+    "dream-post": ("/api/v1/generate", False, {**DREAM, "return_attention": False}),
+}
+_PATHS = {one.path for dialect in DIALECTS for one in dialect.OPERATIONS}
+SERVED = [name for name, (path, _, _) in STREAMS.items() if path in _PATHS]
+EACH = pytest.mark.parametrize("name", SERVED)
+FREE_WITHIN_S = 1.5
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Served]:
+    with serving(Settings(n_slots=2, n_ctx=8192)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[Served]:
+    with serving(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
+        yield served
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def begun(served: Served, name: str, *, receive_bytes: int | None = None) -> socket.socket:
+    """A client whose request runs."""
+    path, is_socket, body = STREAMS[name]
+    sock = raw_connection(served, receive_bytes=receive_bytes)
+    if is_socket:
+        sock.sendall(upgrade_bytes(path))
+        read_until(sock, b"\r\n\r\n")
+        sock.sendall(masked_frame(json.dumps(body).encode()))
+    else:
+        sock.sendall(json_request(path, body))
+    served.wait_until(lambda: any(run.n_tokens > 2 for run in served.service.runs.values()))
+    return sock
+
+
+@EACH
+@pytest.mark.parametrize("how", ["close", "reset"])
+def test_client_that_leaves_frees_slot_and_rows(
+    demo: Served, no_collector: None, name: str, how: str
+):
+    sock = begun(demo, name)
+    if how == "reset":
+        reset(sock)
+    sock.close()
+    demo.wait_idle(within_s=FREE_WITHIN_S)
+    demo.wait_until(lambda: not demo.engine.stats().pool.n_leased, within_s=FREE_WITHIN_S)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][2] in (KOBOLD, DREAM)])
+def test_client_that_reads_nothing_is_dropped(impatient: Served, name: str):
+    with begun(impatient, name, receive_bytes=4096) as sock:
+        impatient.wait_idle(within_s=8)
+        impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)
+        assert is_closed_by_server(sock)
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][1]])
+def test_silent_websocket_closes_with_1008(impatient: Served, name: str):
+    with websocket(impatient, STREAMS[name][0]) as ws:
+        started_s = time.monotonic()
+        _, code = read_to_close(ws)
+    assert code == 1008
+    assert time.monotonic() - started_s < 2
+
+
+MALFORMED: list[Any] = [
+    "", "{", "[]", "null", "5", '"text"', "{}" * 2, '{"type":5}', '{"type":"nonsense"}',
+    '{"type":"generate"}', '{"prompt":5}', '{"prompt":null}', '{"input_ids":["a"]}',
+    '{"input_ids":[99999999999999999999999]}', '{"a":' * 5000, "\x00", b"\xff\xfe", b"",
+    b"\xc1", b"\xde\x00\xff", b"\xdf\xff\xff\xff\xff",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][1]])
+@pytest.mark.parametrize("subprotocols", [None, ["msgpack"]])
+def test_malformed_messages_get_an_error_event(demo: Served, name: str, subprotocols: Any):
+    for message in MALFORMED:
+        with websocket(demo, STREAMS[name][0], subprotocols=subprotocols) as ws:
+            ws.send(message)
+            event = ws.recv(timeout=5)
+            text = event.decode("latin-1") if isinstance(event, bytes) else event
+            assert "error" in text, message
+            assert "INTERNAL" not in text, message
+            assert "Traceback" not in text, message
+    demo.wait_idle()
+
+
+def test_other_clients_run_on_beside_a_stalled_one_of_each_kind(demo: Served):
+    stalled = [begun(demo, name, receive_bytes=4096) for name in SERVED if "ws" in name][:1]
+    try:
+        with demo.client() as client:
+            started_s = time.monotonic()
+            reply = client.post(
+                "/api/extra/generate/stream", json={**KOBOLD, "max_length": 100, "request_id": "x"}
+            )
+        assert reply.text.count('"type":"token"') == 100
+        assert time.monotonic() - started_s < 5
+    finally:
+        for sock in stalled:
+            reset(sock)
+    demo.wait_idle()
