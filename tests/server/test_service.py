@@ -316,11 +316,11 @@ async def test_link_out_of_the_folder_is_refused(models: Path, tmp_path_factory:
 
 async def test_models_are_listed_and_without_a_folder_none_may_be_switched_to(models: Path):
     service = await switching(models)
-    assert service.models() == ["b.gguf", "broken.gguf"]
+    assert await service.models() == ["b.gguf", "broken.gguf"]
     await service.close()
     service = await switching(None)
     try:
-        assert service.models() == []
+        assert await service.models() == []
         with pytest.raises(Forbidden, match="models_dir"):
             await service.switch_model("b.gguf")
     finally:

@@ -58,9 +58,11 @@ class AttentionWanted:
         """The capture of the engine that gives what `shaped` needs, with as little as that takes.
 
         Raises:
-            InvalidCapture: Layers, heads or weights do not fit *model*, or the format has no rows
-                of a prompt.
+            InvalidCapture: Layers, heads or weights do not fit *model*, *top_k* is below 1, or the
+                format has no rows of a prompt.
         """
+        if self.top_k < 1:
+            raise InvalidCapture(f"attention.capture: sparse_top_k is {self.top_k}, the least is 1")
         if self.prompt and self.format in ("sparse", "viz"):
             raise InvalidCapture(
                 f"attention.capture: rows of the prompt have no format {self.format}; "

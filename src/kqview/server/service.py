@@ -6,6 +6,7 @@ one that it was given, and every `Run` until its end.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,12 +18,15 @@ from typing import Any, Final, TypeVar
 from kqview.engine import Engine
 from kqview.errors import PromptTooLong, QueueFull, RequestError
 from kqview.generation.text import TextStream
-from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
+from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut
+from kqview.server.models import model_names, model_path
 from kqview.server.run import GenerateRequest, Run, TokenLogprobs
 from kqview.server.settings import Settings
 from kqview.types import EngineStats, Usage
 
 _T = TypeVar("_T")
+
+_log: Final = logging.getLogger("kqview.server")
 
 # Below it, a hop to another thread takes longer than the work itself.
 OFFLOAD_BYTES: Final = 256 * 1024
@@ -57,6 +61,8 @@ class Service:
         self._path = settings.model
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-server")
         self._switching = asyncio.Lock()
+        self._switches: set[asyncio.Task[Engine]] = set()
+        self._absence = "no model is loaded"  # why, once a switch began
         self._is_idle = asyncio.Event()
         self._is_closing = False
         self._past: list[EngineStats] = []  # of engines that were switched away
@@ -84,7 +90,10 @@ class Service:
         self._owns_engine = True
 
     def _open_engine(
-        self, path: str | None, progress: Callable[[float], object] | None = None
+        self,
+        path: str | None,
+        progress: Callable[[float], object] | None = None,
+        **given: int | None,
     ) -> Engine:
         s = self.settings
         options: dict[str, Any] = {
@@ -95,6 +104,7 @@ class Service:
             "n_gpu_layers": s.n_gpu_layers,
             "kv_type": s.kv_type,
             "attention_budget_bytes": s.attention_budget_bytes,
+            **{name: value for name, value in given.items() if value is not None},
         }
         if path is None:
             return Engine.demo(**options)
@@ -123,8 +133,9 @@ class Service:
     async def close(self) -> None:
         """End everything; the engine too where it is ours."""
         await self.drain(self.settings.shutdown_grace_s)
-        if self._owns_engine and self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        async with self._switching:  # what it opens is ours to close
+            if self._owns_engine and self._engine is not None:
+                await asyncio.to_thread(self._engine.close)
         self._workers.shutdown(wait=False, cancel_futures=True)
 
     # ---- the model
@@ -140,7 +151,7 @@ class Service:
         if self._is_closing:
             raise ShuttingDown("server.close: the server is shutting down; try again later")
         if self._engine is None:
-            raise NoModel("service.engine: no model is loaded; load one with /api/v1/model/load")
+            raise NoModel(f"service.engine: {self._absence}; load one with /api/v1/model/load")
         return self._engine
 
     @property
@@ -162,55 +173,69 @@ class Service:
     @property
     def max_context(self) -> int:
         """Most tokens of a prompt."""
-        n_ctx = self.engine.n_ctx
-        limit = self.settings.max_context
-        return n_ctx if limit is None else min(limit, n_ctx)
+        return self.max_context_of(self.engine)
 
-    async def switch_model(self, name: str) -> None:
+    def max_context_of(self, engine: Engine) -> int:
+        """Most tokens of a prompt where *engine* serves."""
+        limit = self.settings.max_context
+        return engine.n_ctx if limit is None else min(limit, engine.n_ctx)
+
+    async def switch_model(self, name: str, **options: int | None) -> Engine:
         """Unload the model and load the GGUF file *name* of ``models_dir``.
 
         Running requests end with ModelChanged. Where the new model cannot be opened there is none
-        afterwards, until the next switch.
+        afterwards, until the next switch. Switches come one after another, and one that began is
+        finished even if who asked for it is gone.
+
+        Args:
+            name: As `models` lists it.
+            **options: ``n_ctx``, ``n_slots`` or ``n_gpu_layers`` of this model in place of the
+                settings'; None for those.
+
+        Returns:
+            The new engine; the next switch may have begun already.
 
         Raises:
             Forbidden: No folder of models was set, or *name* leads out of it.
             NotFound: There is no such file.
-            ModelError: It cannot be loaded.
+            ShuttingDown: The server is about to end.
+            KqviewError: It cannot be loaded, as the constructor of Engine says.
         """
-        path = self._model_path(name)
+        path = model_path(self.settings.models_dir, name)
+        switch = asyncio.ensure_future(self._switch(name, path, options))
+        self._switches.add(switch)
+        switch.add_done_callback(self._switched)
+        return await asyncio.shield(switch)
+
+    async def _switch(self, name: str, path: Path, options: dict[str, int | None]) -> Engine:
         async with self._switching:
-            old, owned = self.engine if self._engine else None, self._owns_engine
-            self._engine = None
+            if self._is_closing:
+                raise ShuttingDown("service.switch: the server is shutting down")
+            old, self._engine = self._engine, None
+            self._absence = f"{name!r} is being loaded"
             self.end_runs(ModelChanged("service.switch: the model was switched; send it again"))
             if old is not None:
                 self._past.append(old.stats())
-                if owned:
+                if self._owns_engine:
                     await asyncio.to_thread(old.close)
                 self._past[-1] = old.stats()  # with its last steps
-            self._engine = await asyncio.to_thread(self._open_engine, str(path))
+            open_it = partial(self._open_engine, str(path), **options)
+            try:
+                self._engine = engine = await asyncio.to_thread(open_it)
+            except BaseException:
+                self._absence = f"no model is loaded, {name!r} failed"
+                raise
             self._owns_engine, self._path = True, str(path)
+            return engine
 
-    def _model_path(self, name: str) -> Path:
-        folder = self.settings.models_dir
-        if folder is None:
-            raise Forbidden("service.switch: there is no models_dir; start the server with one")
-        root = Path(folder).resolve()
-        try:
-            path = (root / name).resolve()
-        except ValueError:  # a null character
-            raise NotFound(f"service.switch: {name!r} is no name of a file") from None
-        if not path.is_relative_to(root):
-            raise Forbidden(f"service.switch: {name!r} is outside of models_dir; name a file in it")
-        if path.suffix != ".gguf" or not path.is_file():
-            raise NotFound(f"service.switch: {name!r} is no GGUF file of models_dir")
-        return path
+    def _switched(self, switch: "asyncio.Task[Engine]") -> None:
+        self._switches.discard(switch)
+        if not switch.cancelled() and (error := switch.exception()) is not None:
+            _log.warning("the model was not switched: %s", error)
 
-    def models(self) -> list[str]:
-        """Names that `switch_model` takes."""
-        if self.settings.models_dir is None:
-            return []
-        root = Path(self.settings.models_dir).resolve()
-        return sorted(str(path.relative_to(root)) for path in root.rglob("*.gguf"))
+    async def models(self) -> list[str]:
+        """Names that `switch_model` takes, sorted."""
+        return await self._in_thread(model_names, self.settings.models_dir)
 
     # ---- text
 
@@ -240,10 +265,13 @@ class Service:
             RequestError: Or one of its kinds: the request cannot work.
             QueueFull: Too many requests run or wait.
             NoModel: There is no model.
+            ModelChanged: It was switched in the meantime.
         """
         engine, settings = self.engine, self.settings
         self._check_limits(request)
         ids = await self._prompt_ids(engine, request.prompt)
+        if engine is not self._engine:
+            raise ModelChanged("service.start: the model was switched; send it again")
         self._check_limits(request)  # others may have been admitted meanwhile
         limit = min(self.max_context, request.max_context or self.max_context)
         if len(ids) > limit:

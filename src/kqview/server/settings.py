@@ -76,6 +76,7 @@ class Settings:
     # ---- limits
     max_body_bytes: int = _setting(32 * 2**20, "largest request body")
     max_message_bytes: int = _setting(32 * 2**20, "largest WebSocket message")
+    max_reply_bytes: int = _setting(2**30, "largest reply that is not streamed, attention included")
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
     max_context: int | None = _setting(None, "longest prompt in tokens; a slot's size without it")
     max_samples: int = _setting(16, "most samples of one request")
@@ -154,9 +155,9 @@ def is_loopback(host: str) -> bool:
 
 _NUMBERS: Final[Mapping[str, float]] = {
     "n_slots": 1, "n_ctx": 1, "n_threads": 1, "n_gpu_layers": -1, "attention_budget_bytes": 0,
-    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_tokens": 1, "max_context": 1,
-    "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1, "rate_limit": 0,
-    "request_timeout_s": 0, "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
+    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_reply_bytes": 1, "max_tokens": 1,
+    "max_context": 1, "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1,
+    "rate_limit": 0, "request_timeout_s": 0, "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
 }  # fmt: skip
 _FRACTIONAL: Final = frozenset(
     {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s"}

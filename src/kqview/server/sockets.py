@@ -72,6 +72,11 @@ class Socket:
         self._has_no_pump = asyncio.Event()
         self._has_no_pump.set()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more can be sent."""
+        return self._is_closed
+
     async def accept(self) -> None:
         """Finish the handshake.
 

@@ -10,6 +10,7 @@ import pytest
 
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
 from kqview.server.api.kobold import convert, schema
+from kqview.server.api.logprobs import logprobs_of
 from kqview.server.errors import NoModel, Unauthorized, answer_of
 from kqview.server.run import TokenLogprobs
 from kqview.server.service import LastRun
@@ -222,11 +223,11 @@ def test_logprobs_have_both_forms():
         TokenLogprobs(1, -0.5, ((1, -0.5), (3, -2.0))),
         TokenLogprobs(2, -1.0, ()),
     ]
-    reply = as_json(convert.logprobs_of(tokens, texts.__getitem__))
+    reply = as_json(logprobs_of(tokens, texts.__getitem__))
     assert reply["tokens"] == ["Hi", " you"]
     assert reply["token_logprobs"] == [-0.5, -1.0]
     assert reply["text_offset"] == [0, 2]
     assert reply["top_logprobs"] == [{"Hi": -0.5, "\ufffd": -2.0}, {}]
     assert reply["content"][0]["bytes"] == [72, 105]
     assert reply["content"][0]["top_logprobs"][1]["bytes"] == [0xF0, 0x9F]
-    assert convert.logprobs_of([], texts.__getitem__) is None
+    assert logprobs_of([], texts.__getitem__) is None

@@ -83,6 +83,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     aggregation_mode: Literal["mean", "max", "last_layer", "weighted_layers"] | None = None
     layer_weights: list[float] | None = None
     sparse_top_k: int | None = None
+    attention_top_k: int | None = None
     attention_layers: list[int] | None = None
     attention_heads: list[int] | None = None
     dtype: Literal["float32", "float16"] | None = None
@@ -173,7 +174,7 @@ def attention_of(
         kind=first(fields.attention_values, settings.attention_values, default),
         format=fields.attention_format or settings.attention_format,
         aggregation=fields.aggregation_mode or "mean",
-        top_k=first(fields.sparse_top_k, DEFAULT_TOP_K),
+        top_k=first(fields.sparse_top_k, fields.attention_top_k, DEFAULT_TOP_K),
         dtype=fields.dtype or "float32",
         layers=_tuple(fields.attention_layers),
         heads=_tuple(fields.attention_heads),

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
@@ -17,7 +16,7 @@ from kqview.server.api.attention_fields import (
 )
 from kqview.server.api.kobold import schema
 from kqview.server.errors import Answer
-from kqview.server.run import GenerateRequest, TokenLogprobs
+from kqview.server.run import GenerateRequest
 from kqview.server.service import LastRun
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import EngineStats, ModelInfo
@@ -232,35 +231,3 @@ def perf_of(
 
 def _ratio(total: float, n: int) -> float:
     return total / n if n > 0 else 0.0
-
-
-def logprobs_of(
-    tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes]
-) -> schema.Logprobs | None:
-    """Logprobs of a generation's tokens; None where none were asked for."""
-    if not tokens:
-        return None
-    content = [_logprob(one, bytes_of) for one in tokens]
-    ends = accumulate((len(one.token) for one in content), initial=0)
-    return schema.Logprobs(
-        content=content,
-        tokens=[one.token for one in content],
-        token_logprobs=[one.logprob for one in content],
-        top_logprobs=[{top.token: top.logprob for top in one.top_logprobs} for one in content],
-        text_offset=list(ends)[:-1],
-    )
-
-
-def _logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> schema.TokenLogprob:
-    def written(id_: int) -> tuple[str, list[int]]:
-        data = bytes_of(id_)
-        return data.decode("utf-8", "replace"), list(data)
-
-    def top(id_: int, logprob: float) -> schema.TopLogprob:
-        text, data = written(id_)
-        return schema.TopLogprob(text, logprob, data)
-
-    text, data = written(one.token_id)
-    return schema.TokenLogprob(
-        token=text, logprob=one.logprob, bytes=data, top_logprobs=[top(*pair) for pair in one.top]
-    )

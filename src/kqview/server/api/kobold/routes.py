@@ -13,6 +13,7 @@ from kqview.engine import Engine
 from kqview.server.api.attention_objects import layers_of
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.kobold.events import PlainEvents, SocketFrames, TypedEvents
+from kqview.server.api.logprobs import logprobs_of
 from kqview.server.endpoint import Call, Handler, Operation, Reply, decoded
 from kqview.server.run import Run
 from kqview.server.sockets import Socket
@@ -110,7 +111,7 @@ async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs
     last = call.service.last
     if last.key != (body.genkey or ""):
         return schema.LastLogprobs(None)
-    return schema.LastLogprobs(convert.logprobs_of(last.logprobs, call.service.engine.token_bytes))
+    return schema.LastLogprobs(logprobs_of(last.logprobs, call.service.engine.token_bytes))
 
 
 def _meant(call: Call, body: schema.RunBody) -> list[Run]:

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.attention_fields import AttentionFields, AttentionValues
+from kqview.server.api.logprobs import Logprobs
 from kqview.server.attention import Aggregation, Format
 from kqview.types.capture import DType
 
@@ -239,33 +240,6 @@ class Texts(Struct):
     """Text of each result."""
 
     results: list[Text]
-
-
-class TopLogprob(Struct):
-    """A token that could have been chosen."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class TokenLogprob(Struct, kw_only=True):
-    """A token that was chosen, beside those that could have been."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-    top_logprobs: list[TopLogprob]
-
-
-class Logprobs(Struct, kw_only=True):
-    """Logprobs of a generation, in both of OpenAI's forms."""
-
-    content: list[TokenLogprob]
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
 
 
 class LastLogprobs(Struct):

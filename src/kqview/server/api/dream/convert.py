@@ -1,0 +1,306 @@
+"""Bodies of the dream dialect become neutral requests, and what the model says becomes bodies.
+
+Pure functions: nothing here knows a transport, or waits.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any, Final
+
+from kqview.errors import InvalidToken, OutOfMemory, PoolExhausted, PromptTooLong, RequestError
+from kqview.server.api.attention_fields import (
+    attention_of,
+    first,
+    max_tokens_of,
+    prompt_of,
+    sampling_of,
+)
+from kqview.server.api.attention_objects import layers_of
+from kqview.server.api.dream import schema
+from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
+from kqview.server.attention import AttentionWanted
+from kqview.server.errors import Answer, TooLarge
+from kqview.server.run import GenerateRequest
+from kqview.server.settings import AttentionValues, Settings
+from kqview.types import ModelInfo, PoolStats
+
+VALUES: Final[AttentionValues] = "probs"
+"""What rows hold where nobody says (seed 001)."""
+
+MOST_LOGPROBS: Final = 1000
+"""Most top_logprobs: their texts are looked up on the event loop."""
+
+_MIB: Final = 2**20
+
+
+class ReplyTooLarge(TooLarge):
+    """A reply that is not streamed would not fit; ask for less, or take the WebSocket."""
+
+    def __init__(self, message: str, **figures: int) -> None:
+        """Args: ``reply_bytes``, ``limit_bytes``, ``prompt_tokens``."""
+        super().__init__(message)
+        self.figures = figures
+
+
+# ---- a request for text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request, and what of it its client sees.
+
+    Attributes:
+        request: For the service; its attention is what is captured.
+        shown: Attention to send, None for none.
+        layers: `layers_of` what is shown.
+        encoding: As asked for: None leaves short rows as lists of numbers.
+        scores: Of the sentences that are watched, None for none.
+    """
+
+    request: GenerateRequest
+    shown: AttentionWanted | None
+    layers: tuple[int, ...] | None
+    encoding: schema.Encoding | None
+    scores: SentenceScores | None
+
+
+def plan_of(
+    body: schema.DreamFields,
+    *,
+    request_id: str,
+    model: ModelInfo,
+    max_context: int,
+    settings: Settings,
+    one_token: Callable[[str], int | None],
+    always_logprob: bool = False,
+) -> Plan:
+    """What *body* asks for; ids and positions are checked against *model*.
+
+    Args:
+        body: The request.
+        request_id: Its name where it gives none.
+        model: That will answer.
+        max_context: Longest prompt in tokens.
+        settings: For the server's defaults.
+        one_token: As `sampling_of` takes it.
+        always_logprob: Whether tokens carry their logprob unasked.
+
+    Raises:
+        PromptTooLong: ``input_ids`` is longer than *max_context*.
+        InvalidToken: An id is not in the vocabulary; the message names field and index.
+        RequestError: Or InvalidSampling, InvalidCapture: a value is out of its range.
+    """
+    prompt = prompt_of(body)
+    n_prompt = None if isinstance(prompt, str) else len(prompt)
+    limit = context_limit(body, max_context)
+    if n_prompt is not None and n_prompt > limit:
+        raise PromptTooLong(
+            f"request.input_ids: {n_prompt} tokens, the limit is {limit}; shorten it"
+        )
+    for name in ("input_ids", "stop_tokens", "banned_tokens"):
+        _check_ids(name, getattr(body, name) or (), model.n_vocab)
+    sampling = sampling_of(body, one_token=one_token)
+    if (sampling.top_logprobs or 0) > MOST_LOGPROBS:
+        raise RequestError(
+            f"request.top_logprobs: {sampling.top_logprobs}, the limit is {MOST_LOGPROBS}; "
+            "ask for fewer"
+        )
+    if always_logprob and sampling.top_logprobs is None:
+        sampling = replace(sampling, top_logprobs=0)
+    shown = attention_of(body, settings, default=VALUES, asked=False)
+    captured, scores = shown, None
+    if body.sentences is not None:
+        check_sentences(body.sentences, body.prune_below, n_prompt)
+        captured = watched(shown)
+        scores = SentenceScores(body.sentences, n_prompt or 1, body.prune_below)
+    request = GenerateRequest(
+        prompt=prompt,
+        max_tokens=max_tokens_of(body),
+        sampling=sampling,
+        request_id=body.request_id or request_id,
+        attention=captured,
+        n_samples=first(body.num_samples, 1),
+        key=body.genkey or "",
+        max_context=body.max_context_length,
+    )
+    return Plan(
+        request=request,
+        shown=shown,
+        layers=layers_of(shown, model) if shown is not None else None,
+        encoding=body.encoding,
+        scores=scores,
+    )
+
+
+def _check_ids(name: str, ids: Sequence[int | str], n_vocab: int) -> None:
+    for i, id_ in enumerate(ids):
+        if isinstance(id_, int) and not 0 <= id_ < n_vocab:
+            raise InvalidToken(
+                f"request.{name}[{i}]: token ID {id_} not in vocabulary (vocab_size={n_vocab}); "
+                "take ids from /api/v1/tokenize"
+            )
+
+
+def context_limit(body: schema.DreamFields, max_context: int) -> int:
+    """Longest prompt in tokens: the server's *max_context*, or less where the client says so."""
+    return min(max_context, body.max_context_length or max_context)
+
+
+def asks_for_tokens(body: schema.GenerateBody) -> bool:
+    """Whether the reply of a POST has this dialect's own fields."""
+    return first(body.return_attention, body.output_attentions) is not None
+
+
+def trims_stop(body: schema.GenerateBody) -> bool:
+    """Whether the text ends before the stop sequence; with attention it does so only if asked."""
+    asks = bool(first(body.output_attentions, body.return_attention))
+    return first(body.trim_stop, not asks)
+
+
+def kobold_reason(reason: str) -> str:
+    """A finish reason in the two words that KoboldAI's clients know."""
+    return "length" if reason == "length" else "stop"
+
+
+# ---- errors
+
+
+def error_body(answer: Answer) -> dict[str, Any]:
+    """The body of a failure, and its event on a WebSocket."""
+    known = {"type": "error", "error": answer.message, "error_code": answer.code}
+    return {**known, **answer.figures}
+
+
+def shared_error_body(answer: Answer) -> dict[str, Any]:
+    """`error_body` where KoboldAI's clients call too: they read ``detail``."""
+    kind = "server_error" if answer.status >= 500 else "bad_input"
+    if answer.retry_after_s is not None:
+        kind = "service_unavailable"
+    return {**error_body(answer), "detail": {"msg": answer.message, "type": kind}}
+
+
+def figures_of(
+    error: BaseException,
+    *,
+    max_context: int,
+    n_vocab: int,
+    n_prompt: int | None,
+    memory: Callable[[], Mapping[str, int]],
+) -> dict[str, int]:
+    """Numbers that belong to *error*.
+
+    ``context_length`` is the longest prompt that is taken, as ``/api/v1/model/info`` says unless
+    the request said less.
+
+    Args:
+        error: What went wrong.
+        max_context: Longest prompt in tokens.
+        n_vocab: Size of the vocabulary.
+        n_prompt: Tokens of the request's prompt, None where they were not counted.
+        memory: Gives `memory_figures`; only asked where memory was short.
+    """
+    counted = {} if n_prompt is None else {"prompt_tokens": n_prompt}
+    if isinstance(error, PromptTooLong):
+        return {"context_length": max_context, **counted}
+    if isinstance(error, PoolExhausted | OutOfMemory):
+        return {"context_length": max_context, **counted, **memory()}
+    if isinstance(error, InvalidToken):
+        return {"vocab_size": n_vocab}
+    if isinstance(error, ReplyTooLarge):
+        return error.figures
+    return {}
+
+
+def memory_figures(pool: PoolStats, devices: Iterable[Mapping[str, Any]]) -> dict[str, int]:
+    """Memory in MiB: of attention rows, and of the GPUs together where there are any.
+
+    Args:
+        pool: Of the engine's stats.
+        devices: Of ``engine.system_info()``.
+    """
+    figures = {
+        "attention_used_mb": pool.leased_bytes // _MIB,
+        "attention_budget_mb": pool.budget_bytes // _MIB,
+    }
+    gpus = [device for device in devices if device["type"] in ("GPU", "IGPU")]
+    if gpus:
+        total = sum(device["memory_total_bytes"] for device in gpus)
+        free = sum(device["memory_free_bytes"] for device in gpus)
+        figures |= {"vram_used_mb": (total - free) // _MIB, "vram_total_mb": total // _MIB}
+    return figures
+
+
+# ---- the model
+
+_INFO: Final[Mapping[str, Callable[[ModelInfo], Any]]] = MappingProxyType(
+    {
+        "architecture": lambda m: m.architecture or None,
+        "vocab_size": lambda m: m.n_vocab,
+        "num_layers": lambda m: m.n_layer,
+        "num_attention_heads": lambda m: m.n_head,
+        "num_key_value_heads": lambda m: m.n_head_kv,
+        "hidden_size": lambda m: m.n_embd,
+        "max_position_embeddings": lambda m: m.n_ctx_train,
+        # llama.cpp has a default where the file is silent; the file's word is what is asked for.
+        "rope_theta": lambda m: _number(m.metadata.get(f"{m.architecture}.rope.freq_base")),
+        "bos_token_id": lambda m: m.bos_token_id,
+        "eos_token_id": lambda m: m.eos_token_id,
+        "chat_template": lambda m: m.chat_template,
+        "torch_dtype": lambda m: None,  # a GGUF has file types, each tensor its own
+        "attention_layers": lambda m: list(m.attention_layers),
+    }
+)
+"""Field of ``/api/v1/model/info`` -> where it comes from; the others are `model_info_of`'s."""
+
+_SPECIAL: Final = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
+_MARKERS: Final = {"im_start_id": "<|im_start|>", "im_end_id": "<|im_end|>"}
+
+
+def model_info_of(
+    model: ModelInfo, *, name: str, max_context: int, one_token: Callable[[str], int | None]
+) -> schema.ModelInfoReply:
+    """Reply of ``GET /api/v1/model/info``.
+
+    Args:
+        model: The facts.
+        name: What the server calls it.
+        max_context: Longest prompt in tokens.
+        one_token: The id of a text that is one token of the vocabulary, else None.
+    """
+    special: dict[str, str | int | None] = {
+        key: model.special_tokens.get(role) for key, role in _SPECIAL.items()
+    }
+    for key, text in _MARKERS.items():
+        found = one_token(text)
+        if found is not None:
+            special[key] = found
+    return schema.ModelInfoReply(
+        model_name=name,
+        context_length=max_context,
+        special_tokens=special,
+        **{key: source(model) for key, source in _INFO.items()},
+    )
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        return None if text is None else float(text)
+    except ValueError:
+        return None
+
+
+def load_options(body: schema.LoadBody) -> dict[str, int | None]:
+    """Options of the engine to open.
+
+    Raises:
+        RequestError: ``model`` is empty, or a number is out of its range.
+    """
+    if not body.model:
+        raise RequestError("request.model: it is empty; take a name from /api/v1/models")
+    options = {"n_ctx": body.n_ctx, "n_slots": body.n_slots, "n_gpu_layers": body.n_gpu_layers}
+    for name, value in options.items():
+        least = -1 if name == "n_gpu_layers" else 1
+        if value is not None and not least <= value < 2**31:
+            raise RequestError(f"request.{name}: {value}, the least is {least}; change it")
+    return options

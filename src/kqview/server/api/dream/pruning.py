@@ -1,0 +1,130 @@
+"""Which sentences of a prompt could be left out: those that no generated token looked at.
+
+The score of a sentence is the largest attention that any of its positions got from any generated
+token, where the attention of a token to a position is the mean over layers and heads (of those that
+the request keeps; every layer weighs the same) of the probabilities in its row. A sentence is
+prunable where its score is below a threshold, without one below ``1 / n_prompt``: what each
+position would get if the first row were uniform.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kqview.errors import RequestError
+from kqview.server.api.dream.schema import PrunableSentence, Sentence
+from kqview.server.attention import Array, AttentionWanted
+from kqview.types.token import Attention
+
+
+def check_sentences(
+    sentences: Sequence[Sentence], threshold: float | None, n_prompt: int | None
+) -> None:
+    """Refuse sentences that are no runs of the prompt.
+
+    Args:
+        sentences: Of the request.
+        threshold: ``prune_below`` of the request.
+        n_prompt: Length of ``input_ids``, None where the prompt is text.
+
+    Raises:
+        RequestError: The message names the field.
+    """
+    if n_prompt is None:
+        raise RequestError(
+            "request.sentences: they are positions in input_ids, which are missing; "
+            "send input_ids in place of prompt"
+        )
+    if len(sentences) > n_prompt:
+        raise RequestError(
+            f"request.sentences: {len(sentences)}, input_ids has {n_prompt} positions; "
+            "send each sentence once"
+        )
+    for i, sentence in enumerate(sentences):
+        if not 0 <= sentence.start < sentence.end <= n_prompt:
+            raise RequestError(
+                f"request.sentences[{i}]: {sentence.start} to {sentence.end}, input_ids has "
+                f"{n_prompt} positions; start is inclusive, end exclusive and above start"
+            )
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise RequestError(
+            f"request.prune_below: {threshold}, allowed is 0 to 1; it is a share of attention"
+        )
+
+
+def watched(shown: AttentionWanted | None) -> AttentionWanted:
+    """What to capture so that both *shown* and `mean_row` can be made of it.
+
+    Raises:
+        RequestError: The rows that are shown are no probabilities.
+    """
+    if shown is None:
+        return AttentionWanted("probs", format="aggregated")
+    if shown.kind != "probs":
+        raise RequestError(
+            f"request.sentences: attention_values is {shown.kind!r}, the mean of probabilities is "
+            "needed; ask for 'probs'"
+        )
+    if shown.format == "aggregated" and shown.aggregation in ("max", "last_layer"):
+        return replace(shown, format="per_layer", dtype="float32")
+    return shown
+
+
+def reduced(shown: AttentionWanted, captured: AttentionWanted, rows: Attention) -> Attention:
+    """Rows as the engine would have reduced them for *shown* alone; see `watched`."""
+    if captured.format == shown.format:
+        return rows
+    layers = tuple(rows)
+    if shown.aggregation == "max":
+        return np.stack([layer.max(axis=0) for layer in layers]).max(axis=0)
+    return layers[-1].mean(axis=0)
+
+
+def mean_row(captured: AttentionWanted, rows: Attention) -> Array:
+    """Mean over layers and heads of a token's rows, shape ``(n_context,)``, float32.
+
+    Args:
+        captured: What `watched` returned.
+        rows: ``token.attention`` of it.
+    """
+    if captured.format == "aggregated" and captured.aggregation == "mean":
+        assert isinstance(rows, np.ndarray)
+        return rows
+    layers = tuple(rows)
+    if captured.format in ("per_layer", "viz"):  # heads are still there
+        layers = tuple(layer.mean(axis=0, dtype=np.float32) for layer in layers)
+    return np.stack(layers).mean(axis=0, dtype=np.float32)
+
+
+class SentenceScores:
+    """Scores of sentences while tokens come; one thread at a time."""
+
+    def __init__(
+        self, sentences: Sequence[Sentence], n_prompt: int, threshold: float | None
+    ) -> None:
+        """Watch *sentences*, which `check_sentences` let pass."""
+        self._sentences = sentences
+        self._threshold = 1 / n_prompt if threshold is None else threshold
+        self._largest = np.zeros(n_prompt, np.float32)
+        self._n_rows = 0
+
+    def add(self, row: Array) -> None:
+        """Add the `mean_row` of one generated token."""
+        self._n_rows += 1
+        np.maximum(self._largest, row[: len(self._largest)], out=self._largest)
+
+    def prunable(self) -> list[PrunableSentence]:
+        """Sentences below the threshold, the one with the least attention first.
+
+        None before any token came: nothing is known then.
+        """
+        if not self._n_rows:
+            return []
+        scores = [float(self._largest[one.start : one.end].max()) for one in self._sentences]
+        found = [
+            PrunableSentence(one.turn_id, one.sentence_id, score)
+            for one, score in zip(self._sentences, scores, strict=True)
+            if score < self._threshold
+        ]
+        return sorted(found, key=lambda one: one.max_attention)
