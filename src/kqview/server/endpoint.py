@@ -77,7 +77,7 @@ class Operation:
         handler: ``async def handler(call)``, with the decoded body second where *body* is given,
             with a `kqview.server.sockets.Socket` second for a WebSocket. Returns what msgspec can
             encode, a `Reply`, or `Events`.
-        tag: Dialect, as the description groups it.
+        tag: Dialect, as the description groups it; "" leaves it out of the description.
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON.
         reply: Type of the JSON reply, for the description.

@@ -26,11 +26,11 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
     """The description of *operations*; WebSockets are listed in ``x-websockets``.
 
     Args:
-        operations: The route table.
+        operations: The route table; what has no tag, such as parts of pages, is left out.
         version: Of kqview.
         has_keys: Whether a key is needed.
     """
-    operations = list(operations)
+    operations = [one for one in operations if one.tag]
     types = [kind for one in operations for kind in (one.body, one.reply) if kind is not None]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"

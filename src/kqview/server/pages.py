@@ -11,6 +11,7 @@ from kqview.server.errors import Answer
 from kqview.server.metrics import MEDIA_TYPE, Metrics
 
 _TAG: Final = "server"
+_POLICY: Final = "default-src 'self'; img-src 'self' data:"
 _STATIC: Final = ("style.css", "start.js", "docs.js")
 _MEDIA_TYPES: Final = {
     "html": "text/html; charset=utf-8",
@@ -51,10 +52,7 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
         _get("/docs", docs, "This API for people."),
         _get("/openapi.json", openapi, "This API for programs."),
         _get("/health", health, "Whether requests are taken; 503 where not.", Health),
-        *(
-            _get(f"/static/{name}", _static(name), f"Part of the pages: {name}.")
-            for name in _STATIC
-        ),
+        *(_get(f"/static/{name}", _static(name), "Part of a page.", tag="") for name in _STATIC),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
 
@@ -71,8 +69,9 @@ async def health(call: Call) -> Reply:
 
 def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -> Operation:
     more.setdefault("access", "open")
+    more.setdefault("tag", _TAG)
     return Operation(
-        method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
+        method="GET", path=path, handler=handler, summary=summary,
         error_body=error_body, reply=reply, **more,
     )  # fmt: skip
 
@@ -87,4 +86,4 @@ def _static(name: str) -> Handler:
 def _page(name: str) -> Reply:
     data = resources.files("kqview.server").joinpath("static", name).read_bytes()
     kind = _MEDIA_TYPES[name.rpartition(".")[2]]
-    return Reply(data, kind, headers={"content-security-policy": "default-src 'self'"})
+    return Reply(data, kind, headers={"content-security-policy": _POLICY})
