@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
+from kqview.server.api.attention_fields import sampling_of
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.logprobs import logprobs_of
 from kqview.server.errors import NoModel, Unauthorized, answer_of
@@ -231,3 +232,10 @@ def test_logprobs_have_both_forms():
     assert reply["content"][0]["bytes"] == [72, 105]
     assert reply["content"][0]["top_logprobs"][1]["bytes"] == [0xF0, 0x9F]
     assert logprobs_of([], texts.__getitem__) is None
+
+
+@pytest.mark.parametrize("name", ["top_logprobs", "logprobs"])
+def test_more_logprobs_than_the_limit_are_refused(name: str):
+    body = body_of({"prompt": "a", name: 1001})
+    with pytest.raises(RequestError, match="top_logprobs: 1001, the limit is 1000"):
+        sampling_of(body, one_token=lambda text: None)

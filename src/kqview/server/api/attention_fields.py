@@ -26,6 +26,11 @@ DEFAULTS: Final[dict[str, Any]] = {
 }
 """Sampling of a request that says nothing (seed 000, and the example values of seed 001)."""
 
+MOST_LOGPROBS: Final = 1000
+"""Most top_logprobs: their texts are looked up on the event loop."""
+
+_SOME_LOGPROBS: Final = 5  # where a client says no more than that it wants some
+
 
 class AttentionFields(msgspec.Struct, kw_only=True):
     """What both protocols' requests for text may say; names of the same thing stand together."""
@@ -193,11 +198,16 @@ def _seed(seed: int | None) -> int | None:
 
 
 def _top_logprobs(fields: AttentionFields) -> int | None:
-    if fields.top_logprobs is not None:
-        return fields.top_logprobs
-    if fields.logprobs is None or fields.logprobs is False:
+    wanted = first(fields.top_logprobs, fields.logprobs)
+    if wanted is None or wanted is False:
         return None
-    return 5 if fields.logprobs is True else fields.logprobs
+    if wanted is True:
+        return _SOME_LOGPROBS
+    if wanted > MOST_LOGPROBS:
+        raise RequestError(
+            f"request.top_logprobs: {wanted}, the limit is {MOST_LOGPROBS}; ask for fewer"
+        )
+    return wanted
 
 
 def _banned(

@@ -28,9 +28,6 @@ from kqview.types import ModelInfo, PoolStats
 VALUES: Final[AttentionValues] = "probs"
 """What rows hold where nobody says (seed 001)."""
 
-MOST_LOGPROBS: Final = 1000
-"""Most top_logprobs: their texts are looked up on the event loop."""
-
 _MIB: Final = 2**20
 
 
@@ -101,11 +98,6 @@ def plan_of(
     for name in ("input_ids", "stop_tokens", "banned_tokens"):
         _check_ids(name, getattr(body, name) or (), model.n_vocab)
     sampling = sampling_of(body, one_token=one_token)
-    if (sampling.top_logprobs or 0) > MOST_LOGPROBS:
-        raise RequestError(
-            f"request.top_logprobs: {sampling.top_logprobs}, the limit is {MOST_LOGPROBS}; "
-            "ask for fewer"
-        )
     if always_logprob and sampling.top_logprobs is None:
         sampling = replace(sampling, top_logprobs=0)
     shown = attention_of(body, settings, default=VALUES, asked=False)
