@@ -99,7 +99,7 @@ def test_client_that_leaves_frees_slot_and_rows(
 
 
 @pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][2] in (KOBOLD, DREAM)])
-def test_client_that_reads_nothing_is_dropped(impatient: Served, name: str):
+def test_client_that_reads_nothing_is_dropped(impatient: Served, no_collector: None, name: str):
     with begun(impatient, name, receive_bytes=4096) as sock:
         impatient.wait_idle(within_s=8)
         impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)

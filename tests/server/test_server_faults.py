@@ -19,6 +19,7 @@ from kqview.server import Settings
 from tests.server.clients import (
     json_request,
     masked_frame,
+    n_files,
     raw_connection,
     read_to_close,
     read_until,
@@ -52,10 +53,6 @@ def toy() -> Iterator[Served]:
             client.post("/toy/generate", json=SHORT)
             client.get("/metrics")
         yield served
-
-
-def n_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def rss_bytes() -> int:

@@ -20,6 +20,7 @@ from tests.server.clients import (
     is_closed_by_server,
     json_request,
     masked_frame,
+    n_files,
     raw_connection,
     read_all,
     read_to_close,
@@ -204,16 +205,22 @@ def read_all_chunks(sock: socket.socket) -> bytes:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
     with serving_toy(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
+        with served.client() as client:  # which opens what stays open
+            client.post("/toy/generate", json={**ROWS, "max_tokens": 50})
         yield served
 
 
 @STALLS
-def test_client_that_reads_nothing_for_too_long_is_dropped(impatient: Served, stall: Any):
+def test_client_that_reads_nothing_for_too_long_is_dropped(
+    impatient: Served, no_collector: None, stall: Any
+):
+    before = n_files()
     with stall(impatient, ROWS, "stalled") as sock:
         impatient.wait_until(lambda: "stalled" in impatient.service.runs)
         impatient.wait_idle(within_s=3)
         impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)
-        # Not only the request is over: the socket with its buffers is closed too.
+        # Not only the request is over: the socket is closed, unread buffers and all.
+        impatient.wait_until(lambda: n_files() <= before + 1, within_s=3)
         assert is_closed_by_server(sock)
 
 
@@ -231,10 +238,11 @@ def test_client_that_reads_a_large_event_slowly_gets_all_of_it(impatient: Served
 
 
 def test_client_that_leaves_a_whole_reply_unread_is_dropped(impatient: Served):
+    before = n_files()
     with raw_connection(impatient, receive_bytes=4096) as sock:
         sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: x\r\n\r\n")
         read_until(sock, b"\r\n\r\n")
-        time.sleep(1.5)
+        impatient.wait_until(lambda: n_files() <= before + 1, within_s=5)
         raw = read_all(sock)
     assert len(raw) < 32 * 2**20
 

@@ -171,6 +171,7 @@ class Endpoint:
             gone.cancel()
             working.cancel()
             await asyncio.gather(working, gone, return_exceptions=True)
+            del working, gone  # as in Socket.pump_alone
 
     async def _fail(self, response: "_Response", error: Exception) -> None:
         answer = answer_of(error)

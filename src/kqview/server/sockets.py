@@ -191,6 +191,9 @@ class Socket:
             sending.cancel()
             leaving.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
+            # Else a task's error holds this frame, which holds the task, and all that was on its
+            # way stays until the collector runs.
+            del sending, leaving
 
     async def _ignore_messages(self) -> None:
         while True:
