@@ -88,8 +88,7 @@ def test_dialects_have_the_files_that_make_one():
     assert {"kobold", "dream"} <= set(DIALECTS)
     for name in DIALECTS:
         names = {path.stem for path in (API / name).glob("*.py")}
-        if names != {"__init__", "routes"}:  # one that only stands by
-            assert {"__init__", "schema", "convert", "routes"} <= names, name
+        assert {"__init__", "schema", "convert", "routes"} <= names, name
 
 
 def test_import_that_breaks_the_rule_is_found(tmp_path: Path):

@@ -7,9 +7,11 @@ import json
 import time
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from kqview.server import Settings
+from kqview.server.api.dream.schema import Generate
 from kqview.server.app import DIALECTS
 from tests.server.clients import (
     is_closed_by_server,
@@ -22,6 +24,7 @@ from tests.server.clients import (
     upgrade_bytes,
     websocket,
 )
+from tests.server.test_openapi import WRONG
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -61,6 +64,12 @@ def demo() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
     with serving(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Served]:
+    with serving(Settings(n_slots=2, n_ctx=128, max_tokens=4)) as served:
         yield served
 
 
@@ -137,17 +146,33 @@ def test_malformed_messages_get_an_error_event(demo: Served, name: str, subproto
     demo.wait_idle()
 
 
-def test_other_clients_run_on_beside_a_stalled_one_of_each_kind(demo: Served):
-    stalled = [begun(demo, name, receive_bytes=4096) for name in SERVED if "ws" in name][:1]
-    try:
-        with demo.client() as client:
-            started_s = time.monotonic()
-            reply = client.post(
-                "/api/extra/generate/stream", json={**KOBOLD, "max_length": 100, "request_id": "x"}
-            )
+@pytest.mark.parametrize("name", [name for name in SERVED if STREAMS[name][1]])
+def test_other_clients_run_on_beside_one_that_does_not_read(demo: Served, name: str):
+    with begun(demo, name, receive_bytes=4096), demo.client() as client:
+        started_s = time.monotonic()
+        body = {**KOBOLD, "max_length": 100, "request_id": "x"}
+        reply = client.post("/api/extra/generate/stream", json=body)
         assert reply.text.count('"type":"token"') == 100
         assert time.monotonic() - started_s < 5
-    finally:
-        for sock in stalled:
-            reset(sock)
     demo.wait_idle()
+
+
+@pytest.mark.parametrize("field", [one.encode_name for one in msgspec.structs.fields(Generate)])
+def test_wrong_type_of_any_field_of_a_message_is_an_event_and_the_socket_stays(
+    small: Served, field: str
+):
+    with websocket(small, STREAMS["dream-ws"][0]) as ws:
+        for name, value in WRONG.items():
+            body = {"type": "generate", "prompt": "Tom has", field: value}
+            ws.send(msgspec.json.encode(body).decode())
+            event = {"type": ""}
+            while event["type"] not in ("done", "error"):
+                frame = ws.recv(timeout=10)
+                event = json.loads(frame) if isinstance(frame, str) else event
+            what = f"{field}={name}: {event}"
+            assert event.get("error_code") != "INTERNAL", what
+            try:
+                msgspec.convert(body, Generate)
+            except msgspec.ValidationError:
+                assert event["type"] == "error", what
+    small.wait_idle()
