@@ -129,7 +129,13 @@ void bind_model(nb::module_& module) {
         .def(
             "tokenize",
             [](const model& self, const nb::bytes& text, bool add_special, bool parse_special) {
-                return self.tokenize(view_of(text), add_special, parse_special);
+                const auto view = view_of(text);
+                // A short text is done before another thread would give the lock back.
+                std::optional<nb::gil_scoped_release> unlocked;
+                if (view.size() >= long_text_bytes) {
+                    unlocked.emplace();
+                }
+                return self.tokenize(view, add_special, parse_special);
             },
             nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"), "Ids of UTF-8 text.")
         .def(

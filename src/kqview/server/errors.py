@@ -12,6 +12,8 @@ from typing import Any, Final
 
 from kqview import errors
 
+_MOST_MESSAGE: Final = 1000  # characters
+
 
 class ServerError(errors.KqviewError):
     """What only a server can refuse; the base of the classes below.
@@ -133,5 +135,8 @@ def answer_of(error: BaseException, **figures: Any) -> Answer:
         row = STATUS.get(kind)
         if row is not None:
             retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
-            return Answer(row.status, row.code, str(error), retry_after_s, figures)
+            message = str(error)
+            if len(message) > _MOST_MESSAGE:  # it names a value that the client sent
+                message = f"{message[:_MOST_MESSAGE]} ..."
+            return Answer(row.status, row.code, message, retry_after_s, figures)
     return Answer(500, "INTERNAL", "the server failed; its log says more", None, figures)

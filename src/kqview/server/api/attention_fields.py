@@ -7,7 +7,7 @@ ignored, and so are samplers that llama.cpp has not (``tfs``, ``top_a``, ``smoot
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 
@@ -30,6 +30,14 @@ MOST_LOGPROBS: Final = 1000
 """Most top_logprobs: their texts are looked up on the event loop."""
 
 _SOME_LOGPROBS: Final = 5  # where a client says no more than that it wants some
+
+
+# Lists are looked through for every token, or checked on the event loop: long ones hold others up.
+Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+Ids = Annotated[list[int], msgspec.Meta(max_length=65_536)]
+IdsOrTexts = Annotated[list[int | str], msgspec.Meta(max_length=65_536)]
+Indices = Annotated[list[int], msgspec.Meta(max_length=4096)]
+Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
 
 
 class AttentionFields(msgspec.Struct, kw_only=True):
@@ -62,7 +70,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     dry_base: float | None = None
     dry_allowed_length: int | None = None
     dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
+    dry_sequence_breakers: Stops | None = None
     xtc_probability: float | None = None
     xtc_threshold: float | None = None
     sampler_seed: int | None = None
@@ -70,9 +78,9 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     grammar: str | None = None
     logit_bias: dict[str, float] | None = None
 
-    stop_sequence: list[str] | None = None
-    stop_tokens: list[int] | None = None
-    banned_tokens: list[int | str] | None = None
+    stop_sequence: Stops | None = None
+    stop_tokens: Ids | None = None
+    banned_tokens: IdsOrTexts | None = None
     ban_eos_token: bool | None = None
     bypass_eos: bool | None = None
     trim_stop: bool | None = None
@@ -86,11 +94,11 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     attention_values: AttentionValues | None = None
     attention_format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
     aggregation_mode: Literal["mean", "max", "last_layer", "weighted_layers"] | None = None
-    layer_weights: list[float] | None = None
+    layer_weights: Weights | None = None
     sparse_top_k: int | None = None
     attention_top_k: int | None = None
-    attention_layers: list[int] | None = None
-    attention_heads: list[int] | None = None
+    attention_layers: Indices | None = None
+    attention_heads: Indices | None = None
     dtype: Literal["float32", "float16"] | None = None
 
 
