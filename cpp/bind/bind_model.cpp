@@ -26,6 +26,22 @@ std::string_view view_of(const nb::bytes& bytes) {
     return {static_cast<const char*>(bytes.data()), bytes.size()};
 }
 
+// Below it, a text is done before another thread would give the GIL back.
+constexpr std::size_t long_text_bytes = 16 * 1024;
+
+std::vector<token_id> tokenize_unlocked(const model& self, std::string_view text, bool add_special,
+                                        bool parse_special) {
+    const nb::gil_scoped_release release;
+    try {
+        auto ids = self.tokenize(text, add_special, parse_special);
+        stay_if_exiting();
+        return ids;
+    } catch (...) {
+        stay_if_exiting();
+        throw;
+    }
+}
+
 // Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
 // callback raises comes out of here.
 std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check_tensors,
@@ -130,12 +146,10 @@ void bind_model(nb::module_& module) {
             "tokenize",
             [](const model& self, const nb::bytes& text, bool add_special, bool parse_special) {
                 const auto view = view_of(text);
-                // A short text is done before another thread would give the lock back.
-                std::optional<nb::gil_scoped_release> unlocked;
-                if (view.size() >= long_text_bytes) {
-                    unlocked.emplace();
+                if (view.size() < long_text_bytes) {
+                    return self.tokenize(view, add_special, parse_special);
                 }
-                return self.tokenize(view, add_special, parse_special);
+                return tokenize_unlocked(self, view, add_special, parse_special);
             },
             nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"), "Ids of UTF-8 text.")
         .def(
