@@ -11,11 +11,17 @@ import os
 import socket
 import struct
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 LIMIT_S = 120
 _BUFFER_BYTES = 1 << 22
-_TEXT, _BINARY, _CLOSE, _PING = 1, 2, 8, 9
+_RECORD_BYTES = 1 << 24
+_MOST_SHORT = 400  # bytes of a text frame that has no rows in it
+_TEXT, _BINARY, _CLOSE = 1, 2, 8
+_CLOSE_1000 = b"\x88\x02\x03\xe8"
 
 
 class Wire:
@@ -74,6 +80,21 @@ class Wire:
             tail = (tail + bytes(self._room[max(0, n - len(end)) : n]))[-len(end) :]
         return n_bytes
 
+    def until_closed(self) -> tuple[bytes, list[tuple[int, float]]]:
+        """All that comes until the WebSocket's close frame, and when how many bytes were there."""
+        data = bytearray(_RECORD_BYTES)
+        n_bytes = len(self._head)
+        data[:n_bytes] = self._head
+        stamps = [(n_bytes, time.perf_counter())]
+        room = memoryview(data)
+        while data[max(0, n_bytes - 4) : n_bytes] != _CLOSE_1000:
+            n = self._socket.recv_into(room[n_bytes:])
+            if n == 0:
+                raise ConnectionResetError("the server ended the connection too early")
+            n_bytes += n
+            stamps.append((n_bytes, time.perf_counter()))
+        return bytes(room[:n_bytes]), stamps
+
     def _some(self) -> bytes:
         data = self._socket.recv(65536)
         if not data:
@@ -89,50 +110,81 @@ def bare_bytes(port: int, n_tokens: int, row_bytes: int) -> int:
     return n_tokens * row_bytes
 
 
-def socket_bytes(
-    port: int, path: str, request: dict[str, Any], stamps_s: list[float] | None = None
-) -> int:
-    """A generation over a WebSocket, until it is done; how many payload bytes came.
-
-    Args:
-        port: Of the server.
-        path: Of the WebSocket.
-        request: First message.
-        stamps_s: Gets the time at which each token's last frame had come.
-    """
+def socket_bytes(port: int, path: str, request: dict[str, Any]) -> int:
+    """A generation over a WebSocket, until it is done; how many payload bytes came."""
     with Wire(port) as wire:
-        key = base64.b64encode(os.urandom(16)).decode()
-        wire.send(
-            f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\n"
-            f"Connection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
-            "Sec-WebSocket-Version: 13\r\n\r\n".encode()
-        )
-        status = wire.line_block().split(b"\r\n")[0]
-        if b" 101 " not in status:
-            raise RuntimeError(f"no WebSocket: {status!r}")
-        wire.send(_masked(json.dumps(request).encode()))
+        _ask(wire, port, path, request)
         n_bytes = 0
         while True:
-            first, length = wire.exactly(2)
-            if length == 126:
-                (length,) = struct.unpack(">H", wire.exactly(2))
-            elif length == 127:
-                (length,) = struct.unpack(">Q", wire.exactly(8))
-            opcode = first & 15
-            if opcode == _CLOSE:
-                raise ConnectionResetError(f"closed: {wire.exactly(length)!r}")
+            opcode, length = _frame_head(wire.exactly)
             n_bytes += length
             # A token's text frame comes before its row; "done" is the only other short one.
-            if opcode == _TEXT and length < 400:
-                message = json.loads(wire.exactly(length))
-                if message["type"] == "error":
-                    raise RuntimeError(message["error"])
-                if message["type"] == "done":
-                    return n_bytes
-                continue
-            wire.skip(length)
-            if stamps_s is not None and opcode != _PING:
-                stamps_s.append(time.perf_counter())
+            if opcode != _TEXT or length >= _MOST_SHORT:
+                wire.skip(length)
+            elif _type_of(wire.exactly(length)) == "done":
+                return n_bytes
+
+
+def socket_ms(port: int, path: str, request: dict[str, Any]) -> float:
+    """Milliseconds a token of a generation over a WebSocket, the first token not counted.
+
+    What comes is only looked at when all of it is there.
+    """
+    with Wire(port) as wire:
+        _ask(wire, port, path, request)
+        data, stamps = wire.until_closed()
+    at, n_rows = 0, 0
+
+    def exactly(n_bytes: int) -> bytes:
+        nonlocal at
+        at += n_bytes
+        return data[at - n_bytes : at]
+
+    while True:
+        opcode, length = _frame_head(exactly)
+        payload = exactly(length)
+        n_rows += opcode == _BINARY
+        if n_rows == 1:
+            n_first = at
+        if opcode == _TEXT and _type_of(payload) == "done":
+            break
+    if n_rows != request["max_length"]:
+        raise RuntimeError(f"{n_rows} tokens came, {request['max_length']} were asked for")
+    first_s = next(s for n_bytes, s in stamps if n_bytes >= n_first)
+    last_s = next(s for n_bytes, s in stamps if n_bytes >= at)
+    return (last_s - first_s) * 1e3 / (n_rows - 1)
+
+
+def _ask(wire: Wire, port: int, path: str, request: dict[str, Any]) -> None:
+    key = base64.b64encode(os.urandom(16)).decode()
+    wire.send(
+        f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nUpgrade: websocket\r\n"
+        f"Connection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
+        "Sec-WebSocket-Version: 13\r\n\r\n".encode()
+    )
+    status = wire.line_block().split(b"\r\n")[0]
+    if b" 101 " not in status:
+        raise RuntimeError(f"no WebSocket: {status!r}")
+    wire.send(_masked(json.dumps(request).encode()))
+
+
+def _frame_head(exactly: Callable[[int], bytes]) -> tuple[int, int]:
+    """Opcode and length of the next frame, of what *exactly* so many bytes are read from."""
+    first, length = exactly(2)
+    if length == 126:
+        (length,) = struct.unpack(">H", exactly(2))
+    elif length == 127:
+        (length,) = struct.unpack(">Q", exactly(8))
+    if first & 15 == _CLOSE:
+        raise ConnectionResetError(f"closed: {exactly(length)!r}")
+    return first & 15, length
+
+
+def _type_of(payload: bytes) -> str:
+    message = json.loads(payload)
+    if message["type"] == "error":
+        raise RuntimeError(message["error"])
+    return message["type"]
 
 
 def event_bytes(port: int, path: str, request: dict[str, Any]) -> int:
