@@ -185,7 +185,8 @@ def _live(settings: Settings, line: ProgressLine, name: str, way: str, server: s
         def through_socket() -> float:
             return socket_ms(process.port, path, request)
 
-        in_process(), through_socket()
+        in_process()
+        through_socket()
         for baseline_ms, candidate_ms in alternate(in_process, through_socket, settings.n_pairs):
             pairs.add(baseline_ms, candidate_ms)
             line.tick()
