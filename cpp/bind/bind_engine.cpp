@@ -28,7 +28,8 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
                                          bool swa_full, const std::string& pooling,
                                          std::size_t attention_budget_bytes,
                                          std::size_t host_memory_bytes, bool poison,
-                                         std::vector<std::uint64_t> aborted_decodes) {
+                                         std::vector<std::uint64_t> aborted_decodes,
+                                         bool waits_for_copies) {
     const nb::gil_scoped_release release;
     context_options options;
     options.n_ctx = n_ctx;
@@ -42,6 +43,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     options.pooling = pooling;
     options.host_memory_bytes = host_memory_bytes;
     options.aborted_decodes = std::move(aborted_decodes);
+    options.waits_for_copies = waits_for_copies;
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
     core->embeddings = embedding_facts_of(*source);
@@ -54,6 +56,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     core->pooling = runner->pooling();
     core->shift_obstacle = runner->shift_obstacle();
     core->graphs = runner->graphs();
+    core->copies = runner->copies();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
     pool.poison = poison;
@@ -111,6 +114,7 @@ nb::dict stats_of(const engine_core& self) {
     self.sched->check_not_forked();
     const auto& counters = self.sched->counters();
     const auto& graphs = *self.graphs;
+    const auto& copies = *self.copies;
     const auto pool = self.sched->pool()->stats();
     nb::dict pool_stats;
     pool_stats["budget_bytes"] = pool.budget_bytes;
@@ -147,6 +151,11 @@ nb::dict stats_of(const engine_core& self) {
     stats["attention_bytes"] = counters.n_attention_bytes.load();
     stats["copied_bytes"] = pool.copied_bytes;
     stats["dropped_rows"] = counters.n_dropped_rows.load();
+    stats["captured_steps"] = counters.n_captured_steps.load();
+    stats["step_to_view_s"] = seconds(counters.step_to_view_ns.load());
+    stats["device_copies"] = copies.n_copies.load();
+    stats["device_copy_bytes"] = copies.n_bytes.load();
+    stats["device_copy_s"] = seconds(copies.copy_ns.load());
     stats["n_queued"] = self.sched->n_queued();
     stats["pool"] = pool_stats;
     return stats;
@@ -161,6 +170,7 @@ void bind_engine(nb::module_& module) {
                     nb::arg("flash_attn").none(), nb::arg("kv_type"), nb::arg("swa_full"),
                     nb::arg("pooling"), nb::arg("attention_budget_bytes"),
                     nb::arg("host_memory_bytes"), nb::arg("poison"), nb::arg("aborted_decodes"),
+                    nb::arg("waits_for_copies"),
                     "Creates the context and starts the engine thread.")
         .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
         .def_prop_ro(

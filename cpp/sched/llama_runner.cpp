@@ -11,7 +11,8 @@ namespace kqview {
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
-                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))) {
+                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))),
+      waits_for_copies_(options.waits_for_copies) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
@@ -68,8 +69,9 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         throw error(errc::unsupported_model, "capture: " + why);
     }
     publish_graphs();
-    const auto result = tap_->end_step();
+    auto result = tap_->end_step();
     model_->rpc().check();  // rows that a lost server left are none
+    if (waits_for_copies_) tap_->await(std::exchange(result.transfer, 0));
     return result;
 }
 
@@ -85,6 +87,12 @@ row_target llama_runner::target_of(std::span<const step_token> tokens,
             rows.n_visible,
             rows.layout,
             rows.data};
+}
+
+float* llama_runner::logits(int i_token) {
+    float* const row = context_->logits(i_token);  // waits for the compute
+    tap_->note_computed();
+    return row;
 }
 
 text_embedding llama_runner::embedding(slot_id slot, int n_tokens) {

@@ -41,7 +41,7 @@ public:
     int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
-    float* logits(int i_token) override { return context_->logits(i_token); }
+    float* logits(int i_token) override;
     text_embedding embedding(slot_id slot, int n_tokens) override;
     void await(transfer_id rows) override { tap_->await(rows); }
     void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
@@ -68,6 +68,7 @@ public:
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
+    std::shared_ptr<const copy_counters> copies() const { return tap_->copies(); }
 
 private:
     void publish_graphs();
@@ -78,6 +79,7 @@ private:
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
     std::vector<batch_token> batch_;
+    const bool waits_for_copies_;
     std::optional<kv_layout> layout_;
     const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
 };

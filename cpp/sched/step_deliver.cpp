@@ -62,6 +62,20 @@ void step::collect() {
             one.to->box->finish({finish_reason::error, one.end->usage, failure});
         }
     }
+    if (!failure) count_view();
+}
+
+void step::note_computed() {
+    if (!computed_) computed_ = clock::now();
+}
+
+// The views of the last step are out.
+void step::count_view() {
+    if (!computed_) return;
+    const auto spent = clock::now() - *std::exchange(computed_, std::nullopt);
+    ++counters_.n_captured_steps;
+    counters_.step_to_view_ns += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
 }
 
 int step::n_on_the_way(const slot& target) const {

@@ -38,7 +38,7 @@ transfer& device_tap::way_to(ggml_backend_dev_t device) {
     for (const auto& way : ways_) {
         if (way->device() == device) return *way;
     }
-    return *ways_.emplace_back(std::make_unique<transfer>(device));
+    return *ways_.emplace_back(std::make_unique<transfer>(device, *counters_));
 }
 
 void device_tap::learn(const attention_site& site) {
@@ -212,6 +212,10 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
         fail_copy(failure);
     }
     return is_on_its_way ? id : 0;
+}
+
+void device_tap::note_computed() {
+    for (const auto& way : ways_) way->note_computed();
 }
 
 void device_tap::await(transfer_id id) {

@@ -12,6 +12,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tap/copy_counters.h"
 #include "tap/device_copies.h"
 #include "tap/device_nodes.h"
 #include "tap/graph.h"
@@ -52,7 +53,10 @@ public:
 
     // Sends the rows that the targets want off. The id to await, 0 where everything is there. Raises decode.
     transfer_id start(row_table& table, const device_part& part);
+    void note_computed();
     void await(transfer_id id);
+
+    const std::shared_ptr<copy_counters>& counters() const { return counters_; }
 
 private:
     struct layer {
@@ -69,6 +73,7 @@ private:
 
     const int n_slots_;
     const int n_chunk_;
+    const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<transfer>> ways_;
     std::unordered_map<int, layer> layers_;
     std::unordered_map<int, layer> hidden_;  // one head of n_embd cells

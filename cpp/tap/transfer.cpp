@@ -28,7 +28,8 @@ void add_copy(std::vector<row_copy>& copies, const row_copy& next) {
     }
 }
 
-transfer::transfer(ggml_backend_dev_t device) : device_(device) {
+transfer::transfer(ggml_backend_dev_t device, copy_counters& counters)
+    : device_(device), counters_(counters) {
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     // What has no page-locked memory has no streams either: an RPC server answers in order.
@@ -46,6 +47,7 @@ void transfer::release() {
     } catch (...) {  // copies that failed are over as well, and await has said so
     }
     for (auto& one : staging_) {
+        if (one.filled) ggml_backend_event_free(one.filled);
         if (one.arrived) ggml_backend_event_free(one.arrived);
         if (one.buffer) ggml_backend_buffer_free(one.buffer);
         one = {};
@@ -94,10 +96,12 @@ void transfer::reserve(std::size_t n_bytes) {
         for (auto& one : staging_) {
             one.buffer = allocate(n_bytes);
             one.bytes = bytes_of(one.buffer);
+            one.filled = ggml_backend_event_new(device_);
             one.arrived = ggml_backend_event_new(device_);
         }
-        const bool has_events = std::all_of(staging_.begin(), staging_.end(),
-                                            [](const staging& one) { return one.arrived; });
+        const bool has_events =
+            std::all_of(staging_.begin(), staging_.end(),
+                        [](const staging& one) { return one.filled && one.arrived; });
         if (copy_stream_ && has_events) return;
         throw error(errc::out_of_memory,
                     "capture: " + std::string(ggml_backend_dev_name(device_)) +
@@ -129,6 +133,8 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     resize(result_bytes_, n_used);
     if (!is_async_) {
         ggml_backend_synchronize(compute);
+        const auto started = clock::now();
+        count(1, n_used);
         ggml_backend_tensor_get(result_bytes_, fetched_.data(), 0, n_used);
         for (const auto& one : copies) {
             for (std::size_t i = 0; i < one.n_rows; ++i) {
@@ -136,6 +142,7 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                             fetched_.data() + one.from + i * one.from_stride, one.row_bytes);
             }
         }
+        count(clock::now() - started);
         return false;
     }
     auto& stage = staging_[id % staging_.size()];
@@ -143,6 +150,11 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     resize(stage.bytes, n_used);
     // Queued behind the compute; the stream of copies waits for it (ggml records an event between).
     ggml_backend_tensor_copy_async(compute, copy_stream_, result_bytes_, stage.bytes);
+    ggml_backend_event_record(stage.filled, compute);
+    stage.ready.reset();
+    std::size_t n_bytes = 0;
+    for (const auto& one : copies) n_bytes += one.n_rows * one.row_bytes;
+    count(copies.size(), n_bytes);
     for (const auto& one : copies) {
         ggml_backend_tensor_get_2d_async(copy_stream_, stage.bytes, one.to, one.from, one.row_bytes,
                                          one.n_rows, one.from_stride, one.to_stride);
@@ -152,12 +164,33 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     return true;
 }
 
+void transfer::note_computed() {
+    for (auto& one : staging_) {
+        if (one.id != 0 && !one.ready) one.ready = clock::now();
+    }
+}
+
 void transfer::await(transfer_id id) {
     for (auto& one : staging_) {
         if (one.id == 0 || one.id > id) continue;
         one.id = 0;  // over, one way or the other
+        if (!one.ready) {
+            ggml_backend_event_synchronize(one.filled);
+            one.ready = clock::now();
+        }
         ggml_backend_event_synchronize(one.arrived);
+        count(clock::now() - *one.ready);
     }
+}
+
+void transfer::count(std::size_t n_copies, std::size_t n_bytes) {
+    counters_.n_copies += n_copies;
+    counters_.n_bytes += n_bytes;
+}
+
+void transfer::count(clock::duration spent) {
+    counters_.copy_ns += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
 }
 
 }  // namespace kqview

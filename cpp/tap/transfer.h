@@ -10,11 +10,14 @@
 #include <ggml.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "tap/copy_counters.h"
 #include "tap/step_result.h"
 
 namespace kqview {
@@ -39,7 +42,7 @@ void add_copy(std::vector<row_copy>& copies, const row_copy& next);
 
 class transfer {
 public:
-    explicit transfer(ggml_backend_dev_t device);
+    transfer(ggml_backend_dev_t device, copy_counters& counters);
     ~transfer();
     transfer(const transfer&) = delete;
     transfer& operator=(const transfer&) = delete;
@@ -61,22 +64,32 @@ public:
     bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                const std::vector<row_copy>& copies);
 
+    // What `start` queued behind is known to be done: copies on their way count their time from here.
+    void note_computed();
+
     // Blocks until the copies of this transfer, and of all before, have ended. Raises decode.
     void await(transfer_id id);
 
 private:
+    using clock = std::chrono::steady_clock;
+
     struct staging {
         ggml_backend_buffer_t buffer = nullptr;
         ggml_tensor* bytes = nullptr;
+        ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
-        transfer_id id = 0;  // on its way; 0 = none
+        transfer_id id = 0;                      // on its way; 0 = none
+        std::optional<clock::time_point> ready;  // since when it is known to be filled
     };
 
     void release();
+    void count(std::size_t n_copies, std::size_t n_bytes);
+    void count(clock::duration spent);
     ggml_backend_buffer_t allocate(std::size_t n_bytes) const;
     ggml_tensor* bytes_of(ggml_backend_buffer_t buffer) const;
 
     ggml_backend_dev_t device_;
+    copy_counters& counters_;
     bool is_async_;
     ggml_backend_t copy_stream_ = nullptr;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};

@@ -119,6 +119,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         progress: Callable[[float], object] | bool | None = None,
         _poison: bool = False,
         _aborted_decodes: Sequence[int] = (),
+        _wait_for_copies: bool = False,
     ) -> None:
         path = model_path(model)
         adapters = lora_adapters(lora)
@@ -152,6 +153,7 @@ class Engine(Vocabulary, Conversation, Embedding):
                 host_memory_bytes=memory_bytes,
                 poison=_poison,
                 aborted_decodes=list(_aborted_decodes),
+                waits_for_copies=_wait_for_copies,
             )
         finally:
             forward_log()

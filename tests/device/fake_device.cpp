@@ -6,6 +6,7 @@
 #include <ggml.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -13,6 +14,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 namespace kqview::testing {
@@ -70,11 +72,17 @@ struct fake_backend {
 
 fake_backend& of(ggml_backend_t backend) { return *static_cast<fake_backend*>(backend->context); }
 
-void count_copy_to_host() {
-    const std::lock_guard lock(settings_mutex);
-    ++counts.n_copies_to_host;
-    if (settings.fail_copy_in < 0 || settings.fail_copy_in-- > 0) return;
-    throw std::runtime_error("fake device: this copy fails");
+void begin_copy_to_host() {
+    double copy_s = 0;
+    {
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_copies_to_host;
+        copy_s = settings.copy_s;
+        if (settings.fail_copy_in >= 0 && settings.fail_copy_in-- == 0) {
+            throw std::runtime_error("fake device: this copy fails");
+        }
+    }
+    if (copy_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(copy_s));
 }
 
 // ---- buffers
@@ -173,7 +181,7 @@ void get_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data, st
                std::size_t size) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
     of(backend).work->tell([=] {
-        count_copy_to_host();
+        begin_copy_to_host();
         std::memcpy(data, from, size);
     });
 }
@@ -182,7 +190,7 @@ void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data,
                   std::size_t stride_data) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
     of(backend).work->tell([=] {
-        count_copy_to_host();
+        begin_copy_to_host();
         for (std::size_t i = 0; i < n_copies; ++i) {
             std::memcpy(static_cast<char*>(data) + i * stride_data, from + i * stride_tensor, size);
         }

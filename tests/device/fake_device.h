@@ -16,6 +16,7 @@ struct fake_device_settings {
     std::size_t memory_bytes = std::size_t{4} << 30;  // of each device
     std::size_t pinned_bytes = std::size_t{1} << 30;  // page-locked memory there is
     std::string refused_op;                           // ggml's name of one it cannot compute
+    double copy_s = 0;                                // that each copy to the host takes
 };
 
 struct fake_device_counts {
