@@ -22,14 +22,11 @@ flash_attention flash_of(std::optional<bool> value) {
     return *value ? flash_attention::on : flash_attention::off;
 }
 
-std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
-                                         int n_batch, int n_ubatch, int n_threads,
-                                         std::optional<bool> flash_attn, const std::string& kv_type,
-                                         bool swa_full, const std::string& pooling,
-                                         std::size_t attention_budget_bytes,
-                                         std::size_t host_memory_bytes, bool poison,
-                                         std::vector<std::uint64_t> aborted_decodes,
-                                         bool waits_for_copies) {
+std::shared_ptr<engine_core> open_engine(
+    std::shared_ptr<model> source, int n_ctx, int n_slots, int n_batch, int n_ubatch, int n_threads,
+    std::optional<bool> flash_attn, const std::string& kv_type, bool swa_full,
+    const std::string& pooling, std::size_t attention_budget_bytes, std::size_t host_memory_bytes,
+    bool poison, std::vector<std::uint64_t> aborted_decodes, bool waits_for_copies) {
     const nb::gil_scoped_release release;
     context_options options;
     options.n_ctx = n_ctx;

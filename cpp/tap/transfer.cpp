@@ -56,7 +56,7 @@ void transfer::release() {
     results_ = nullptr;
     result_bytes_ = nullptr;
     tensors_.reset();
-    capacity_ = n_placed_ = 0;
+    capacity_ = n_placed_ = n_scratch_ = 0;
 }
 
 ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
@@ -117,10 +117,27 @@ bool transfer::place(ggml_tensor* result) {
     const auto alignment = ggml_backend_buffer_get_alignment(results_);
     const auto at = (n_placed_ + alignment - 1) / alignment * alignment;
     const auto n_bytes = ggml_backend_buffer_get_alloc_size(results_, result);
-    if (at + n_bytes > capacity_) return false;
+    if (at + n_bytes + n_scratch_ > capacity_) return false;
     auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(results_));
     n_placed_ = at + n_bytes;
     return ggml_backend_tensor_alloc(results_, result, base + at) == GGML_STATUS_SUCCESS;
+}
+
+bool transfer::place_scratch(ggml_tensor* tensor) {
+    if (!results_) return false;
+    const auto alignment = ggml_backend_buffer_get_alignment(results_);
+    const auto n_bytes = n_scratch_ + ggml_backend_buffer_get_alloc_size(results_, tensor);
+    if (n_placed_ + n_bytes > capacity_) return false;
+    const auto at = (capacity_ - n_bytes) / alignment * alignment;
+    if (at < n_placed_) return false;
+    n_scratch_ = capacity_ - at;
+    auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(results_));
+    return ggml_backend_tensor_alloc(results_, tensor, base + at) == GGML_STATUS_SUCCESS;
+}
+
+bool transfer::place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part) {
+    auto* const data = static_cast<std::byte*>(whole->data) + offset;
+    return ggml_backend_tensor_alloc(whole->buffer, part, data) == GGML_STATUS_SUCCESS;
 }
 
 std::size_t transfer::offset_of(const ggml_tensor* result) const {

@@ -53,9 +53,13 @@ public:
     void reserve(std::size_t n_bytes);
 
     // The next graph's results begin at the front of the buffer.
-    void begin_graph() { n_placed_ = 0; }
+    void begin_graph() { n_placed_ = n_scratch_ = 0; }
     // Gives a result its memory. False: it has no room, or the backend refuses it.
     bool place(ggml_tensor* result);
+    // Memory behind the results, which no copy touches.
+    bool place_scratch(ggml_tensor* tensor);
+    // A tensor that is a part of one in scratch memory.
+    static bool place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part);
     std::size_t n_placed() const { return n_placed_; }
     std::size_t offset_of(const ggml_tensor* result) const;
 
@@ -99,6 +103,7 @@ private:
     std::vector<std::byte> fetched_;  // without streams: what came, before it is packed
     std::size_t capacity_ = 0;
     std::size_t n_placed_ = 0;
+    std::size_t n_scratch_ = 0;
 };
 
 }  // namespace kqview
