@@ -141,8 +141,9 @@ context_handle open_context(llama_model* source, llama_context_params params) {
 std::vector<device_need> planned_at(model& weightless, llama_context_params params,
                                     std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
-    const llama_activity guard("estimating a context's memory");
-    const auto handle = open_context(weightless.get(), params);
+    const auto handle = guarded("estimating a context's memory", errc::model_load,
+                                "lower n_ctx, n_slots or n_gpu_layers",
+                                [&] { return open_context(weightless.get(), params); });
     if (!handle) return {};
     std::vector<device_need> needs(1);
     needs.front().device = "host";
@@ -241,9 +242,11 @@ context::context(std::shared_ptr<model> source, const context_options& options)
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
     n_chunk_ = n_ubatch_;
 
-    const llama_activity guard("creating a context");
     const auto log_position = log_ring::instance().position();
-    handle_.reset(open_context(model_->get(), params).release());
+    handle_.reset(guarded("creating a context", errc::model_load,
+                          "lower n_ctx, n_slots, n_ubatch or n_gpu_layers",
+                          [&] { return open_context(model_->get(), params); })
+                      .release());
     model_->rpc().check_loading();
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);

@@ -1,4 +1,4 @@
-"""Reductions on a device: the host's values, and only what is left of the rows leaves the device."""
+"""Reductions on a device: the host's values, and only what is left of the rows leaves it."""
 
 from __future__ import annotations
 

@@ -126,9 +126,9 @@ class EngineStats:
         device_copies: Copies of attention from a device to the host; rows that lie at one distance
             are one copy.
         device_copy_bytes: Bytes that these copies brought.
-        device_copy_s: Seconds from when the engine knew that a step's rows could leave the device to
-            when it knew that they had arrived, of several devices each its own. It looks when it
-            needs the rows, after the next step was started: an upper bound of the copies' time.
+        device_copy_s: Seconds from when the engine knew that a step's rows could leave the device
+            to when it knew that they had arrived, of several devices each its own. It looks when
+            it needs the rows, after the next step was started: an upper bound of the copies' time.
         slots: What each slot does now.
         pool: State of the attention memory now.
     """
