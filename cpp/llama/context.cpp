@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/size_text.h"
 #include "llama/backend.h"
 #include "llama/devices.h"
 #include "memory/device_need.h"
@@ -46,12 +46,6 @@ void check_range(const char* name, std::int64_t value, std::int64_t low, std::in
     throw error(errc::request, std::string("Engine: ") + name + " is " + std::to_string(value) +
                                    ", allowed are " + std::to_string(low) + ".." +
                                    std::to_string(high));
-}
-
-std::string to_gib(double n_bytes) {
-    std::array<char, 32> text;
-    std::snprintf(text.data(), text.size(), "%.1f", n_bytes / (1 << 30));
-    return text.data();
 }
 
 std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> numbers) {
@@ -213,8 +207,8 @@ void check_memory(const model& source, const context_options& options) {
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
                 "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
-                    std::to_string(options.n_slots) + " slots needs " + to_gib(n_bytes) +
-                    " GiB, this process may use " + to_gib(limit_bytes) +
+                    std::to_string(options.n_slots) + " slots needs " + size_text(n_bytes) +
+                    ", this process may use " + size_text(limit_bytes) +
                     "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
 }
 

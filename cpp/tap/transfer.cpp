@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/size_text.h"
 
 namespace kqview {
 
@@ -15,8 +16,6 @@ void resize(ggml_tensor* bytes, std::size_t n_bytes) {
     bytes->ne[0] = static_cast<std::int64_t>(n_bytes);
     bytes->nb[1] = bytes->nb[2] = bytes->nb[3] = n_bytes;
 }
-
-std::string to_mib(std::size_t n_bytes) { return std::to_string(n_bytes >> 20) + " MiB"; }
 
 }  // namespace
 
@@ -67,8 +66,8 @@ ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
     ggml_backend_dev_memory(device_, &n_free, &n_total);
     throw error(errc::out_of_memory,
                 "capture: rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
-                    std::to_string(is_async_ ? 3 : 1) + " x " + to_mib(n_bytes) + ", " +
-                    to_mib(n_free) +
+                    std::to_string(is_async_ ? 3 : 1) + " x " + size_text(n_bytes) + ", " +
+                    size_text(n_free) +
                     " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
 }
 

@@ -74,6 +74,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_ubatch: As n_batch; the smaller one counts.
         n_threads: Compute threads; None for what this process may use of the machine.
         n_gpu_layers: Layers on GPUs and RPC servers, -1 for all; without any all are on the CPU.
+            Where they do not fit it is OutOfMemory, which says about how many do.
         flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.

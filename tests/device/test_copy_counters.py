@@ -75,7 +75,7 @@ def test_slow_copies_show_in_the_seconds(
     assert made.device_copies == N_DEVICES * N_TOKENS
     # The copies of both devices are waited for one after the other, the second one from the start.
     assert slow_s <= made.device_copy_s
-    # Where a step waits for its rows they are there when it ends; else they are the view's last part.
+    # A step that waits for its rows ends with them; else they are the last part of its views.
     if waits:
         assert made.step_to_view_s < slow_s / 2
     else:

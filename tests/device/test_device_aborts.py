@@ -1,4 +1,4 @@
-"""Aborts of ggml, as CUDA's backend has them for every failed call of the driver: errors, no exits."""
+"""Aborts of ggml, which CUDA's backend has for every failed call of the driver, are errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from kqview import Engine
-from kqview.errors import DecodeError, KqviewError, ModelLoadError, OutOfMemory
+from kqview.errors import DecodeError, ModelLoadError, OutOfMemory
 from tests.support.rows import random_ids, run
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_then_a_broken_engin
 ) -> None:
     engine = make_engine(tiny_llama, n_gpu_layers=-1)
     device.set(abort_at="graph", abort_log=NO_MEMORY)
-    with pytest.raises(OutOfMemory, match="out of memory.*lower n_ctx"):
+    with pytest.raises(OutOfMemory, match=r"out of memory.*lower n_ctx"):
         engine.generate(random_ids(N_PROMPT), max_tokens=2).read()
     with pytest.raises(DecodeError, match=BROKEN):
         engine.generate(random_ids(N_PROMPT), max_tokens=2).read()
@@ -82,21 +82,15 @@ def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_then_a_broken_engin
     assert used_bytes < device.counts()["used_bytes"]
 
 
-@pytest.mark.parametrize("abort_in", range(8))
+@pytest.mark.parametrize("abort_in", range(4))
 @pytest.mark.parametrize("log", ["unspecified launch failure", NO_MEMORY])
 def test_an_abort_while_an_engine_is_opened_is_an_error(
     make_engine: MakeEngine, tiny_llama: Path, device: Any, abort_in: int, log: str
 ) -> None:
     device.set(abort_at="buffer", abort_in=abort_in, abort_log=log)
     expected = OutOfMemory if log == NO_MEMORY else ModelLoadError
-    try:
-        engine = Engine(tiny_llama, n_gpu_layers=-1, n_ctx=256, n_threads=1)
-    except KqviewError as error:
-        assert isinstance(error, expected), error
-        assert "could not go on" in str(error)
-    else:  # it takes fewer buffers
-        assert abort_in > 3
-        engine.close()
+    with pytest.raises(expected, match="could not go on"):
+        Engine(tiny_llama, n_gpu_layers=-1, n_ctx=256, n_threads=1)
     device.set()
     assert len(run(make_engine(tiny_llama, n_gpu_layers=-1), random_ids(N_PROMPT), 2)) == 2
 
