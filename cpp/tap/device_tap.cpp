@@ -252,8 +252,10 @@ std::string device_tap::add_joined(const attention_sites& attention, const graph
             const auto* const mask = want.kind == row_kind::probs ? nullptr : site.mask;
             const int n_heads = n_heads_reduced(want, site);
             auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& one) {
+                const auto& first = *one.second.sites.front();
                 return one.first == found->second.on && one.second.want == want &&
-                       one.second.mask == mask && one.second.n_heads == n_heads;
+                       one.second.mask == mask && one.second.n_heads == n_heads &&
+                       first.n_cells == site.n_cells;
             });
             if (group == groups.end()) {
                 groups.push_back({found->second.on, {want, mask, n_heads, {}, nullptr, 0}});

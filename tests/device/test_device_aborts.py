@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 
 from kqview import Engine
-from kqview.errors import DecodeError, ModelLoadError, OutOfMemory
+from kqview.errors import DecodeError, KqviewError, ModelLoadError, OutOfMemory
 from tests.support.rows import random_ids, run
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT, N_TOKENS = 20, 8
 BROKEN = "open a new Engine"
 NO_MEMORY = "CUDA error: out of memory"
+LOST = "CUDA error: unspecified launch failure"
 
 
 @pytest.mark.parametrize("abort_at", ["graph", "copy", "wait"])
@@ -73,17 +75,32 @@ def test_memory_that_runs_out_in_a_step_is_out_of_memory_and_then_a_broken_engin
         engine.generate(random_ids(N_PROMPT), max_tokens=2).read()
     with pytest.raises(DecodeError, match=BROKEN):
         engine.generate(random_ids(N_PROMPT), max_tokens=2).read()
-    engine.close()
-    used_bytes = device.counts()["used_bytes"]
-    # The next engine has the room of the weights: only the broken context stays.
-    engine = make_engine(tiny_llama, n_gpu_layers=-1)
-    assert len(run(engine, random_ids(N_PROMPT), 2)) == 2
+
+
+@pytest.mark.parametrize("log", [LOST, NO_MEMORY])
+def test_a_broken_engine_leaves_its_context_and_the_weights_only_of_a_lost_device(
+    tiny_llama: Path, device: Any, log: str
+) -> None:
+    def used_bytes() -> int:
+        gc.collect()
+        return device.counts()["used_bytes"]
+
+    before = used_bytes()
+    with Engine(tiny_llama, n_gpu_layers=-1, n_ctx=256, n_threads=1) as engine:
+        opened = used_bytes()
+        device.set(abort_at="graph", abort_log=log)
+        with pytest.raises(KqviewError):
+            engine.generate(random_ids(N_PROMPT), max_tokens=2).read()
     del engine
-    assert used_bytes < device.counts()["used_bytes"]
+    assert before < used_bytes()
+    if log == NO_MEMORY:
+        assert used_bytes() < opened
+    else:
+        assert used_bytes() == opened
 
 
 @pytest.mark.parametrize("abort_in", range(4))
-@pytest.mark.parametrize("log", ["unspecified launch failure", NO_MEMORY])
+@pytest.mark.parametrize("log", [LOST, NO_MEMORY])
 def test_an_abort_while_an_engine_is_opened_is_an_error(
     make_engine: MakeEngine, tiny_llama: Path, device: Any, abort_in: int, log: str
 ) -> None:
