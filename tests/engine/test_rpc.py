@@ -325,46 +325,6 @@ def test_server_that_hangs_ends_a_generation_within_the_limit(
     assert 0.9 < time.monotonic() - began < PROMPT_S
 
 
-def test_server_that_vanishes_while_rows_are_captured_ends_all_its_requests_in_time(
-    make_engine: MakeEngine, tiny_llama: Path, server: RpcServer, other_server: RpcServer
-) -> None:
-    engine = make_engine(
-        tiny_llama, rpc_servers=[server.endpoint, other_server.endpoint], rpc_timeout_s=1, n_slots=2
-    )
-    running = [
-        engine.generate(PROMPT, slot=i, max_tokens=4000, capture="probs", **GREEDY)
-        for i in range(2)
-    ]
-    held = [next(generation).attention for generation in running]
-    assert all(rows is not None for rows in held)
-    other_server.stop()
-    began = time.monotonic()
-    for generation in running:
-        with pytest.raises(errors.DecodeError, match=f"{other_server.endpoint} did not answer"):
-            generation.read()
-    assert time.monotonic() - began < PROMPT_S
-    with pytest.raises(errors.DecodeError, match="open a new Engine"):
-        engine.generate(PROMPT, max_tokens=1, **GREEDY).read()
-    began = time.monotonic()
-    engine.close()
-    assert time.monotonic() - began < PROMPT_S
-
-
-def test_server_that_vanishes_while_the_model_is_loaded_is_named_in_time(
-    tiny_llama: Path, server: RpcServer
-) -> None:
-    def stop(fraction: float) -> None:
-        if fraction > 0:
-            server.stop()
-
-    began = time.monotonic()
-    with pytest.raises(errors.ModelLoadError, match=f"{server.endpoint} did not answer"):
-        Engine(
-            tiny_llama, n_threads=1, rpc_servers=[server.endpoint], rpc_timeout_s=1, progress=stop
-        )
-    assert time.monotonic() - began < PROMPT_S
-
-
 def test_engine_closes_at_once_while_its_server_hangs(
     make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
 ) -> None:
