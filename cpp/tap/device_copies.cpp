@@ -101,19 +101,27 @@ void device_copies::place(std::vector<piece> pieces) {
 
 std::vector<row_copy> device_copies::of(const device_part::share& share) {
     std::vector<row_copy> copies;
-    for (const auto& one : pieces_) {
-        if (one.share != &share) continue;
-        add_rows(one, copies);
-        const auto& target = table_.targets[one.i_target];
-        table_.n_rows_written.fetch_add(static_cast<int>(one.n_rows) * target.layout.n_queries,
-                                        std::memory_order_relaxed);
-    }
-    for (const auto& work : work_) {
-        for (const auto& one : work.pieces) {
-            if (one.share == &share) add_rows(one, copies);
+    for (std::size_t i = 0; i < table_.targets.size(); ++i) {
+        const auto& target = table_.targets[i];
+        std::vector<row_copy> of_target;
+        for (const auto& one : pieces_) {
+            if (one.share != &share || one.i_target != i) continue;
+            add_rows(one, of_target);
+            table_.n_rows_written.fetch_add(static_cast<int>(one.n_rows) * target.layout.n_queries,
+                                            std::memory_order_relaxed);
         }
+        for (const auto& work : work_) {
+            for (const auto& one : work.pieces) {
+                if (one.share == &share && one.i_target == i) add_rows(one, of_target);
+            }
+        }
+        pack_copies(of_target);
+        copies.insert(copies.end(), of_target.begin(), of_target.end());
+        of_target.clear();
+        add_hidden(target, share, of_target);
+        pack_copies(of_target);
+        copies.insert(copies.end(), of_target.begin(), of_target.end());
     }
-    for (const auto& target : table_.targets) add_hidden(target, share, copies);
     return copies;
 }
 

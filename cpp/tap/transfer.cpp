@@ -19,14 +19,6 @@ void resize(ggml_tensor* bytes, std::size_t n_bytes) {
 
 }  // namespace
 
-void add_copy(std::vector<row_copy>& copies, const row_copy& next) {
-    if (!copies.empty() && copies.back().is_followed_by(next)) {
-        copies.back().n_rows += next.n_rows;
-    } else {
-        copies.push_back(next);
-    }
-}
-
 transfer::transfer(ggml_backend_dev_t device, copy_counters& counters)
     : device_(device), counters_(counters) {
     ggml_backend_dev_props props;

@@ -18,27 +18,10 @@
 #include <vector>
 
 #include "tap/copy_counters.h"
+#include "tap/row_copy.h"
 #include "tap/step_result.h"
 
 namespace kqview {
-
-// Rows that lie at one distance on the device and at one on the host.
-struct row_copy {
-    std::size_t from;  // offset in the device's buffer
-    std::byte* to;
-    std::size_t n_rows;
-    std::size_t row_bytes;
-    std::size_t from_stride;
-    std::size_t to_stride;
-
-    bool is_followed_by(const row_copy& next) const {
-        return next.row_bytes == row_bytes && next.from_stride == from_stride &&
-               next.to_stride == to_stride && next.from == from + n_rows * from_stride &&
-               next.to == to + n_rows * to_stride;
-    }
-};
-// Adds a copy, as a part of the last one where it follows that.
-void add_copy(std::vector<row_copy>& copies, const row_copy& next);
 
 class transfer {
 public:

@@ -99,3 +99,38 @@ def test_rows_are_the_same_where_the_engine_waits_for_copies(
         assert a.attention is not None
         assert b.attention is not None
         assert (a.attention == b.attention).all()
+
+
+@pytest.mark.parametrize("n_slots", [1, 3, 4])
+def test_copies_of_a_step_are_bounded_by_slots_and_layers(
+    make_engine: MakeEngine, tiny_llama: Path, n_slots: int
+) -> None:
+    # Layers: 2 on one device, 1 on the other; of 4 heads. A slot has one copy a layer, or one for
+    # all layers of a device where those leave one row each.
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=n_slots)
+    for capture, n_copies in (
+        (Capture("logits"), 2 if n_slots == 1 else 3 * n_slots),
+        (Capture("logits", heads=[2]), 2 * n_slots),
+        (Capture("logits", reduce="mean_heads"), 2 * n_slots),
+        (Capture("logits", reduce="max"), 2 * n_slots),
+    ):
+        running = [
+            engine.generate(
+                random_ids(N_PROMPT, seed=i), slot=i, max_tokens=40, temperature=0.0,
+                ignore_eos=True, capture=capture,
+            )
+            for i in range(n_slots)
+        ]  # fmt: skip
+        for _ in range(20):  # all are generating by then
+            for generation in running:
+                next(generation)
+        before = engine.stats()
+        for _ in range(10):
+            for generation in running:
+                next(generation)
+        for generation in running:
+            generation.read()
+        made = engine.stats().since(before)
+        assert made.device_copies <= n_copies * made.captured_steps
+        if n_slots == 1:
+            assert made.device_copies == n_copies * made.captured_steps
