@@ -186,6 +186,7 @@ void step::decode() {
     }
     collect();  // the rows of the step before came while this one was started
     computed_.reset();
+    is_counted_ = false;
     // What the CPU writes is there; what a device computes is known with the logits.
     if (!rows_.empty() && result.transfer == 0) note_computed();
     ++counters_.n_decodes;
@@ -213,7 +214,6 @@ void step::decode() {
             }
         }
     }
-    if (result.transfer == 0) count_view();
 }
 
 void step::publish(const work& done, const step_result& result) {

@@ -314,7 +314,7 @@ class Generation:
 
 class Engine:
     @staticmethod
-    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, pooling: str, attention_budget_bytes: int, host_memory_bytes: int, poison: bool, aborted_decodes: Sequence[int]) -> Engine:
+    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, pooling: str, attention_budget_bytes: int, host_memory_bytes: int, poison: bool, aborted_decodes: Sequence[int], waits_for_copies: bool) -> Engine:
         """Creates the context and starts the engine thread."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -102,35 +103,33 @@ def test_rows_are_the_same_where_the_engine_waits_for_copies(
 
 
 @pytest.mark.parametrize("n_slots", [1, 3, 4])
-def test_copies_of_a_step_are_bounded_by_slots_and_layers(
+def test_a_token_has_a_copy_for_each_layer_at_most_however_many_heads(
     make_engine: MakeEngine, tiny_llama: Path, n_slots: int
 ) -> None:
-    # Layers: 2 on one device, 1 on the other; of 4 heads. A slot has one copy a layer, or one for
-    # all layers of a device where those leave one row each.
+    # Two of the layers are on one device, one is on the other. Layers that leave one row each are
+    # one copy of a device; whole layers are, where no other slot's rows lie between them.
     engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=n_slots)
-    for capture, n_copies in (
-        (Capture("logits"), 2 if n_slots == 1 else 3 * n_slots),
-        (Capture("logits", heads=[2]), 2 * n_slots),
-        (Capture("logits", reduce="mean_heads"), 2 * n_slots),
-        (Capture("logits", reduce="max"), 2 * n_slots),
-    ):
+
+    def generate(capture: Capture) -> None:
         running = [
             engine.generate(
-                random_ids(N_PROMPT, seed=i), slot=i, max_tokens=40, temperature=0.0,
+                random_ids(N_PROMPT, seed=i), slot=i, max_tokens=N_TOKENS, temperature=0.0,
                 ignore_eos=True, capture=capture,
             )
             for i in range(n_slots)
         ]  # fmt: skip
-        for _ in range(20):  # all are generating by then
+        for _ in range(N_TOKENS):
             for generation in running:
                 next(generation)
-        before = engine.stats()
-        for _ in range(10):
-            for generation in running:
-                next(generation)
-        for generation in running:
-            generation.read()
-        made = engine.stats().since(before)
-        assert made.device_copies <= n_copies * made.captured_steps
-        if n_slots == 1:
-            assert made.device_copies == n_copies * made.captured_steps
+
+    n_rows = n_slots * N_TOKENS
+    made = made_by(engine, partial(generate, Capture("logits")))
+    assert N_DEVICES * n_rows <= made.device_copies <= 3 * n_rows
+    assert n_slots > 1 or made.device_copies == N_DEVICES * n_rows
+    for capture in (
+        Capture("logits", heads=[2]),
+        Capture("logits", reduce="mean_heads"),
+        Capture("logits", reduce="max"),
+    ):
+        made = made_by(engine, partial(generate, capture))
+        assert made.device_copies == N_DEVICES * n_rows

@@ -9,9 +9,8 @@ import pytest
 
 from kqview import Capture
 from tests.support import shared_kv_gguf
+from tests.support.devices import both, check_equal
 from tests.support.rows import Kind, random_ids, run
-
-from .test_device_rows import both, check_equal
 
 if TYPE_CHECKING:
     from collections.abc import Callable
