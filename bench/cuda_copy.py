@@ -73,9 +73,8 @@ def _measure(settings: Settings, name: str, n_context: int) -> Timing:
         raise NotHere("rows of layers on the host are written where the view shows them: no copy")
     pairs = Pairs()
     is_copy = name == "cuda-copy"
-    with open_engine(
-        settings, flash_attn=True, n_ctx=n_context + 256, _wait_for_copies=is_copy
-    ) as engine:
+    with open_engine(settings, flash_attn=True, n_ctx=n_context + 256) as engine:
+        engine._core.await_copies(is_copy)
         runs = LockstepRuns(settings, engine, 1, n_context)
         capture = Capture("logits")
         runs.stamps_s(settings.n_tokens, capture)

@@ -22,11 +22,13 @@ flash_attention flash_of(std::optional<bool> value) {
     return *value ? flash_attention::on : flash_attention::off;
 }
 
-std::shared_ptr<engine_core> open_engine(
-    std::shared_ptr<model> source, int n_ctx, int n_slots, int n_batch, int n_ubatch, int n_threads,
-    std::optional<bool> flash_attn, const std::string& kv_type, bool swa_full,
-    const std::string& pooling, std::size_t attention_budget_bytes, std::size_t host_memory_bytes,
-    bool poison, std::vector<std::uint64_t> aborted_decodes, bool waits_for_copies) {
+std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ctx, int n_slots,
+                                         int n_batch, int n_ubatch, int n_threads,
+                                         std::optional<bool> flash_attn, const std::string& kv_type,
+                                         bool swa_full, const std::string& pooling,
+                                         std::size_t attention_budget_bytes,
+                                         std::size_t host_memory_bytes, bool poison,
+                                         std::vector<std::uint64_t> aborted_decodes) {
     const nb::gil_scoped_release release;
     context_options options;
     options.n_ctx = n_ctx;
@@ -40,7 +42,6 @@ std::shared_ptr<engine_core> open_engine(
     options.pooling = pooling;
     options.host_memory_bytes = host_memory_bytes;
     options.aborted_decodes = std::move(aborted_decodes);
-    options.waits_for_copies = waits_for_copies;
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
     core->embeddings = embedding_facts_of(*source);
@@ -167,7 +168,6 @@ void bind_engine(nb::module_& module) {
                     nb::arg("flash_attn").none(), nb::arg("kv_type"), nb::arg("swa_full"),
                     nb::arg("pooling"), nb::arg("attention_budget_bytes"),
                     nb::arg("host_memory_bytes"), nb::arg("poison"), nb::arg("aborted_decodes"),
-                    nb::arg("waits_for_copies"),
                     "Creates the context and starts the engine thread.")
         .def_prop_ro("n_ctx", [](const engine_core& self) { return self.n_ctx; })
         .def_prop_ro(
@@ -246,6 +246,11 @@ void bind_engine(nb::module_& module) {
             nb::arg("slot"))
         .def("stats", &stats_of, nb::sig("def stats(self) -> dict[str, typing.Any]"),
              "Counters since the engine was opened.")
+        .def(
+            "await_copies",
+            [](const engine_core& self, bool wanted) { self.copies->are_awaited = wanted; },
+            nb::arg("wanted"),
+            "For benchmarks: whether a step ends only when its rows have left their devices.")
         .def(
             "pool_contains",
             [](const engine_core& self, std::uintptr_t address) {

@@ -32,9 +32,6 @@ struct context_options {
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
     // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU only.
     std::vector<std::uint64_t> aborted_decodes;
-    // Benchmarks of copies: a step that leaves rows on a device ends when they are on the host, so that the
-    // time they took is known and not only bounded.
-    bool waits_for_copies = false;
 };
 
 struct batch_token {

@@ -11,8 +11,7 @@ namespace kqview {
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
-                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))),
-      waits_for_copies_(options.waits_for_copies) {
+                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
@@ -97,7 +96,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         publish_graphs();
         auto result = tap_->end_step();
         model_->rpc().check();  // rows that a lost server left are none
-        if (waits_for_copies_) tap_->await(std::exchange(result.transfer, 0));
+        if (tap_->copies()->are_awaited) tap_->await(std::exchange(result.transfer, 0));
         return result;
     });
 }

@@ -73,7 +73,7 @@ public:
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
-    std::shared_ptr<const copy_counters> copies() const { return tap_->copies(); }
+    std::shared_ptr<copy_counters> copies() const { return tap_->copies(); }
 
 private:
     template <typename Call>
@@ -87,7 +87,6 @@ private:
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
     std::vector<batch_token> batch_;
-    const bool waits_for_copies_;
     std::optional<error> broken_;
     const std::shared_ptr<std::atomic<bool>> is_device_lost_ =
         std::make_shared<std::atomic<bool>>(false);

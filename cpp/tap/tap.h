@@ -68,7 +68,7 @@ public:
     // What the last step computed is known to be there.
     void note_computed() { devices_.note_computed(); }
 
-    std::shared_ptr<const copy_counters> copies() const { return devices_.counters(); }
+    std::shared_ptr<copy_counters> copies() const { return devices_.counters(); }
 
     // Blocks until the rows of a step, and of all before, are in their blocks. Raises decode.
     void await(transfer_id id) { devices_.await(id); }

@@ -314,7 +314,7 @@ class Generation:
 
 class Engine:
     @staticmethod
-    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, pooling: str, attention_budget_bytes: int, host_memory_bytes: int, poison: bool, aborted_decodes: Sequence[int], waits_for_copies: bool) -> Engine:
+    def open(model: Model, n_ctx: int, n_slots: int, n_batch: int, n_ubatch: int, n_threads: int, flash_attn: bool | None, kv_type: str, swa_full: bool, pooling: str, attention_budget_bytes: int, host_memory_bytes: int, poison: bool, aborted_decodes: Sequence[int]) -> Engine:
         """Creates the context and starts the engine thread."""
 
     @property
@@ -384,6 +384,11 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was opened."""
+
+    def await_copies(self, wanted: bool) -> None:
+        """
+        For benchmarks: whether a step ends only when its rows have left their devices.
+        """
 
     def pool_contains(self, address: int) -> bool:
         """Does the address lie in a block of the pool?"""

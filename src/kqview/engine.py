@@ -73,8 +73,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
         n_threads: Compute threads; None for what this process may use of the machine.
-        n_gpu_layers: Layers on GPUs and RPC servers, -1 for all; without any all are on the CPU.
-            Where they do not fit it is OutOfMemory, which says about how many do.
+        n_gpu_layers: Layers on GPUs and RPC servers, if there are any; -1: all, which have to fit.
         flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
@@ -120,7 +119,6 @@ class Engine(Vocabulary, Conversation, Embedding):
         progress: Callable[[float], object] | bool | None = None,
         _poison: bool = False,
         _aborted_decodes: Sequence[int] = (),
-        _wait_for_copies: bool = False,
     ) -> None:
         path = model_path(model)
         adapters = lora_adapters(lora)
@@ -154,7 +152,6 @@ class Engine(Vocabulary, Conversation, Embedding):
                 host_memory_bytes=memory_bytes,
                 poison=_poison,
                 aborted_decodes=list(_aborted_decodes),
-                waits_for_copies=_wait_for_copies,
             )
         finally:
             forward_log()

@@ -67,7 +67,8 @@ def test_nothing_is_copied_without_capture_or_from_layers_of_the_cpu(
 def test_slow_copies_show_in_the_seconds(
     make_engine: MakeEngine, tiny_llama: Path, device: Any, waits: bool
 ) -> None:
-    engine = make_engine(tiny_llama, n_gpu_layers=-1, _wait_for_copies=waits)
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    engine._core.await_copies(waits)
     prompt = random_ids(N_PROMPT)
     run(engine, prompt, N_TOKENS, capture="logits")
     device.set(copy_s=COPY_S)
@@ -89,9 +90,8 @@ def test_slow_copies_show_in_the_seconds(
 def test_rows_are_the_same_where_the_engine_waits_for_copies(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    waiting, usual = (
-        make_engine(tiny_llama, n_gpu_layers=-1, _wait_for_copies=waits) for waits in (True, False)
-    )
+    waiting, usual = (make_engine(tiny_llama, n_gpu_layers=-1) for _ in range(2))
+    waiting._core.await_copies(True)
     ours, theirs = (
         run(engine, random_ids(N_PROMPT), N_TOKENS, capture="probs") for engine in (waiting, usual)
     )
