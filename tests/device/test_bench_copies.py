@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 pytest.importorskip("rich")
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-COPY_S = 0.01
+COPY_S = 0.03
 N_DEVICES = 2
 
 
@@ -45,12 +45,11 @@ def rows(
 
 def test_copies_are_held_to_those_of_the_driver(rows: dict[str, Any]) -> None:
     # Of each device one, and one after the other.
-    assert rows["cuda-copy"].pairs.median_ratio == pytest.approx(N_DEVICES, rel=0.3)
+    assert N_DEVICES <= rows["cuda-copy"].pairs.median_ratio < 2 * N_DEVICES
 
 
 def test_views_are_held_to_their_limit_in_an_engine_that_waits_for_no_copy(
     rows: dict[str, Any],
 ) -> None:
-    limit_ms = 0.5
-    expected = N_DEVICES * COPY_S * 1000 / limit_ms
-    assert rows["cuda-step-to-view"].pairs.median_ratio == pytest.approx(expected, rel=0.3)
+    least = N_DEVICES * COPY_S * 1000 / 0.5
+    assert least <= rows["cuda-step-to-view"].pairs.median_ratio < 2 * least
