@@ -206,10 +206,12 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     return rows;
 }
 
-ggml_tensor* device_node_builder::part_of(const joined_layers& joined, const attention_site& site) {
+ggml_tensor* device_node_builder::part_of(joined_layers& joined, const attention_site& site) {
     if (!check(site, joined.want.kind)) return nullptr;
     auto* const part = reduced(values_of(site, joined.want.kind, joined.n_rows), joined.want);
-    return failure_.empty() ? part : nullptr;
+    if (!failure_.empty()) return nullptr;
+    part->src[1] = std::exchange(joined.last_part, part);
+    return part;
 }
 
 device_rows device_node_builder::join(const joined_layers& joined) {
@@ -223,6 +225,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     rows.n_head = 1;
     rows.n_heads_reduced = joined.n_heads * static_cast<int>(joined.sites.size());
     auto* const result = pooled(joined.stack, joined.stack->ne[1], joined.want.reduce);
+    result->src[1] = joined.last_part;
     rows.tensor = masked(result, first, joined.want.kind, joined.n_rows, true);
     if (!failure_.empty()) rows.tensor = nullptr;
     return rows;

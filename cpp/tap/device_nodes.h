@@ -42,10 +42,13 @@ struct device_rows {
 struct joined_layers {
     device_want want;
     const ggml_tensor* mask = nullptr;
-    int n_heads = 0;  // that each of them reduces
-    std::vector<const attention_site*> sites;
-    ggml_tensor* stack =
-        nullptr;  // F32 ne=[n_cells * n_rows * n_stream, n_layers], no node: memory
+    int n_heads = 0;                           // that each of them reduces
+    std::vector<const attention_site*> sites;  // in the graph's order
+    // F32 ne=[n_cells * n_rows * n_stream, n_layers]; memory, computed by no node.
+    ggml_tensor* stack = nullptr;
+    // The newest part of the stack. Each names the one before as a source that it does not read, and so does what
+    // joins them: no backend may change their order then.
+    ggml_tensor* last_part = nullptr;
     int n_rows = 0;
 };
 
@@ -62,7 +65,7 @@ public:
 
     // One layer's part of a stack, a tensor that belongs there; null: see failure(). And, when all parts are made,
     // the joined row.
-    ggml_tensor* part_of(const joined_layers& joined, const attention_site& site);
+    ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
     device_rows join(const joined_layers& joined);
 
     // The last `n_rows` rows of a layer's output, ne=[n_embd, n_rows].

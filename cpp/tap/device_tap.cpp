@@ -258,7 +258,8 @@ std::string device_tap::add_joined(const attention_sites& attention, const graph
                        first.n_cells == site.n_cells;
             });
             if (group == groups.end()) {
-                groups.push_back({found->second.on, {want, mask, n_heads, {}, nullptr, 0}});
+                groups.push_back(
+                    {found->second.on, {want, mask, n_heads, {}, nullptr, nullptr, 0}});
                 group = std::prev(groups.end());
             }
             group->second.sites.push_back(&site);
@@ -275,11 +276,12 @@ std::string device_tap::add_joined(const attention_sites& attention, const graph
 std::string device_tap::add_group(path& on, joined_layers& joined, const graph_plan& plan,
                                   builders& building) {
     auto& builder = building.of(on);
+    std::sort(joined.sites.begin(), joined.sites.end(),
+              [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
     joined.n_rows = n_rows_of(plan, n_queries_of(first), first.n_stream);
     std::string why;
     std::size_t part_bytes = 0;
-    const attention_site* last = &first;
     for (std::size_t i = 0; i < joined.sites.size(); ++i) {
         const auto& site = *joined.sites[i];
         auto* const part = builder.part_of(joined, site);
@@ -294,13 +296,12 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
         if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";
         if (!transfer::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
         building.put(builder, anchor_of(site, joined.want.kind));
-        if (site.position > last->position) last = &site;
     }
     auto rows = builder.join(joined);
     if (!rows.tensor) return builder.failure();
     if (!place(building.part, on.way, rows.tensor, why)) return why;
     share_of(building.part, on.way).rows.push_back(std::move(rows));
-    building.put(builder, anchor_of(*last, joined.want.kind));
+    building.put(builder, anchor_of(*joined.sites.back(), joined.want.kind));
     return {};
 }
 
