@@ -237,10 +237,15 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     n_chunk_ = n_ubatch_;
 
     const auto log_position = log_ring::instance().position();
-    handle_.reset(guarded("creating a context", errc::model_load,
-                          "lower n_ctx, n_slots, n_ubatch or n_gpu_layers",
-                          [&] { return open_context(model_->get(), params); })
-                      .release());
+    constexpr auto activity = "creating a context";
+    try {
+        const llama_activity guard(activity);
+        handle_.reset(open_context(model_->get(), params).release());
+    } catch (const llama_abort& why) {
+        if (!why.is_memory) model_->abandon();
+        throw error_of(why, activity, errc::model_load,
+                       "lower n_ctx, n_slots, n_ubatch or n_gpu_layers");
+    }
     model_->rpc().check_loading();
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);
