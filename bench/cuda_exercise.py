@@ -26,6 +26,9 @@ CAPTURES = (
     Capture("logits", layers=(3, 0), heads=(1, 5)),
     Capture("probs", reduce="mean_heads"),
     Capture("probs", reduce="max"),
+    Capture("scores", reduce="max_heads", dtype="float16"),
+    Capture("logits", heads=(1, 5), reduce="mean_heads"),
+    Capture("logits", reduce="mean", top_k=4),
     Capture("probs", top_k=4),
     Capture("probs", hidden=(1,)),
 )

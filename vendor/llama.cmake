@@ -1,6 +1,6 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
 # libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp; its RPC
-# client gets a socket of ours, see cpp/llama/rpc_transport.cpp.
+# client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its aborts become exceptions, see cpp/llama/backend.h.
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -53,6 +53,14 @@ target_compile_definitions(llama PRIVATE
 # The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends the process.
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-rpc/ggml-rpc.cpp
     TARGET_DIRECTORY ggml-rpc PROPERTIES COMPILE_DEFINITIONS socket_t=kqview_rpc_socket_t)
+
+# An abort of ggml is an exception on our threads (cpp/llama/backend.h): it has to cross what is written in C. Not what
+# the CPU's compute threads share, so their backend computes through a function of ours that says so.
+foreach(target ggml-base ggml-cpu)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
+endforeach()
+set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
+    TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
 
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.lock.toml kqview_commit_line REGEX "^commit *=")
 string(REGEX MATCH "[0-9a-f]+\"" KQVIEW_LLAMA_COMMIT "${kqview_commit_line}")

@@ -49,6 +49,7 @@ struct engine_core {
     embedding_facts embeddings{};
     std::string shift_obstacle;
     std::shared_ptr<const graph_counters> graphs;
+    std::shared_ptr<copy_counters> copies;
     std::unique_ptr<scheduler> sched;
 
     // What json_schema and regex need, built when the first of them comes; any thread, no GIL.

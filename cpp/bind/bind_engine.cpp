@@ -54,6 +54,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     core->pooling = runner->pooling();
     core->shift_obstacle = runner->shift_obstacle();
     core->graphs = runner->graphs();
+    core->copies = runner->copies();
     block_pool_options pool;
     pool.budget_bytes = attention_budget_bytes;
     pool.poison = poison;
@@ -111,6 +112,7 @@ nb::dict stats_of(const engine_core& self) {
     self.sched->check_not_forked();
     const auto& counters = self.sched->counters();
     const auto& graphs = *self.graphs;
+    const auto& copies = *self.copies;
     const auto pool = self.sched->pool()->stats();
     nb::dict pool_stats;
     pool_stats["budget_bytes"] = pool.budget_bytes;
@@ -147,6 +149,11 @@ nb::dict stats_of(const engine_core& self) {
     stats["attention_bytes"] = counters.n_attention_bytes.load();
     stats["copied_bytes"] = pool.copied_bytes;
     stats["dropped_rows"] = counters.n_dropped_rows.load();
+    stats["captured_steps"] = counters.n_captured_steps.load();
+    stats["step_to_view_s"] = seconds(counters.step_to_view_ns.load());
+    stats["device_copies"] = copies.n_copies.load();
+    stats["device_copy_bytes"] = copies.n_bytes.load();
+    stats["device_copy_s"] = seconds(copies.copy_ns.load());
     stats["n_queued"] = self.sched->n_queued();
     stats["pool"] = pool_stats;
     return stats;
@@ -239,6 +246,11 @@ void bind_engine(nb::module_& module) {
             nb::arg("slot"))
         .def("stats", &stats_of, nb::sig("def stats(self) -> dict[str, typing.Any]"),
              "Counters since the engine was opened.")
+        .def(
+            "await_copies",
+            [](const engine_core& self, bool wanted) { self.copies->are_awaited = wanted; },
+            nb::arg("wanted"),
+            "For benchmarks: whether a step ends only when its rows have left their devices.")
         .def(
             "pool_contains",
             [](const engine_core& self, std::uintptr_t address) {

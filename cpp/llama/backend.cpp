@@ -1,18 +1,23 @@
 #include "llama/backend.h"
 
+#include <ggml-cpu.h>
 #include <ggml.h>
 #include <llama.h>
 
 #include <cstdio>
+#include <exception>
 #include <mutex>
 
 #include "base/log.h"
+#include "memory/device_need.h"
 
 namespace kqview {
 
 namespace {
 
 thread_local const char* current_activity = nullptr;
+thread_local std::uint64_t activity_position = 0;  // of the log, when it began
+thread_local bool computes_on_cpu = false;
 
 void on_log(ggml_log_level level, const char* text, void*) {
     static thread_local log_level last = log_level::info;
@@ -27,6 +32,10 @@ void on_log(ggml_log_level level, const char* text, void*) {
 }
 
 void on_abort(const char* message) {
+    if (current_activity && !computes_on_cpu && std::uncaught_exceptions() == 0) {
+        const auto log = log_ring::instance().errors_since(activity_position);
+        throw llama_abort{log.empty() ? message : log + "; " + message, says_out_of_memory(log)};
+    }
     std::fprintf(stderr, "%s\nkqview: llama.cpp aborted the process%s%s; please report this\n",
                  message, current_activity ? " while " : "",
                  current_activity ? current_activity : "");
@@ -43,10 +52,38 @@ void start_llama() {
     });
 }
 
-llama_activity::llama_activity(const char* what) noexcept : previous_(current_activity) {
-    current_activity = what;
+llama_activity::llama_activity(const char* what) noexcept
+    : previous_(std::exchange(current_activity, what)), previous_position_(activity_position) {
+    if (!previous_) activity_position = log_ring::instance().position();
 }
 
-llama_activity::~llama_activity() { current_activity = previous_; }
+llama_activity::~llama_activity() {
+    current_activity = previous_;
+    activity_position = previous_position_;
+}
+
+error error_of(const llama_abort& why, const char* what, errc code, const char* remedy) {
+    return {why.is_memory ? errc::out_of_memory : code,
+            std::string("llama.cpp could not go on while ") + what + ": " + why.message + "; " +
+                remedy};
+}
+
+namespace {
+
+struct cpu_compute {
+    cpu_compute() noexcept : previous(std::exchange(computes_on_cpu, true)) {}
+    ~cpu_compute() { computes_on_cpu = previous; }
+    cpu_compute(const cpu_compute&) = delete;
+    cpu_compute& operator=(const cpu_compute&) = delete;
+    const bool previous;
+};
+
+}  // namespace
 
 }  // namespace kqview
+
+// ggml's CPU backend computes graphs through this name (vendor/llama.cmake).
+extern "C" ggml_status kqview_cpu_graph_compute(ggml_cgraph* graph, ggml_cplan* plan) {
+    const kqview::cpu_compute scope;
+    return ggml_graph_compute(graph, plan);
+}

@@ -5,13 +5,13 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdio>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "base/size_text.h"
 #include "llama/backend.h"
 #include "llama/devices.h"
 #include "memory/device_need.h"
@@ -46,12 +46,6 @@ void check_range(const char* name, std::int64_t value, std::int64_t low, std::in
     throw error(errc::request, std::string("Engine: ") + name + " is " + std::to_string(value) +
                                    ", allowed are " + std::to_string(low) + ".." +
                                    std::to_string(high));
-}
-
-std::string to_gib(double n_bytes) {
-    std::array<char, 32> text;
-    std::snprintf(text.data(), text.size(), "%.1f", n_bytes / (1 << 30));
-    return text.data();
 }
 
 std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> numbers) {
@@ -141,8 +135,9 @@ context_handle open_context(llama_model* source, llama_context_params params) {
 std::vector<device_need> planned_at(model& weightless, llama_context_params params,
                                     std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
-    const llama_activity guard("estimating a context's memory");
-    const auto handle = open_context(weightless.get(), params);
+    const auto handle = guarded("estimating a context's memory", errc::model_load,
+                                "lower n_ctx, n_slots or n_gpu_layers",
+                                [&] { return open_context(weightless.get(), params); });
     if (!handle) return {};
     std::vector<device_need> needs(1);
     needs.front().device = "host";
@@ -212,8 +207,8 @@ void check_memory(const model& source, const context_options& options) {
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
                 "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
-                    std::to_string(options.n_slots) + " slots needs " + to_gib(n_bytes) +
-                    " GiB, this process may use " + to_gib(limit_bytes) +
+                    std::to_string(options.n_slots) + " slots needs " + size_text(n_bytes) +
+                    ", this process may use " + size_text(limit_bytes) +
                     "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
 }
 
@@ -241,9 +236,16 @@ context::context(std::shared_ptr<model> source, const context_options& options)
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
     n_chunk_ = n_ubatch_;
 
-    const llama_activity guard("creating a context");
     const auto log_position = log_ring::instance().position();
-    handle_.reset(open_context(model_->get(), params).release());
+    constexpr auto activity = "creating a context";
+    try {
+        const llama_activity guard(activity);
+        handle_.reset(open_context(model_->get(), params).release());
+    } catch (const llama_abort& why) {
+        if (!why.is_memory) model_->abandon();
+        throw error_of(why, activity, errc::model_load,
+                       "lower n_ctx, n_slots, n_ubatch or n_gpu_layers");
+    }
     model_->rpc().check_loading();
     if (!handle_) {
         const auto why = log_ring::instance().errors_since(log_position);

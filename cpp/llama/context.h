@@ -131,6 +131,10 @@ public:
 
     std::int32_t n_graphs_reused() const;
 
+    // After llama_abort: llama.cpp's context stays as it is, because freeing it waits for its devices, and ends the
+    // process where they failed. Only to be destroyed then.
+    void abandon() noexcept { (void)handle_.release(); }
+
 private:
     struct context_deleter {
         void operator()(llama_context* handle) const { llama_free(handle); }

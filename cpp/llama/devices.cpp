@@ -1,8 +1,6 @@
 #include "llama/devices.h"
 
-#include <array>
-#include <cstdio>
-
+#include "base/size_text.h"
 #include "llama/nvidia_driver.h"
 
 namespace kqview {
@@ -102,12 +100,8 @@ std::string free_memory_text() {
         std::size_t free_bytes = 0;
         std::size_t total_bytes = 0;
         ggml_backend_dev_memory(device, &free_bytes, &total_bytes);
-        constexpr double gib = 1 << 30;
-        std::array<char, 160> line;
-        std::snprintf(line.data(), line.size(), "%s%s %.1f of %.1f GiB", text.empty() ? "" : ", ",
-                      ggml_backend_dev_name(device), static_cast<double>(free_bytes) / gib,
-                      static_cast<double>(total_bytes) / gib);
-        text += line.data();
+        text += (text.empty() ? "" : ", ") + std::string(ggml_backend_dev_name(device)) + " " +
+                size_text(free_bytes) + " of " + size_text(total_bytes);
     });
     return text;
 }

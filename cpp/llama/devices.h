@@ -46,7 +46,7 @@ std::vector<backend_info> list_backends();
 // Is there a device that layers can be moved to?
 bool has_offload_device();
 
-// "CUDA0 3.1 of 79.2 GiB, CPU 10.0 of 23.4 GiB", for messages.
+// "CUDA0 3.10 GiB of 79.20 GiB, CPU 512.0 MiB of 1.00 GiB", for messages.
 std::string free_memory_text();
 
 }  // namespace kqview

@@ -43,9 +43,20 @@ const std::vector<rpc_endpoint>& checked_servers(const model_options& options) {
 model::model(const model_options& options)
     : options_(options), rpc_(checked_servers(options), options.rpc_wait) {
     options_.progress = nullptr;
-    const auto devices = rpc_.list();
     const std::string activity = "loading " + options.path;
-    const llama_activity guard(activity.c_str());
+    try {
+        const llama_activity guard(activity.c_str());
+        load(options);
+    } catch (const llama_abort& why) {
+        if (!why.is_memory) (void)handle_.release();
+        throw error_of(why, activity.c_str(), errc::model_load,
+                       why.is_memory ? "lower n_gpu_layers, or take a smaller model"
+                                     : "try n_gpu_layers=0, or another file");
+    }
+}
+
+void model::load(const model_options& options) {
+    const auto devices = rpc_.list();
     const auto log_position = log_ring::instance().position();
 
     auto params = llama_model_default_params();
@@ -90,7 +101,7 @@ model::model(const model_options& options)
 
 model::~model() {
     // Freeing what lies on a server would wait for a thread that the child does not have.
-    if (!rpc_.empty() && rpc_.is_forked()) (void)handle_.release();
+    if (is_abandoned_ || (!rpc_.empty() && rpc_.is_forked())) (void)handle_.release();
 }
 
 void model::load_adapter(const lora_option& option) {

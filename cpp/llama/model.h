@@ -4,6 +4,7 @@
 
 #include <llama.h>
 
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <map>
@@ -59,6 +60,9 @@ public:
     std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
     std::span<const float> adapter_scales() const { return adapter_scales_; }
 
+    // Its devices failed: freeing what lies there would end the process, so it stays. Any thread.
+    void abandon() noexcept { is_abandoned_ = true; }
+
     int n_vocab() const { return n_vocab_; }
     bool has_vocab() const { return llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_NONE; }
     // Recurrent state cannot drop its newest tokens; the slot is prefilled again instead.
@@ -82,6 +86,7 @@ private:
         void operator()(llama_model* handle) const { llama_model_free(handle); }
     };
 
+    void load(const model_options& options);
     void load_adapter(const lora_option& option);
     void require_vocab(const char* who) const;
 
@@ -92,6 +97,7 @@ private:
     std::vector<float> adapter_scales_;
     const llama_vocab* vocab_ = nullptr;
     int n_vocab_ = 0;
+    std::atomic<bool> is_abandoned_{false};
 };
 
 }  // namespace kqview

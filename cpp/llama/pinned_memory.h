@@ -4,6 +4,7 @@
 
 #include <ggml-backend.h>
 
+#include <atomic>
 #include <memory>
 
 #include "memory/host_buffer.h"
@@ -11,6 +12,8 @@
 namespace kqview {
 
 // Null where the device has no such memory. Blocks that the driver cannot lock are plain ones and say so.
-std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device);
+// `is_lost`: the device failed, and giving a block back would end the process; it stays then.
+std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device,
+                                                 std::shared_ptr<const std::atomic<bool>> is_lost);
 
 }  // namespace kqview

@@ -1,20 +1,13 @@
 #include "memory/device_need.h"
 
 #include <algorithm>
-#include <array>
-#include <cstdio>
 
 #include "base/error.h"
+#include "base/size_text.h"
 
 namespace kqview {
 
 namespace {
-
-std::string to_gib(std::size_t n_bytes) {
-    std::array<char, 32> text;
-    std::snprintf(text.data(), text.size(), "%.2f", static_cast<double>(n_bytes) / (1 << 30));
-    return text.data();
-}
 
 // Weights and cache shrink with each layer that stays on the host, compute buffers hardly do.
 int layers_that_fit(std::span<const device_need> needs, int n_layers) {
@@ -37,20 +30,21 @@ void check_device_needs(std::span<const device_need> needs, int n_layers) {
         const int n_fitting = layers_that_fit(needs, n_layers);
         throw error(
             errc::out_of_memory,
-            "Engine: " + need.device + " needs " + to_gib(need.needed_bytes()) + " GiB (weights " +
-                to_gib(need.model_bytes) + ", cache " + to_gib(need.context_bytes) + ", compute " +
-                to_gib(need.compute_bytes) + "), " + to_gib(need.free_bytes) + " of " +
-                to_gib(need.total_bytes) + " are free; lower n_gpu_layers to about " +
+            "Engine: " + need.device + " needs " + size_text(need.needed_bytes()) + " (weights " +
+                size_text(need.model_bytes) + ", cache " + size_text(need.context_bytes) +
+                ", compute " + size_text(need.compute_bytes) + "), " + size_text(need.free_bytes) +
+                " of " + size_text(need.total_bytes) + " are free; lower n_gpu_layers to about " +
                 std::to_string(n_fitting) + ", or n_ctx, n_slots or n_ubatch" +
                 (need.context_bytes > need.model_bytes ? ", or choose a smaller kv_type" : ""));
     }
 }
 
 bool says_out_of_memory(std::string_view log) {
-    // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory"; llama.cpp: "unable to allocate ...
-    // buffer". Where a message only contains "alloc" it is about memory as well.
+    // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory", "CUBLAS_STATUS_ALLOC_FAILED";
+    // llama.cpp: "unable to allocate ... buffer". Where a message only contains "alloc" it is about memory as well.
     return log.find("alloc") != std::string_view::npos ||
            log.find("Malloc") != std::string_view::npos ||
+           log.find("ALLOC_FAILED") != std::string_view::npos ||
            log.find("out of memory") != std::string_view::npos;
 }
 

@@ -6,8 +6,11 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "base/error.h"
+#include "llama/backend.h"
 #include "llama/context.h"
 #include "llama/model.h"
 #include "memory/host_buffer.h"
@@ -37,14 +40,16 @@ public:
     }
     bool is_end_of_generation(token_id id) const override;
 
+    // What calls llama.cpp below raises decode, or out_of_memory, where ggml could not go on; after that always
+    // decode, because nothing of the context can be used any more.
     void want(const graph_plan& plan) override;
     int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
-    float* logits(int i_token) override { return context_->logits(i_token); }
+    float* logits(int i_token) override;
     text_embedding embedding(slot_id slot, int n_tokens) override;
-    void await(transfer_id rows) override { tap_->await(rows); }
-    void copy(slot_id from, slot_id to) override { context_->copy(from, to); }
+    void await(transfer_id rows) override;
+    void copy(slot_id from, slot_id to) override;
     bool truncate(slot_id slot, int n_keep) override;
 
     // llama_runner_state.cpp
@@ -68,8 +73,12 @@ public:
 
     // Shared, so that they can be read from any thread and after the runner is gone.
     std::shared_ptr<const graph_counters> graphs() const { return graphs_; }
+    std::shared_ptr<copy_counters> copies() const { return tap_->copies(); }
 
 private:
+    template <typename Call>
+    auto unbroken(const char* activity, Call&& call);
+    [[noreturn]] void break_down(const llama_abort& why, const char* activity);
     void publish_graphs();
     kv_shape state_shape() const;
     row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
@@ -78,8 +87,23 @@ private:
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
     std::vector<batch_token> batch_;
+    std::optional<error> broken_;
+    const std::shared_ptr<std::atomic<bool>> is_device_lost_ =
+        std::make_shared<std::atomic<bool>>(false);
     std::optional<kv_layout> layout_;
     const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
 };
+
+// A call of llama.cpp, or of its devices.
+template <typename Call>
+auto llama_runner::unbroken(const char* activity, Call&& call) {
+    if (broken_) throw error(*broken_);
+    try {
+        const llama_activity guard(activity);
+        return std::forward<Call>(call)();
+    } catch (const llama_abort& why) {
+        break_down(why, activity);
+    }
+}
 
 }  // namespace kqview

@@ -58,25 +58,31 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
 
 bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
     (void)state_shape();  // raises where cells could not be moved to their positions
-    const tap::scope scope(*tap_);
-    return context_->discard(slot, gone);
+    return unbroken("shifting a slot", [&] {
+        const tap::scope scope(*tap_);
+        return context_->discard(slot, gone);
+    });
 }
 
 std::size_t llama_runner::state_bytes(slot_id slot) {
     (void)state_shape();
-    const tap::scope scope(*tap_);
-    context_->flush_shifts();
-    return context_->state_bytes(slot);
+    return unbroken("saving a slot", [&] {
+        const tap::scope scope(*tap_);
+        context_->flush_shifts();
+        return context_->state_bytes(slot);
+    });
 }
 
 void llama_runner::write_state(slot_id slot, std::span<std::byte> out) {
-    context_->write_state(slot, out);
+    unbroken("saving a slot", [&] { context_->write_state(slot, out); });
 }
 
 bool llama_runner::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
-    const tap::scope scope(*tap_);
-    context_->flush_shifts();
-    return context_->read_state(slot, bytes, n_tokens);
+    return unbroken("restoring a slot", [&] {
+        const tap::scope scope(*tap_);
+        context_->flush_shifts();
+        return context_->read_state(slot, bytes, n_tokens);
+    });
 }
 
 }  // namespace kqview

@@ -185,6 +185,10 @@ void step::decode() {
         return;
     }
     collect();  // the rows of the step before came while this one was started
+    computed_.reset();
+    is_counted_ = false;
+    // What the CPU writes is there; what a device computes is known with the logits.
+    if (!rows_.empty() && result.transfer == 0) note_computed();
     ++counters_.n_decodes;
     (prefilled_last_ ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) += batch_.size();
     {
@@ -234,7 +238,9 @@ void step::sample(const work& done, const step_result& result) {
     auto& target = *done.target;
     const auto& active = *target.active;
     if (target.usage.completion_tokens == 0) target.prefilled = clock::now();
-    auto picked = target.picker->pick(model_.logits(done.i_token));
+    float* const logits = model_.logits(done.i_token);
+    if (result.transfer != 0) note_computed();
+    auto picked = target.picker->pick(logits);
 
     if (std::binary_search(active.stop_tokens.begin(), active.stop_tokens.end(), picked.id)) {
         return finish(target, finish_reason::stop_token);

@@ -39,6 +39,10 @@ struct step_counters {
     std::atomic<std::uint64_t> decode_ns{0};   // in steps that generate
     std::atomic<std::uint64_t> n_attention_bytes{0};
     std::atomic<std::uint64_t> n_dropped_rows{0};
+    // Steps that handed attention out, and for them the time from when the compute was known to have ended to
+    // when the last row went into its mailbox. Without those that leave rows on a device and sample nothing.
+    std::atomic<std::uint64_t> n_captured_steps{0};
+    std::atomic<std::uint64_t> step_to_view_ns{0};
 };
 
 // What others may see of a slot.
@@ -178,6 +182,8 @@ private:
     void deliver(parcel one, transfer_id rows);
     void collect();
     int n_on_the_way(const slot& target) const;
+    void note_computed();
+    void count_view();
 
     // fork
     void plan_fork(slot& target);
@@ -198,6 +204,9 @@ private:
     std::vector<work> work_;
     std::vector<parcel> parcels_;  // of the last decode, while its rows are on their way
     transfer_id rows_on_the_way_ = 0;
+    // When the last step was known to be computed, or when its newest view went out; empty: not known.
+    std::optional<clock::time_point> computed_;
+    bool is_counted_ = false;  // as one that handed attention out
     bool prefilled_last_ = false;
     bool has_released_ = false;  // a slot became free since `run` began
     std::size_t decode_cursor_ = 0;

@@ -31,6 +31,8 @@ void step::deliver(parcel one, transfer_id rows) {
         parcels_.push_back(std::move(one));
         return;
     }
+    const auto has_rows = [](const auto& content) { return content.rows.block != nullptr; };
+    if (std::visit(has_rows, one.content)) count_view();
     auto& box = *one.to->box;
     std::visit([&](auto& content) { put(box, std::move(content), std::move(one.end)); },
                one.content);
@@ -62,6 +64,20 @@ void step::collect() {
             one.to->box->finish({finish_reason::error, one.end->usage, failure});
         }
     }
+}
+
+void step::note_computed() {
+    if (!computed_) computed_ = clock::now();
+}
+
+// A view of the last step goes out. Counted before its consumer can see it.
+void step::count_view() {
+    if (!computed_) return;
+    const auto now = clock::now();
+    const auto spent = now - *std::exchange(computed_, now);
+    if (!std::exchange(is_counted_, true)) ++counters_.n_captured_steps;
+    counters_.step_to_view_ns += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
 }
 
 int step::n_on_the_way(const slot& target) const {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <utility>
 
 #include "base/error.h"
 
@@ -10,34 +11,10 @@ namespace kqview {
 
 namespace {
 
-// Rows that a device brings for a layer of a plan.
-std::size_t n_rows_of(const capture_plan::layer_rows& wanted) {
-    switch (wanted.form) {
-        case row_form::host: return 0;
-        case row_form::device_mean: return 1;
-        default: return wanted.heads.size();
-    }
-}
-
 std::size_t query_floats(const row_target& target) {
     return static_cast<std::size_t>(target.layout.n_queries) *
            static_cast<std::size_t>(target.layout.n_columns);
 }
-
-// How a device's result lies: query q of head h in stream s at ((s * n_head + h) * n_rows + q) * n_cells.
-struct result_shape {
-    std::size_t n_cells, n_rows, n_head, element_bytes;
-
-    explicit result_shape(const device_rows& rows)
-        : element_bytes(rows.form == row_form::device_f16 ? 2 : 4) {
-        // A mean has its heads, which are one now, in front.
-        const auto* const ne = rows.tensor->ne + (rows.form == row_form::device_mean ? 1 : 0);
-        n_cells = static_cast<std::size_t>(ne[0]);
-        n_rows = static_cast<std::size_t>(ne[1]);
-        n_head =
-            rows.form == row_form::device_mean ? 1 : static_cast<std::size_t>(rows.tensor->ne[2]);
-    }
-};
 
 // Columns [first, n_columns) of a row: tokens that are not decoded yet, for which the graph has no cells.
 void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_kind kind,
@@ -54,88 +31,126 @@ void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_k
 
 }  // namespace
 
-device_copies::device_copies(row_table& table) : table_(table) {
-    for (std::size_t i = 0; i < table.targets.size(); ++i) {
-        const auto& target = table.targets[i];
-        std::size_t n_rows = 0;
-        bool is_direct = true;
-        for (const auto& wanted : target.plan->layers()) {
-            n_rows += n_rows_of(wanted);
-            is_direct &= wanted.form == row_form::host || target.plan->is_direct(wanted);
-        }
-        if (!is_direct) work_.push_back({i, std::vector<float>(n_rows * query_floats(target))});
-    }
+device_copies::device_copies(row_table& table, const device_part& part) : table_(table) {
+    for (std::size_t i = 0; i < table.targets.size(); ++i) place(pieces_of(i, part));
 }
 
-device_copies::unfinished* device_copies::work_of(std::size_t i_target) {
-    const auto found = std::find_if(work_.begin(), work_.end(), [i_target](const auto& one) {
-        return one.i_target == i_target;
-    });
-    return found == work_.end() ? nullptr : &*found;
+// In the plan's order.
+std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
+                                                           const device_part& part) const {
+    const auto& plan = *table_.targets[i_target].plan;
+    std::vector<piece> pieces;
+    std::size_t n_joined = 0;
+    std::size_t n_joined_found = 0;
+    for (const auto& wanted : plan.layers()) {
+        if (!wanted.on_device) continue;
+        const auto& want = *wanted.on_device;
+        n_joined += want.joins_layers() ? 1 : 0;
+        bool is_found = want.joins_layers();
+        for (const auto& share : part.shares) {
+            for (const auto& rows : share.rows) {
+                const bool has_layer = rows.layers.front() == wanted.il;
+                if (rows.want != want || !has_layer) continue;
+                // A row of several layers comes with the first of them.
+                is_found = true;
+                if (want.joins_layers()) n_joined_found += rows.layers.size();
+                pieces.push_back({i_target, &share, &rows, want.joins_layers() ? nullptr : &wanted,
+                                  want.joins_layers() ? 1 : wanted.n_rows_brought()});
+            }
+        }
+        if (!is_found) throw error(errc::internal, "tap: rows of a layer are not in its graph");
+    }
+    if (n_joined_found != n_joined) {
+        throw error(errc::internal, "tap: rows of layers are not in their graph");
+    }
+    return pieces;
+}
+
+// Where the rows of a target go: to its block, or where one of them is not as it is handed out, all to memory of ours.
+void device_copies::place(std::vector<piece> pieces) {
+    if (pieces.empty()) return;
+    const auto& target = table_.targets[pieces.front().i_target];
+    const auto& plan = *target.plan;
+    const auto is_direct = [&](const piece& one) {
+        if (one.wanted) return plan.is_direct(*one.wanted);
+        return one.rows->layers.size() == plan.layers().size() && plan.top_k() == 0 &&
+               plan.type() == one.rows->want.type;
+    };
+    if (std::all_of(pieces.begin(), pieces.end(), is_direct)) {
+        for (auto& one : pieces) {
+            const int row = !one.wanted                            ? 0
+                            : plan.reduce() == row_reduction::none ? one.wanted->first_row
+                                                                   : one.wanted->index;
+            one.to = target.data +
+                     static_cast<std::size_t>(row) * query_floats(target) * plan.element_bytes();
+            pieces_.push_back(one);
+        }
+        return;
+    }
+    std::size_t n_rows = 0;
+    for (const auto& one : pieces) n_rows += one.n_rows;
+    auto& work = work_.emplace_back();
+    work.rows.resize(n_rows * query_floats(target));
+    auto* to = work.rows.data();
+    for (auto& one : pieces) {
+        one.to = reinterpret_cast<std::byte*>(to);
+        to += one.n_rows * query_floats(target);
+    }
+    work.pieces = std::move(pieces);
 }
 
 std::vector<row_copy> device_copies::of(const device_part::share& share) {
     std::vector<row_copy> copies;
     for (std::size_t i = 0; i < table_.targets.size(); ++i) {
-        add_rows(i, share, copies);
-        add_hidden(table_.targets[i], share, copies);
+        const auto& target = table_.targets[i];
+        std::vector<row_copy> of_target;
+        for (const auto& one : pieces_) {
+            if (one.share != &share || one.i_target != i) continue;
+            add_rows(one, of_target);
+            table_.n_rows_written.fetch_add(static_cast<int>(one.n_rows) * target.layout.n_queries,
+                                            std::memory_order_relaxed);
+        }
+        for (const auto& work : work_) {
+            for (const auto& one : work.pieces) {
+                if (one.share == &share && one.i_target == i) add_rows(one, of_target);
+            }
+        }
+        pack_copies(of_target);
+        copies.insert(copies.end(), of_target.begin(), of_target.end());
+        of_target.clear();
+        add_hidden(target, share, of_target);
+        pack_copies(of_target);
+        copies.insert(copies.end(), of_target.begin(), of_target.end());
     }
     return copies;
 }
 
-void device_copies::add_rows(std::size_t i_target, const device_part::share& share,
-                             std::vector<row_copy>& copies) {
-    const auto& target = table_.targets[i_target];
-    const auto& plan = *target.plan;
-    auto* const work = work_of(i_target);
-    float* to_work = work ? work->rows.data() : nullptr;
-    for (const auto& wanted : plan.layers()) {
-        const auto n_rows = n_rows_of(wanted);
-        float* const here = to_work;
-        if (work) to_work += n_rows * query_floats(target);
-        const auto found =
-            std::find_if(share.rows.begin(), share.rows.end(), [&](const device_rows& rows) {
-                return rows.il == wanted.il && rows.kind == plan.kind() && rows.form == wanted.form;
-            });
-        if (found == share.rows.end()) continue;  // another device's, or the host's
-        if (work) {
-            add_layer(target, *found, *share.way, wanted, reinterpret_cast<std::byte*>(here),
-                      copies);
-            continue;
-        }
-        const int row = plan.reduce() == row_reduction::none ? wanted.first_row : wanted.index;
-        std::byte* const to = target.data + static_cast<std::size_t>(row) * query_floats(target) *
-                                                plan.element_bytes();
-        add_layer(target, *found, *share.way, wanted, to, copies);
-        table_.n_rows_written.fetch_add(static_cast<int>(n_rows) * target.layout.n_queries,
-                                        std::memory_order_relaxed);
-    }
-}
-
-void device_copies::add_layer(const row_target& target, const device_rows& rows,
-                              const transfer& way, const capture_plan::layer_rows& wanted,
-                              std::byte* to, std::vector<row_copy>& copies) const {
-    const result_shape shape(rows);
+// Query q of head h in stream s lies at ((s * n_head + h) * n_rows + q) * n_cells of a result.
+void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) const {
+    const auto& target = table_.targets[one.i_target];
+    const auto& rows = *one.rows;
+    const auto element_bytes = rows.want.element_bytes();
     const auto n_columns = static_cast<std::size_t>(target.layout.n_columns);
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
-    const int first = target.i_query - (rows.n_queries - static_cast<int>(shape.n_rows));
-    if (first < 0 || static_cast<std::size_t>(first) + n_queries > shape.n_rows) {
+    const int first = target.i_query - (rows.n_queries - static_cast<int>(rows.n_rows));
+    if (first < 0 || static_cast<std::size_t>(first) + n_queries > rows.n_rows) {
         throw error(errc::internal, "tap: the rows of a query are not in its step's graph");
     }
-    const bool is_mean = rows.form == row_form::device_mean;
-    const auto n_known = std::min(n_columns, shape.n_cells);
-    const auto to_stride = n_columns * shape.element_bytes;
-    for (std::size_t i = 0; i < n_rows_of(wanted); ++i) {
-        const auto head = static_cast<std::size_t>(is_mean ? 0 : wanted.heads[i]);
+    const auto n_known = std::min(n_columns, rows.n_cells);
+    const auto from_stride = rows.n_cells * element_bytes;
+    const auto to_stride = n_columns * element_bytes;
+    const bool is_reduced = rows.want.reduce != row_reduction::none;
+    std::byte* to = one.to;
+    for (std::size_t i = 0; i < one.n_rows; ++i) {
+        const auto head = static_cast<std::size_t>(is_reduced ? 0 : one.wanted->heads[i]);
         const auto row =
-            (static_cast<std::size_t>(target.i_stream) * shape.n_head + head) * shape.n_rows +
+            (static_cast<std::size_t>(target.i_stream) * rows.n_head + head) * rows.n_rows +
             static_cast<std::size_t>(first);
-        const auto from_stride = shape.n_cells * shape.element_bytes;
-        add_copy(copies, {way.offset_of(rows.tensor) + row * from_stride, to, n_queries,
-                          n_known * shape.element_bytes, from_stride, to_stride});
+        add_copy(copies, {one.share->way->offset_of(rows.tensor) + row * from_stride, to, n_queries,
+                          n_known * element_bytes, from_stride, to_stride});
         for (std::size_t q = 0; q < n_queries; ++q, to += to_stride) {
             if (n_known < n_columns) {
-                fill_unseen(to, n_known, n_columns, rows.kind, shape.element_bytes);
+                fill_unseen(to, n_known, n_columns, rows.want.kind, element_bytes);
             }
         }
     }
@@ -161,34 +176,36 @@ void device_copies::add_hidden(const row_target& target, const device_part::shar
 }
 
 void device_copies::finish() {
-    for (const auto& work : work_) finish(work);
+    for (const auto& work : work_) {
+        for (const auto& one : work.pieces) finish(one);
+    }
 }
 
 // What the kernel's threads do with rows of their own.
-void device_copies::finish(const unfinished& work) {
-    const auto& target = table_.targets[work.i_target];
+void device_copies::finish(const piece& one) {
+    const auto& target = table_.targets[one.i_target];
+    const auto& plan = *target.plan;
     const auto n_columns = static_cast<std::size_t>(target.layout.n_columns);
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
-    const float* arrived = work.rows.data();
-    for (const auto& wanted : target.plan->layers()) {
-        const auto n_rows = n_rows_of(wanted);
-        if (n_rows == 0) continue;
-        row_sink sink(table_, work.i_target, wanted, 0);
-        for (std::size_t q = 0; q < n_queries; ++q) {
-            sink.begin_query(static_cast<int>(q));
-            for (std::size_t i = 0; i < n_rows; ++i) {
-                float* const row = sink.place(static_cast<int>(i), 0);
-                std::memcpy(row, arrived + (i * n_queries + q) * n_columns,
-                            n_columns * sizeof(float));
-                // The sink divides by the number of heads.
-                if (wanted.form == row_form::device_mean) {
-                    sink.scale(row, static_cast<float>(wanted.heads.size()));
-                }
+    const auto* const arrived = reinterpret_cast<const float*>(one.to);
+    const bool is_mean = one.rows->want.reduce == row_reduction::mean_heads ||
+                         one.rows->want.reduce == row_reduction::mean;
+    // The sink divides sums by the number of heads.
+    const auto factor = static_cast<float>(one.rows->n_heads_reduced);
+    row_sink sink(table_, one.i_target, one.wanted ? *one.wanted : plan.layers().front(), 0);
+    for (std::size_t q = 0; q < n_queries; ++q) {
+        sink.begin_query(static_cast<int>(q));
+        for (std::size_t i = 0; i < one.n_rows; ++i) {
+            float* const row = sink.place(static_cast<int>(i), 0);
+            std::memcpy(row, arrived + (i * n_queries + q) * n_columns, n_columns * sizeof(float));
+            if (is_mean) sink.scale(row, factor);
+            if (one.wanted) {
                 sink.finish(static_cast<int>(i), row);
+            } else {
+                sink.finish_layers(row, static_cast<int>(one.rows->layers.size()));
             }
-            sink.end_query(1);
         }
-        arrived += n_rows * query_floats(target);
+        if (one.wanted) sink.end_query(1);
     }
 }
 

@@ -34,10 +34,11 @@ struct device_part {
 
 class device_copies {
 public:
-    explicit device_copies(row_table& table);
+    // Raises internal where rows that the targets want are not in the graph.
+    device_copies(row_table& table, const device_part& part);
 
-    // The copies out of one device that this step's targets want; counts their rows as written. Fills what
-    // the graph has no columns for. Raises internal where a row is not in the graph.
+    // The copies out of one device that this step's targets want; counts rows that need no more work as written.
+    // Fills what the graph has no columns for. Raises internal where a query is not in the graph.
     std::vector<row_copy> of(const device_part::share& share);
 
     // Rows that are to be reduced, converted or cut once they have arrived: into memory of ours first.
@@ -45,23 +46,29 @@ public:
     void finish();
 
 private:
-    struct unfinished {
+    // What a target gets of one result.
+    struct piece {
         std::size_t i_target;
-        std::vector<float>
-            rows;  // (row, query, column) of each layer on a device, in the plan's order
+        const device_part::share* share;
+        const device_rows* rows;
+        const capture_plan::layer_rows* wanted;  // null: of several layers
+        std::size_t n_rows;
+        std::byte* to = nullptr;
+    };
+    struct unfinished {
+        std::vector<piece> pieces;  // of one target
+        std::vector<float> rows;    // (row, query, column) of each piece
     };
 
-    unfinished* work_of(std::size_t i_target);
-    void add_rows(std::size_t i_target, const device_part::share& share,
-                  std::vector<row_copy>& copies);
-    void add_layer(const row_target& target, const device_rows& rows, const transfer& way,
-                   const capture_plan::layer_rows& wanted, std::byte* to,
-                   std::vector<row_copy>& copies) const;
+    std::vector<piece> pieces_of(std::size_t i_target, const device_part& part) const;
+    void place(std::vector<piece> pieces);
+    void add_rows(const piece& one, std::vector<row_copy>& copies) const;
     void add_hidden(const row_target& target, const device_part::share& share,
                     std::vector<row_copy>& copies);
-    void finish(const unfinished& work);
+    void finish(const piece& one);
 
     row_table& table_;
+    std::vector<piece> pieces_;
     std::vector<unfinished> work_;
 };
 

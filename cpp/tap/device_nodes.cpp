@@ -27,6 +27,10 @@ bool is_view(const ggml_tensor* node) {
 
 }  // namespace
 
+int n_heads_reduced(const device_want& want, const attention_site& site) {
+    return want.heads.empty() ? site.n_head : static_cast<int>(want.heads.size());
+}
+
 ggml_backend_dev_t device_of(const ggml_tensor* keys) {
     constexpr int n_steps_back = 12;
     const auto buffer = buffer_behind(keys, n_steps_back);
@@ -84,9 +88,8 @@ ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_r
     return add(product);
 }
 
-// What enters the softmax. Without flash attention llama.cpp has capped it already.
-ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_rows,
-                                            bool with_mask) {
+// What enters the softmax, but for the mask. Without flash attention llama.cpp has capped it already.
+ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_rows) {
     auto* scores = site.flash ? product_of(site, n_rows)
                               : contiguous(last_queries(site.softmax->src[0], n_rows));
     const float cap = site.flash ? site.softcap : 0.0f;
@@ -95,18 +98,71 @@ ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_ro
         scores = add(ggml_tanh(tensors_, scores));
         scores = add(ggml_scale(tensors_, scores, cap));
     }
-    auto* const mask = with_mask ? mask_of(site, n_rows) : nullptr;
-    return mask ? add(ggml_add(tensors_, scores, mask)) : scores;
+    return scores;
 }
 
 ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.softmax, n_rows));
     const bool is_capped = site.softcap != 0.0f;
-    auto* const logits = is_capped ? scores_of(site, n_rows, false) : product_of(site, n_rows);
+    auto* const logits = is_capped ? scores_of(site, n_rows) : product_of(site, n_rows);
     auto* const probs = ggml_soft_max_ext(tensors_, logits, mask_of(site, n_rows),
                                           is_capped ? 1.0f : site.scale, site.max_bias);
     if (site.sinks) ggml_soft_max_add_sinks(probs, site.sinks);
     return add(probs);
+}
+
+// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Columns that a query does not see hold anything but for
+// probs: see `masked`.
+ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind kind, int n_rows) {
+    switch (kind) {
+        case row_kind::probs: return probs_of(site, n_rows);
+        case row_kind::scores: return scores_of(site, n_rows);
+        case row_kind::logits: break;
+    }
+    return product_of(site, n_rows);
+}
+
+// Over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. A pool over an image whose rows are heads, so that
+// nothing has to be permuted; heads that do not count are not in the image.
+ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want& want) {
+    auto* heads = add(ggml_reshape_3d(tensors_, values, values->ne[0] * values->ne[1],
+                                      values->ne[2], values->ne[3]));
+    if (!want.heads.empty()) {
+        const auto n = static_cast<std::int64_t>(want.heads.size());
+        auto* const list = lists_ ? lists_->find(want.heads)
+                                  : ggml_new_tensor_2d(tensors_, GGML_TYPE_I32, n, values->ne[3]);
+        if (!list) {
+            failure_ = "a list of heads is not on its device";
+            return values;
+        }
+        auto* const of_streams =
+            list->ne[1] == values->ne[3]
+                ? list
+                : add(ggml_view_2d(tensors_, list, n, values->ne[3], list->nb[1], 0));
+        heads = add(ggml_get_rows(tensors_, heads, of_streams));
+    }
+    return pooled(heads, heads->ne[1], want.reduce);
+}
+
+// The mean or the largest of `n` rows, which are the second dimension.
+ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce) {
+    const bool is_mean = reduce == row_reduction::mean || reduce == row_reduction::mean_heads;
+    const auto height = static_cast<int>(n);
+    return add(ggml_pool_2d(tensors_, rows, is_mean ? GGML_OP_POOL_AVG : GGML_OP_POOL_MAX, 1,
+                            height, 1, height, 0, 0));
+}
+
+// A column that the query does not see is -inf, in logits too. After a reduction, because the mask is the same for
+// all heads, and a pool's maximum begins at the least finite number.
+ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_site& site,
+                                         row_kind kind, int n_rows, bool is_reduced) {
+    auto* const mask = kind == row_kind::probs ? nullptr : mask_of(site, n_rows);
+    if (!mask) return values;
+    if (is_reduced) {
+        const auto n_stream = ggml_nelements(values) / (mask->ne[0] * n_rows);
+        values = add(ggml_reshape_4d(tensors_, values, mask->ne[0], n_rows, 1, n_stream));
+    }
+    return add(ggml_add(tensors_, values, mask));
 }
 
 bool device_node_builder::check(const attention_site& site, row_kind kind) {
@@ -124,33 +180,54 @@ bool device_node_builder::check(const attention_site& site, row_kind kind) {
     return failure_.empty();
 }
 
-device_rows device_node_builder::rows_of(const attention_site& site, row_kind kind, row_form form,
+device_rows device_node_builder::rows_of(const attention_site& site, const device_want& want,
                                          int n_rows) {
-    device_rows rows{site.il, kind, form, nullptr, 0};
-    if (!check(site, kind)) return rows;
+    device_rows rows;
+    rows.layers = {site.il};
+    rows.want = want;
+    if (!check(site, want.kind)) return rows;
     rows.n_queries = static_cast<int>(site.flash ? site.q->ne[1] : site.kq->ne[1]);
-    ggml_tensor* result = nullptr;
-    if (kind == row_kind::probs) {
-        result = probs_of(site, n_rows);
-    } else if (kind == row_kind::scores) {
-        result = scores_of(site, n_rows, true);
-    } else {
-        // A column that the query does not see is -inf in logits too.
-        result = product_of(site, n_rows);
-        if (auto* const mask = mask_of(site, n_rows)) {
-            result = add(ggml_add(tensors_, result, mask));
-        }
+    auto* result = values_of(site, want.kind, n_rows);
+    rows.n_cells = static_cast<std::size_t>(result->ne[0]);
+    rows.n_rows = static_cast<std::size_t>(result->ne[1]);
+    rows.n_head = static_cast<std::size_t>(result->ne[2]);
+    if (want.reduce != row_reduction::none) {
+        result = reduced(result, want);
+        rows.n_head = 1;
+        rows.n_heads_reduced = n_heads_reduced(want, site);
     }
-    if (form == row_form::device_mean) {
-        // Heads become the fastest dimension: (n_head, n_cells, n_rows, n_stream).
-        auto* const by_head = add(ggml_permute(tensors_, result, 1, 2, 0, 3));
-        result = add(ggml_mean(tensors_, add(ggml_cont(tensors_, by_head))));
-    } else if (form == row_form::device_f16) {
+    result = masked(result, site, want.kind, n_rows, want.reduce != row_reduction::none);
+    if (want.type == row_type::f16) {
         result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));
     } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
         result = add(ggml_cont(tensors_, result));  // llama.cpp's own tensor is written over
     }
     if (failure_.empty()) rows.tensor = result;
+    return rows;
+}
+
+ggml_tensor* device_node_builder::part_of(joined_layers& joined, const attention_site& site) {
+    if (!check(site, joined.want.kind)) return nullptr;
+    auto* const part = reduced(values_of(site, joined.want.kind, joined.n_rows), joined.want);
+    if (!failure_.empty()) return nullptr;
+    part->src[1] = std::exchange(joined.last_part, part);
+    return part;
+}
+
+device_rows device_node_builder::join(const joined_layers& joined) {
+    const auto& first = *joined.sites.front();
+    device_rows rows;
+    for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
+    rows.want = joined.want;
+    rows.n_queries = static_cast<int>(first.flash ? first.q->ne[1] : first.kq->ne[1]);
+    rows.n_cells = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
+    rows.n_rows = static_cast<std::size_t>(joined.n_rows);
+    rows.n_head = 1;
+    rows.n_heads_reduced = joined.n_heads * static_cast<int>(joined.sites.size());
+    auto* const result = pooled(joined.stack, joined.stack->ne[1], joined.want.reduce);
+    result->src[1] = joined.last_part;
+    rows.tensor = masked(result, first, joined.want.kind, joined.n_rows, true);
+    if (!failure_.empty()) rows.tensor = nullptr;
     return rows;
 }
 

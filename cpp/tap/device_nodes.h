@@ -7,36 +7,66 @@
 #include <ggml-backend.h>
 #include <ggml.h>
 
+#include <cstdint>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
 #include "tap/graph.h"
+#include "tap/head_lists.h"
 #include "tap/plan.h"
 
 namespace kqview {
 
+// How many heads of a layer a device reduces.
+int n_heads_reduced(const device_want& want, const attention_site& site);
+
 // The device that holds these keys, or their weights where no cache keeps them; null: host memory.
 ggml_backend_dev_t device_of(const ggml_tensor* keys);
 
-// What one node leaves on its device: ne=[n_cells, n_rows, n_head, n_stream], contiguous.
+// What one node leaves on its device, in memory as ne=[n_cells, n_rows, n_head, n_stream], contiguous; n_head is 1
+// where heads were reduced.
 struct device_rows {
-    int il = 0;
-    row_kind kind = row_kind::logits;
-    row_form form = row_form::device_f32;
+    std::vector<int> layers;  // one, or those that were joined here
+    device_want want;
     ggml_tensor* tensor = nullptr;
     int n_queries = 0;  // of a stream in the graph; the rows are of the last ones
+    std::size_t n_cells = 0;
+    std::size_t n_rows = 0;
+    std::size_t n_head = 0;
+    int n_heads_reduced = 0;  // of all `layers` together
+};
+
+// Layers that are joined to one row each query: they share their mask and how many heads count. Their rows are
+// computed at neighbouring places of `stack` and reduced when the last one is there.
+struct joined_layers {
+    device_want want;
+    const ggml_tensor* mask = nullptr;
+    int n_heads = 0;                           // that each of them reduces
+    std::vector<const attention_site*> sites;  // in the graph's order
+    // F32 ne=[n_cells * n_rows * n_stream, n_layers]; memory, computed by no node.
+    ggml_tensor* stack = nullptr;
+    // The newest part of the stack. Each names the one before as a source that it does not read, and so does what
+    // joins them: no backend may change their order then.
+    ggml_tensor* last_part = nullptr;
+    int n_rows = 0;
 };
 
 // Builds the nodes of one graph on one device. A node that the device cannot compute is never added to a
 // graph: ggml would abort, or carry all keys to the host at every step.
 class device_node_builder {
 public:
-    device_node_builder(ggml_context* tensors, ggml_backend_dev_t device)
-        : tensors_(tensors), device_(device) {}
+    // `lists` must have the heads that are picked; null: only to ask what the device can compute.
+    device_node_builder(ggml_context* tensors, ggml_backend_dev_t device, const head_lists* lists)
+        : tensors_(tensors), device_(device), lists_(lists) {}
 
     // The rows of the last `n_rows` queries. Null tensor: see failure().
-    device_rows rows_of(const attention_site& site, row_kind kind, row_form form, int n_rows);
+    device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
+
+    // One layer's part of a stack, a tensor that belongs there; null: see failure(). And, when all parts are made,
+    // the joined row.
+    ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
+    device_rows join(const joined_layers& joined);
 
     // The last `n_rows` rows of a layer's output, ne=[n_embd, n_rows].
     ggml_tensor* hidden_of(const hidden_site& site, int n_rows);
@@ -45,8 +75,8 @@ public:
     std::vector<ggml_tensor*> take_nodes();
     const std::string& failure() const { return failure_; }
 
-    // Tensors that rows_of makes at most.
-    static constexpr int n_tensors_max = 16;
+    // Tensors that each of the calls above makes at most.
+    static constexpr int n_tensors_max = 20;
 
 private:
     ggml_tensor* add(ggml_tensor* node);
@@ -54,12 +84,18 @@ private:
     ggml_tensor* last_queries(ggml_tensor* all, int n_rows);
     ggml_tensor* mask_of(const attention_site& site, int n_rows);
     ggml_tensor* product_of(const attention_site& site, int n_rows);
-    ggml_tensor* scores_of(const attention_site& site, int n_rows, bool with_mask);
+    ggml_tensor* scores_of(const attention_site& site, int n_rows);
     ggml_tensor* probs_of(const attention_site& site, int n_rows);
+    ggml_tensor* values_of(const attention_site& site, row_kind kind, int n_rows);
+    ggml_tensor* reduced(ggml_tensor* values, const device_want& want);
+    ggml_tensor* pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce);
+    ggml_tensor* masked(ggml_tensor* values, const attention_site& site, row_kind kind, int n_rows,
+                        bool is_reduced);
     bool check(const attention_site& site, row_kind kind);
 
     ggml_context* tensors_;
     ggml_backend_dev_t device_;
+    const head_lists* lists_;
     std::vector<ggml_tensor*> nodes_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*>
         masks_;  // F32 and contiguous, by llama.cpp's

@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <exception>
+#include <iterator>
 #include <limits>
+#include <set>
+#include <utility>
 
 #include "base/error.h"
 #include "tap/device_copies.h"
@@ -13,10 +16,7 @@ namespace {
 
 constexpr std::size_t prompt_budget_bytes = std::size_t{256} << 20;  // of a step's prompt rows
 constexpr std::size_t slack_bytes = 4096;                            // a result's alignment
-constexpr row_kind kinds[] = {row_kind::logits, row_kind::scores, row_kind::probs};
-constexpr row_form forms[] = {row_form::device_f32, row_form::device_f16, row_form::device_mean};
-
-std::size_t element_bytes(row_form form) { return form == row_form::device_f16 ? 2 : 4; }
+constexpr std::size_t n_tensors_of_layer = 4;  // masks and views that they share
 
 const ggml_tensor* keys_of(const attention_site& site) {
     return site.flash ? site.k : site.kq->src[0];
@@ -26,19 +26,41 @@ int n_queries_of(const attention_site& site) {
     return static_cast<int>(site.flash ? site.q->ne[1] : site.kq->ne[1]);
 }
 
+std::string no_room(const transfer& way) {
+    return std::string("rows of this step do not fit into the memory reserved on ") +
+           ggml_backend_dev_name(way.device());
+}
+
 // A driver's failure as ours: nothing else throws in here.
 [[noreturn]] void fail_copy(const std::exception& failure) {
     throw error(errc::decode, std::string("capture: rows could not be copied from their device: ") +
                                   failure.what());
 }
 
+// Can a device pick heads of this site and reduce them? Nodes that no graph gets.
+bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
+    constexpr std::size_t n_tensors = 2 * device_node_builder::n_tensors_max;
+    const std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors(
+        ggml_init({n_tensors * ggml_tensor_overhead() + 1, nullptr, true}), ggml_free);
+    device_node_builder probe(tensors.get(), device, nullptr);
+    device_want want;
+    want.kind = row_kind::probs;
+    want.type = row_type::f16;
+    want.heads = {0};
+    for (const auto reduce : {row_reduction::mean_heads, row_reduction::max_heads}) {
+        want.reduce = reduce;
+        if (!probe.rows_of(site, want, 1).tensor) return false;
+    }
+    return true;
+}
+
 }  // namespace
 
-transfer& device_tap::way_to(ggml_backend_dev_t device) {
-    for (const auto& way : ways_) {
-        if (way->device() == device) return *way;
+device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
+    for (const auto& one : paths_) {
+        if (one->way.device() == device) return *one;
     }
-    return *ways_.emplace_back(std::make_unique<transfer>(device));
+    return *paths_.emplace_back(std::make_unique<path>(device, *counters_));
 }
 
 void device_tap::learn(const attention_site& site) {
@@ -46,60 +68,84 @@ void device_tap::learn(const attention_site& site) {
     if (!device) return;
     const auto* const keys = keys_of(site);
     const bool is_cached = (keys->view_src ? keys->view_src : keys)->buffer != nullptr;
-    layers_[site.il] = {&way_to(device), static_cast<std::size_t>(site.n_head),
-                        static_cast<std::size_t>(site.n_cells), is_cached ? 1 : n_queries_of(site)};
+    layers_[site.il] = {&path_to(device), static_cast<std::size_t>(site.n_head),
+                        static_cast<std::size_t>(site.n_cells), is_cached ? 1 : n_queries_of(site),
+                        can_reduce(site, device)};
 }
 
 void device_tap::learn(const hidden_site& site) {
     if (const auto device = device_of(site.output)) {
-        hidden_[site.il] = {&way_to(device), 1, static_cast<std::size_t>(site.output->ne[0]), 1};
+        hidden_[site.il] = {&path_to(device), 1, static_cast<std::size_t>(site.output->ne[0]), 1,
+                            false};
     }
 }
 
+// In the buffer of its device.
 std::size_t device_tap::bytes_of_row(const graph_plan& plan, int il) const {
     const auto& one = layers_.at(il);
     std::size_t n_bytes = 0;
-    for (const auto kind : kinds) {
-        for (const auto form : forms) {
-            if (!plan.wants(il, kind, form)) continue;
-            const auto n_head = form == row_form::device_mean ? 1 : one.n_head;
-            n_bytes += n_head * one.n_cells * element_bytes(form);
-        }
+    for (const auto& want : plan.device_wants(il)) {
+        // A joined layer has its place in a stack, and may be alone with its mask.
+        const auto n_head = want.reduce == row_reduction::none ? one.n_head
+                            : want.joins_layers()              ? 2
+                                                               : 1;
+        n_bytes += n_head * one.n_cells * want.element_bytes();
     }
     return n_bytes;
 }
 
+// Of llama.cpp's compute buffer, which layers use in turn.
+std::size_t device_tap::work_bytes_of_row(const graph_plan& plan, int il) const {
+    const auto& one = layers_.at(il);
+    return plan.device_wants(il).empty() ? 0 : one.n_head * one.n_cells * sizeof(float);
+}
+
+void device_tap::keep_lists(const graph_plan& plan) {
+    for (const auto& one : paths_) {
+        std::set<std::vector<int>> lists;
+        for (const auto& [il, layer] : layers_) {
+            if (layer.on != one.get()) continue;
+            for (const auto& want : plan.device_wants(il)) {
+                if (!want.heads.empty()) lists.insert(want.heads);
+            }
+        }
+        one->lists.keep(std::move(lists), n_slots_);
+    }
+}
+
 void device_tap::reserve(const graph_plan& plan) {
     std::size_t n_row_bytes = 0;
+    std::size_t n_work_bytes = 0;
     int n_least = 1;
     for (const auto& [il, one] : layers_) {
         n_row_bytes += bytes_of_row(plan, il);
+        n_work_bytes = std::max(n_work_bytes, work_bytes_of_row(plan, il));
         n_least = std::max(n_least, one.n_queries_least);
     }
     n_prompt_rows_ = std::numeric_limits<int>::max();
     std::size_t n_rows = static_cast<std::size_t>(n_slots_);
     if (plan.wants_prompt() && n_row_bytes > 0) {
-        const auto n_room = std::min<std::size_t>(prompt_budget_bytes / n_row_bytes,
-                                                  static_cast<std::size_t>(n_chunk_));
+        const auto n_room =
+            std::min<std::size_t>(prompt_budget_bytes / std::max(n_row_bytes, n_work_bytes),
+                                  static_cast<std::size_t>(n_chunk_));
         n_prompt_rows_ = std::max(n_least, static_cast<int>(n_room));
         n_rows = std::max(n_rows, static_cast<std::size_t>(n_prompt_rows_));
     }
-    for (const auto& way : ways_) {
+    for (const auto& path : paths_) {
         std::size_t n_bytes = 0;
         for (const auto& [il, one] : layers_) {
-            if (one.way != way.get()) continue;
-            const auto row_bytes = bytes_of_row(plan, il);
-            if (row_bytes > 0) {
-                n_bytes += row_bytes * n_rows + std::size(kinds) * std::size(forms) * slack_bytes;
-            }
+            if (one.on != path.get()) continue;
+            n_bytes +=
+                bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
         }
         for (const auto& [il, one] : hidden_) {
-            if (one.way != way.get() || !plan.wants_hidden(il)) continue;
+            if (one.on != path.get() || !plan.wants_hidden(il)) continue;
             n_bytes +=
                 static_cast<std::size_t>(n_slots_) * one.n_cells * sizeof(float) + slack_bytes;
         }
-        if (n_bytes > 0) way->reserve(n_bytes);
+        if (n_bytes > 0) path->way.reserve(n_bytes);
     }
+    keep_lists(plan);
 }
 
 // The last query of each stream or, where a prompt's rows are wanted, as many as there is room for.
@@ -109,9 +155,14 @@ int device_tap::n_rows_of(const graph_plan& plan, int n_queries, int n_stream) c
     return std::max(1, std::min(n_queries, n_room));
 }
 
-std::size_t device_tap::n_tensors_max(std::size_t n_attention, std::size_t n_hidden) {
-    return n_attention * std::size(kinds) * std::size(forms) * device_node_builder::n_tensors_max +
-           n_hidden * 2;
+std::size_t device_tap::n_tensors_max(const graph_plan& plan) const {
+    std::size_t n = 2 * hidden_.size();
+    for (const auto& [il, one] : layers_) {
+        n += n_tensors_of_layer;
+        // Its own rows, or a part of joined ones, their stack and what joins them.
+        n += plan.device_wants(il).size() * (2 * device_node_builder::n_tensors_max + 1);
+    }
+    return n;
 }
 
 device_part::share& device_tap::share_of(device_part& part, transfer& way) {
@@ -126,59 +177,148 @@ device_part::share& device_tap::share_of(device_part& part, transfer& way) {
 bool device_tap::place(device_part& part, transfer& way, ggml_tensor* result, std::string& why) {
     auto& share = share_of(part, way);
     if (!way.place(result)) {
-        why = std::string("rows of this step do not fit into the memory reserved on ") +
-              ggml_backend_dev_name(way.device());
+        why = no_room(way);
         return false;
     }
     share.n_used = way.n_placed();
     return true;
 }
 
+struct device_tap::builders {
+    ggml_context* tensors;
+    std::vector<placed_node>& placed;
+    device_part& part;
+    std::unordered_map<const path*, device_node_builder> by_path{};
+
+    device_node_builder& of(path& on) {
+        return by_path.try_emplace(&on, tensors, on.way.device(), &on.lists).first->second;
+    }
+    void put(device_node_builder& builder, ggml_tensor* anchor) {
+        for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});
+    }
+};
+
+namespace {
+
+// Before llama.cpp's softmax writes over what it reads.
+ggml_tensor* anchor_of(const attention_site& site, row_kind kind) {
+    if (site.flash) return site.flash;
+    if (kind == row_kind::logits) return site.kq;
+    return kind == row_kind::scores ? site.softmax->src[0] : site.softmax;
+}
+
+}  // namespace
+
 std::string device_tap::add(const attention_sites& attention,
                             const std::vector<hidden_site>& states, const graph_plan& plan,
                             ggml_context* tensors, std::vector<placed_node>& placed,
                             device_part& part) {
-    std::unordered_map<const transfer*, device_node_builder> builders;
-    const auto builder_of = [&](transfer& way) -> device_node_builder& {
-        return builders.try_emplace(&way, tensors, way.device()).first->second;
-    };
-    const auto put = [&](device_node_builder& builder, ggml_tensor* anchor) {
-        for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});
-    };
+    builders building{tensors, placed, part};
+    auto why = add_rows(attention, plan, building);
+    if (why.empty()) why = add_joined(attention, plan, building);
+    if (why.empty()) why = add_hidden(states, plan, building);
+    return why;
+}
+
+std::string device_tap::add_rows(const attention_sites& attention, const graph_plan& plan,
+                                 builders& building) {
     std::string why;
     for (const auto& site : attention.sites) {
         const auto found = layers_.find(site.il);
         if (found == layers_.end()) continue;
-        auto& way = *found->second.way;
-        for (const auto kind : kinds) {
-            for (const auto form : forms) {
-                if (!plan.wants(site.il, kind, form)) continue;
-                auto& builder = builder_of(way);
-                const int n_rows = n_rows_of(plan, n_queries_of(site), site.n_stream);
-                const auto rows = builder.rows_of(site, kind, form, n_rows);
-                if (!rows.tensor) return builder.failure();
-                if (!place(part, way, rows.tensor, why)) return why;
-                share_of(part, way).rows.push_back(rows);
-                // Before llama.cpp's softmax writes over what it reads.
-                auto* const anchor = site.flash                 ? site.flash
-                                     : kind == row_kind::logits ? site.kq
-                                     : kind == row_kind::scores ? site.softmax->src[0]
-                                                                : site.softmax;
-                put(builder, anchor);
-            }
+        auto& on = *found->second.on;
+        for (const auto& want : plan.device_wants(site.il)) {
+            if (want.joins_layers()) continue;
+            auto& builder = building.of(on);
+            const int n_rows = n_rows_of(plan, n_queries_of(site), site.n_stream);
+            auto rows = builder.rows_of(site, want, n_rows);
+            if (!rows.tensor) return builder.failure();
+            if (!place(building.part, on.way, rows.tensor, why)) return why;
+            share_of(building.part, on.way).rows.push_back(std::move(rows));
+            building.put(builder, anchor_of(site, want.kind));
         }
     }
+    return {};
+}
+
+std::string device_tap::add_joined(const attention_sites& attention, const graph_plan& plan,
+                                   builders& building) {
+    std::vector<std::pair<path*, joined_layers>> groups;
+    for (const auto& site : attention.sites) {
+        const auto found = layers_.find(site.il);
+        if (found == layers_.end()) continue;
+        for (const auto& want : plan.device_wants(site.il)) {
+            if (!want.joins_layers()) continue;
+            const auto* const mask = want.kind == row_kind::probs ? nullptr : site.mask;
+            const int n_heads = n_heads_reduced(want, site);
+            auto group = std::find_if(groups.begin(), groups.end(), [&](const auto& one) {
+                const auto& first = *one.second.sites.front();
+                return one.first == found->second.on && one.second.want == want &&
+                       one.second.mask == mask && one.second.n_heads == n_heads &&
+                       first.n_cells == site.n_cells;
+            });
+            if (group == groups.end()) {
+                groups.push_back(
+                    {found->second.on, {want, mask, n_heads, {}, nullptr, nullptr, 0}});
+                group = std::prev(groups.end());
+            }
+            group->second.sites.push_back(&site);
+        }
+    }
+    std::string why;
+    for (auto& [on, joined] : groups) {
+        why = add_group(*on, joined, plan, building);
+        if (!why.empty()) break;
+    }
+    return why;
+}
+
+std::string device_tap::add_group(path& on, joined_layers& joined, const graph_plan& plan,
+                                  builders& building) {
+    auto& builder = building.of(on);
+    std::sort(joined.sites.begin(), joined.sites.end(),
+              [](const auto* a, const auto* b) { return a->position < b->position; });
+    const auto& first = *joined.sites.front();
+    joined.n_rows = n_rows_of(plan, n_queries_of(first), first.n_stream);
+    std::string why;
+    std::size_t part_bytes = 0;
+    for (std::size_t i = 0; i < joined.sites.size(); ++i) {
+        const auto& site = *joined.sites[i];
+        auto* const part = builder.part_of(joined, site);
+        if (!part) return builder.failure();
+        if (i == 0) {
+            part_bytes = ggml_nbytes(part);
+            joined.stack = ggml_new_tensor_2d(building.tensors, GGML_TYPE_F32, ggml_nelements(part),
+                                              static_cast<std::int64_t>(joined.sites.size()));
+            share_of(building.part, on.way);  // begins the graph's memory
+            if (!on.way.place_scratch(joined.stack)) return no_room(on.way);
+        }
+        if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";
+        if (!transfer::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
+        building.put(builder, anchor_of(site, joined.want.kind));
+    }
+    auto rows = builder.join(joined);
+    if (!rows.tensor) return builder.failure();
+    if (!place(building.part, on.way, rows.tensor, why)) return why;
+    share_of(building.part, on.way).rows.push_back(std::move(rows));
+    building.put(builder, anchor_of(*joined.sites.back(), joined.want.kind));
+    return {};
+}
+
+std::string device_tap::add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
+                                   builders& building) {
+    std::string why;
     for (const auto& site : states) {
         const auto found = hidden_.find(site.il);
         if (found == hidden_.end() || !plan.wants_hidden(site.il)) continue;
-        auto& way = *found->second.way;
-        auto& builder = builder_of(way);
+        auto& on = *found->second.on;
+        auto& builder = building.of(on);
         const auto n_tokens = static_cast<int>(site.output->ne[1]);
         auto* const tensor = builder.hidden_of(site, std::min(n_tokens, n_slots_));
         if (!builder.failure().empty()) return builder.failure();
-        if (!place(part, way, tensor, why)) return why;
-        share_of(part, way).states.push_back({site.il, tensor, n_tokens});
-        put(builder, site.output);
+        if (!place(building.part, on.way, tensor, why)) return why;
+        share_of(building.part, on.way).states.push_back({site.il, tensor, n_tokens});
+        building.put(builder, site.output);
     }
     return {};
 }
@@ -195,7 +335,7 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
     const auto id = ++n_transfers_;
     bool is_on_its_way = false;
     try {
-        device_copies copies(table);
+        device_copies copies(table, part);
         for (const auto& share : part.shares) {
             const auto wanted = copies.of(share);
             if (wanted.empty()) continue;
@@ -214,10 +354,14 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
     return is_on_its_way ? id : 0;
 }
 
+void device_tap::note_computed() {
+    for (const auto& one : paths_) one->way.note_computed();
+}
+
 void device_tap::await(transfer_id id) {
     if (id == 0) return;
     try {
-        for (const auto& way : ways_) way->await(id);
+        for (const auto& one : paths_) one->way.await(id);
     } catch (const error&) {
         throw;
     } catch (const std::exception& failure) {

@@ -12,9 +12,11 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tap/copy_counters.h"
 #include "tap/device_copies.h"
 #include "tap/device_nodes.h"
 #include "tap/graph.h"
+#include "tap/head_lists.h"
 #include "tap/plan.h"
 #include "tap/row_sink.h"
 #include "tap/transfer.h"
@@ -29,10 +31,14 @@ public:
     // From the largest graph, before anything is captured.
     void learn(const attention_site& site);
     void learn(const hidden_site& site);
-    bool has_devices() const { return !ways_.empty(); }
+    bool has_devices() const { return !paths_.empty(); }
     // The first device that rows come from, or null.
-    ggml_backend_dev_t device() const { return ways_.empty() ? nullptr : ways_.front()->device(); }
+    ggml_backend_dev_t device() const {
+        return paths_.empty() ? nullptr : paths_.front()->way.device();
+    }
     bool holds(int il) const { return layers_.contains(il); }
+    // Can a layer's device reduce its rows? Asked of the device for the site of `learn`.
+    bool reduces(int il) const { return layers_.contains(il) && layers_.at(il).is_reducible; }
     bool holds_hidden(int il) const { return hidden_.contains(il); }
 
     // Room for what the graphs of `plan` leave. Raises out_of_memory; transfers must be over.
@@ -45,31 +51,57 @@ public:
     std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
                     const graph_plan& plan, ggml_context* tensors, std::vector<placed_node>& placed,
                     device_part& part);
-    static std::size_t n_tensors_max(std::size_t n_attention, std::size_t n_hidden);
+    // Most tensors that `add` makes.
+    std::size_t n_tensors_max(const graph_plan& plan) const;
 
     // A graph is about to run: who computes what.
     static void find_backends(ggml_backend_sched_t sched, device_part& part);
 
     // Sends the rows that the targets want off. The id to await, 0 where everything is there. Raises decode.
     transfer_id start(row_table& table, const device_part& part);
+    void note_computed();
     void await(transfer_id id);
 
+    const std::shared_ptr<copy_counters>& counters() const { return counters_; }
+
 private:
+    // What goes from one device to the host, and what its nodes read.
+    struct path {
+        explicit path(ggml_backend_dev_t device, copy_counters& counters)
+            : way(device, counters), lists(device) {}
+        transfer way;
+        head_lists lists;
+    };
     struct layer {
-        transfer* way;
+        path* on;
         std::size_t n_head;
         std::size_t n_cells;
         int n_queries_least;  // without a cache a step has the whole prompt
+        bool is_reducible;
     };
-    transfer& way_to(ggml_backend_dev_t device);
+    // What `add` has of each device while it goes through a graph.
+    struct builders;
+
+    path& path_to(ggml_backend_dev_t device);
     std::size_t bytes_of_row(const graph_plan& plan, int il) const;
+    std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
+    void keep_lists(const graph_plan& plan);
+    std::string add_rows(const attention_sites& attention, const graph_plan& plan,
+                         builders& building);
+    std::string add_joined(const attention_sites& attention, const graph_plan& plan,
+                           builders& building);
+    std::string add_group(path& on, joined_layers& joined, const graph_plan& plan,
+                          builders& building);
+    std::string add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
+                           builders& building);
     int n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const;
     device_part::share& share_of(device_part& part, transfer& way);
     bool place(device_part& part, transfer& way, ggml_tensor* result, std::string& why);
 
     const int n_slots_;
     const int n_chunk_;
-    std::vector<std::unique_ptr<transfer>> ways_;
+    const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
+    std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;
     std::unordered_map<int, layer> hidden_;  // one head of n_embd cells
     int n_prompt_rows_ = std::numeric_limits<int>::max();

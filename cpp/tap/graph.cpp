@@ -234,7 +234,10 @@ attention_sites find_attention(ggml_cgraph* graph) {
     const auto readers = first_consumers(graph);
     std::vector<attention_site> found;
     for (int i = 0; i < ggml_graph_n_nodes(graph); ++i) {
-        if (const auto site = site_of(ggml_graph_node(graph, i), readers)) found.push_back(*site);
+        if (auto site = site_of(ggml_graph_node(graph, i), readers)) {
+            site->position = i;
+            found.push_back(*site);
+        }
     }
     std::stable_sort(found.begin(), found.end(),
                      [](const auto& a, const auto& b) { return a.il < b.il; });
@@ -279,6 +282,11 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     std::unordered_set<const ggml_tensor*> leafs;
     for (int i = 0; i < n_before; ++i) {
         for (const auto* source : ggml_graph_node(graph, i)->src) {
+            if (source && source->op == GGML_OP_NONE) leafs.insert(source);
+        }
+    }
+    for (const auto& added : placed) {
+        for (const auto* source : added.node->src) {
             if (source && source->op == GGML_OP_NONE) leafs.insert(source);
         }
     }

@@ -24,6 +24,7 @@ struct operand_strides {
 // common layout; the strides hold for every layout.
 struct attention_site {
     int il = -1;
+    int position = 0;  // in the graph, of the node that was found
     int n_head = 0;
     int n_head_kv = 0;
     int n_stream = 1;

@@ -10,12 +10,7 @@ namespace kqview {
 
 namespace {
 
-constexpr unsigned n_forms = 4;
-constexpr unsigned hidden_bit = 15;
-
-constexpr unsigned bit_of(row_kind kind, row_form form) {
-    return static_cast<unsigned>(kind) * n_forms + static_cast<unsigned>(form);
-}
+constexpr unsigned bit_of(row_kind kind) { return 1u << static_cast<unsigned>(kind); }
 
 std::string join(std::span<const int> layers) {
     if (layers.empty()) return "none";
@@ -74,6 +69,7 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
         }
         add_layer(il, source.attention[static_cast<std::size_t>(found - available.begin())]);
     }
+    if (has_device_rows_) plan_devices(source);
 }
 
 void capture_plan::add_layer(int il, const attention_layer& found) {
@@ -84,11 +80,8 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
                     "capture: layer " + std::to_string(il) + " is named twice; name it once");
     }
     layer_rows rows{il, static_cast<int>(layers_.size()), n_heads_total_,
-                    options_.heads ? *options_.heads : all_heads(found.n_head)};
-    if (found.is_on_device) {
-        rows.form = form_on_device();
-        has_device_rows_ = true;
-    }
+                    options_.heads ? *options_.heads : all_heads(found.n_head), std::nullopt};
+    has_device_rows_ = has_device_rows_ || found.is_on_device;
     for (const int head : rows.heads) {
         if (head >= 0 && head < found.n_head) continue;
         throw error(errc::invalid_capture, "capture: head " + std::to_string(head) + " of layer " +
@@ -101,19 +94,49 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     layers_.push_back(std::move(rows));
 }
 
-// A mean over chosen heads, a maximum and the k largest values are left to the host.
-row_form capture_plan::form_on_device() const {
-    const bool is_mean = reduce() == row_reduction::mean_heads || reduce() == row_reduction::mean;
-    if (is_mean && !options_.heads) return row_form::device_mean;
-    const bool is_whole = reduce() == row_reduction::none && top_k() == 0;
-    return is_whole && type() == row_type::f16 ? row_form::device_f16 : row_form::device_f32;
+// What each layer's device leaves. The k largest values are left to the host, of what was reduced before: ggml_top_k
+// has no order among equal values, and on CUDA launches its kernels row by row.
+void capture_plan::plan_devices(const capture_source& source) {
+    std::vector<int> joined;  // layers on devices, which reduce them
+    bool can_all_reduce = true;
+    for (auto& rows : layers_) {
+        const auto& found = *std::find_if(source.attention.begin(), source.attention.end(),
+                                          [&](const auto& one) { return one.il == rows.il; });
+        if (!found.is_on_device) continue;
+        auto& want = rows.on_device.emplace();
+        want.kind = kind();
+        if (reduce() == row_reduction::none) continue;
+        can_all_reduce = can_all_reduce && found.is_reducible;
+        if (!found.is_reducible) continue;
+        const bool is_mean =
+            reduce() == row_reduction::mean || reduce() == row_reduction::mean_heads;
+        want.reduce = is_mean ? row_reduction::mean_heads : row_reduction::max_heads;
+        want.heads = rows.heads;
+        std::sort(want.heads.begin(), want.heads.end());
+        if (want.heads == all_heads(found.n_head)) want.heads.clear();
+        joined.push_back(rows.il);
+    }
+    std::sort(joined.begin(), joined.end());
+    for (auto& rows : layers_) {
+        if (!rows.on_device || !can_all_reduce) continue;
+        if (reduces_layers()) {
+            rows.on_device->reduce = reduce();
+            rows.on_device->layers = joined;
+        } else if (top_k() == 0) {
+            rows.on_device->type = type();
+        }
+    }
+}
+
+std::size_t capture_plan::layer_rows::n_rows_brought() const {
+    if (!on_device || on_device->joins_layers()) return 0;
+    return on_device->reduce == row_reduction::none ? heads.size() : 1;
 }
 
 bool capture_plan::is_direct(const layer_rows& rows) const {
-    if (top_k() > 0) return false;
-    if (reduce() == row_reduction::none) return true;
-    return reduce() == row_reduction::mean_heads && rows.form == row_form::device_mean &&
-           type() == row_type::f32;
+    if (top_k() > 0 || reduces_layers()) return false;
+    return reduce() == row_reduction::none ||
+           (rows.on_device->reduce == reduce() && rows.on_device->type == type());
 }
 
 const capture_plan::layer_rows* capture_plan::find(int il) const {
@@ -154,31 +177,44 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) 
 }
 
 void graph_plan::add(const capture_plan& plan, bool with_prompt) {
-    for (const auto& rows : plan.layers()) mark(rows.il, bit_of(plan.kind(), rows.form));
-    for (const int il : plan.hidden()) mark(il, hidden_bit);
+    for (const auto& rows : plan.layers()) {
+        auto& one = at(rows.il);
+        if (!rows.on_device) {
+            one.host_kinds = static_cast<std::uint8_t>(one.host_kinds | bit_of(plan.kind()));
+            continue;
+        }
+        auto& wants = one.on_device;
+        const auto place = std::lower_bound(wants.begin(), wants.end(), *rows.on_device);
+        if (place == wants.end() || *place != *rows.on_device) wants.insert(place, *rows.on_device);
+    }
+    for (const int il : plan.hidden()) at(il).hidden = true;
     wants_prompt_ = wants_prompt_ || (with_prompt && plan.has_device_rows());
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {
-    return wants(il, kind, row_form::host) || wants(il, kind, row_form::device_f32) ||
-           wants(il, kind, row_form::device_f16) || wants(il, kind, row_form::device_mean);
-}
-
-bool graph_plan::wants(int il, row_kind kind, row_form form) const {
-    return is_marked(il, bit_of(kind, form));
-}
-
-bool graph_plan::wants_hidden(int il) const { return is_marked(il, hidden_bit); }
-
-void graph_plan::mark(int il, unsigned bit) {
     const auto i = static_cast<std::size_t>(il);
-    if (wanted_by_layer_.size() <= i) wanted_by_layer_.resize(i + 1, 0);
-    wanted_by_layer_[i] = static_cast<std::uint16_t>(wanted_by_layer_[i] | 1u << bit);
+    if (i >= wanted_by_layer_.size()) return false;
+    const auto& one = wanted_by_layer_[i];
+    return (one.host_kinds & bit_of(kind)) != 0 ||
+           std::any_of(one.on_device.begin(), one.on_device.end(),
+                       [kind](const device_want& want) { return want.kind == kind; });
 }
 
-bool graph_plan::is_marked(int il, unsigned bit) const {
+std::span<const device_want> graph_plan::device_wants(int il) const {
     const auto i = static_cast<std::size_t>(il);
-    return i < wanted_by_layer_.size() && (wanted_by_layer_[i] >> bit & 1u) != 0;
+    if (i >= wanted_by_layer_.size()) return {};
+    return wanted_by_layer_[i].on_device;
+}
+
+bool graph_plan::wants_hidden(int il) const {
+    const auto i = static_cast<std::size_t>(il);
+    return i < wanted_by_layer_.size() && wanted_by_layer_[i].hidden;
+}
+
+graph_plan::layer& graph_plan::at(int il) {
+    const auto i = static_cast<std::size_t>(il);
+    if (wanted_by_layer_.size() <= i) wanted_by_layer_.resize(i + 1);
+    return wanted_by_layer_[i];
 }
 
 }  // namespace kqview

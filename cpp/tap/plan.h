@@ -2,6 +2,7 @@
 // must provide. Pure values; no ggml, no threads.
 #pragma once
 
+#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -17,6 +18,7 @@ struct attention_layer {
     int n_head_kv;
     float scale;                // what llama.cpp multiplies K·Q with before the softmax
     bool is_on_device = false;  // its keys are not in host memory: rows are computed where they are
+    bool is_reducible = false;  // and its device can reduce them
 
     bool operator==(const attention_layer&) const = default;
 };
@@ -44,13 +46,19 @@ enum class row_reduction : std::uint8_t {
     max,
 };
 
-// What a graph leaves of a layer. The host's kernel makes every form of row itself; a device leaves one of
-// these, and what is still to be done is done when its rows have arrived.
-enum class row_form : std::uint8_t {
-    host,
-    device_f32,   // every head's row
-    device_f16,   // the same as float16
-    device_mean,  // the mean over all heads
+// What a graph leaves of a layer's rows on their device; what is still to be done, such as finding the k largest
+// values, is done when they have arrived. (The host's kernel makes every form of row itself.)
+struct device_want {
+    row_kind kind = row_kind::logits;
+    row_type type = row_type::f32;
+    row_reduction reduce = row_reduction::none;  // none: every head's row
+    std::vector<int> heads;   // that are reduced, ascending; empty: all of the layer's
+    std::vector<int> layers;  // reduced to one row with mean and max, ascending
+
+    auto operator<=>(const device_want&) const = default;
+    // One row of several layers: a mean or maximum over layers is their device's, or the host's.
+    bool joins_layers() const { return !layers.empty(); }
+    std::size_t element_bytes() const { return type == row_type::f32 ? 4 : 2; }
 };
 
 struct capture_options {
@@ -81,10 +89,13 @@ class capture_plan {
 public:
     struct layer_rows {
         int il;
-        int index;               // in layers()
-        int first_row;           // among the rows of all layers, before reduction
-        std::vector<int> heads;  // in the order asked for
-        row_form form = row_form::host;
+        int index;                             // in layers()
+        int first_row;                         // among the rows of all layers, before reduction
+        std::vector<int> heads;                // in the order asked for
+        std::optional<device_want> on_device;  // none: the host's kernel computes them
+
+        // Rows that a device brings of this layer alone.
+        std::size_t n_rows_brought() const;
     };
 
     // Raises invalid_capture for layers, heads or hidden layers that the model does not have.
@@ -102,7 +113,7 @@ public:
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
     bool has_device_rows() const { return has_device_rows_; }
-    // Do rows of a device arrive as they are handed out? Else the host finishes them.
+    // Do a layer's rows arrive from their device as they are handed out? Else the host finishes them.
     bool is_direct(const layer_rows& rows) const;
     // Index of a layer in hidden(), -1 where it is not asked for.
     int find_hidden(int il) const;
@@ -118,7 +129,7 @@ public:
 
 private:
     void add_layer(int il, const attention_layer& found);
-    row_form form_on_device() const;
+    void plan_devices(const capture_source& source);
 
     capture_options options_;
     std::vector<layer_rows> layers_;   // in the order asked for
@@ -136,18 +147,22 @@ public:
     // itself; what a device computes is part of the graph.
     void add(const capture_plan& plan, bool with_prompt = false);
     bool wants(int il, row_kind kind) const;
-    bool wants(int il, row_kind kind, row_form form) const;
+    std::span<const device_want> device_wants(int il) const;
     bool wants_hidden(int il) const;
     bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
 
 private:
-    void mark(int il, unsigned bit);
-    bool is_marked(int il, unsigned bit) const;
+    struct layer {
+        std::uint8_t host_kinds = 0;  // a bit for each row_kind
+        bool hidden = false;
+        std::vector<device_want> on_device;  // ascending, each once
+        bool operator==(const layer&) const = default;
+    };
+    layer& at(int il);
 
-    // A bit for each row_kind and row_form, and one for hidden; index il.
-    std::vector<std::uint16_t> wanted_by_layer_;
+    std::vector<layer> wanted_by_layer_;  // index il
     bool wants_prompt_ = false;
 };
 

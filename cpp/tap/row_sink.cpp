@@ -131,13 +131,18 @@ void row_sink::finish_layer(float* row) {
         if (is_mean()) scale(row, 1.0f / static_cast<float>(rows_.heads.size()));
         return write(rows_.index, row);
     }
+    finish_layers(row, 1);
+}
+
+void row_sink::finish_layers(const float* row, int n_layers) {
     const auto i = static_cast<std::size_t>(i_query_);
     float* const total = shared_.totals.data() + i * n_columns();
-    if (shared_.n_layers_added[i]++ == 0) {
+    if (shared_.n_layers_added[i] == 0) {
         std::memcpy(total, row, n_columns() * sizeof(float));
     } else {
         add(total, row);
     }
+    shared_.n_layers_added[i] += n_layers;
     if (shared_.n_layers_added[i] < static_cast<int>(plan_.layers().size())) return;
     if (is_mean()) scale(total, 1.0f / static_cast<float>(plan_.n_heads_total()));
     write(0, total);

@@ -62,6 +62,9 @@ public:
     // A row is complete: n_columns values.
     void finish(int i_head, const float* row);
 
+    // A row of several whole layers: the sum or the maximum of all their heads, for a plan that reduces layers.
+    void finish_layers(const float* row, int n_layers);
+
     // Every head of this thread was finished. `nth` threads bring the heads of a single query.
     void end_query(int nth);
 

@@ -98,8 +98,8 @@ void tap::discover(const sites& found) {
     is_discovered_ = true;
     for (const auto& site : found.attention.sites) {
         devices_.learn(site);
-        source_.attention.push_back(
-            {site.il, site.n_head, site.n_head_kv, site.scale, devices_.holds(site.il)});
+        source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
+                                     devices_.holds(site.il), devices_.reduces(site.il)});
     }
     for (const auto& site : found.hidden) {
         devices_.learn(site);
@@ -118,7 +118,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
     }
     auto n_nodes_max = found.attention.sites.size() * 3 + found.hidden.size();
     if (devices_.has_devices()) {
-        n_nodes_max += device_tap::n_tensors_max(found.attention.sites.size(), found.hidden.size());
+        n_nodes_max += devices_.n_tensors_max(wanted_);
     }
     mark.tensors.reset(ggml_init({n_nodes_max * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<placed_node> placed;

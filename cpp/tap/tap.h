@@ -65,6 +65,11 @@ public:
     step_result end_step();
     void abandon_step() noexcept;
 
+    // What the last step computed is known to be there.
+    void note_computed() { devices_.note_computed(); }
+
+    std::shared_ptr<copy_counters> copies() const { return devices_.counters(); }
+
     // Blocks until the rows of a step, and of all before, are in their blocks. Raises decode.
     void await(transfer_id id) { devices_.await(id); }
 

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/size_text.h"
 
 namespace kqview {
 
@@ -16,19 +17,10 @@ void resize(ggml_tensor* bytes, std::size_t n_bytes) {
     bytes->nb[1] = bytes->nb[2] = bytes->nb[3] = n_bytes;
 }
 
-std::string to_mib(std::size_t n_bytes) { return std::to_string(n_bytes >> 20) + " MiB"; }
-
 }  // namespace
 
-void add_copy(std::vector<row_copy>& copies, const row_copy& next) {
-    if (!copies.empty() && copies.back().is_followed_by(next)) {
-        copies.back().n_rows += next.n_rows;
-    } else {
-        copies.push_back(next);
-    }
-}
-
-transfer::transfer(ggml_backend_dev_t device) : device_(device) {
+transfer::transfer(ggml_backend_dev_t device, copy_counters& counters)
+    : device_(device), counters_(counters) {
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
     // What has no page-locked memory has no streams either: an RPC server answers in order.
@@ -46,6 +38,7 @@ void transfer::release() {
     } catch (...) {  // copies that failed are over as well, and await has said so
     }
     for (auto& one : staging_) {
+        if (one.filled) ggml_backend_event_free(one.filled);
         if (one.arrived) ggml_backend_event_free(one.arrived);
         if (one.buffer) ggml_backend_buffer_free(one.buffer);
         one = {};
@@ -54,7 +47,7 @@ void transfer::release() {
     results_ = nullptr;
     result_bytes_ = nullptr;
     tensors_.reset();
-    capacity_ = n_placed_ = 0;
+    capacity_ = n_placed_ = n_scratch_ = 0;
 }
 
 ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
@@ -65,8 +58,8 @@ ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
     ggml_backend_dev_memory(device_, &n_free, &n_total);
     throw error(errc::out_of_memory,
                 "capture: rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
-                    std::to_string(is_async_ ? 3 : 1) + " x " + to_mib(n_bytes) + ", " +
-                    to_mib(n_free) +
+                    std::to_string(is_async_ ? 3 : 1) + " x " + size_text(n_bytes) + ", " +
+                    size_text(n_free) +
                     " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
 }
 
@@ -94,10 +87,12 @@ void transfer::reserve(std::size_t n_bytes) {
         for (auto& one : staging_) {
             one.buffer = allocate(n_bytes);
             one.bytes = bytes_of(one.buffer);
+            one.filled = ggml_backend_event_new(device_);
             one.arrived = ggml_backend_event_new(device_);
         }
-        const bool has_events = std::all_of(staging_.begin(), staging_.end(),
-                                            [](const staging& one) { return one.arrived; });
+        const bool has_events =
+            std::all_of(staging_.begin(), staging_.end(),
+                        [](const staging& one) { return one.filled && one.arrived; });
         if (copy_stream_ && has_events) return;
         throw error(errc::out_of_memory,
                     "capture: " + std::string(ggml_backend_dev_name(device_)) +
@@ -113,10 +108,27 @@ bool transfer::place(ggml_tensor* result) {
     const auto alignment = ggml_backend_buffer_get_alignment(results_);
     const auto at = (n_placed_ + alignment - 1) / alignment * alignment;
     const auto n_bytes = ggml_backend_buffer_get_alloc_size(results_, result);
-    if (at + n_bytes > capacity_) return false;
+    if (at + n_bytes + n_scratch_ > capacity_) return false;
     auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(results_));
     n_placed_ = at + n_bytes;
     return ggml_backend_tensor_alloc(results_, result, base + at) == GGML_STATUS_SUCCESS;
+}
+
+bool transfer::place_scratch(ggml_tensor* tensor) {
+    if (!results_) return false;
+    const auto alignment = ggml_backend_buffer_get_alignment(results_);
+    const auto n_bytes = n_scratch_ + ggml_backend_buffer_get_alloc_size(results_, tensor);
+    if (n_placed_ + n_bytes > capacity_) return false;
+    const auto at = (capacity_ - n_bytes) / alignment * alignment;
+    if (at < n_placed_) return false;
+    n_scratch_ = capacity_ - at;
+    auto* const base = static_cast<std::byte*>(ggml_backend_buffer_get_base(results_));
+    return ggml_backend_tensor_alloc(results_, tensor, base + at) == GGML_STATUS_SUCCESS;
+}
+
+bool transfer::place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part) {
+    auto* const data = static_cast<std::byte*>(whole->data) + offset;
+    return ggml_backend_tensor_alloc(whole->buffer, part, data) == GGML_STATUS_SUCCESS;
 }
 
 std::size_t transfer::offset_of(const ggml_tensor* result) const {
@@ -129,6 +141,8 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     resize(result_bytes_, n_used);
     if (!is_async_) {
         ggml_backend_synchronize(compute);
+        const auto started = clock::now();
+        count(1, n_used);
         ggml_backend_tensor_get(result_bytes_, fetched_.data(), 0, n_used);
         for (const auto& one : copies) {
             for (std::size_t i = 0; i < one.n_rows; ++i) {
@@ -136,6 +150,7 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                             fetched_.data() + one.from + i * one.from_stride, one.row_bytes);
             }
         }
+        count(clock::now() - started);
         return false;
     }
     auto& stage = staging_[id % staging_.size()];
@@ -143,6 +158,11 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     resize(stage.bytes, n_used);
     // Queued behind the compute; the stream of copies waits for it (ggml records an event between).
     ggml_backend_tensor_copy_async(compute, copy_stream_, result_bytes_, stage.bytes);
+    ggml_backend_event_record(stage.filled, compute);
+    stage.ready.reset();
+    std::size_t n_bytes = 0;
+    for (const auto& one : copies) n_bytes += one.n_rows * one.row_bytes;
+    count(copies.size(), n_bytes);
     for (const auto& one : copies) {
         ggml_backend_tensor_get_2d_async(copy_stream_, stage.bytes, one.to, one.from, one.row_bytes,
                                          one.n_rows, one.from_stride, one.to_stride);
@@ -152,12 +172,33 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     return true;
 }
 
+void transfer::note_computed() {
+    for (auto& one : staging_) {
+        if (one.id != 0 && !one.ready) one.ready = clock::now();
+    }
+}
+
 void transfer::await(transfer_id id) {
     for (auto& one : staging_) {
         if (one.id == 0 || one.id > id) continue;
         one.id = 0;  // over, one way or the other
+        if (!one.ready) {
+            ggml_backend_event_synchronize(one.filled);
+            one.ready = clock::now();
+        }
         ggml_backend_event_synchronize(one.arrived);
+        count(clock::now() - *one.ready);
     }
+}
+
+void transfer::count(std::size_t n_copies, std::size_t n_bytes) {
+    counters_.n_copies += n_copies;
+    counters_.n_bytes += n_bytes;
+}
+
+void transfer::count(clock::duration spent) {
+    counters_.copy_ns += static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(spent).count());
 }
 
 }  // namespace kqview

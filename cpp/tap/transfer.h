@@ -10,36 +10,22 @@
 #include <ggml.h>
 
 #include <array>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <vector>
 
+#include "tap/copy_counters.h"
+#include "tap/row_copy.h"
 #include "tap/step_result.h"
 
 namespace kqview {
 
-// Rows that lie at one distance on the device and at one on the host.
-struct row_copy {
-    std::size_t from;  // offset in the device's buffer
-    std::byte* to;
-    std::size_t n_rows;
-    std::size_t row_bytes;
-    std::size_t from_stride;
-    std::size_t to_stride;
-
-    bool is_followed_by(const row_copy& next) const {
-        return next.row_bytes == row_bytes && next.from_stride == from_stride &&
-               next.to_stride == to_stride && next.from == from + n_rows * from_stride &&
-               next.to == to + n_rows * to_stride;
-    }
-};
-// Adds a copy, as a part of the last one where it follows that.
-void add_copy(std::vector<row_copy>& copies, const row_copy& next);
-
 class transfer {
 public:
-    explicit transfer(ggml_backend_dev_t device);
+    transfer(ggml_backend_dev_t device, copy_counters& counters);
     ~transfer();
     transfer(const transfer&) = delete;
     transfer& operator=(const transfer&) = delete;
@@ -50,9 +36,13 @@ public:
     void reserve(std::size_t n_bytes);
 
     // The next graph's results begin at the front of the buffer.
-    void begin_graph() { n_placed_ = 0; }
+    void begin_graph() { n_placed_ = n_scratch_ = 0; }
     // Gives a result its memory. False: it has no room, or the backend refuses it.
     bool place(ggml_tensor* result);
+    // Memory behind the results, which no copy touches.
+    bool place_scratch(ggml_tensor* tensor);
+    // A tensor that is a part of one in scratch memory.
+    static bool place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part);
     std::size_t n_placed() const { return n_placed_; }
     std::size_t offset_of(const ggml_tensor* result) const;
 
@@ -61,22 +51,32 @@ public:
     bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                const std::vector<row_copy>& copies);
 
+    // What `start` queued behind is known to be done: copies on their way count their time from here.
+    void note_computed();
+
     // Blocks until the copies of this transfer, and of all before, have ended. Raises decode.
     void await(transfer_id id);
 
 private:
+    using clock = std::chrono::steady_clock;
+
     struct staging {
         ggml_backend_buffer_t buffer = nullptr;
         ggml_tensor* bytes = nullptr;
+        ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
-        transfer_id id = 0;  // on its way; 0 = none
+        transfer_id id = 0;                      // on its way; 0 = none
+        std::optional<clock::time_point> ready;  // since when it is known to be filled
     };
 
     void release();
+    void count(std::size_t n_copies, std::size_t n_bytes);
+    void count(clock::duration spent);
     ggml_backend_buffer_t allocate(std::size_t n_bytes) const;
     ggml_tensor* bytes_of(ggml_backend_buffer_t buffer) const;
 
     ggml_backend_dev_t device_;
+    copy_counters& counters_;
     bool is_async_;
     ggml_backend_t copy_stream_ = nullptr;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};
@@ -86,6 +86,7 @@ private:
     std::vector<std::byte> fetched_;  // without streams: what came, before it is packed
     std::size_t capacity_ = 0;
     std::size_t n_placed_ = 0;
+    std::size_t n_scratch_ = 0;
 };
 
 }  // namespace kqview

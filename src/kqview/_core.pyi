@@ -385,6 +385,11 @@ class Engine:
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was opened."""
 
+    def await_copies(self, wanted: bool) -> None:
+        """
+        For benchmarks: whether a step ends only when its rows have left their devices.
+        """
+
     def pool_contains(self, address: int) -> bool:
         """Does the address lie in a block of the pool?"""
 

@@ -73,7 +73,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_batch: Most prompt tokens decoded in one step.
         n_ubatch: As n_batch; the smaller one counts.
         n_threads: Compute threads; None for what this process may use of the machine.
-        n_gpu_layers: Layers on GPUs and RPC servers, -1 for all; without any all are on the CPU.
+        n_gpu_layers: Layers on GPUs and RPC servers, if there are any; -1: all, which have to fit.
         flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
             all of them.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.

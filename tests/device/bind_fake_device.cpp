@@ -19,13 +19,16 @@ void bind_fake_device(nb::module_& module) {
     part.def(
         "set",
         [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,
-           std::size_t pinned_bytes, std::string refused_op) {
-            set_fake_device(
-                {is_late, fail_copy_in, memory_bytes, pinned_bytes, std::move(refused_op)});
+           std::size_t pinned_bytes, std::string refused_op, double copy_s, std::string abort_at,
+           std::int64_t abort_in, std::string abort_log) {
+            set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
+                             std::move(refused_op), copy_s, std::move(abort_at), abort_in,
+                             std::move(abort_log)});
         },
         nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
         "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
-        "refused_op"_a = "");
+        "refused_op"_a = "", "copy_s"_a = 0.0, "abort_at"_a = "", "abort_in"_a = 0,
+        "abort_log"_a = "unspecified launch failure");
     part.def("counts", [] {
         const auto now = count_fake_device();
         nb::dict all;

@@ -3,9 +3,11 @@
 #include <ggml-backend-impl.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
+#include <ggml-impl.h>
 #include <ggml.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -13,6 +15,8 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <string>
+#include <thread>
 #include <vector>
 
 namespace kqview::testing {
@@ -70,11 +74,35 @@ struct fake_backend {
 
 fake_backend& of(ggml_backend_t backend) { return *static_cast<fake_backend*>(backend->context); }
 
-void count_copy_to_host() {
+bool is_to_abort_at(const char* what) {
     const std::lock_guard lock(settings_mutex);
-    ++counts.n_copies_to_host;
-    if (settings.fail_copy_in < 0 || settings.fail_copy_in-- > 0) return;
-    throw std::runtime_error("fake device: this copy fails");
+    return settings.abort_at == what;
+}
+
+// As ggml_cuda_error does.
+void abort_at(const char* what) {
+    std::string log;
+    {
+        const std::lock_guard lock(settings_mutex);
+        if (settings.abort_at != what || settings.abort_in-- != 0) return;
+        log = settings.abort_log;
+    }
+    GGML_LOG_ERROR("fake device error: %s\n", log.c_str());
+    GGML_ABORT("fake device error");
+}
+
+void begin_copy_to_host() {
+    abort_at("copy");
+    double copy_s = 0;
+    {
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_copies_to_host;
+        copy_s = settings.copy_s;
+        if (settings.fail_copy_in >= 0 && settings.fail_copy_in-- == 0) {
+            throw std::runtime_error("fake device: this copy fails");
+        }
+    }
+    if (copy_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(copy_s));
 }
 
 // ---- buffers
@@ -112,6 +140,7 @@ ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, std::size_t n_
     const ggml_backend_buffer_i calls{free_buffer, get_base,   nullptr, memset_tensor,
                                       set_tensor,  get_tensor, nullptr, nullptr,
                                       nullptr,     clear,      nullptr};
+    abort_at("buffer");
     {
         const std::lock_guard lock(settings_mutex);
         if (counts.used_bytes + n_bytes > settings.memory_bytes) return nullptr;
@@ -173,7 +202,7 @@ void get_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data, st
                std::size_t size) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
     of(backend).work->tell([=] {
-        count_copy_to_host();
+        begin_copy_to_host();
         std::memcpy(data, from, size);
     });
 }
@@ -182,7 +211,7 @@ void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data,
                   std::size_t stride_data) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
     of(backend).work->tell([=] {
-        count_copy_to_host();
+        begin_copy_to_host();
         for (std::size_t i = 0; i < n_copies; ++i) {
             std::memcpy(static_cast<char*>(data) + i * stride_data, from + i * stride_tensor, size);
         }
@@ -208,6 +237,8 @@ void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backen
 // At once, behind what the stream has to do before: llama.cpp may build the next graph in its place.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     synchronize(backend);
+    abort_at("graph");
+    if (is_to_abort_at("thread")) std::thread([] { abort_at("thread"); }).join();
     {
         const std::lock_guard lock(settings_mutex);
         ++counts.n_graphs;
@@ -281,6 +312,7 @@ void event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
     delete event;
 }
 void event_synchronize(ggml_backend_dev_t, ggml_backend_event_t event) {
+    abort_at("wait");
     static_cast<mark*>(event->context)->reach();
 }
 ggml_backend_t device_init(ggml_backend_dev_t device, const char*) {

@@ -16,6 +16,12 @@ struct fake_device_settings {
     std::size_t memory_bytes = std::size_t{4} << 30;  // of each device
     std::size_t pinned_bytes = std::size_t{1} << 30;  // page-locked memory there is
     std::string refused_op;                           // ggml's name of one it cannot compute
+    double copy_s = 0;                                // that each copy to the host takes
+    // ggml aborts, as CUDA's backend does, in the so many-th call from now on of this kind: "graph", "buffer",
+    // "copy", "wait", or "thread", which is a graph on a thread that is none of ours; what it logs before.
+    std::string abort_at;
+    std::int64_t abort_in = 0;
+    std::string abort_log;
 };
 
 struct fake_device_counts {

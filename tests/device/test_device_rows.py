@@ -17,11 +17,11 @@ import pytest
 from kqview import Capture
 from kqview.errors import DecodeError, KqviewError, OutOfMemory, UnsupportedModel
 from tests.support import tiny_gguf
+from tests.support.devices import CLOSE, both, check_equal
 from tests.support.reference import relative_error
 from tests.support.rows import KINDS, random_ids, run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
     from kqview import Engine
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from tests.engine.conftest import MakeEngine
 
 N_PROMPT, N_TOKENS = 20, 12
-CLOSE = 2e-5  # the same product, summed in another order
 CAPTURES = {
     **{kind: Capture(kind) for kind in KINDS},
     "float16": Capture("logits", dtype="float16"),
@@ -43,29 +42,6 @@ CAPTURES = {
     "top_k": Capture("probs", top_k=4),
     "hidden": Capture("probs", layers=[1], hidden=[0, 2]),
 }
-
-
-def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:
-    """An engine on the CPU and one whose layers are all on devices."""
-    options = {"kv_type": "f32", "flash_attn": False, **options}
-    cpu = make_engine(model, **{**options, "n_gpu_layers": 0})
-    return cpu, make_engine(model, **{"n_gpu_layers": -1, **options})
-
-
-def check_equal(ours: Sequence[Token], theirs: Sequence[Token], limit: float = CLOSE) -> None:
-    """The same ids and the same rows."""
-    assert [token.id for token in ours] == [token.id for token in theirs]
-    for a, b in zip(ours, theirs, strict=True):
-        for name in ("attention", "attention_positions", "hidden"):
-            x, y = getattr(a, name), getattr(b, name)
-            if y is None:
-                assert x is None
-                continue
-            assert (x.shape, x.dtype) == (y.shape, y.dtype)
-            near = 2e-3 if x.dtype == np.float16 else limit
-            np.testing.assert_allclose(
-                x.astype(np.float64), y.astype(np.float64), rtol=near, atol=near, err_msg=name
-            )
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])

@@ -71,8 +71,13 @@ def test_rows_of_a_prompt_on_a_device_are_those_of_the_host(
         Capture("logits", layers=(2, 0), heads=(3,)),
         Capture("probs", reduce="mean_heads"),
         Capture("probs", reduce="max"),
+        Capture("scores", reduce="max"),
+        Capture("logits", reduce="mean"),
+        Capture("scores", reduce="max_heads", dtype="float16"),
+        Capture("logits", heads=(3, 0), reduce="mean_heads"),
+        Capture("logits", heads=(3, 0), reduce="max_heads"),
     ],
-    ids=lambda capture: f"{capture.kind}-{capture.dtype}-{capture.reduce}",
+    ids=lambda capture: f"{capture.kind}-{capture.dtype}-{capture.reduce}-{capture.heads}",
 )
 def test_rows_of_generated_tokens_on_a_device_are_those_of_the_host(
     engines: tuple[Engine, Engine], prompt: list[int], capture: Capture

@@ -94,6 +94,9 @@ def test_rows_over_servers_equal_local_ones(
         Capture("probs", dtype="float16"),
         Capture("probs", reduce="mean_heads"),
         Capture("scores", reduce="max"),
+        Capture("logits", reduce="mean"),
+        Capture("logits", heads=[3, 1], reduce="mean_heads"),
+        Capture("scores", heads=[2], reduce="max_heads"),
         Capture("logits", layers=[1]),
     ],
     ids=str,
@@ -105,6 +108,24 @@ def test_plans_over_two_servers_equal_local_ones(
     endpoints = [server.endpoint for server in servers]
     _, got = rows_of(make_engine(tiny_qwen2, rpc_servers=endpoints, **EXACT), capture)
     assert_rows_equal(got, want, 2e-3 if capture.dtype == "float16" else 1e-5)
+
+
+def test_a_server_sends_only_what_a_reduction_leaves(
+    make_engine: MakeEngine, tiny_qwen2: Path, servers: list[RpcServer]
+) -> None:
+    engine = make_engine(tiny_qwen2, rpc_servers=[servers[0].endpoint], **EXACT)
+
+    def sent_bytes(capture: Capture) -> int:
+        before = engine.stats()
+        rows_of(engine, capture)
+        made = engine.stats().since(before)
+        assert made.device_copies == made.captured_steps == 12  # one answer a step
+        return made.device_copy_bytes
+
+    whole = sent_bytes(Capture("logits"))  # 3 layers of 4 heads
+    assert sent_bytes(Capture("logits", reduce="max_heads")) == whole // 4
+    assert sent_bytes(Capture("logits", heads=[0, 2], reduce="mean_heads")) == whole // 4
+    assert sent_bytes(Capture("logits", reduce="mean")) == whole // 12
 
 
 def test_largest_values_and_hidden_states_over_two_servers_equal_local_ones(

@@ -44,11 +44,20 @@ TEST_CASE("device_need: what fits exactly is accepted, one byte more is not") {
 TEST_CASE("device_need: the message has needed, free and what to lower") {
     const auto text = refusal_of({need_of(14, 2, 1, 9)}, 28);
     CHECK(text.find("CUDA0 needs 17.00 GiB") != std::string::npos);
-    CHECK(text.find("weights 14.00, cache 2.00, compute 1.00") != std::string::npos);
-    CHECK(text.find("9.00 of 80.00 are free") != std::string::npos);
+    CHECK(text.find("weights 14.00 GiB, cache 2.00 GiB, compute 1.00 GiB") != std::string::npos);
+    CHECK(text.find("9.00 GiB of 80.00 GiB are free") != std::string::npos);
     // (9 - 1) / 16 of the layers
     CHECK(text.find("n_gpu_layers to about 14") != std::string::npos);
     CHECK(text.find("kv_type") == std::string::npos);
+}
+
+TEST_CASE("device_need: less than a GiB is said in MiB") {
+    device_need need{"CUDA0",   std::size_t{96} << 20, 1 << 20,
+                     512 << 10, std::size_t{20} << 20, 2 * gib};
+    const auto text = refusal_of({need}, 4);
+    CHECK(text.find("CUDA0 needs 97.5 MiB (weights 96.0 MiB, cache 1.0 MiB, compute 0.5 MiB)") !=
+          std::string::npos);
+    CHECK(text.find("20.0 MiB of 2.00 GiB are free") != std::string::npos);
 }
 
 TEST_CASE("device_need: a cache larger than the weights suggests a smaller type of it") {
@@ -77,6 +86,7 @@ TEST_CASE("device_need: llama.cpp's words for memory that ran out are known") {
     CHECK(says_out_of_memory("error loading model: unable to allocate CUDA0 buffer"));
     CHECK(says_out_of_memory("failed to allocate buffer for kv cache"));
     CHECK(says_out_of_memory("failed to allocate compute pp buffers"));
+    CHECK(says_out_of_memory("CUDA error: CUBLAS_STATUS_ALLOC_FAILED"));
     CHECK_FALSE(says_out_of_memory("error loading model: missing tensor 'output.weight'"));
     CHECK_FALSE(says_out_of_memory("K cache type q4_0 with block size 32 does not divide"));
     CHECK_FALSE(says_out_of_memory(""));

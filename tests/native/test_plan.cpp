@@ -196,3 +196,96 @@ TEST_CASE("graph_plan: the same needs compare equal whatever heads and order the
     other.add(make(indices{{0}}, indices{{0, 3}}));
     CHECK(one == other);
 }
+
+namespace {
+
+// Layers 0 and 1 are on devices, layer 2 is the host's; and two devices, of which one cannot reduce.
+const kqview::capture_source on_devices{
+    {{0, 4, 2, 1.0f, true, true}, {1, 4, 2, 1.0f, true, true}, {2, 4, 2, 1.0f}}, {}, 0};
+const kqview::capture_source partly_reducible{
+    {{0, 4, 2, 1.0f, true, true}, {4, 4, 2, 1.0f, true, false}}, {}, 0};
+
+capture_plan on_device(const kqview::capture_source& source, row_reduction reduce,
+                       const indices& heads = {}, row_type type = row_type::f32, int top_k = 0) {
+    capture_options options;
+    options.reduce = reduce;
+    options.heads = heads;
+    options.type = type;
+    options.top_k = top_k;
+    return {options, source};
+}
+
+}  // namespace
+
+TEST_CASE("capture_plan: a device leaves whole rows as they are handed out") {
+    const auto plan = on_device(on_devices, row_reduction::none, indices{{2, 1}}, row_type::f16);
+    const auto& rows = plan.layers().front();
+    REQUIRE(rows.on_device);
+    CHECK(rows.on_device->reduce == row_reduction::none);
+    CHECK(rows.on_device->type == row_type::f16);
+    CHECK(rows.on_device->heads.empty());  // which ones are wanted is a matter of the copies
+    CHECK(rows.n_rows_brought() == 2);
+    CHECK(plan.is_direct(rows));
+    CHECK_FALSE(plan.layers().back().on_device);
+}
+
+TEST_CASE("capture_plan: a device reduces heads, of those that are chosen only") {
+    for (const auto reduce : {row_reduction::mean_heads, row_reduction::max_heads}) {
+        const auto plan = on_device(on_devices, reduce, indices{{3, 0}}, row_type::f16);
+        const auto& want = plan.layers().front().on_device;
+        REQUIRE(want);
+        CHECK(want->reduce == reduce);
+        CHECK(want->heads == std::vector{0, 3});
+        CHECK(want->type == row_type::f16);
+        CHECK(plan.layers().front().n_rows_brought() == 1);
+        CHECK(plan.is_direct(plan.layers().front()));
+    }
+    const auto all = on_device(on_devices, row_reduction::max_heads, indices{{3, 1, 0, 2}});
+    CHECK(all.layers().front().on_device->heads.empty());
+}
+
+TEST_CASE("capture_plan: a device joins its layers, and the k largest values are the host's") {
+    const auto mean = on_device(on_devices, row_reduction::mean);
+    CHECK(mean.layers()[0].on_device->layers == std::vector{0, 1});
+    CHECK(mean.layers()[0].on_device == mean.layers()[1].on_device);
+    CHECK(mean.layers()[0].n_rows_brought() == 0);
+    CHECK_FALSE(mean.is_direct(mean.layers()[0]));  // the host's layer is still to come
+    const auto top = on_device(on_devices, row_reduction::mean_heads, {}, row_type::f16, 3);
+    CHECK(top.layers()[0].on_device->reduce == row_reduction::mean_heads);
+    CHECK(top.layers()[0].on_device->type == row_type::f32);
+    CHECK_FALSE(top.is_direct(top.layers()[0]));
+}
+
+TEST_CASE("capture_plan: where one device cannot reduce, the host joins and converts") {
+    const auto heads = on_device(partly_reducible, row_reduction::max_heads, {}, row_type::f16);
+    CHECK(heads.layers()[0].on_device->reduce == row_reduction::max_heads);
+    CHECK(heads.layers()[1].on_device->reduce == row_reduction::none);
+    for (const auto& rows : heads.layers()) {
+        CHECK(rows.on_device->type == row_type::f32);
+        CHECK_FALSE(heads.is_direct(rows));
+    }
+    const auto all = on_device(partly_reducible, row_reduction::mean);
+    CHECK(all.layers()[0].on_device->reduce == row_reduction::mean_heads);
+    CHECK_FALSE(all.layers()[0].on_device->joins_layers());
+    CHECK(all.layers()[1].n_rows_brought() == 4);
+}
+
+TEST_CASE("graph_plan: what devices are asked for is there once, in one order") {
+    const auto whole = on_device(on_devices, row_reduction::none, indices{{1}});
+    const auto mean = on_device(on_devices, row_reduction::mean_heads, indices{{0, 1}});
+    graph_plan one;
+    graph_plan other;
+    one.add(whole);
+    one.add(mean);
+    one.add(whole);
+    other.add(mean);
+    other.add(on_device(on_devices, row_reduction::none));
+    CHECK(one == other);
+    CHECK(one.device_wants(0).size() == 2);
+    CHECK(one.device_wants(2).empty());
+    CHECK(one.wants(0, row_kind::logits));
+    CHECK(one.wants(2, row_kind::logits));
+    CHECK_FALSE(one.wants(0, row_kind::probs));
+    other.add(on_device(on_devices, row_reduction::mean_heads, indices{{0, 2}}));
+    CHECK_FALSE(one == other);
+}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,28 +64,24 @@ def test_every_row_of_the_issue_is_a_case_with_its_target(script: Any) -> None:
     assert {"cuda-copy", "cuda-step-to-view"} <= cuda.WEIGHTS.keys()
 
 
-@dataclass
-class CountingStats:
-    """What EngineStats would be with the tap's counters."""
-
-    device_copies: int
-    device_copy_bytes: int
-    device_copy_s: float
-    step_to_view_s: float
-
-
-def test_figures_of_copies_are_differences_of_the_counters(script: Any) -> None:
+def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:
     copy = script("cuda_copy")
-    found = copy.device_copies(CountingStats(2, 100, 0.5, 0.25), CountingStats(6, 900, 0.75, 0.375))
-    assert found == copy.DeviceCopies(4, 800, copy_ms=250.0, step_to_view_ms=125.0)
+    before = EngineStats(
+        captured_steps=10, device_copies=20, device_copy_bytes=100,
+        device_copy_s=0.5, step_to_view_s=0.25,
+    )  # fmt: skip
+    after = EngineStats(
+        captured_steps=14, device_copies=28, device_copy_bytes=900,
+        device_copy_s=0.75, step_to_view_s=0.375,
+    )  # fmt: skip
+    found = copy.device_copies(before, after)
+    assert found == copy.DeviceCopies(200, copy_ms=62.5, step_to_view_ms=31.25)
 
 
-def test_figures_that_nobody_counts_are_left_out_and_not_made_up(script: Any) -> None:
+def test_figures_of_copies_that_were_not_made_are_left_out(script: Any) -> None:
     copy, models = script("cuda_copy"), script("models")
-    if hasattr(EngineStats(), "device_copies"):
-        pytest.skip("this version counts them")
-    with pytest.raises(models.NotHere, match="device_copy_s"):
-        copy.device_copies(EngineStats(), EngineStats())
+    with pytest.raises(models.NotHere, match="no row was copied"):
+        copy.device_copies(EngineStats(), EngineStats(captured_steps=3, step_to_view_s=0.1))
 
 
 def test_device_and_shape_are_part_of_the_flags_that_rows_are_told_apart_by(script: Any) -> None:

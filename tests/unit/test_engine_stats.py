@@ -12,6 +12,16 @@ def test_rates_are_tokens_by_the_seconds_spent_on_them():
     assert stats.busy_s == 3.5
 
 
+def test_means_of_copies_and_views_are_zero_before_any():
+    assert EngineStats().step_to_view_mean_s == 0.0
+    assert EngineStats().device_copy_bytes_per_s == 0.0
+    stats = EngineStats(
+        captured_steps=4, step_to_view_s=2.0, device_copy_bytes=600, device_copy_s=0.5
+    )
+    assert stats.step_to_view_mean_s == 0.5
+    assert stats.device_copy_bytes_per_s == 1200
+
+
 def test_since_subtracts_what_grows_and_keeps_what_is_of_the_moment():
     earlier = EngineStats(uptime_s=1, n_tokens=10, decode_s=0.5, n_queued=9, graph_nodes_added=4)
     later = EngineStats(

@@ -35,7 +35,7 @@ def open_engine(
         demo: The bundled model.
         n_ctx: Context in tokens, None for the model's own.
         n_threads: Threads, None for what is granted.
-        n_gpu_layers: Layers on the GPU, -1 for all that fit.
+        n_gpu_layers: Layers on the GPU, -1 for all, which have to fit.
         rpc_servers: Machines that take layers, ``HOST:PORT`` each.
         flash_attn: Setting of flash attention.
 

@@ -47,7 +47,7 @@ ThreadsOption = Annotated[
     typer.Option("--threads", min=1, help="Threads. The default is what the machine grants."),
 ]
 GpuLayersOption = Annotated[
-    int, typer.Option("--ngl", min=-1, help="Layers on the GPU; -1 is all that fit.")
+    int, typer.Option("--ngl", min=-1, help="Layers on the GPU; -1 is all, which have to fit.")
 ]
 RpcOption = Annotated[
     list[str] | None,

@@ -118,6 +118,17 @@ class EngineStats:
         attention_bytes: Bytes of attention handed out.
         copied_bytes: Bytes of attention that Python code of kqview copied.
         dropped_rows: Tokens that came without attention because of ``on_full="drop"``.
+        captured_steps: Steps that handed attention out; without those of a prompt that left it on a
+            device and sampled nothing, whose end is not known.
+        step_to_view_s: Seconds of these steps from when the engine knew that the compute had ended
+            to when the last row was handed out: sampling, and for rows of a device the copy, during
+            which the next step is started.
+        device_copies: Copies of attention from a device to the host; rows that lie at one distance
+            are one copy.
+        device_copy_bytes: Bytes that these copies brought.
+        device_copy_s: Seconds from when the engine knew that a step's rows could leave the device
+            to when it knew that they had arrived, of several devices each its own. It looks when
+            it needs the rows, after the next step was started: an upper bound of the copies' time.
         slots: What each slot does now.
         pool: State of the attention memory now.
     """
@@ -141,6 +152,11 @@ class EngineStats:
     attention_bytes: int = 0
     copied_bytes: int = 0
     dropped_rows: int = 0
+    captured_steps: int = 0
+    step_to_view_s: float = 0.0
+    device_copies: int = 0
+    device_copy_bytes: int = 0
+    device_copy_s: float = 0.0
     slots: tuple[SlotStats, ...] = ()
     pool: PoolStats = PoolStats()
 
@@ -158,6 +174,16 @@ class EngineStats:
     def busy_s(self) -> float:
         """Seconds that the engine worked; by `uptime_s` it is the load."""
         return self.prefill_s + self.decode_s
+
+    @property
+    def step_to_view_mean_s(self) -> float:
+        """Seconds from the end of a step's compute to its views, on average; 0.0 before any."""
+        return self.step_to_view_s / self.captured_steps if self.captured_steps > 0 else 0.0
+
+    @property
+    def device_copy_bytes_per_s(self) -> float:
+        """Rate of the copies from devices, at least; 0.0 before any."""
+        return self.device_copy_bytes / self.device_copy_s if self.device_copy_s > 0 else 0.0
 
     def since(self, earlier: "EngineStats") -> Self:
         """What came about after the reading *earlier*.

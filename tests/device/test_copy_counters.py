@@ -1,0 +1,135 @@
+"""What the engine counts of copies from devices: how many, how many bytes, how long."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Capture, Engine, EngineStats
+from tests.support.rows import random_ids, run
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+N_PROMPT, N_TOKENS = 20, 12
+N_DEVICES = 2
+COPY_S = 0.02
+
+
+def made_by(engine: Engine, work: Callable[[], object]) -> EngineStats:
+    """What *work* added to the engine's counters."""
+    before = engine.stats()
+    work()
+    return engine.stats().since(before)
+
+
+@pytest.mark.parametrize(
+    ("capture", "rows_of"),
+    [
+        (Capture("logits"), lambda model: model.n_layer * model.n_head * 4),
+        (Capture("probs", dtype="float16"), lambda model: model.n_layer * model.n_head * 2),
+        (Capture("logits", layers=[0, 2], heads=[1]), lambda _: 2 * 4),
+    ],
+    ids=["all", "float16", "chosen"],
+)
+def test_bytes_are_those_of_the_rows_that_are_handed_out(
+    make_engine: MakeEngine, tiny_llama: Path, capture: Capture, rows_of: Callable[[Any], int]
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    made = made_by(engine, lambda: run(engine, random_ids(N_PROMPT), N_TOKENS, capture=capture))
+    n_columns = sum(N_PROMPT + i for i in range(N_TOKENS))
+    assert made.device_copy_bytes == rows_of(engine.model) * n_columns
+    assert made.device_copy_bytes == made.attention_bytes
+    assert made.captured_steps == N_TOKENS
+    assert N_TOKENS <= made.device_copies <= N_DEVICES * N_TOKENS
+    assert made.device_copy_s > 0
+
+
+def test_nothing_is_copied_without_capture_or_from_layers_of_the_cpu(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    made = made_by(engine, lambda: run(engine, random_ids(N_PROMPT), N_TOKENS))
+    assert (made.device_copies, made.device_copy_bytes, made.captured_steps) == (0, 0, 0)
+    host = make_engine(tiny_llama, n_gpu_layers=0)
+    made = made_by(host, lambda: run(host, random_ids(N_PROMPT), N_TOKENS, capture="logits"))
+    assert (made.device_copies, made.device_copy_bytes, made.device_copy_s) == (0, 0, 0)
+    assert made.captured_steps == N_TOKENS
+    assert 0 < made.step_to_view_s < made.busy_s
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_slow_copies_show_in_the_seconds(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, waits: bool
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1)
+    engine._core.await_copies(waits)
+    prompt = random_ids(N_PROMPT)
+    run(engine, prompt, N_TOKENS, capture="logits")
+    device.set(copy_s=COPY_S)
+    made = made_by(engine, lambda: run(engine, prompt, N_TOKENS, capture="logits"))
+    slow_s = made.device_copies * COPY_S
+    assert made.device_copies == N_DEVICES * N_TOKENS
+    # The copies of both devices are waited for one after the other, the second one from the start.
+    assert slow_s <= made.device_copy_s
+    # A step that waits for its rows ends with them; else they are the last part of its views.
+    if waits:
+        assert made.step_to_view_s < slow_s / 2
+    else:
+        assert made.step_to_view_s >= slow_s
+    device.set()
+    quick = made_by(engine, lambda: run(engine, prompt, N_TOKENS, capture="logits"))
+    assert quick.device_copy_s < slow_s / 2
+
+
+def test_rows_are_the_same_where_the_engine_waits_for_copies(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    waiting, usual = (make_engine(tiny_llama, n_gpu_layers=-1) for _ in range(2))
+    waiting._core.await_copies(True)
+    ours, theirs = (
+        run(engine, random_ids(N_PROMPT), N_TOKENS, capture="probs") for engine in (waiting, usual)
+    )
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.id == b.id
+        assert a.attention is not None
+        assert b.attention is not None
+        assert (a.attention == b.attention).all()
+
+
+@pytest.mark.parametrize("n_slots", [1, 3, 4])
+def test_a_token_has_a_copy_for_each_layer_at_most_however_many_heads(
+    make_engine: MakeEngine, tiny_llama: Path, n_slots: int
+) -> None:
+    # Two of the layers are on one device, one is on the other. Layers that leave one row each are
+    # one copy of a device; whole layers are, where no other slot's rows lie between them.
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=n_slots)
+
+    def generate(capture: Capture) -> None:
+        running = [
+            engine.generate(
+                random_ids(N_PROMPT, seed=i), slot=i, max_tokens=N_TOKENS, temperature=0.0,
+                ignore_eos=True, capture=capture,
+            )
+            for i in range(n_slots)
+        ]  # fmt: skip
+        for _ in range(N_TOKENS):
+            for generation in running:
+                next(generation)
+
+    n_rows = n_slots * N_TOKENS
+    made = made_by(engine, partial(generate, Capture("logits")))
+    assert N_DEVICES * n_rows <= made.device_copies <= 3 * n_rows
+    assert n_slots > 1 or made.device_copies == N_DEVICES * n_rows
+    for capture in (
+        Capture("logits", heads=[2]),
+        Capture("logits", reduce="mean_heads"),
+        Capture("logits", reduce="max"),
+    ):
+        made = made_by(engine, partial(generate, capture))
+        assert made.device_copies == N_DEVICES * n_rows
