@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from kqview import Engine, Token, Usage
+from kqview.cli.serving import keep_freed_memory
 from kqview.server import create_app
 from kqview.server.run import GenerateRequest, Run
 
@@ -89,6 +90,7 @@ def live(engine: Engine) -> App:
 
 def made_app() -> App:
     """The app that the environment asks for; granian's workers import this module and call it."""
+    keep_freed_memory()
     engine = Engine.demo(n_threads=int(os.environ["SERVE_APP_THREADS"]))
     return {"replay": replaying, "live": live}[os.environ["SERVE_APP_KIND"]](engine)
 

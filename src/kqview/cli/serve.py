@@ -56,12 +56,13 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
         raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
     settings.check_bind()
     try:
-        from kqview.cli.serving import run
+        from kqview.cli.serving import keep_freed_memory, run
         from kqview.server import create_app
     except ModuleNotFoundError as error:
         raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
     if hf is not None:
         settings = dataclasses.replace(settings, model=hub.fetch(hf))
+    keep_freed_memory()
     _log_to_stderr()
     with _listen(settings.host, settings.port) as listener:
         app = create_app(settings)
