@@ -12,26 +12,23 @@ and client, on both sides of the pair, "live-all" computes on every core. The se
 from __future__ import annotations
 
 import os
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from console import attempt, main
 from report import Timing
 from serve_app import ROW_BYTES
 from serve_client import bare_bytes, event_bytes, socket_bytes, socket_ms
+from started import Started, free_port
 
 from kqview import Engine
 from kqview.bench.pairs import Pairs, alternate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import TracebackType
 
     from console import ProgressLine
     from settings import Settings
@@ -42,7 +39,6 @@ N_ROWS, QUICK_ROWS = 512, 4
 MOST_ROUNDS = 6  # 3.5 GB a run
 N_LIVE = 400
 PROMPT = "Anna is a painter. She lives in a small house by the river, and every morning"
-START_LIMIT_S = 60
 # What is asked: (path, request, bytes of rows become so many)
 WAYS: dict[str, tuple[str, dict[str, Any], float]] = {
     "ws-binary": ("/api/extra/generate/stream/ws", {"output_attentions": True}, 1.0),
@@ -66,47 +62,20 @@ CASES = {f"server-{way}-{server}": (way, server) for server in SERVERS for way i
 WEIGHTS = {name: 20.0 if "live" in name else 60.0 for name in CASES}
 
 
-class Process:
-    """One of serve_app.py's servers; a context manager that ends it."""
+class Process(Started):
+    """One of serve_app.py's servers."""
 
     def __init__(self, server: str, *kind: str, n_threads: int = 1) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         self._is_bare = server == "bare"
         here = Path(__file__).resolve().parent
         environ = {**os.environ, "SERVE_APP_THREADS": str(n_threads)}
         environ["PYTHONPATH"] = os.pathsep.join([str(here), environ.get("PYTHONPATH", "")])
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self._process = subprocess.Popen(
-            [sys.executable, str(here / "serve_app.py"), server, str(self.port), *kind],
-            env=environ, stdout=self._log, stderr=subprocess.STDOUT,
-        )  # fmt: skip
+        command = [sys.executable, str(here / "serve_app.py"), server, str(self.port), *kind]
+        super().__init__(command, environ)
 
-    def __enter__(self) -> Self:
-        until = time.monotonic() + START_LIMIT_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.__exit__(None, None, None)
-                self._log.seek(0)
-                raise RuntimeError(self._log.read()[-800:].decode(errors="replace"))
-            time.sleep(0.1)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it answers."""
         try:
             if self._is_bare:
                 return bare_bytes(self.port, 0, 0) == 0

@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import http.client
 import json
-import socket
-import subprocess
-import tempfile
 import threading
 import time
 from typing import TYPE_CHECKING, Self
 
 from models import model_path, peer
+from started import Started, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
     from settings import Settings
 
-START_LIMIT_S = 60
 ANSWER_LIMIT_S = 300
 
 
-class ServerRuns:
-    """One start of llama-server; a context manager that ends it."""
+class ServerRuns(Started):
+    """One start of llama-server, its prompts evaluated."""
 
     def __init__(self, settings: Settings, prompts: Sequence[list[int]], n_tokens: int) -> None:
         self._prompts = prompts
         self._n_tokens = n_tokens
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self._port: int = free.getsockname()[1]
+        self._port = free_port()
         n_ctx = (len(prompts[0]) + n_tokens + 255) // 256 * 256
         flags: dict[str, object] = {
             "--model": model_path(settings),
@@ -52,33 +46,12 @@ class ServerRuns:
         }
         command = [str(peer("llama-server")), "--no-kv-unified"]
         command += [str(word) for flag in flags.items() for word in flag]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
-        self._process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT)
+        super().__init__(command)
 
     def __enter__(self) -> Self:
-        until = time.monotonic() + START_LIMIT_S
-        while not self._is_ready():
-            if self._process.poll() is not None or time.monotonic() > until:
-                self.__exit__(None, None, None)
-                self._log.seek(0)
-                end = self._log.read()[-500:].decode(errors="replace")
-                raise RuntimeError(f"llama-server did not start; {end}")
-            time.sleep(0.1)
+        super().__enter__()
         self.ms()  # evaluates the prompts
         return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
     def ms(self) -> float:
         """Milliseconds a token, one generation a slot, from when all have their first one on."""
@@ -104,7 +77,8 @@ class ServerRuns:
         n_left = len(self._prompts) * (self._n_tokens - 1)
         return (max(lasts) - max(firsts)) * 1000.0 / n_left
 
-    def _is_ready(self) -> bool:
+    def is_ready(self) -> bool:
+        """Whether it answers."""
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", "/health")

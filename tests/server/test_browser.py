@@ -1,7 +1,4 @@
-"""A real browser on a page of another origin: the documents' JavaScript, CORS, and a drawn row.
-
-Debian's chromium, driven by playwright. Skipped where there is none: ``apt-get install chromium``.
-"""
+"""A real browser on a page of another origin: the documents' JavaScript, CORS, and a drawn row."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import http.server
 import itertools
 import json
 import re
-import shutil
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +14,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
+from tests.support.browser import WITHIN_MS, needs_browser, open_browser, open_tab
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -25,14 +22,10 @@ if TYPE_CHECKING:
 
     from tests.support.serving import Served
 
-sync_api = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+pytestmark = needs_browser
 
 README = Path(__file__).parents[2] / "README.md"
 PAGES = Path(__file__).with_name("pages")
-WITHIN_MS = 30_000
 
 
 class _Page(http.server.BaseHTTPRequestHandler):
@@ -87,24 +80,14 @@ def origin(served: Served) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        # As root there is no sandbox; the pages are ours.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with open_browser() as one:
+        yield one
 
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """A tab that fails the test on an error of its scripts."""
-    page = browser.new_page()
-    errors: list[str] = []
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    page.logged = []
-    page.on("console", lambda message: page.logged.append(message.text))
-    yield page
-    page.close()
-    assert errors == []
+    with open_tab(browser) as tab:
+        yield tab
 
 
 def result(page: Any, address: str) -> Any:

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview.server import Settings
+from tests.support.browser import needs_browser, open_browser, open_tab
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from tests.support.serving import Serve, Served
 
-sync_api = pytest.importorskip("playwright.sync_api")
-
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
-
-WITHIN_MS = 30_000
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Any]:
-    """A page that keeps what goes wrong on it in ``page.wrong``."""
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        made = browser.new_page()
-        made.set_default_timeout(WITHIN_MS)
-        made.wrong = []
-        made.on("console", lambda m: m.type == "error" and made.wrong.append(m.text))
-        made.on("pageerror", lambda error: made.wrong.append(str(error)))
-        yield made
-        browser.close()
+def browser() -> Iterator[Any]:
+    with open_browser() as one:
+        yield one
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    with open_tab(browser) as tab:
+        yield tab
 
 
 def test_start_page_says_what_runs_and_draws_what_it_generates(page: Any, demo: Served):
@@ -58,7 +51,7 @@ def test_start_page_says_what_runs_and_draws_what_it_generates(page: Any, demo: 
     n_prompt = width - height + 1
     assert n_prompt == len(demo.engine.tokenize(prompt, add_special=True))
     assert inked > 0.9 * sum(n_prompt + i for i in range(height))
-    assert page.wrong == []
+    assert page.logged == []
 
 
 def test_start_page_asks_for_a_key_where_one_is_needed(page: Any, serve: Serve):
@@ -73,7 +66,6 @@ def test_start_page_asks_for_a_key_where_one_is_needed(page: Any, serve: Serve):
 
 
 def test_docs_page_lists_every_route_with_its_fields(page: Any, demo: Served):
-    page.wrong.clear()
     page.goto(f"{demo.url}/docs")
     page.wait_for_selector("details")
     shown = page.inner_text("#routes")
@@ -81,4 +73,4 @@ def test_docs_page_lists_every_route_with_its_fields(page: Any, demo: Served):
         assert path in shown
     page.get_by_text("/api/v1/tokenize", exact=True).click()
     page.get_by_text("add_special_tokens").first.wait_for(state="visible")
-    assert page.wrong == []
+    assert page.logged == []

@@ -1,0 +1,63 @@
+"""A program that a benchmark starts, waits for and ends; what it printed is shown when it fails."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from types import TracebackType
+
+START_LIMIT_S = 60
+END_LIMIT_S = 10
+_SHOWN_BYTES = 800
+
+
+class Started(ABC):
+    """One start of a program; a context manager that waits until it is ready, and ends it."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None) -> None:
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # lives as long as the process
+        self._process = subprocess.Popen(
+            command, env=env, stdout=self._log, stderr=subprocess.STDOUT
+        )
+
+    @abstractmethod
+    def is_ready(self) -> bool:
+        """Whether it answers."""
+
+    def __enter__(self) -> Self:
+        until = time.monotonic() + START_LIMIT_S
+        while not self.is_ready():
+            if self._process.poll() is not None or time.monotonic() > until:
+                self.__exit__(None, None, None)
+                self._log.seek(0)
+                end = self._log.read()[-_SHOWN_BYTES:].decode(errors="replace")
+                raise RuntimeError(f"{self._process.args!r} did not start; {end}")
+            time.sleep(0.1)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(timeout=END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]

@@ -1,0 +1,45 @@
+"""Debian's chromium, driven by playwright, for tests of pages; without it they are skipped.
+
+``apt-get install chromium``; playwright's own browsers are not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+sync_api = pytest.importorskip("playwright.sync_api")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
+WITHIN_MS = 30_000
+
+
+@contextlib.contextmanager
+def open_browser() -> Iterator[Any]:
+    """A browser without a window."""
+    with sync_api.sync_playwright() as playwright:
+        # As root there is no sandbox; the pages are ours.
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@contextlib.contextmanager
+def open_tab(browser: Any) -> Iterator[Any]:
+    """A tab that fails the test on an error of its scripts; its console is ``tab.logged``."""
+    tab = browser.new_page()
+    tab.set_default_timeout(WITHIN_MS)
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
+    tab.logged = []
+    tab.on("console", lambda message: tab.logged.append(message.text))
+    yield tab
+    tab.close()
+    assert errors == []
