@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kqview.server import Settings
+from kqview.server.errors import TimedOut
 from tests.support import halo_weave
 from tests.support.serving import serving
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from kqview.server.run import GenerateRequest, Run, Step
     from tests.support.serving import Serve, Served
 
 TURN = "<|im_start|>user\nWho are you?<|im_end|>\n<|im_start|>assistant\n"
@@ -84,21 +86,29 @@ def test_prompt_that_is_too_long_reaches_its_error_callback(client: httpx.Client
     assert heard.tokens == []
 
 
-def test_failure_in_the_middle_is_not_taken_for_the_end(serve: Serve):
-    served = serve(Settings(attention_values="probs", request_timeout_s=0.5))
+def test_failure_in_the_middle_is_not_taken_for_the_end(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+):
+    served = serve(Settings(attention_values="probs"))
     ids = served.engine.tokenize(TURN)
+    start = served.service.start
 
-    def dawdle(heard: halo_weave.Heard) -> None:
-        run = next(iter(served.service.runs.values()), None)
-        if len(heard.tokens) == 1 and run is not None:
-            served.wait_until(lambda: run.error is not None)
+    async def start_and_end(request: GenerateRequest) -> Run:
+        run = await start(request)
+        next_step = run._next
 
+        async def next_or_end() -> Step:
+            if run.n_tokens == 3:
+                run.end(TimedOut("run.end: it took too long"))
+            return await next_step()
+
+        monkeypatch.setattr(run, "_next", next_or_end)
+        return run
+
+    monkeypatch.setattr(served.service, "start", start_and_end)
     with served.client() as client:
-        # 450 tokens have more rows than the socket's buffers hold.
-        heard = halo_weave.generate_stream(
-            client, ids, max_new_tokens=450, on_token=dawdle, ban_eos_token=True
-        )
-    assert heard.tokens
+        heard = halo_weave.generate_stream(client, ids, max_new_tokens=50, ban_eos_token=True)
+    assert len(heard.tokens) == 3
     assert heard.done is None
     assert heard.error is not None
 
