@@ -14,7 +14,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from tests.support.browser import WITHIN_MS, needs_browser, open_browser, open_tab
+from tests.support.browser import WITHIN_MS, needs_browser
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -76,18 +76,6 @@ def origin(served: Served) -> Iterator[str]:
         yield f"http://localhost:{server.server_address[1]}"
         server.shutdown()
         thread.join()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as one:
-        yield one
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    with open_tab(browser) as tab:
-        yield tab
 
 
 def result(page: Any, address: str) -> Any:

@@ -4,29 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
-
 from kqview.server import Settings
-from tests.support.browser import needs_browser, open_browser, open_tab
+from tests.support.browser import needs_browser
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from tests.support.serving import Serve, Served
 
 pytestmark = needs_browser
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as one:
-        yield one
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    with open_tab(browser) as tab:
-        yield tab
 
 
 def test_start_page_says_what_runs_and_draws_what_it_generates(page: Any, demo: Served):

@@ -90,7 +90,7 @@ class Access:
                 await self._app(scope, hear, watch)
         except OSError:
             return  # the client is gone; endpoints answer every other one
-        except Exception:
+        except Exception:  # a bug of ours: logged under the name that the client knows, and raised
             _failures.exception("request %s failed", request_id)
             raise
         finally:
