@@ -10,6 +10,7 @@ from kqview.constraints import llguidance_library
 from kqview.errors import PromptTooLong, RequestError
 from kqview.generation.astream import LoopWaker
 from kqview.generation.stream import Generation
+from kqview.generation.turns import Turns
 from kqview.request_options import NO_SHIFT, ShiftOptions, checked_ids, to_core, whole_number
 from kqview.types import Capture, ModelInfo, Sampling
 
@@ -35,9 +36,7 @@ class Requests:
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
         self._on_end = on_end
-        self._generations: weakref.WeakValueDictionary[int, Generation] = (
-            weakref.WeakValueDictionary()
-        )
+        self._turns = Turns()
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
             weakref.WeakKeyDictionary()
         )
@@ -100,7 +99,7 @@ class Requests:
             constraint_library=llguidance_library(sampling),
             **shift,
         )
-        generation = Generation(
+        return Generation(
             handle,
             request_id=request_id or f"{who}-{handle.id}",
             n_prompt=len(ids),
@@ -110,16 +109,13 @@ class Requests:
             token_bytes=self._token_bytes,
             waker=self._waker,
             on_end=self._on_end,
-            by_id=self._generations.get,
+            turns=self._turns,
             count_copied=self._core.count_copied,
         )
-        self._generations[handle.id] = generation
-        return generation
 
     def name_of(self, core_id: int) -> str | None:
         """The ``request_id`` of a generation by the core's id; None once nobody holds it."""
-        generation = self._generations.get(core_id)
-        return generation.request_id if generation else None
+        return self._turns.name_of(core_id)
 
     def _waker(self) -> LoopWaker:
         loop = asyncio.get_running_loop()

@@ -10,7 +10,7 @@ import asyncio
 import random
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -275,28 +275,45 @@ def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(
         generations = [engine.generate(prompt, **options) for prompt in prompts]
         return await asyncio.gather(*(take_async(one, 20) for one in generations))
 
+    def take_some(rng: random.Random) -> None:
+        i, n, end = rng.randrange(6), rng.randrange(21), rng.randrange(6)
+        if end == 0:
+            assert asyncio.run(take_many()) == expected
+            return
+        generation = engine.generate(prompts[i], capture=rng.choice([None, "probs"]), **options)
+        if end == 1:
+            taken = asyncio.run(take_async(generation, n))
+        else:
+            taken = take(generation, n)
+            if end in (2, 3):
+                [generation.close, generation.cancel][end - 2]()
+        del generation
+        assert taken == expected[i][:n]
+
+    failures: list[Exception] = []
+
     def work(seed: int) -> int:
         rng = random.Random(seed)
         n_done = 0
-        while time.monotonic() < deadline:
-            i, n, end = rng.randrange(6), rng.randrange(21), rng.randrange(6)
-            if end == 0:
-                assert asyncio.run(take_many()) == expected
-                continue
-            generation = engine.generate(prompts[i], capture=rng.choice([None, "probs"]), **options)
-            if end == 1:
-                taken = asyncio.run(take_async(generation, n))
-            else:
-                taken = take(generation, n)
-                if end in (2, 3):
-                    [generation.close, generation.cancel][end - 2]()
-            del generation
-            assert taken == expected[i][:n]
-            n_done += 1
+        try:
+            while time.monotonic() < deadline:
+                take_some(rng)
+                n_done += 1
+        except Exception as error:
+            failures.append(error)  # it holds what this thread held, for which others may wait
+            engine.close()
         return n_done
 
     with ThreadPoolExecutor(6) as threads:
-        assert min(threads.map(work, range(6), timeout=30)) > 0
+        works = [threads.submit(work, seed) for seed in range(6)]
+        late = wait(works, timeout=30).not_done
+        found = engine.stats() if late else None
+        if late:
+            engine.close()  # ends them
+    if failures:
+        raise failures[0]
+    assert found is None
+    assert min(one.result() for one in works) > 0
     wait_until(lambda: not engine.slots[0].is_busy)
     assert engine.stats().n_queued == 0
     assert engine.stats().pool.n_leased == 0

@@ -5,14 +5,11 @@ prompt; they differ in how they wait. Rows of the prompt come before the first t
 one of the two keeps what he meets of the other. The synchronous wait is in C++ (no GIL, ends on
 signals), the asynchronous one in `astream.py`.
 
-A generation may wait for a slot whose holder waits to be taken from. Only who takes the holders'
-tokens can let go of them: when that is who waits here, waiting would never end (`_wait_turn`).
+Before a generation has a slot, waiting may never end: `turns.py`.
 """
 
 import asyncio
-import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from types import EllipsisType, TracebackType
@@ -23,13 +20,12 @@ from kqview.errors import BusyError, InvalidCapture
 from kqview.generation.astream import LoopWaker
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
+from kqview.generation.turns import HANDOVER_S, Taker, Turns
 from kqview.types import Capture, PromptBlock, Token, Usage
 
 _TokenItem = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int]
 _Item = _TokenItem | tuple[int, int, Any]
 
-# A generation that nobody has taken from yet may be on its way to another thread.
-_HANDOVER_S: Final = 2.0
 # How long a coroutine may take tokens without a wait before others of its loop have their turn.
 _TURN_S: Final = 0.002
 
@@ -61,7 +57,7 @@ class Generation:
         token_bytes: Callable[[int], bytes],
         waker: Callable[[], LoopWaker],
         on_end: Callable[[], None],
-        by_id: Callable[[int], "Generation | None"],
+        turns: Turns,
         count_copied: Callable[[int], None],
     ) -> None:
         self._handle = handle
@@ -72,7 +68,8 @@ class Generation:
         self._token_bytes = token_bytes
         self._waker = waker
         self._on_end = on_end
-        self._by_id = by_id
+        self._turns = turns
+        self._taker = Taker(request_id)
         self.count_copied = count_copied
         self._text = TextStream(stop)
         self._ids: list[int] = []
@@ -81,9 +78,7 @@ class Generation:
         self._reason: str | None = None
         self._is_awaited = False
         self._turn_ends = 0.0
-        # Who takes its tokens: the last one who did, at first the one who made it.
-        self._thread = threading.get_ident()
-        self._task: weakref.ref[asyncio.Task[Any]] | None = None
+        turns.add(handle.id, self, self._taker)
 
     # ---- iteration
 
@@ -112,7 +107,7 @@ class Generation:
         except Exception:  # any other error is the end: `finish_reason` says so, and it is raised
             self._finish()
             raise
-        self._thread, self._task = threading.get_ident(), None
+        self._taker.note()
         return self._receive(item)
 
     def _keep(self, received: Token | PromptBlock) -> None:
@@ -154,14 +149,13 @@ class Generation:
                 raise
             if isinstance(item, EllipsisType | list):
                 if isinstance(item, list):
-                    self._check_turn(item, asyncio.current_task())
+                    self._turns.check_task(item, self._request_id, asyncio.current_task())
                 has_waited = True
                 await self._wait()
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
-            task = asyncio.current_task()  # named above, it would hold itself where that fails
-            self._thread, self._task = threading.get_ident(), task and weakref.ref(task)
+            self._taker.note(asyncio.current_task())
             return self._receive(item)
         return None
 
@@ -186,37 +180,11 @@ class Generation:
             if isinstance(answer, list):
                 holders = answer
             is_late = answer is ... and self.slot is None
-            is_ours = self._is_ours(holders, is_late)
-            item = self._handle.next(_HANDOVER_S if is_ours else None, True)
+            is_ours = self._turns.is_of_thread(holders, self._request_id, is_late=is_late)
+            item = self._handle.next(HANDOVER_S if is_ours else None, True)
             if not isinstance(item, EllipsisType | list):
                 return item
             answer = item
-
-    def _is_ours(self, holders: list[int], is_late: bool) -> bool:
-        """Whether this thread alone takes from *holders*; BusyError where that will not change.
-
-        No reference to them may be kept: their owner drops them to cancel them.
-        """
-        me = threading.get_ident()
-        mine = [one for one in map(self._by_id, holders) if one is not None and one._thread == me]
-        is_ours = bool(holders) and len(mine) == len(holders)
-        if is_ours and (is_late or all(one._ids for one in mine)):
-            raise self._deadlock(mine)
-        return is_ours
-
-    def _check_turn(self, holders: list[int], task: "asyncio.Task[Any] | None") -> None:
-        """Refuse to wait for *holders* when *task* is the one who takes from all of them."""
-        found = map(self._by_id, holders)
-        mine = [one for one in found if one is not None and one._task and one._task() is task]
-        if len(mine) == len(holders):
-            raise self._deadlock(mine)
-
-    def _deadlock(self, holders: "list[Generation]") -> BusyError:
-        names = ", ".join(one.request_id for one in holders)
-        return BusyError(
-            f"generation.next: {self._request_id} waits for a slot, and {names} keeps it until its "
-            f"tokens are taken right here; finish or close {names} first"
-        )
 
     def _receive(self, item: _Item | None) -> Token | PromptBlock | None:
         if item is None:
@@ -234,6 +202,7 @@ class Generation:
             capture=self._capture, discarded=range(self._n_keep, self._n_keep + n_discarded),
         )  # fmt: skip
         self._ids.append(token_id)
+        self._taker.has_taken = True
         if self._text.stop_match is not None:
             self._stop("stop_sequence")
         elif is_last:
