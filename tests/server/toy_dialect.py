@@ -182,6 +182,12 @@ async def socket_fail(call: Call, socket: Socket) -> None:
     raise ZeroDivisionError("a bug of the toy dialect, at /secret/path")
 
 
+async def socket_bytes(call: Call, socket: Socket) -> None:
+    """Binary messages of the sizes that the first message lists."""
+    for n_bytes in msgspec.json.decode(await socket.receive(), type=list[int]):
+        await socket.send([bytes(range(256)) * (n_bytes // 256) + bytes(range(n_bytes % 256))])
+
+
 async def large(call: Call) -> Reply:
     """A plain reply that no socket buffer holds."""
     return Reply(np.zeros(32 * 2**20, np.uint8).tobytes(), "application/octet-stream")
@@ -218,6 +224,7 @@ OPERATIONS = [
     _operation("WS", "/toy/ws", socket_once),
     _operation("WS", "/toy/ws/many", socket_many),
     _operation("WS", "/toy/ws/fail", socket_fail),
+    _operation("WS", "/toy/ws/bytes", socket_bytes),
 ]
 
 

@@ -40,6 +40,11 @@ class Connection:
             self.watch(idle_s)
 
     @property
+    def is_clear(self) -> bool:
+        """Whether a message can be given to it without waiting for the client."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
+
+    @property
     def n_left(self) -> int:
         """Bytes that were written and not taken by the kernel yet; 0 where that is not known."""
         if self._transport is None:

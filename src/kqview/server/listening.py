@@ -3,14 +3,16 @@
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
 a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
 begin with a request. It gathers a head of any length, and answers pings of a client that reads none
-of the answers.
+of the answers. And it copies every message twice on its way out.
 """
 
 import asyncio
+import struct
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.protocol import State
 
 from kqview.server.settings import Settings
 
@@ -23,6 +25,7 @@ _TOO_LONG: Final = (
     b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
+_WHOLE_BINARY: Final = 0x82  # FIN and opcode 2
 _MOST_PONGS: Final = 1000  # that the client has not read
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
@@ -48,9 +51,18 @@ def allow_files(settings: Settings) -> None:
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but it does not gather answers for a client that reads none."""
+    """uvicorn's, but rows are not copied, nor answers gathered for a client that reads none."""
 
     _n_pongs = 0
+
+    async def send(self, message: Any) -> None:
+        """Send a binary message as its head and the caller's own bytes: joining them is a copy."""
+        data: bytes | None = message.get("bytes")
+        await self.writable.wait()
+        if not data or self.disconnected or self.conn.state is not State.OPEN:
+            await super().send(message)
+        else:
+            self.transport.writelines((_binary_head(len(data)), data))
 
     def handle_ping(self) -> None:
         """Answer a ping, or drop who sends them and does not read."""
@@ -61,6 +73,15 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.abort()
         else:
             super().handle_ping()
+
+
+def _binary_head(n_bytes: int) -> bytes:
+    """What comes before the bytes of a whole, unmasked message (RFC 6455, section 5.2)."""
+    if n_bytes < 126:
+        return bytes((_WHOLE_BINARY, n_bytes))
+    if n_bytes < 1 << 16:
+        return struct.pack("!BBH", _WHOLE_BINARY, 126, n_bytes)
+    return struct.pack("!BBQ", _WHOLE_BINARY, 127, n_bytes)
 
 
 class _BoundedHttpProtocol(HttpToolsProtocol):

@@ -137,8 +137,11 @@ async def sent(send: ASGISend, message: Message, idle_s: float, connection: Conn
     n_left = connection.n_left
     while True:
         try:
-            async with asyncio.timeout(idle_s):
+            if connection.is_clear:  # nobody is waited for
                 await send(message)
+            else:
+                async with asyncio.timeout(idle_s):
+                    await send(message)
             return
         except TimeoutError:
             pass  # nothing of it was written: uvicorn waits first

@@ -141,7 +141,7 @@ class SocketFrames:
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes | str]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        return self._frames(run, _prompt(block), _shaped(self._wanted, block.rows), is_usual=False)
+        return self._frames(run, _prompt(block), _shaped(self._wanted, block.rows))
 
     def token(self, run: Run, step: Step) -> list[bytes | str]:
         """One id with its row."""
@@ -149,16 +149,15 @@ class SocketFrames:
         self._n_shown += len(token.text)
         event = {"type": "token", "token_id": token.id, "text": token.text}
         rows = _shaped(self._wanted, token.attention)
-        is_equal = isinstance(rows, Dense) and rows.heads_by_layer is None
-        return self._frames(run, event, rows, is_usual=self._is_usual and is_equal)
+        if self._is_usual and isinstance(rows, Dense) and rows.heads_by_layer is None:
+            return [_text(event), run.encoder.raw(rows.values)]
+        return self._frames(run, event, rows)
 
-    def _frames(
-        self, run: Run, event: Object, rows: Shaped | None, *, is_usual: bool
-    ) -> list[bytes | str]:
+    def _frames(self, run: Run, event: Object, rows: Shaped | None) -> list[bytes | str]:
         data = b""
         if rows is not None:
             attention, data = attention_frame(rows, run.encoder, layers=self._layers)
-            event = event if is_usual else {**event, "attention": attention}
+            event = {**event, "attention": attention}
         return [_text(event), data]
 
     def done(self, run: Run) -> list[bytes | str]:
