@@ -89,17 +89,18 @@ def test_websocket_has_a_text_and_a_binary_frame_a_token(toy: Served, expected: 
         np.testing.assert_allclose(got, row, atol=1e-5)
 
 
-def test_binary_messages_of_any_size_arrive_whole(toy: Served):
+def test_messages_of_any_size_arrive_whole(toy: Served):
     # The head of a frame changes at 126 and 65,536 bytes (RFC 6455, section 5.2).
     sizes = [0, 1, 125, 126, 127, 65_535, 65_536, 65_537, 20_000_000, 0, 3]
-    with websocket(toy, "/toy/ws/bytes") as socket:
+    with websocket(toy, "/toy/ws/sizes") as socket:
         socket.send(json.dumps(sizes))
         frames, code = read_to_close(socket)
     assert code == 1000
-    assert [len(frame) for frame in frames] == sizes
-    for frame in frames:
-        assert isinstance(frame, bytes)
-        assert frame == (bytes(range(256)) * (len(frame) // 256 + 1))[: len(frame)]
+    assert [len(frame) for frame in frames[::2]] == sizes
+    assert [len(frame) for frame in frames[1::2]] == sizes
+    for text, data in zip(frames[::2], frames[1::2], strict=True):
+        assert text == "\x7f" * len(text)
+        assert data == (bytes(range(256)) * (len(data) // 256 + 1))[: len(data)]
 
 
 def test_rows_of_the_prompt_come_first(toy: Served):

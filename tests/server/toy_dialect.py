@@ -182,9 +182,10 @@ async def socket_fail(call: Call, socket: Socket) -> None:
     raise ZeroDivisionError("a bug of the toy dialect, at /secret/path")
 
 
-async def socket_bytes(call: Call, socket: Socket) -> None:
-    """Binary messages of the sizes that the first message lists."""
+async def socket_sizes(call: Call, socket: Socket) -> None:
+    """A text and a binary message of each of the sizes that the first message lists."""
     for n_bytes in msgspec.json.decode(await socket.receive(), type=list[int]):
+        await socket.send(["\x7f" * n_bytes])
         await socket.send([bytes(range(256)) * (n_bytes // 256) + bytes(range(n_bytes % 256))])
 
 
@@ -224,7 +225,7 @@ OPERATIONS = [
     _operation("WS", "/toy/ws", socket_once),
     _operation("WS", "/toy/ws/many", socket_many),
     _operation("WS", "/toy/ws/fail", socket_fail),
-    _operation("WS", "/toy/ws/bytes", socket_bytes),
+    _operation("WS", "/toy/ws/sizes", socket_sizes),
 ]
 
 

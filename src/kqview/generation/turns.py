@@ -33,7 +33,7 @@ class Taker:
         self._task: weakref.ref[asyncio.Task[Any]] | None = None
 
     def is_task(self, task: "asyncio.Task[Any] | None") -> bool:
-        return self._task is not None and self._task() is task
+        return task is not None and self._task is not None and self._task() is task
 
     def note(self, task: "asyncio.Task[Any] | None" = None) -> None:
         """This thread takes, in *task* where that is not None."""

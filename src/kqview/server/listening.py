@@ -25,7 +25,8 @@ _TOO_LONG: Final = (
     b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
-_WHOLE_BINARY: Final = 0x82  # FIN and opcode 2
+_WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
+_WHOLE_BINARY: Final = 0x82
 _MOST_PONGS: Final = 1000  # that the client has not read
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
@@ -56,13 +57,16 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     _n_pongs = 0
 
     async def send(self, message: Any) -> None:
-        """Send a binary message as its head and the caller's own bytes: joining them is a copy."""
-        data: bytes | None = message.get("bytes")
+        """Send a message as its head and its bytes: joining them would copy megabytes."""
         await self.writable.wait()
-        if not data or self.disconnected or self.conn.state is not State.OPEN:
+        is_over = self.disconnected or self.conn.state is not State.OPEN
+        if is_over or message["type"] != "websocket.send":
             await super().send(message)
-        else:
-            self.transport.writelines((_binary_head(len(data)), data))
+            return
+        binary: bytes | None = message.get("bytes")
+        data: bytes = message["text"].encode() if binary is None else binary
+        first = _WHOLE_TEXT if binary is None else _WHOLE_BINARY
+        self.transport.writelines((_head(first, len(data)), data))
 
     def handle_ping(self) -> None:
         """Answer a ping, or drop who sends them and does not read."""
@@ -75,13 +79,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             super().handle_ping()
 
 
-def _binary_head(n_bytes: int) -> bytes:
+def _head(first: int, n_bytes: int) -> bytes:
     """What comes before the bytes of a whole, unmasked message (RFC 6455, section 5.2)."""
     if n_bytes < 126:
-        return bytes((_WHOLE_BINARY, n_bytes))
+        return bytes((first, n_bytes))
     if n_bytes < 1 << 16:
-        return struct.pack("!BBH", _WHOLE_BINARY, 126, n_bytes)
-    return struct.pack("!BBQ", _WHOLE_BINARY, 127, n_bytes)
+        return struct.pack("!BBH", first, 126, n_bytes)
+    return struct.pack("!BBQ", first, 127, n_bytes)
 
 
 class _BoundedHttpProtocol(HttpToolsProtocol):
