@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from kqview import Engine
-from kqview.server import Settings
+from kqview.server import Settings, create_app
 from tests.server.clients import (
     is_closed_by_server,
     json_request,
@@ -30,7 +30,7 @@ from tests.server.clients import (
     upgrade_bytes,
     websocket,
 )
-from tests.server.toy_dialect import serving_toy
+from tests.server.toy_dialect import mounted, serving_toy
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -101,6 +101,34 @@ def test_messages_of_any_size_arrive_whole(toy: Served):
     for text, data in zip(frames[::2], frames[1::2], strict=True):
         assert text == "\x7f" * len(text)
         assert data == (bytes(range(256)) * (len(data) // 256 + 1))[: len(data)]
+
+
+async def test_a_server_that_does_not_know_our_extension_gets_one_message_at_a_time():
+    received = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "[3, 0]"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/toy/ws/sizes"
+    scope = {
+        "type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws",
+        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [], "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    with mounted(), Engine.demo(n_threads=1) as engine:
+        await create_app(engine)(scope, receive, send)
+    frames = [{key: value for key, value in one.items() if key != "type"} for one in sent[1:-1]]
+    assert frames == [
+        {"text": "\x7f" * 3},
+        {"bytes": bytes(range(3))},
+        {"text": ""},
+        {"bytes": b""},
+    ]
+    assert [sent[0]["type"], sent[-1]["type"]] == ["websocket.accept", "websocket.close"]
 
 
 def test_rows_of_the_prompt_come_first(toy: Served):

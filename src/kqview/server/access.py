@@ -14,6 +14,7 @@ from typing import Any, Final
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kqview.server.connection import frames_of
 from kqview.server.metrics import Metrics
 from kqview.server.settings import Settings
 
@@ -70,7 +71,7 @@ class Access:
                 n_bytes += len(message.get("body", b""))
                 is_whole = not message.get("more_body", False)
             elif kind == "websocket.send":
-                n_bytes += _n_bytes(message)
+                n_bytes += sum(map(_n_bytes, frames_of(message)))
             await send(message)
 
         async def hear() -> Message:
@@ -122,10 +123,10 @@ def _sent_id(scope: Scope) -> str | None:
     return None
 
 
-def _n_bytes(message: Message) -> int:
-    text: str = message.get("text") or ""
-    n_bytes = len(text) if text.isascii() else len(text.encode())
-    return n_bytes or len(message.get("bytes") or b"")
+def _n_bytes(frame: bytes | str) -> int:
+    if isinstance(frame, str) and not frame.isascii():
+        return len(frame.encode())
+    return len(frame)
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:

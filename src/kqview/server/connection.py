@@ -1,4 +1,4 @@
-"""Connection: what ASGI has no word for, which is to drop a connection at once.
+"""Connection: what ASGI has no word for: dropping a connection, several messages at once.
 
 Closing one waits until its client has read what was written, and a client that stopped reading
 never does: file descriptor and buffer would stay for ever. uvicorn's transport is reached through
@@ -7,9 +7,22 @@ have to do.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any, Final
 
-from starlette.types import Scope, Send
+from starlette.types import Message, Scope, Send
+
+FRAMES: Final = "kqview.frames"
+"""ASGI extension of a WebSocket's scope: ``websocket.send`` may have ``frames``, a sequence of
+messages, str or bytes, in place of one ``text`` or ``bytes``. They leave in one system call."""
+
+
+def frames_of(message: Message) -> Sequence[bytes | str]:
+    """What a ``websocket.send`` sends."""
+    if "frames" in message:
+        return message["frames"]
+    data: bytes | None = message.get("bytes")
+    return (message["text"] if data is None else data,)
 
 
 class Connection:

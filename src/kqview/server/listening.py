@@ -3,17 +3,20 @@
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
 a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
 begin with a request. It gathers a head of any length, and answers pings of a client that reads none
-of the answers. And it copies every message twice on its way out.
+of the answers. And it copies every message twice on its way out, and sends each one by itself.
 """
 
 import asyncio
 import struct
+from collections.abc import Sequence
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.http11 import Request
 from websockets.protocol import State
 
+from kqview.server.connection import FRAMES, frames_of
 from kqview.server.settings import Settings
 
 _BUSY: Final = (
@@ -56,17 +59,20 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     _n_pongs = 0
 
+    def handle_connect(self, event: Request) -> None:
+        """Tell the app that it may send several messages at once."""
+        super().handle_connect(event)
+        if self.handshake_initiated and not self.close_sent:
+            self.scope.setdefault("extensions", {})[FRAMES] = {}  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+
     async def send(self, message: Any) -> None:
-        """Send a message as its head and its bytes: joining them would copy megabytes."""
+        """Send messages as their heads and their bytes: joining them would copy megabytes."""
         await self.writable.wait()
         is_over = self.disconnected or self.conn.state is not State.OPEN
         if is_over or message["type"] != "websocket.send":
             await super().send(message)
-            return
-        binary: bytes | None = message.get("bytes")
-        data: bytes = message["text"].encode() if binary is None else binary
-        first = _WHOLE_TEXT if binary is None else _WHOLE_BINARY
-        self.transport.writelines((_head(first, len(data)), data))
+        else:
+            self.transport.writelines(_buffers(frames_of(message)))
 
     def handle_ping(self) -> None:
         """Answer a ping, or drop who sends them and does not read."""
@@ -79,13 +85,21 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             super().handle_ping()
 
 
-def _head(first: int, n_bytes: int) -> bytes:
-    """What comes before the bytes of a whole, unmasked message (RFC 6455, section 5.2)."""
-    if n_bytes < 126:
-        return bytes((first, n_bytes))
-    if n_bytes < 1 << 16:
-        return struct.pack("!BBH", first, 126, n_bytes)
-    return struct.pack("!BBQ", first, 127, n_bytes)
+def _buffers(frames: Sequence[bytes | str]) -> list[bytes]:
+    """Whole, unmasked messages as they go over the wire (RFC 6455, section 5.2)."""
+    buffers: list[bytes] = []
+    for frame in frames:
+        is_text = isinstance(frame, str)
+        data = frame.encode() if is_text else frame
+        first, n_bytes = _WHOLE_TEXT if is_text else _WHOLE_BINARY, len(data)
+        if n_bytes < 126:
+            head = bytes((first, n_bytes))
+        elif n_bytes < 1 << 16:
+            head = struct.pack("!BBH", first, 126, n_bytes)
+        else:
+            head = struct.pack("!BBQ", first, 127, n_bytes)
+        buffers += head, data
+    return buffers
 
 
 class _BoundedHttpProtocol(HttpToolsProtocol):

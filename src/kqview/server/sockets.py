@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
-from kqview.server.connection import NO_CONNECTION, Connection, connection_of
+from kqview.server.connection import FRAMES, NO_CONNECTION, Connection, connection_of
 from kqview.server.endpoint import Call, Operation
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
@@ -47,6 +47,7 @@ class Socket:
         *,
         subprotocol: str | None,
         connection: Connection = NO_CONNECTION,
+        takes_frames: bool = False,
         on_message: Callable[[], None] | None = None,
     ) -> None:
         """Wrap an ASGI WebSocket.
@@ -57,6 +58,7 @@ class Socket:
             send: Of ASGI.
             subprotocol: The one that was agreed on.
             connection: What is below, to drop it where the client stops reading.
+            takes_frames: Whether *send* knows the extension `FRAMES`.
             on_message: Called for each message but the first; it may refuse by raising.
         """
         self.service = service
@@ -64,6 +66,7 @@ class Socket:
         self._receive = receive
         self._send = send
         self._connection = connection
+        self._takes_frames = takes_frames
         self._on_message = on_message
         self._lock = asyncio.Lock()
         self._is_closed = False
@@ -123,11 +126,12 @@ class Socket:
             ClientGone: The client is gone; Stalled where it read nothing for too long.
         """
         async with self._lock:
+            if self._takes_frames:
+                await self._pass_open({"type": "websocket.send", "frames": frames})
+                return
             for frame in frames:
-                if self._is_closed:
-                    raise ClientGone("the WebSocket is closed")
                 kind = "text" if isinstance(frame, str) else "bytes"
-                await self._pass({"type": "websocket.send", kind: frame})
+                await self._pass_open({"type": "websocket.send", kind: frame})
 
     async def send_json(self, value: Any) -> None:
         """Send *value* as a text frame of JSON; raises as `send`."""
@@ -146,6 +150,11 @@ class Socket:
             # The reason has to fit into a control frame.
             text = reason.encode("utf-8", "replace")[:123].decode("utf-8", "ignore")
             await self._pass({"type": "websocket.close", "code": code, "reason": text})
+
+    async def _pass_open(self, message: Message) -> None:
+        if self._is_closed:
+            raise ClientGone("the WebSocket is closed")
+        await self._pass(message)
 
     async def _pass(self, message: Message) -> None:
         try:
@@ -229,6 +238,7 @@ class SocketEndpoint:
             send,
             subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
             connection=connection_of(scope),
+            takes_frames=FRAMES in scope.get("extensions", {}),
             on_message=count,
         )
         self._service.on_drain.add(socket.go_away)
