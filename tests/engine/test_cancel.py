@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview import Engine, Generation
+from kqview.generation.turns import Taker
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -256,6 +257,34 @@ def test_model_that_cannot_truncate_goes_on_after_a_cancellation(
     other = engine.generate(PROMPT, **options)
     assert [token.id for token in other] == expected
     assert other.usage.cached_tokens == 0
+
+
+def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    looks, goes_on = threading.Event(), threading.Event()
+
+    class Takers(dict[int, Taker]):
+        """Whose look from another thread takes as long as that thread does not run."""
+
+        def get(self, core_id: int, default: Any = None) -> Any:
+            found = super().get(core_id, default)
+            if threading.current_thread() is not threading.main_thread():
+                looks.set()
+                goes_on.wait(30)
+            return found
+
+    engine._requests._turns._takers = Takers()
+    holder = engine.generate(PROMPT, **GREEDY)
+    next(holder)
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(lambda: take(engine.generate(PROMPT, **GREEDY), 3))
+        assert looks.wait(30)
+        del holder
+        threading.Timer(0.1, goes_on.set).start()
+        # It does not wait for itself: what it held is gone.
+        assert take(engine.generate(PROMPT, **GREEDY), 3) == waiting.result(30)
 
 
 def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(
