@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -278,7 +279,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
     engine._requests._turns._takers = Takers()
     holder = engine.generate(PROMPT, **GREEDY)
     next(holder)
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, closing(engine):
         waiting = threads.submit(lambda: take(engine.generate(PROMPT, **GREEDY), 3))
         assert looks.wait(30)
         del holder
