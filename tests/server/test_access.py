@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
+from kqview.server.access import Access
+from kqview.server.metrics import Metrics
 from tests.server.clients import (
     json_request,
     raw_connection,
@@ -179,3 +182,39 @@ def test_slash_at_the_end_of_a_path_is_ignored(toy: Served, path: str):
         method = "GET" if path.startswith("/health") else "POST"
         reply = client.request(method, path, content=b'{"text":"a"}')
     assert reply.status_code == 200
+
+
+async def test_what_the_client_did_not_take_in_time_is_counted_once(
+    toy: Served, caplog: pytest.LogCaptureFixture
+):
+    n_tries = 0
+    started: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        for message in (
+            {"type": "http.response.start", "status": 200, "headers": []},
+            {"type": "http.response.body", "body": b"ten bytes!", "more_body": False},
+        ):
+            with contextlib.suppress(TimeoutError):
+                await send(message)
+                continue
+            await send(message)
+
+    async def send(message: Any) -> None:
+        nonlocal n_tries
+        n_tries += 1
+        if n_tries % 2:
+            raise TimeoutError
+        if message["type"] == "http.response.start":
+            started.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request"}
+
+    scope = {"type": "http", "method": "GET", "path": "/slow", "headers": [], "client": None}
+    access = Access(app, Settings(), Metrics(toy.service), ["/slow"])
+    with caplog.at_level(logging.INFO, "kqview.access"):
+        await access(scope, receive, send)
+    [line] = [json.loads(record.getMessage()) for record in caplog.records]
+    assert (n_tries, line["status"], line["bytes"], line["whole"]) == (4, 200, 10, True)
+    assert [name for name, _ in started[0]["headers"]] == [b"x-request-id"]

@@ -4,6 +4,7 @@ and how soon it is free when the client leaves.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import json
@@ -13,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import uvicorn
 
 from kqview import Engine
 from kqview.server import Settings, create_app
+from kqview.server.connection import NO_CONNECTION, Connection
 from tests.server.clients import (
     is_closed_by_server,
     json_request,
@@ -89,10 +92,10 @@ def test_websocket_has_a_text_and_a_binary_frame_a_token(toy: Served, expected: 
         np.testing.assert_allclose(got, row, atol=1e-5)
 
 
-def test_messages_of_any_size_arrive_whole(toy: Served):
+def check_sizes(served: Served) -> None:
     # The head of a frame changes at 126 and 65,536 bytes (RFC 6455, section 5.2).
-    sizes = [0, 1, 125, 126, 127, 65_535, 65_536, 65_537, 20_000_000, 0, 3]
-    with websocket(toy, "/toy/ws/sizes") as socket:
+    sizes = [0, 1, 125, 126, 127, 65_535, 65_536, 65_537, 20_000_000, 0, 3, 0]
+    with websocket(served, "/toy/ws/sizes") as socket:
         socket.send(json.dumps(sizes))
         frames, code = read_to_close(socket)
     assert code == 1000
@@ -101,6 +104,16 @@ def test_messages_of_any_size_arrive_whole(toy: Served):
     for text, data in zip(frames[::2], frames[1::2], strict=True):
         assert text == "\x7f" * len(text)
         assert data == (bytes(range(256)) * (len(data) // 256 + 1))[: len(data)]
+
+
+def test_messages_of_any_size_arrive_whole(toy: Served):
+    check_sizes(toy)
+
+
+def test_messages_of_any_size_arrive_whole_without_uvloop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(uvicorn.Config, "get_loop_factory", lambda config: asyncio.new_event_loop)
+    with serving_toy() as served:
+        check_sizes(served)
 
 
 async def test_a_server_that_does_not_know_our_extension_gets_one_message_at_a_time():
@@ -129,6 +142,30 @@ async def test_a_server_that_does_not_know_our_extension_gets_one_message_at_a_t
         {"bytes": b""},
     ]
     assert [sent[0]["type"], sent[-1]["type"]] == ["websocket.accept", "websocket.close"]
+
+
+def test_only_who_waits_before_it_writes_needs_no_limit_where_nothing_is_on_its_way():
+    class Transport:
+        n_left = 0
+
+        def get_write_buffer_size(self) -> int:
+            return self.n_left
+
+    class WritesFirst:
+        def __init__(self) -> None:
+            self.transport = Transport()
+
+        async def send(self, message: Any) -> None: ...
+
+    class WaitsFirst(WritesFirst):
+        writable = asyncio.Event()
+
+    one = WaitsFirst()
+    assert Connection(one.send).is_clear
+    one.transport.n_left = 1
+    assert not Connection(one.send).is_clear
+    assert not Connection(WritesFirst().send).is_clear
+    assert not NO_CONNECTION.is_clear
 
 
 def test_rows_of_the_prompt_come_first(toy: Served):

@@ -185,8 +185,8 @@ async def socket_fail(call: Call, socket: Socket) -> None:
 async def socket_sizes(call: Call, socket: Socket) -> None:
     """A text and a binary message of each of the sizes that the first message lists."""
     for n_bytes in msgspec.json.decode(await socket.receive(), type=list[int]):
-        await socket.send(["\x7f" * n_bytes])
-        await socket.send([bytes(range(256)) * (n_bytes // 256) + bytes(range(n_bytes % 256))])
+        data = bytes(range(256)) * (n_bytes // 256) + bytes(range(n_bytes % 256))
+        await socket.send(["\x7f" * n_bytes, data])
 
 
 async def large(call: Call) -> Reply:

@@ -59,11 +59,12 @@ class Access:
             nonlocal n_bytes, is_whole
             kind = message["type"]
             if kind in ("http.response.start", "websocket.accept"):
-                if "status" in message:
-                    status.append(message["status"])
-                message["headers"] = [
-                    *message.get("headers", ()), (b"x-request-id", request_id.encode())
-                ]  # fmt: skip
+                named = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+            # Now it is out: one that the client did not take in time comes again.
+            if kind == "http.response.start":
+                status.append(message["status"])
             elif kind == "websocket.close":
                 status.append(message.get("code", 1000))
                 is_whole = True
@@ -72,7 +73,6 @@ class Access:
                 is_whole = not message.get("more_body", False)
             elif kind == "websocket.send":
                 n_bytes += sum(map(_n_bytes, frames_of(message)))
-            await send(message)
 
         async def hear() -> Message:
             nonlocal is_whole

@@ -14,7 +14,7 @@ from starlette.types import Message, Scope, Send
 
 FRAMES: Final = "kqview.frames"
 """ASGI extension of a WebSocket's scope: ``websocket.send`` may have ``frames``, a sequence of
-messages, str or bytes, in place of one ``text`` or ``bytes``. They leave in one system call."""
+messages, str or bytes, in place of one ``text`` or ``bytes``. They are one write."""
 
 
 def frames_of(message: Message) -> Sequence[bytes | str]:
@@ -30,7 +30,11 @@ class Connection:
 
     def __init__(self, send: Send) -> None:
         """Find the connection of a server's own *send*, not one that something wraps."""
-        self._transport: Any = getattr(getattr(send, "__self__", None), "transport", None)
+        owner = getattr(send, "__self__", None)
+        self._transport: Any = getattr(owner, "transport", None)
+        # uvicorn's HTTP has a `flow`, its WebSocket of Sans-I/O a `writable`, and both wait for it
+        # before they write; its older WebSocket writes and waits then.
+        self._waits_first = hasattr(owner, "flow") or hasattr(owner, "writable")
 
     def abort(self) -> None:
         """Drop it now, with what was not sent yet."""
@@ -55,7 +59,11 @@ class Connection:
     @property
     def is_clear(self) -> bool:
         """Whether a message can be given to it without waiting for the client."""
-        return self._transport is not None and not self._transport.get_write_buffer_size()
+        return (
+            self._waits_first
+            and self._transport is not None
+            and not self._transport.get_write_buffer_size()
+        )
 
     @property
     def n_left(self) -> int:

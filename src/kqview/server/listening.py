@@ -3,7 +3,7 @@
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
 a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
 begin with a request. It gathers a head of any length, and answers pings of a client that reads none
-of the answers. And it copies every message twice on its way out, and sends each one by itself.
+of the answers. And it copies every message on its way out, and sends each one by itself.
 """
 
 import asyncio
@@ -58,21 +58,33 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """uvicorn's, but rows are not copied, nor answers gathered for a client that reads none."""
 
     _n_pongs = 0
+    _joins = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Note what to write to."""
+        super().connection_made(transport)
+        # asyncio's own writelines() of 3.12 and later neither pauses the writer nor, in some
+        # versions, looks whether the connection is still there.
+        self._joins = type(transport).__module__.startswith("asyncio.")
 
     def handle_connect(self, event: Request) -> None:
         """Tell the app that it may send several messages at once."""
         super().handle_connect(event)
-        if self.handshake_initiated and not self.close_sent:
+        if not self.close_sent:
             self.scope.setdefault("extensions", {})[FRAMES] = {}  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
 
     async def send(self, message: Any) -> None:
         """Send messages as their heads and their bytes: joining them would copy megabytes."""
         await self.writable.wait()
-        is_over = self.disconnected or self.conn.state is not State.OPEN
-        if is_over or message["type"] != "websocket.send":
+        is_open = self.conn.state is State.OPEN and not self.disconnected
+        if not is_open or message["type"] != "websocket.send":
             await super().send(message)
+            return
+        buffers = _buffers(frames_of(message))
+        if self._joins:
+            self.transport.write(b"".join(buffers))
         else:
-            self.transport.writelines(_buffers(frames_of(message)))
+            self.transport.writelines(buffers)
 
     def handle_ping(self) -> None:
         """Answer a ping, or drop who sends them and does not read."""
@@ -98,7 +110,9 @@ def _buffers(frames: Sequence[bytes | str]) -> list[bytes]:
             head = struct.pack("!BBH", first, 126, n_bytes)
         else:
             head = struct.pack("!BBQ", first, 127, n_bytes)
-        buffers += head, data
+        buffers.append(head)
+        if data:
+            buffers.append(data)
     return buffers
 
 

@@ -238,7 +238,7 @@ class SocketEndpoint:
             send,
             subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
             connection=connection_of(scope),
-            takes_frames=FRAMES in scope.get("extensions", {}),
+            takes_frames=FRAMES in (scope.get("extensions") or {}),
             on_message=count,
         )
         self._service.on_drain.add(socket.go_away)
