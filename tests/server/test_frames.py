@@ -1,4 +1,4 @@
-"""Messages of a WebSocket on their way out: heads, several at once, and who has to be waited for."""
+"""Messages of a WebSocket on their way out: heads, several at once, who has to be waited for."""
 
 from __future__ import annotations
 
