@@ -198,20 +198,47 @@ async def test_aclose_from_another_task_ends_the_iteration(
     assert len(await collect(holder)) == 99
 
 
-async def test_timeout_loses_no_token(make_engine: MakeEngine, tiny_llama: Path) -> None:
+async def test_cancelled_wait_ends_a_generation_that_something_keeps_alive(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    # Issue 10: a stored exception kept the generation, and with it the slot, for ever.
+    engine = make_engine(tiny_llama, run_ahead=0, n_ubatch=4)
+    kept: list[Any] = []
+
+    async def consume(*, in_prompt: bool) -> None:
+        if in_prompt:  # in blocks of four rows
+            kept.append(engine.attend(PROMPT))
+        else:
+            kept.append(engine.generate(PROMPT, max_tokens=100, **GREEDY))
+        await anext(kept[-1])
+        await until(lambda: engine.stats().n_queued == 0 and engine.slots[0].is_busy)
+        asyncio.current_task().cancel()  # pyright: ignore[reportOptionalMemberAccess]
+        while True:
+            await anext(kept[-1])
+
+    for in_prompt in (False, True):
+        results = await asyncio.gather(consume(in_prompt=in_prompt), return_exceptions=True)
+        assert isinstance(results[0], asyncio.CancelledError)
+        await until(lambda: not engine.slots[0].is_busy)
+    assert kept[0].finish_reason == "cancelled"
+    assert await collect(kept[0]) == []
+    await asyncio.wait_for(kept[0].aclose(), 20)
+    assert len(await collect(engine.generate(PROMPT, max_tokens=3, **GREEDY))) == 3
+
+
+async def test_wait_with_a_limit_that_keeps_its_task_loses_no_token(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
     engine = make_engine(tiny_llama, run_ahead=0)
     want = [token.id for token in engine.generate(PROMPT, max_tokens=60, **GREEDY)]
     generation = engine.generate(PROMPT, max_tokens=60, **GREEDY)
     got: list[int] = []
     n_timeouts = 0
-    while generation.finish_reason is None:
-        try:
-            async with asyncio.timeout(0.0002):
-                got.append((await anext(generation)).id)
-        except TimeoutError:
+    while len(got) < 60:
+        task = asyncio.ensure_future(anext(generation))
+        while not (await asyncio.wait({task}, timeout=0.0002))[0]:
             n_timeouts += 1
-        except StopAsyncIteration:
-            break
+        got.append(task.result().id)
     assert got == want
     assert n_timeouts > 0
 

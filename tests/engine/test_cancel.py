@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview import Engine, Generation
+from kqview.errors import OutOfMemory
 from kqview.generation.turns import Taker
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
@@ -218,6 +219,42 @@ def test_closing_a_queued_generation_does_not_wait_for_the_running_one(
     assert engine.stats().n_queued == 0
     assert engine.stats().n_requests == 1
     assert len(list(holder)) == N_TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("raised", "reason"), [(KeyboardInterrupt, "cancelled"), (MemoryError, "error")]
+)
+def test_whatever_iterating_raises_ends_the_generation_and_frees_its_slot(
+    make_engine: MakeEngine, tiny_llama: Path, raised: type[BaseException], reason: str
+) -> None:
+    engine = make_engine(tiny_llama)
+    kept = engine.generate(PROMPT, **GREEDY)
+    taken = take(kept, 3)
+
+    def fail(token_id: int) -> bytes:
+        raise raised
+
+    kept._token_bytes = fail
+    with pytest.raises(raised):
+        next(kept)
+    wait_until(lambda: not engine.slots[0].is_busy)
+    kept.close()
+    assert kept.finish_reason == reason
+    assert list(kept) == []
+    assert kept.tokens == taken
+    assert len(list(engine.generate(PROMPT, **GREEDY))) == N_TOKENS
+
+
+def test_rows_of_a_prompt_that_do_not_fit_one_array_free_the_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ubatch=4, run_ahead=0)
+    kept = engine.attend(PROMPT)
+    kept._budget_bytes = 1
+    with pytest.raises(OutOfMemory):
+        kept.array()
+    wait_until(lambda: not engine.slots[0].is_busy)
+    assert len(list(engine.generate(PROMPT, **GREEDY))) == N_TOKENS
 
 
 def test_cancelled_prefill_keeps_the_chunks_that_were_done(

@@ -16,6 +16,7 @@ class BlockSource(Protocol):
 
     def next_block(self) -> PromptBlock | None: ...
     async def anext_block(self) -> PromptBlock | None: ...
+    def cancel(self) -> None: ...
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
     @property
@@ -29,6 +30,8 @@ class PromptAttention:
 
     The engine computes one block ahead. Each block's rows are a view that nobody copied: drop it to
     let more come where memory is short.
+
+    Whatever iterating, `array` or `top_k` raises ends it, as with Generation.
 
     Attributes:
         start: Position of the first row's query.
@@ -92,6 +95,13 @@ class PromptAttention:
         return rows, positions
 
     def _whole(self, *, with_positions: bool) -> tuple[Attention, Any]:
+        try:
+            return self._joined(with_positions=with_positions)
+        except BaseException:  # the blocks taken so far are gone with it
+            self._source.cancel()
+            raise
+
+    def _joined(self, *, with_positions: bool) -> tuple[Attention, Any]:
         first = next(self, None)
         if first is None:
             raise InvalidCapture(

@@ -36,6 +36,14 @@ class Generation:
     It is its own iterator: a second loop goes on where the first one stopped. Dropping it cancels
     the request.
 
+    Whatever iterating raises ends it, as with an async generator: the errors below, and also
+    KeyboardInterrupt, and the CancelledError of a task that was cancelled or ran into
+    ``asyncio.timeout``. Its slot is then free, even while a stored exception (``gather(...,
+    return_exceptions=True)``, a future, a notebook's traceback) keeps the generation itself alive.
+    To wait for a token with a limit and go on afterwards, keep the task:
+    ``await asyncio.wait({task}, timeout=1)``. BusyError alone ends nothing. An exception of the
+    loop's own body does not pass through here: use ``with`` to end the generation then.
+
     Raises (while iterating):
         PoolExhausted: More attention is held than fits and ``on_full`` does not allow to go on;
             tokens and views handed out so far stay valid.
@@ -76,6 +84,7 @@ class Generation:
         self._blocks: deque[PromptBlock] = deque()
         self._ahead: Token | None = None  # met while rows of the prompt were asked for
         self._reason: str | None = None
+        self._is_stopped = False  # by us: the engine still has to roll its slot back
         self._is_awaited = False
         self._turn_ends = 0.0
         turns.add(handle.id, self, self._taker)
@@ -102,13 +111,13 @@ class Generation:
             item = self._handle.next()
             if isinstance(item, EllipsisType | list):
                 item = self._wait_turn(item)
+            self._taker.note()
+            return self._receive(item)
         except BusyError:  # it goes on when that is over
             raise
-        except Exception:  # any other error is the end: `finish_reason` says so, and it is raised
-            self._finish()
+        except BaseException as error:
+            self._end_with(error)
             raise
-        self._taker.note()
-        return self._receive(item)
 
     def _keep(self, received: Token | PromptBlock) -> None:
         if isinstance(received, Token):
@@ -135,18 +144,21 @@ class Generation:
     async def _atake(self) -> Token | PromptBlock | None:
         """As `_take`, without blocking the event loop."""
         self._check_alone()
+        try:
+            return await self._atake_alone()
+        except BusyError:
+            raise
+        except BaseException as error:
+            self._end_with(error)
+            raise
+
+    async def _atake_alone(self) -> Token | PromptBlock | None:
         if time.monotonic() > self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.monotonic() + _TURN_S
         has_waited = False
         while self._reason is None:
-            try:
-                item = self._handle.try_next(has_waited)
-            except BusyError:
-                raise
-            except Exception:  # as in `_take`: the end, and it is raised
-                self._finish()
-                raise
+            item = self._handle.try_next(has_waited)
             if isinstance(item, EllipsisType | list):
                 if isinstance(item, list):
                     self._turns.check_task(item, self._request_id, asyncio.current_task())
@@ -219,10 +231,19 @@ class Generation:
             self._text.flush()
             self._on_end()
 
+    def _end_with(self, error: BaseException) -> None:
+        """Iterating raises *error*: the end, whether the engine found it or it came from here."""
+        end = self._handle.end
+        if end is not None and end[0] == "error":
+            self._finish()
+        else:
+            self._stop("error" if isinstance(error, Exception) else "cancelled")
+
     def _stop(self, reason: str) -> None:
         """We are done with the request: the engine rolls the slot back to the last token taken."""
         if self._reason is None:
             self._reason = reason
+            self._is_stopped = True
             self._text.flush()
             self._ahead = None
             self._handle.cancel()
@@ -237,13 +258,13 @@ class Generation:
     def close(self) -> None:
         """End the generation and wait until its slot is rolled back to the last token taken."""
         self._stop("cancelled")
-        if self._reason in ("cancelled", "stop_sequence"):
+        if self._is_stopped:
             self._handle.wait_settled()
 
     async def aclose(self) -> None:
         """As `close`, without blocking the event loop."""
         self._stop("cancelled")
-        if self._reason in ("cancelled", "stop_sequence"):
+        if self._is_stopped:
             await LoopWaker().wait(self._handle, self._handle.arm_settled)
 
     def __enter__(self) -> Self:
@@ -341,7 +362,8 @@ class Generation:
         """Why it ended, None while it runs.
 
         "stop": the model ended its text; "length": max_tokens or a full slot; "stop_token";
-        "stop_sequence"; "cancelled"; "error": iterating raised it.
+        "stop_sequence"; "cancelled", by an interrupt or the end of its task too; "error": iterating
+        raised it.
         """
         return self._reason
 
