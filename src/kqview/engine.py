@@ -41,7 +41,8 @@ from kqview.request_options import (
 from kqview.requests import Requests
 from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
 from kqview.slot import Slot
-from kqview.state.trailer import StateFacts, fingerprint
+from kqview.state.fingerprint import ModelFiles
+from kqview.state.trailer import StateFacts
 from kqview.system import engine_info
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling
 from kqview.vocabulary import Vocabulary
@@ -141,6 +142,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
         show = progress_callback(progress)
         self._n_gpu_layers = n_gpu_layers
+        self._files = ModelFiles(path, adapters)
         try:
             if not rpc_servers:  # their memory is theirs to plan
                 _core.check_device_memory(path, n_gpu_layers, options)
@@ -170,7 +172,6 @@ class Engine(Vocabulary, Conversation, Embedding):
             token_bytes=self._bytes_of,
             on_end=forward_log,
         )
-        self._files = [(path, 1.0), *adapters]
         self._kv_type = options["kv_type"]
         self._facts: StateFacts | None = None
         eot = self._info.eot_token_id
@@ -216,7 +217,9 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     def _state_facts(self) -> StateFacts:
         if self._facts is None:
-            self._facts = StateFacts(fingerprint(self._files), self._kv_type)
+            self._facts = StateFacts(
+                self._files.fingerprint(), self._kv_type, self._files.sampled_fingerprint()
+            )
         return self._facts
 
     # ---- generation

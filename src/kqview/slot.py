@@ -5,7 +5,7 @@ from collections.abc import Callable
 from kqview import _core
 from kqview.errors import RequestError
 from kqview.request_options import whole_number
-from kqview.state.trailer import StateFacts, check_trailer, split
+from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts, check_trailer, split
 
 
 class Slot:
@@ -82,7 +82,7 @@ class Slot:
             OutOfMemory: There is no room for the blob.
             ClosedError: The engine is closed.
         """
-        return _core.save_slot(self._core, self.id)
+        return self.save_marked()[0]
 
     def restore(self, blob: bytes) -> int:
         """Make the slot hold what *blob* holds; returns the bytes read.
@@ -109,10 +109,20 @@ class Slot:
             )
         # Bytes cannot change while the engine thread reads what it has checked.
         data, trailer = split(bytes(blob))
-        if trailer:
-            check_trailer(data, trailer, self._state_facts())
-        _core.restore_slot(self._core, self.id, data)
-        return len(data)
+        marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
+        return self.restore_marked(data, marks)
+
+    def save_marked(self) -> tuple[bytes, SlotMarks]:
+        """As `save`, and what is true of the slot and stands not in its blob, of the same moment.
+
+        What `kqview.state.SessionStore` asks a slot for.
+        """
+        return _core.save_slot(self._core, self.id), NO_MARKS
+
+    def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
+        """As `restore` for a blob without a trailer, of which *marks* are known."""
+        _core.restore_slot(self._core, self.id, blob)
+        return len(blob)
 
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.
@@ -163,10 +173,11 @@ class Slot:
     def state_facts(self) -> StateFacts:
         """What `kqview.state` writes into the trailer of a file: model and KV settings.
 
-        Reads up to 4 MB of the model's file the first time.
+        Reads all of the model's and the adapters' files the first time.
 
         Raises:
-            OSError: The model's file is no longer there.
+            StateError: One of them is no longer the file that the engine was opened from.
+            OSError: One of them cannot be read.
         """
         return self._state_facts()
 

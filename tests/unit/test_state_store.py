@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -13,7 +14,7 @@ import pytest
 
 from kqview import errors
 from kqview.state import SessionStore, files, read_state, write_state
-from kqview.state.trailer import StateFacts, fingerprint
+from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,15 +26,18 @@ BLOB = b"SES1" + bytes(100)
 class FakeSlot:
     """A slot whose cache is a blob."""
 
-    def __init__(self, blob: bytes = BLOB, facts: StateFacts = FACTS) -> None:
+    def __init__(
+        self, blob: bytes = BLOB, facts: StateFacts = FACTS, marks: SlotMarks = NO_MARKS
+    ) -> None:
         self.blob = blob
         self.facts = facts
+        self.marks = marks
 
-    def save(self) -> bytes:
-        return self.blob
+    def save_marked(self) -> tuple[bytes, SlotMarks]:
+        return self.blob, self.marks
 
-    def restore(self, blob: bytes) -> int:
-        self.blob = blob
+    def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
+        self.blob, self.marks = blob, marks
         return len(blob)
 
     def state_facts(self) -> StateFacts:
@@ -70,7 +74,7 @@ def test_file_without_a_trailer_is_read_as_it_is(tmp_path: Path) -> None:
 
 def test_any_changed_byte_is_found(tmp_path: Path) -> None:
     path = tmp_path / "slot.ses1"
-    write_state(path, BLOB, FACTS)
+    write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
     data = path.read_bytes()
     for at in range(len(data) - 8):  # without the mark at the end it is a file without a trailer
         changed = bytearray(data)
@@ -85,6 +89,53 @@ def test_file_of_another_model_or_type_is_a_mismatch(tmp_path: Path, facts: Stat
     write_state(tmp_path / "slot", BLOB, FACTS)
     with pytest.raises(errors.StateMismatch, match=r"another model|kv_type='f16'"):
         read_state(tmp_path / "slot", facts)
+
+
+def trailer_of(content: dict[str, object]) -> bytes:
+    text = json.dumps(content, separators=(",", ":")).encode()
+    return text + struct.pack("<I", len(text)) + b"KQVIEW01"
+
+
+def test_trailer_of_version_1_is_read_with_its_own_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    content = {"version": 1, "model": "sampled", "kv_type": "f16"}
+    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(BLOB).hexdigest()}))
+    assert read_state(path) == read_state(path, StateFacts("whole", "f16", "sampled")) == BLOB
+    for facts in (StateFacts("sampled", "f16", "other"), StateFacts("sampled", "f16")):
+        with pytest.raises(errors.StateMismatch, match="another model"):
+            read_state(path, facts)
+    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(b"").hexdigest()}))
+    with pytest.raises(errors.StateFormatError, match="checksum"):
+        read_state(path)
+
+
+def test_checksum_covers_the_fields_of_the_trailer(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
+    data = path.read_bytes()
+    for old, new in ((b'"n_exact":12', b'"n_exact":99'), (b'"n_exact":12', b'"n_other":12')):
+        assert old in data
+        path.write_bytes(data.replace(old, new))
+        with pytest.raises(errors.StateFormatError, match="checksum"):
+            read_state(path)
+
+
+@pytest.mark.parametrize("n_exact", [-1, True, 1.5, "1"])
+def test_mark_that_is_no_count_is_refused(tmp_path: Path, n_exact: object) -> None:
+    path = tmp_path / "slot"
+    write_state(path, BLOB, FACTS, SlotMarks(n_exact=n_exact))  # type: ignore[arg-type]
+    with pytest.raises(errors.StateFormatError, match="n_exact"):
+        read_state(path)
+
+
+@pytest.mark.parametrize(
+    "content", [[], 1, None, {"version": 2, "x": []}, {"version": 2, "x": {}}, {"version": 3}, {}]
+)
+def test_trailer_of_another_kind_is_refused(tmp_path: Path, content: object) -> None:
+    path = tmp_path / "slot"
+    path.write_bytes(BLOB + trailer_of(content))  # type: ignore[arg-type]
+    with pytest.raises(errors.StateFormatError, match="trailer"):
+        read_state(path)
 
 
 def test_old_file_stays_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,23 +180,20 @@ def test_what_is_no_blob_or_no_file_is_refused(tmp_path: Path) -> None:
         read_state(tmp_path / "missing")
 
 
-def test_fingerprint_sees_one_byte_the_size_and_the_scale(tmp_path: Path) -> None:
-    path = tmp_path / "model"
-    path.write_bytes(bytes(200_000))
-    seen = {fingerprint([(str(path), 1.0)]), fingerprint([(str(path), 2.0)])}
-    for at in (0, 100_000, 199_999):
-        data = bytearray(200_000)
-        data[at] = 1
-        path.write_bytes(data)
-        seen.add(fingerprint([(str(path), 1.0)]))
-    path.write_bytes(bytes(200_001))
-    seen.add(fingerprint([(str(path), 1.0)]))
-    assert len(seen) == 6
-    path.write_bytes(b"")
-    assert fingerprint([(str(path), 1.0)]) not in seen
-
-
 # ---- sessions
+
+
+def test_marks_of_a_slot_stay_with_its_blob(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path, max_sessions=1)
+    store.save("file", FakeSlot(marks=SlotMarks(n_exact=7)))
+    store.save("memory", FakeSlot(marks=SlotMarks(n_exact=0)))
+    store.save("unknown", FakeSlot())
+    for again in (store, SessionStore(tmp_path)):
+        for name, n_exact in (("file", 7), ("memory", 0), ("unknown", None)):
+            slot = FakeSlot(marks=SlotMarks(n_exact=99))
+            again.restore(name, slot)
+            assert slot.marks == SlotMarks(n_exact)
+        store.flush()
 
 
 def test_session_is_saved_restored_listed_and_removed() -> None:

@@ -10,6 +10,8 @@ from kqview.errors import StateFormatError
 from kqview.state.ses1 import MAGIC
 from kqview.state.trailer import (
     FOOTER_BYTES,
+    NO_MARKS,
+    SlotMarks,
     StateFacts,
     check_trailer,
     make_trailer,
@@ -17,8 +19,15 @@ from kqview.state.trailer import (
 )
 
 
-def write_state(path: str | os.PathLike[str], blob: bytes, facts: StateFacts | None = None) -> int:
-    """Write *blob* to *path*, with a trailer where *facts* are given; returns the file's size.
+def write_state(
+    path: str | os.PathLike[str],
+    blob: bytes,
+    facts: StateFacts | None = None,
+    marks: SlotMarks = NO_MARKS,
+) -> int:
+    """Write *blob* to *path*; returns the file's size.
+
+    With *facts* a trailer follows the blob, which holds them, *marks* and a checksum.
 
     The bytes go to a temporary name in the same folder, readable by the owner alone, because they
     hold the prompt; then to the disk; then to their name.
@@ -30,7 +39,7 @@ def write_state(path: str | os.PathLike[str], blob: bytes, facts: StateFacts | N
     if blob[: len(MAGIC)] != MAGIC:
         raise StateFormatError("state.write: the magic at byte 0 is not 'SES1'; pass Slot.save()")
     path = Path(path)
-    trailer = make_trailer(blob, facts) if facts else b""
+    trailer = make_trailer(blob, facts, marks) if facts else b""
     # mkstemp makes it with mode 0600.
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     try:
@@ -56,6 +65,13 @@ def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) ->
         StateMismatch: *facts* are given and those of the trailer are others.
         OSError: The file cannot be read.
     """
+    return read_marked(path, facts)[0]
+
+
+def read_marked(
+    path: str | os.PathLike[str], facts: StateFacts | None = None
+) -> tuple[bytes, SlotMarks]:
+    """As `read_state`, and what the trailer says of the slot."""
     # Not blocking: a named pipe would keep the caller until somebody writes to it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as stream:
@@ -68,9 +84,7 @@ def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) ->
         stream.seek(0)
         blob = stream.read(n_bytes - n_trailer)
         trailer = stream.read(n_trailer)
-    if n_trailer:
-        check_trailer(blob, trailer, facts)
-    return blob
+    return blob, check_trailer(blob, trailer, facts) if n_trailer else NO_MARKS
 
 
 def _sync_folder(folder: Path) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from kqview.errors import CapacityError, RequestError
-from kqview.state.files import read_state, write_state
-from kqview.state.trailer import StateFacts, check_facts
+from kqview.state.files import read_marked, write_state
+from kqview.state.trailer import SlotMarks, StateFacts, check_facts
 
 _NAME_BYTES_MAX: Final = 200  # leaves room for the ending in a file name of 255
 _NAME_EXCLUDED: Final = frozenset('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')
@@ -20,9 +20,18 @@ _ENDING: Final = ".ses1"
 class SavesState(Protocol):
     """What the store needs of a Slot."""
 
-    def save(self) -> bytes: ...
-    def restore(self, blob: bytes, /) -> int: ...
+    def save_marked(self) -> tuple[bytes, SlotMarks]: ...
+    def restore_marked(self, blob: bytes, marks: SlotMarks, /) -> int: ...
     def state_facts(self) -> StateFacts: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A session in memory."""
+
+    blob: bytes
+    facts: StateFacts
+    marks: SlotMarks
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +84,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._blobs: OrderedDict[str, tuple[bytes, StateFacts]] = OrderedDict()  # oldest use first
+        self._held: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
         self._infos: dict[str, SessionInfo] = {}
 
     def save(self, name: str, slot: SavesState) -> SessionInfo:
@@ -87,18 +96,19 @@ class SessionStore:
             StateError: Or another error of `Slot.save`.
         """
         self._check_name(name)
-        blob, facts = slot.save(), slot.state_facts()
+        blob, marks = slot.save_marked()
+        held = _Held(blob, slot.state_facts(), marks)
         with self._lock:
             known = self._find(name)
             now = time.time()
             info = SessionInfo(name, len(blob), known.created_s if known else now, now)
             self._make_room(name, len(blob))
             if not self._fits(name, len(blob)):
-                info = self._spill(info, blob, facts)
-                self._blobs.pop(name, None)
+                info = self._spill(info, held)
+                self._held.pop(name, None)
             else:
-                self._blobs[name] = (blob, facts)
-                self._blobs.move_to_end(name)
+                self._held[name] = held
+                self._held.move_to_end(name)
                 self._unlink(name)  # what a file holds is out of date
             self._infos[name] = info
             return info
@@ -113,14 +123,15 @@ class SessionStore:
         facts = slot.state_facts()
         with self._lock:
             info = self._known("restore", name)
-            if name in self._blobs:
-                self._blobs.move_to_end(name)
-                blob, saved = self._blobs[name]
-                check_facts(saved, facts)
+            if name in self._held:
+                self._held.move_to_end(name)
+                held = self._held[name]
+                check_facts(held.facts, facts)
+                blob, marks = held.blob, held.marks
             else:
                 assert info.path is not None
-                blob = read_state(info.path, facts)
-        return slot.restore(blob)
+                blob, marks = read_marked(info.path, facts)
+        return slot.restore_marked(blob, marks)
 
     def remove(self, name: str) -> None:
         """Forget session *name*, its file too.
@@ -131,7 +142,7 @@ class SessionStore:
         with self._lock:
             self._known("remove", name)
             self._unlink(name)
-            self._blobs.pop(name, None)
+            self._held.pop(name, None)
             self._infos.pop(name, None)
 
     def flush(self) -> None:
@@ -141,8 +152,8 @@ class SessionStore:
             RequestError: There is no directory.
         """
         with self._lock:
-            for name, (blob, facts) in self._blobs.items():
-                self._write(self._infos[name], blob, facts)
+            for name, held in self._held.items():
+                self._write(self._infos[name], held)
 
     def sessions(self) -> list[SessionInfo]:
         """Every session, by name."""
@@ -155,7 +166,7 @@ class SessionStore:
     # ---- under the lock
 
     def _fits(self, name: str, n_bytes: int) -> bool:
-        others = [len(blob) for other, (blob, _) in self._blobs.items() if other != name]
+        others = [len(held.blob) for other, held in self._held.items() if other != name]
         return len(others) < self._max_sessions and sum(others) + n_bytes <= self._max_bytes
 
     def _make_room(self, name: str, n_bytes: int) -> None:
@@ -163,26 +174,25 @@ class SessionStore:
             if self._fits(name, n_bytes):
                 return
             raise CapacityError(
-                f"SessionStore.save: {n_bytes} bytes more than fit beside {len(self._blobs)} "
+                f"SessionStore.save: {n_bytes} bytes more than fit beside {len(self._held)} "
                 f"sessions, the limits are {self._max_sessions} sessions and {self._max_bytes} "
                 "bytes; remove one or give the store a directory"
             )
         if n_bytes > self._max_bytes or self._max_sessions == 0:
             return  # it goes to a file itself
         while not self._fits(name, n_bytes):
-            oldest = next(other for other in self._blobs if other != name)
-            blob, facts = self._blobs[oldest]
-            self._infos[oldest] = self._spill(self._infos[oldest], blob, facts)
-            del self._blobs[oldest]
+            oldest = next(other for other in self._held if other != name)
+            self._infos[oldest] = self._spill(self._infos[oldest], self._held[oldest])
+            del self._held[oldest]
 
-    def _spill(self, info: SessionInfo, blob: bytes, facts: StateFacts) -> SessionInfo:
-        return replace(info, path=self._write(info, blob, facts))
+    def _spill(self, info: SessionInfo, held: _Held) -> SessionInfo:
+        return replace(info, path=self._write(info, held))
 
-    def _write(self, info: SessionInfo, blob: bytes, facts: StateFacts) -> Path:
+    def _write(self, info: SessionInfo, held: _Held) -> Path:
         if self._directory is None:
             raise RequestError("SessionStore.flush: the store has no directory; give it one")
         path = self._directory / f"{info.name}{_ENDING}"
-        write_state(path, blob, facts)
+        write_state(path, held.blob, held.facts, held.marks)
         return path
 
     def _unlink(self, name: str) -> None:

@@ -4,14 +4,19 @@
 
 The blob in front stays what every reader of SES1 knows. A blob that happens to end like a trailer
 is one in 2**64.
+
+The JSON is one flat object. Version 2, which is written: ``model``, ``kv_type``, those of
+`SlotMarks` that are known, and ``sha256`` over the blob and all other fields. Fields that a reader
+does not know count for the checksum and are ignored otherwise; what must not be ignored needs
+another version. Version 1 is still read: its ``model`` is the sampled fingerprint, and its
+``sha256`` covers the blob alone.
 """
 
 import hashlib
 import json
-import os
 import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, cast
 
 from kqview.errors import StateFormatError, StateMismatch
@@ -19,8 +24,6 @@ from kqview.errors import StateFormatError, StateMismatch
 MAGIC: Final = b"KQVIEW01"
 FOOTER_BYTES: Final = 4 + len(MAGIC)
 _JSON_BYTES_MAX: Final = 1 << 16
-_N_SAMPLES: Final = 64
-_SAMPLE_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,37 +31,40 @@ class StateFacts:
     """What a slot's cache depends on besides its ids.
 
     Attributes:
-        model: Fingerprint of the model's and the adapters' files (`fingerprint`).
+        model: Fingerprint of the model's and the adapters' files (`ModelFiles.fingerprint`).
         kv_type: Type of the KV cache, such as "f16".
+        sampled_model: The fingerprint that trailers of version 1 hold; not written.
     """
 
     model: str
     kv_type: str
+    sampled_model: str = ""
 
 
-def fingerprint(paths: Sequence[tuple[str, float]]) -> str:
-    """SHA-256 over each file's size, scale and 64 samples of 64 KiB, spread evenly.
+@dataclass(frozen=True, slots=True)
+class SlotMarks:
+    """What is true of one saved slot and stands neither in its blob nor in its engine.
 
-    The first samples hold the metadata and the vocabulary, the others weights of every part;
-    reading all of a model would take longer than most prompts. Of a model in several files the
-    first one counts.
+    Each field is written where it is known. A new one needs no new version of the trailer as long
+    as a reader may ignore it.
+
+    Attributes:
+        n_exact: Tokens whose cache is what a fresh evaluation computes; from there on it is
+            approximate. None: not known.
     """
-    digest = hashlib.sha256()
-    for path, scale in paths:
-        with open(path, "rb") as stream:
-            n_bytes = os.fstat(stream.fileno()).st_size
-            digest.update(struct.pack("<Qd", n_bytes, scale))
-            last = max(n_bytes - _SAMPLE_BYTES, 0)
-            for at in sorted({last * i // (_N_SAMPLES - 1) for i in range(_N_SAMPLES)}):
-                stream.seek(at)
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+
+    n_exact: int | None = None
 
 
-def make_trailer(blob: bytes, facts: StateFacts) -> bytes:
+NO_MARKS: Final = SlotMarks()
+
+
+def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) -> bytes:
     """The trailer to write behind *blob*."""
-    content = {"version": 1, **asdict(facts), "sha256": hashlib.sha256(blob).hexdigest()}
-    text = json.dumps(content, separators=(",", ":")).encode()
+    known = {name: value for name, value in asdict(marks).items() if value is not None}
+    content = {"version": 2, "model": facts.model, "kv_type": facts.kv_type, **known}
+    content["sha256"] = _checksum(blob, content)
+    text = _to_json(content)
     return text + struct.pack("<I", len(text)) + MAGIC
 
 
@@ -80,7 +86,7 @@ def trailer_bytes(end: bytes, n_bytes: int) -> int:
     return n_text + FOOTER_BYTES
 
 
-def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> None:
+def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
     """Check *blob* against its trailer, and the trailer against *facts* where given.
 
     Raises:
@@ -88,15 +94,18 @@ def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> None
         StateMismatch: The slot was one of another model or kv_type.
     """
     content = _content(trailer[:-FOOTER_BYTES])
-    if content.get("version") != 1:
+    version = content.get("version")
+    if version not in (1, 2):
         raise StateFormatError(
-            f"state: the trailer has version {content.get('version')!r}, 1 is known; "
-            "use a newer kqview"
+            f"state: the trailer has version {version!r}, 1 and 2 are known; use a newer kqview"
         )
-    if content.get("sha256") != hashlib.sha256(blob).hexdigest():
-        raise StateFormatError("state: the checksum is another; the file was altered")
+    signed = {} if version == 1 else {k: v for k, v in content.items() if k != "sha256"}
+    if content.get("sha256") != _checksum(blob, signed):
+        raise StateFormatError("state: the checksum differs; the file was altered")
     if facts is not None:
-        check_facts(StateFacts(str(content.get("model")), str(content.get("kv_type"))), facts)
+        own = replace(facts, model=facts.sampled_model) if version == 1 else facts
+        check_facts(StateFacts(str(content.get("model")), str(content.get("kv_type"))), own)
+    return _marks(content)
 
 
 def check_facts(saved: StateFacts, own: StateFacts) -> None:
@@ -119,11 +128,32 @@ def split(data: bytes) -> tuple[bytes, bytes]:
     return (data[:-n], data[-n:]) if n else (data, b"")
 
 
+def _marks(content: Mapping[str, Any]) -> SlotMarks:
+    n_exact = content.get("n_exact")
+    if n_exact is not None and (type(n_exact) is not int or n_exact < 0):
+        raise StateFormatError(
+            f"state: n_exact in the trailer is {n_exact!r}, 0 and above are known"
+        )
+    return SlotMarks(n_exact=n_exact)
+
+
+def _checksum(blob: bytes, signed: Mapping[str, Any]) -> str:
+    digest = hashlib.sha256(blob)
+    if signed:
+        digest.update(_to_json(signed))
+    return digest.hexdigest()
+
+
+def _to_json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+
 def _content(text: bytes) -> Mapping[str, Any]:
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
         content = None
-    if not isinstance(content, dict):
-        raise StateFormatError("state: the trailer is no JSON object; the file was altered")
-    return cast("dict[str, Any]", content)
+    fields = cast("dict[str, Any]", content) if isinstance(content, dict) else None
+    if fields is None or any(isinstance(value, dict | list) for value in fields.values()):
+        raise StateFormatError("state: the trailer is no flat JSON object; the file was altered")
+    return fields
