@@ -1,6 +1,7 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
 # libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp; its RPC
-# client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its aborts become exceptions, see cpp/llama/backend.h.
+# client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its aborts become exceptions, see cpp/llama/backend.h; keys
+# are moved without the rotation that not every cache has, see kv_cache_rotation.h.
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -53,6 +54,12 @@ target_compile_definitions(llama PRIVATE
 # The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends the process.
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-rpc/ggml-rpc.cpp
     TARGET_DIRECTORY ggml-rpc PROPERTIES COMPILE_DEFINITIONS socket_t=kqview_rpc_socket_t)
+
+# Only this file: elsewhere llama.cpp looks before it rotates.
+set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/llama-kv-cache.cpp
+    TARGET_DIRECTORY llama PROPERTIES
+    COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h"
+    OBJECT_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h)
 
 # An abort of ggml is an exception on our threads (cpp/llama/backend.h): it has to cross what is written in C. Not what
 # the CPU's compute threads share, so their backend computes through a function of ours that says so.
