@@ -236,7 +236,7 @@ async def test_wait_with_a_limit_that_keeps_its_task_loses_no_token(
     n_timeouts = 0
     while len(got) < 60:
         task = asyncio.ensure_future(anext(generation))
-        while not (await asyncio.wait({task}, timeout=0.0002))[0]:
+        while not (await asyncio.wait({task}, timeout=0))[0]:
             n_timeouts += 1
         got.append(task.result().id)
     assert got == want
