@@ -27,6 +27,7 @@ Messages read ``<noun>.<verb>: <got>, <limit>; <remedy>``. Cancelling is a finis
 error. This file imports nothing of kqview; the C++ core looks its classes up in ``BY_CODE``.
 """
 
+import reprlib
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
@@ -242,3 +243,18 @@ BY_CODE: Final[Mapping[str, type[KqviewError]]] = MappingProxyType(
     }
 )
 """Class for each ``errc`` of the C++ core, by the name that the enum gives it."""
+
+_MOST_BITS: Final = 256
+_MOST_CHARACTERS: Final = 120
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _MOST_CHARACTERS
+
+
+def shown(value: object) -> str:
+    """*value* as a message shows it: its repr, shortened, whatever a caller passed."""
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return f"a whole number of {value.bit_length()} bits"
+    try:
+        return _repr.repr(value)
+    except Exception:  # a repr is the caller's code, and huge numbers inside a list have none
+        return f"an object of type {type(value).__name__}"

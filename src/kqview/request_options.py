@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, TypedDict, cast
 
 from kqview import _core
-from kqview.errors import InvalidToken, RequestError, UnsupportedModel
+from kqview.errors import InvalidToken, RequestError, UnsupportedModel, shown
 from kqview.types import Capture, Sampling
 
 _INT32_MAX: Final = 2**31 - 1
@@ -113,11 +113,15 @@ def to_core_options(
         RequestError: An option is of another type or out of its range.
     """
     if flash_attn != "auto" and not isinstance(flash_attn, bool):
-        raise RequestError(f"Engine: flash_attn is {flash_attn!r}, known are 'auto', True, False")
+        raise RequestError(
+            f"Engine: flash_attn is {shown(flash_attn)}, known are 'auto', True, False"
+        )
     if not isinstance(kv_type, str):
-        raise RequestError(f"Engine: kv_type is {kv_type!r}, a name such as 'f16' is needed")
+        raise RequestError(f"Engine: kv_type is {shown(kv_type)}, a name such as 'f16' is needed")
     if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
-        raise RequestError(f"Engine: pooling is {pooling!r}, known are None, {str(_POOLING)[1:-1]}")
+        raise RequestError(
+            f"Engine: pooling is {shown(pooling)}, known are None, {str(_POOLING)[1:-1]}"
+        )
     return {
         "n_ctx": 0 if n_ctx is None else whole_number("Engine", "n_ctx", n_ctx),
         "n_slots": whole_number("Engine", "n_slots", n_slots),
@@ -140,7 +144,7 @@ def progress_callback(progress: object) -> Callable[[float], object] | None:
     if progress is True:
         return _print_progress
     if progress and not callable(progress):
-        raise RequestError(f"Engine: progress is {progress!r}, True or a callable is needed")
+        raise RequestError(f"Engine: progress is {shown(progress)}, True or a callable is needed")
     return cast("Callable[[float], object]", progress) if progress else None
 
 
@@ -158,7 +162,9 @@ def model_path(model: str | os.PathLike[str]) -> str:
     path = os.fsdecode(os.fspath(model))
     encode("Engine", path)
     if "\0" in path:
-        raise RequestError(f"Engine: the path {path!r} has a zero byte, no file has; correct it")
+        raise RequestError(
+            f"Engine: the path {shown(path)} has a zero byte, no file has; correct it"
+        )
     return path
 
 
@@ -185,20 +191,26 @@ def _is_pair(items: tuple[object, ...]) -> bool:
 
 def _lora_adapter(item: object) -> tuple[str, float]:
     path, scale = item, 1.0
+    got = shown(item)
     if isinstance(item, tuple) and len(cast("tuple[object, ...]", item)) == 2:
         path, scale = cast("tuple[object, object]", item)
     if not isinstance(path, str | os.PathLike):
-        raise RequestError(f"Engine: lora has {item!r}, a path or a (path, scale) pair is needed")
+        raise RequestError(f"Engine: lora has {got}, a path or a (path, scale) pair is needed")
     number = _to_float(scale)
     if number is None or not abs(number) <= _SCALE_MAX:
         raise RequestError(
-            f"Engine: lora has {item!r}, a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g} is needed"
+            f"Engine: lora has {got}, a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g} is needed"
         )
     return model_path(cast("str | os.PathLike[str]", path)), number
 
 
 def _to_float(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return None
 
 
 def encode(who: str, text: str) -> bytes:
@@ -218,7 +230,9 @@ def whole_number(who: str, name: str, value: object, low: int = 1, high: int = _
     """*value* as an int from *low* to *high*; RequestError otherwise."""
     number = _to_index(value)
     if number is None or not low <= number <= high:
-        raise RequestError(f"{who}: {name} is {value!r}, a whole number {low}..{high} is needed")
+        raise RequestError(
+            f"{who}: {name} is {shown(value)}, a whole number {low}..{high} is needed"
+        )
     return number
 
 
@@ -248,10 +262,12 @@ def shift_options(
         UnsupportedModel: The model's positions cannot be moved.
     """
     who = "generate"
-    if reuse not in ("exact", "shift"):
-        raise RequestError(f"{who}: reuse is {reuse!r}, known are 'exact' and 'shift'")
+    if not isinstance(reuse, str) or reuse not in ("exact", "shift"):
+        raise RequestError(f"{who}: reuse is {shown(reuse)}, known are 'exact' and 'shift'")
     if not isinstance(context_shift, bool):
-        raise RequestError(f"{who}: context_shift is {context_shift!r}, True or False is needed")
+        raise RequestError(
+            f"{who}: context_shift is {shown(context_shift)}, True or False is needed"
+        )
     n_run_min = whole_number(who, "reuse_min_tokens", reuse_min_tokens)
     wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
     if wanted and core.shift_obstacle:
@@ -294,8 +310,8 @@ def sampling_of(
     Raises:
         RequestError: Both were given, or something else; or *mods*, which are not there yet.
     """
-    if mods:
-        raise RequestError(f"{who}: mods are not in this version")
+    if not isinstance(mods, Sequence) or mods:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise RequestError(f"{who}: mods are not in this version; leave mods out")
     if sampling is None:
         return Sampling(**options)
     if not isinstance(sampling, Sampling):
@@ -318,10 +334,10 @@ def checked_ids(who: str, ids: Iterable[object]) -> list[int]:
         token_id = _to_index(value)
         if token_id is None:
             raise InvalidToken(
-                f"{who}: token id {value!r} is no whole number; take ids from tokenize"
+                f"{who}: token id {shown(value)} is no whole number; take ids from tokenize"
             )
         if not 0 <= token_id <= _INT32_MAX:
-            raise InvalidToken(f"{who}: token id {token_id}, ids are 0 and above")
+            raise InvalidToken(f"{who}: token id {shown(token_id)}, ids are 0 and above")
         checked.append(token_id)
     return checked
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kqview import _core
 from kqview.capture_plan import to_plan, to_policy
 from kqview.constraints import llguidance_library
-from kqview.errors import PromptTooLong, RequestError
+from kqview.errors import PromptTooLong, RequestError, shown
 from kqview.generation.astream import LoopWaker
 from kqview.generation.stream import Generation
 from kqview.generation.turns import Turns
@@ -82,6 +82,8 @@ class Requests:
         priority: int,
     ) -> Generation:
         """Queue a request whose arguments are well-formed; raises what the core refuses."""
+        if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError(f"{who}: request_id is {shown(request_id)}, a str is needed")
         handle = self._core.submit(
             prompt=ids,
             sampling=to_core(sampling),

@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, cast
 
 from kqview import _core
-from kqview.errors import RequestError
+from kqview.errors import RequestError, shown
 
 _PORT_MAX: Final = 2**16 - 1
 _SERVERS_MAX: Final = 15  # ggml schedules 16 backends, one of them is this machine's processor
@@ -27,14 +27,15 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
         value = [value]
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise RequestError(
-            f"Engine: rpc_servers is {value!r}, a list such as ['192.168.0.2:50052'] is needed"
+            f"Engine: rpc_servers is {shown(value)}, a list such as ['192.168.0.2:50052'] is needed"
         )
     endpoints: list[tuple[str, int]] = []
     for item in value:  # pyright: ignore[reportUnknownVariableType]
         endpoint = _endpoint(item)  # pyright: ignore[reportUnknownArgumentType]
         if endpoint in endpoints:
             raise RequestError(
-                f"Engine: rpc_servers names {item!r} twice, a server takes part once; leave one out"
+                f"Engine: rpc_servers names {shown(cast('object', item))} twice, a server "
+                "takes part once; leave one out"
             )
         endpoints.append(endpoint)
     if len(endpoints) > _SERVERS_MAX:
@@ -58,7 +59,8 @@ def rpc_timeout(value: object) -> float:
     ):
         return float(value)
     raise RequestError(
-        f"Engine: rpc_timeout_s is {value!r}, seconds from 0.001 to {_TIMEOUT_MAX_S:.0f} are needed"
+        f"Engine: rpc_timeout_s is {shown(value)}, seconds from 0.001 to {_TIMEOUT_MAX_S:.0f} "
+        "are needed"
     )
 
 
@@ -72,24 +74,26 @@ def server_states(model: _core.Model) -> list[dict[str, object]]:
 
 def _endpoint(item: object) -> tuple[str, int]:
     if not isinstance(item, str):
-        raise RequestError(f"Engine: rpc_servers has {item!r}, a text 'host:port' is needed")
+        raise RequestError(f"Engine: rpc_servers has {shown(item)}, a text 'host:port' is needed")
     host, colon, port = item.rpartition(":")
     if ":" in host:
         raise RequestError(
-            f"Engine: rpc_servers has {item!r}, one colon is allowed: llama.cpp's servers have "
-            "IPv4 addresses; write 'host:port'"
+            f"Engine: rpc_servers has {shown(item)}, one colon is allowed: llama.cpp's servers "
+            "have IPv4 addresses; write 'host:port'"
         )
     if not colon:
         raise RequestError(
-            f"Engine: rpc_servers has {item!r}, a port is missing; write 'host:port', "
+            f"Engine: rpc_servers has {shown(item)}, a port is missing; write 'host:port', "
             "llama.cpp's server listens on 50052 unless told otherwise"
         )
     if len(host) > _HOST_CHARACTERS_MAX or not _HOST.fullmatch(host):
         raise RequestError(
-            f"Engine: rpc_servers has {item!r}, '{host}' is no name of a host; write 'host:port'"
+            f"Engine: rpc_servers has {shown(item)}, {shown(host)} is no name of a host; "
+            "write 'host:port'"
         )
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _PORT_MAX):
         raise RequestError(
-            f"Engine: rpc_servers has {item!r}, the port is {port!r}, ports are 1..{_PORT_MAX}"
+            f"Engine: rpc_servers has {shown(item)}, the port is {shown(port)}, "
+            f"ports are 1..{_PORT_MAX}"
         )
     return host.lower(), int(port)

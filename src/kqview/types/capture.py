@@ -1,12 +1,15 @@
 """Capture: which attention a generation hands out, and what happens when its memory is full."""
 
+import contextlib
 import math
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
-from kqview.errors import InvalidCapture
+import numpy as np
+
+from kqview.errors import InvalidCapture, shown
 from kqview.types.model import ModelInfo
 
 Kind = Literal["logits", "scores", "probs"]
@@ -73,6 +76,10 @@ class Capture:
             object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _to_top_k(self.top_k))
+        if not isinstance(self.prompt, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidCapture(
+                f"capture.validate: prompt is {type(self.prompt).__name__}, True or False is needed"
+            )
         object.__setattr__(self, "prompt", bool(self.prompt))
         object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
 
@@ -111,7 +118,7 @@ class Capture:
         """
         if n_context < 0:
             raise InvalidCapture(
-                f"capture.bytes_per_token: n_context is {n_context}, the least is 0; "
+                f"capture.bytes_per_token: n_context is {shown(n_context)}, the least is 0; "
                 "pass the number of tokens before the query"
             )
         _check_members("layers", self.layers or (), model.attention_layers)
@@ -135,9 +142,10 @@ class Capture:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+    # An array would compare element by element.
+    if not isinstance(value, str) or value not in choices:
         raise InvalidCapture(
-            f"capture.validate: {name} is {value!r}, known are {', '.join(choices)}; "
+            f"capture.validate: {name} is {shown(value)}, known are {', '.join(choices)}; "
             "use one of these"
         )
 
@@ -155,7 +163,7 @@ def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | ra
 def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise InvalidCapture(
-            f"capture.validate: {name} is {values!r}, a sequence of indices is needed; "
+            f"capture.validate: {name} is {shown(values)}, a sequence of indices is needed; "
             f"pass for example {name}=[0, 1]"
         )
     indices = tuple(_to_index(name, value) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
@@ -175,7 +183,7 @@ def _to_index(name: str, value: object) -> int:
     index = _to_int(value)
     if index is None or index < 0:
         raise InvalidCapture(
-            f"capture.validate: {name} has {value!r}, indices are whole numbers from 0; "
+            f"capture.validate: {name} has {shown(value)}, indices are whole numbers from 0; "
             "count from the first one"
         )
     return index
@@ -185,7 +193,8 @@ def _to_top_k(value: object) -> int:
     top_k = _to_int(value)
     if top_k is None or top_k < 1:
         raise InvalidCapture(
-            f"capture.validate: top_k is {value!r}, the least is 1; pass None to keep whole rows"
+            f"capture.validate: top_k is {shown(value)}, the least is 1; "
+            "pass None to keep whole rows"
         )
     return top_k
 
@@ -202,10 +211,11 @@ def _to_int(value: object) -> int | None:
 def _to_wait_s(value: object) -> float:
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value)
+        with contextlib.suppress(OverflowError):  # an int beyond every float
+            seconds = float(value)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise InvalidCapture(
-            f"capture.validate: wait_s is {value!r}, a finite number of seconds from 0 is needed; "
-            "use on_full='raise' for no wait"
+            f"capture.validate: wait_s is {shown(value)}, a finite number of seconds from 0 is "
+            "needed; use on_full='raise' for no wait"
         )
     return seconds

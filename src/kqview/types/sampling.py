@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Final, NamedTuple, cast
 
-from kqview.errors import InvalidSampling
+from kqview.errors import InvalidSampling, shown
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
 _INT_MAX: Final = 2**31 - 1
@@ -158,7 +158,8 @@ class Sampling:
             self._set(name, _to_token_ids(name, getattr(self, name)))
         for name in ("stop", "dry_sequence_breakers"):
             self._set(name, _to_strings(name, getattr(self, name)))
-        self._set("ignore_eos", bool(self.ignore_eos))
+        if not isinstance(self.ignore_eos, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise _invalid("ignore_eos", self.ignore_eos, "True or False", "False is the default")
         if self.json_schema is not None:
             self._set("json_schema", _to_schema(self.json_schema))
         for name in ("grammar", "regex"):
@@ -176,9 +177,9 @@ class Sampling:
 
 
 def _invalid(name: str, value: object, limit: object, remedy: str) -> InvalidSampling:
-    shown = repr(value)
-    shown = shown if len(shown) <= 80 else shown[:77] + "..."
-    return InvalidSampling(f"sampling.validate: {name} is {shown}, allowed is {limit}; {remedy}")
+    return InvalidSampling(
+        f"sampling.validate: {name} is {shown(value)}, allowed is {limit}; {remedy}"
+    )
 
 
 def _to_float(name: str, value: object, limit: _Limit) -> float:
@@ -239,7 +240,7 @@ def _to_bias(bias: Mapping[int, float]) -> dict[int, float]:
         if isinstance(value, Real) and not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             number = -math.inf if value == -math.inf else _to_finite(value)
         if math.isnan(number):
-            name = f"logit_bias[{token_id!r}]"
+            name = f"logit_bias[{shown(token_id)}]"
             raise _invalid(name, value, "a number below infinity", "-inf bans the token")
         checked[_to_int("logit_bias id", token_id, _TOKEN_ID)] = number
     return checked
