@@ -55,7 +55,7 @@ def wait_free(engine: Engine) -> None:
 
 async def test_tokens_come_in_order_and_the_run_is_over_at_the_end(engine: Engine):
     service, run = await start(engine, max_tokens=5)
-    assert list(service.runs) == ["one"]
+    assert service.find(request_id="one") == [run]
     indices = [step.token.index async for step in run]
     assert indices == list(range(5))
     assert run.is_over
@@ -64,7 +64,7 @@ async def test_tokens_come_in_order_and_the_run_is_over_at_the_end(engine: Engin
     elapsed_s = run.elapsed_s
     await asyncio.sleep(0.01)
     assert run.elapsed_s == elapsed_s
-    assert service.last.finish_reason == "length"
+    assert service.last_of().finish_reason == "length"
 
 
 async def test_same_seed_gives_the_same_text_and_samples_give_others(engine: Engine):

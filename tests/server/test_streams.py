@@ -148,14 +148,14 @@ def stalled_websocket(served: Served, body: dict[str, Any], request_id: str) -> 
 
 def wait_stalled(served: Served, request_id: str) -> None:
     """Wait until nothing moves any more; a slot is paused for a moment now and then."""
-    run = served.service.runs
+    served.wait_until(lambda: served.service.find(request_id=request_id))
+    (run,) = served.service.find(request_id=request_id)
 
     def is_stalled() -> bool:
-        before = run[request_id].n_tokens
+        before = run.n_tokens
         time.sleep(0.1)
-        return run[request_id].n_tokens == before and paused(served) == [request_id]
+        return run.n_tokens == before and paused(served) == [request_id]
 
-    served.wait_until(lambda: request_id in run)
     served.wait_until(is_stalled)
 
 
@@ -166,7 +166,8 @@ STALLS = pytest.mark.parametrize("stall", [stalled_post, stalled_websocket])
 def test_client_that_does_not_read_pauses_its_own_request_only(toy: Served, stall: Any):
     with stall(toy, ROWS, "stalled"):
         wait_stalled(toy, "stalled")
-        before = toy.service.runs["stalled"].n_tokens
+        (run,) = toy.service.find(request_id="stalled")
+        before = run.n_tokens
         leased = toy.engine.stats().pool.leased_bytes
         with toy.client() as client:
             started_s = time.monotonic()
@@ -177,7 +178,7 @@ def test_client_that_does_not_read_pauses_its_own_request_only(toy: Served, stal
         assert took_s < 5
         stats = toy.engine.stats()
         assert paused(toy) == ["stalled"]
-        assert toy.service.runs["stalled"].n_tokens <= before + 1
+        assert run.n_tokens <= before + 1
         # What the engine ran ahead, what is being sent; not what was generated.
         row_bytes = 4 * 8 * 4 * stats.slots[0].n_tokens + 2**16
         assert stats.pool.leased_bytes <= max(leased, 11 * row_bytes)
@@ -216,7 +217,7 @@ def test_client_that_reads_nothing_for_too_long_is_dropped(
 ):
     before = n_files()
     with stall(impatient, ROWS, "stalled") as sock:
-        impatient.wait_until(lambda: "stalled" in impatient.service.runs)
+        impatient.wait_until(lambda: impatient.service.find(request_id="stalled"))
         impatient.wait_idle(within_s=3)
         impatient.wait_until(lambda: not impatient.engine.stats().pool.n_leased)
         # Not only the request is over: the socket is closed, unread buffers and all.

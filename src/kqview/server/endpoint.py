@@ -18,9 +18,10 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import RequestError
+from kqview.server.caller import Caller
 from kqview.server.connection import Connection, connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
-from kqview.server.security import Caller, Gate
+from kqview.server.security import Gate
 from kqview.server.service import Service
 from kqview.server.streaming import (
     EVENT_HEAD,

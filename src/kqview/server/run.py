@@ -29,10 +29,10 @@ class GenerateRequest:
         prompt: Text, tokenized as ``engine.generate`` does, or ids.
         max_tokens: Most tokens to generate.
         sampling: How they are chosen; the defaults are the dialect's.
-        request_id: Name for events, logs and `Service.find`; unique while it runs.
+        request_id: Name for events, logs and `Service.find`; unique among what its owner runs.
         attention: None for no attention at all.
         n_samples: Texts to generate from the one prompt; its evaluation is shared.
-        key: What aborting it may be restricted to (KoboldAI's ``genkey``).
+        key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
         max_context: Longest prompt that the client wants to have evaluated; the server's own limit
             counts as well.
     """
@@ -84,8 +84,11 @@ class Run:
         generations: Sequence[Generation],
         *,
         on_close: Callable[["Run"], None],
+        owner: str = "",
     ) -> None:
         self.request = request
+        self.owner = owner
+        """`Caller.owner` of who started it."""
         self.generations = tuple(generations)
         self.encoder = Encoder(generations[0].count_copied)
         self.started_s = time.monotonic()

@@ -11,32 +11,19 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final, Literal
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Scope
 
+from kqview.server.caller import Caller
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
 from kqview.server.settings import Settings
 
 Access = Literal["open", "user", "admin"]
 
 _MOST_CLIENTS: Final = 10_000
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """Who calls.
-
-    Attributes:
-        name: For logs and the rate limit: the address, or a short digest of the key.
-        is_admin: Whether an admin key was sent.
-    """
-
-    name: str
-    is_admin: bool = False
 
 
 class Gate:
@@ -62,7 +49,10 @@ class Gate:
         key = self._key(scope, headers)
         is_admin = _is_one_of(key, settings.admin_keys)
         is_user = _is_one_of(key, settings.api_keys) or is_admin
-        caller = Caller(f"key-{_digest(key)}" if is_user else _address(scope), is_admin)
+        caller = Caller(_address(scope))
+        if is_user:
+            owner = _sha256(key).hex()
+            caller = Caller(f"key-{owner[:8]}", is_admin, owner)
         if access == "open":
             return caller
         self.count(caller)
@@ -113,10 +103,6 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
 
 def _sha256(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _digest(key: str) -> str:
-    return _sha256(key).hex()[:8]
 
 
 def _is_own_page(origin: str, host: str) -> bool:

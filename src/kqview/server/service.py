@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from typing import Any, Final, TypeVar
 from kqview.engine import Engine
 from kqview.errors import PromptTooLong, QueueFull, RequestError
 from kqview.generation.text import TextStream
+from kqview.server.caller import ANYONE, Caller
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut
 from kqview.server.models import model_names, model_path
 from kqview.server.run import GenerateRequest, Run, TokenLogprobs
@@ -36,7 +38,7 @@ _N_WORKERS: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """What the run that ended last did; zeros before the first one."""
+    """What an owner's run that ended last did; zeros before the first one."""
 
     usage: Usage = field(default_factory=Usage)
     finish_reason: str = ""
@@ -52,10 +54,12 @@ class Service:
     def __init__(self, engine: Engine | None, settings: Settings) -> None:
         """Serve *engine*, which stays the caller's; None opens the settings' model in `open`."""
         self.settings = settings
-        self.runs: dict[str, Run] = {}
-        self.last = LastRun()
+        self.runs: dict[tuple[str, str], Run] = {}
+        """What runs, by owner and request_id."""
         self.started_s = time.monotonic()
         self.n_runs = 0
+        self._n_runs_of: Counter[str] = Counter()
+        self._last: dict[str, LastRun] = {}  # by owner, the one that ended last behind the others
         self._engine = engine
         self._owns_engine = False
         self._path = settings.model
@@ -258,8 +262,12 @@ class Service:
 
     # ---- generation
 
-    async def start(self, request: GenerateRequest) -> Run:
+    async def start(self, request: GenerateRequest, caller: Caller = ANYONE) -> Run:
         """Admit *request*; what cannot work raises here, before anything was sent.
+
+        Args:
+            request: What to generate.
+            caller: Whose the run is.
 
         Raises:
             RequestError: Or one of its kinds: the request cannot work.
@@ -268,11 +276,11 @@ class Service:
             ModelChanged: It was switched in the meantime.
         """
         engine, settings = self.engine, self.settings
-        self._check_limits(request)
+        self._check_limits(request, caller)
         ids = await self._prompt_ids(engine, request.prompt)
         if engine is not self._engine:
             raise ModelChanged("service.start: the model was switched; send it again")
-        self._check_limits(request)  # others may have been admitted meanwhile
+        self._check_limits(request, caller)  # others may have been admitted meanwhile
         limit = min(self.max_context, request.max_context or self.max_context)
         if len(ids) > limit:
             raise PromptTooLong(
@@ -299,9 +307,10 @@ class Service:
             for generation in generations:
                 generation.cancel()
             raise
-        run = Run(request, generations, on_close=self._ended)
-        self.runs[request.request_id] = run
+        run = Run(request, generations, on_close=self._ended, owner=caller.owner)
+        self.runs[caller.owner, request.request_id] = run
         self.n_runs += 1
+        self._n_runs_of[caller.owner] += 1
         if settings.request_timeout_s:
             seconds = settings.request_timeout_s
             late = TimedOut(f"service.start: the request took more than {seconds:g} s")
@@ -315,14 +324,15 @@ class Service:
             return engine.tokenize(prompt, add_special=True)
         return await self._in_thread(partial(engine.tokenize, prompt, add_special=True))
 
-    def _check_limits(self, request: GenerateRequest) -> None:
+    def _check_limits(self, request: GenerateRequest, caller: Caller) -> None:
         settings = self.settings
         if not 1 <= request.n_samples <= settings.max_samples:
             raise RequestError(
                 f"service.start: {request.n_samples} samples, the limit is {settings.max_samples}; "
                 "ask for fewer"
             )
-        if request.request_id in self.runs:
+        # Another owner's name is free: a refusal would tell that it is in use.
+        if (caller.owner, request.request_id) in self.runs:
             raise RequestError(
                 f"service.start: request_id {request.request_id!r} is in use; send another one"
             )
@@ -335,21 +345,47 @@ class Service:
             )
 
     def _ended(self, run: Run) -> None:
-        self.runs.pop(run.request_id, None)
+        self.runs.pop((run.owner, run.request_id), None)
         if not self.runs:
             self._is_idle.set()
         seed = run.request.sampling.seed
-        self.last = LastRun(
+        self._last.pop(run.owner, None)
+        self._last[run.owner] = LastRun(
             run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs)
         )
         self.on_end(run)
 
-    def find(self, *, key: str = "", request_id: str | None = None) -> list[Run]:
-        """Runs with this ``genkey``, or of this name; in the order of their start."""
-        if request_id is not None:
-            run = self.runs.get(request_id)
-            return [run] if run else []
-        return [run for run in self.runs.values() if run.request.key == key]
+    def find(
+        self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
+    ) -> list[Run]:
+        """Runs with this ``genkey``, or of this name; in the order of their start.
+
+        Only those that *caller* may see: another owner's run is as one that does not exist. An
+        admin who has none of that name is given those of everybody.
+        """
+        found = [
+            run
+            for run in self.runs.values()
+            if caller.may_see(run.owner)
+            and (run.request.key == key if request_id is None else run.request_id == request_id)
+        ]
+        return [run for run in found if run.owner == caller.owner] or found
+
+    def last_of(self, caller: Caller = ANYONE, *, key: str | None = None) -> LastRun:
+        """What *caller*'s run that ended last did, an admin's: anybody's.
+
+        Args:
+            caller: Who asks.
+            key: Only where its ``genkey`` was this one; None for any.
+        """
+        for owner, last in reversed(self._last.items()):
+            if caller.may_see(owner) and key in (None, last.key):
+                return last
+        return LastRun()
+
+    def n_runs_of(self, caller: Caller = ANYONE) -> int:
+        """How many runs *caller* started, an admin: all."""
+        return self.n_runs if caller.is_admin else self._n_runs_of[caller.owner]
 
     async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
         """Do *work* here, or in another thread where *n_bytes* would hold up the event loop."""

@@ -19,7 +19,7 @@ from kqview.server.connection import FRAMES, NO_CONNECTION, Connection, connecti
 from kqview.server.endpoint import Call, Operation
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
-from kqview.server.security import Caller, Gate
+from kqview.server.security import Gate
 from kqview.server.service import Service
 from kqview.server.streaming import ClientGone, Frames, Renderer, Stalled, pump, sent
 
@@ -226,7 +226,7 @@ class SocketEndpoint:
         """Serve one WebSocket until its end."""
         await receive()  # websocket.connect
         known = self._operation.subprotocols
-        caller: Caller | None = None
+        caller = None
 
         def count() -> None:
             if caller is not None and self._operation.access != "open":

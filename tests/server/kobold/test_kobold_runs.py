@@ -141,7 +141,7 @@ def test_abort_without_a_key_spares_several(held: Any):
         reply = client.post("/api/extra/abort", json={"request_id": "named"}).json()
         assert reply == {"success": "true", "done": "true"}
     assert b'"type":"done"' in b"".join(both[1])
-    served.wait_until(lambda: "named" not in served.service.runs)
+    served.wait_until(lambda: not served.service.find(request_id="named"))
     assert len(served.service.runs) == 1
 
 

@@ -43,7 +43,7 @@ async def _generate(call: Call, body: schema.GenerateBody) -> Reply:
     packs = _takes_packs(call)
     plan = plan_for(service, body, call.request_id)
     engine, token_bytes = service.engine, token_bytes_of(service)
-    run = await service.start(plan.request)
+    run = await service.start(plan.request, call.caller)
     async with run:
         n_prompt = run.usage.prompt_tokens
         most = reply_bytes(plan, engine.model, n_prompt=n_prompt, n_ctx=engine.n_ctx, packs=packs)
@@ -76,7 +76,7 @@ def _takes_packs(call: Call) -> bool:
 
 async def stream(call: Call, socket: Socket) -> None:
     """``WS /api/v1/generate/stream``."""
-    await Session(call.service, socket).serve()
+    await Session(call.service, socket, call.caller).serve()
 
 
 async def list_models(call: Call) -> schema.ModelsReply:

@@ -14,6 +14,7 @@ from kqview.errors import BusyError, KqviewError, RequestError
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.events import EventRenderer, error_frame, message_of, name_in
 from kqview.server.api.dream.planning import answer_for, plan_for, token_bytes_of
+from kqview.server.caller import ANYONE, Caller
 from kqview.server.run import Run
 from kqview.server.service import Service
 from kqview.server.sockets import Socket
@@ -33,10 +34,11 @@ class _Running:
 class Session:
     """Serves one socket; belongs to the event loop."""
 
-    def __init__(self, service: Service, socket: Socket) -> None:
-        """Serve *socket*; messages are MessagePack where its subprotocol says so."""
+    def __init__(self, service: Service, socket: Socket, caller: Caller = ANYONE) -> None:
+        """Serve *caller*'s *socket*; messages are MessagePack where its subprotocol says so."""
         self._service = service
         self._socket = socket
+        self._caller = caller
         self._packs = socket.subprotocol == schema.SUBPROTOCOL
         self._running: _Running | None = None
         self._last_id: str | None = None
@@ -119,7 +121,7 @@ class Session:
         try:
             plan = plan_for(service, message, request_id, always_logprob=True)
             token_bytes = token_bytes_of(service)
-            run = await service.start(plan.request)
+            run = await service.start(plan.request, self._caller)
         except KqviewError as error:
             await self._refuse(error, request_id, message)
             return

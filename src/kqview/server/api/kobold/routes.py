@@ -81,7 +81,7 @@ async def _started(call: Call, body: schema.StreamBody, *, asked: bool) -> tuple
     request = convert.request_of(
         body, service.settings, request_id=call.request_id, one_token=one_token, asked=asked
     )
-    return await service.start(request), engine
+    return await service.start(request, call.caller), engine
 
 
 def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
@@ -107,15 +107,13 @@ async def check(call: Call, body: schema.RunBody) -> schema.Texts:
 
 
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
-    """Logprobs of the generation that ended last, where it was asked for some."""
-    last = call.service.last
-    if last.key != (body.genkey or ""):
-        return schema.LastLogprobs(None)
+    """Logprobs of the caller's generation that ended last, where it was asked for some."""
+    last = call.service.last_of(call.caller, key=body.genkey or "")
     return schema.LastLogprobs(logprobs_of(last.logprobs, call.service.engine.token_bytes))
 
 
 def _meant(call: Call, body: schema.RunBody) -> list[Run]:
-    return call.service.find(key=body.genkey or "", request_id=body.request_id or None)
+    return call.service.find(call.caller, key=body.genkey or "", request_id=body.request_id or None)
 
 
 def _by_query(handler: Handler) -> Handler:
@@ -150,12 +148,12 @@ async def max_length(call: Call) -> schema.Number:
 
 
 async def perf(call: Call) -> schema.Perf:
-    """Figures of the last generation."""
+    """Figures of the caller's last generation, and how busy the server is."""
     service = call.service
     return convert.perf_of(
-        service.last,
+        service.last_of(call.caller),
         service.engine.stats(),
-        n_runs=service.n_runs,
+        n_runs=service.n_runs_of(call.caller),
         n_running=len(service.runs),
         started_s=service.started_s,
         now_s=time.monotonic(),
