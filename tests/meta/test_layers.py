@@ -24,6 +24,7 @@ CPP_LAYERS = (
     {"bind"},
 )
 PYTHON_LAYERS = (
+    {"durable"},
     {"errors", "demo", "machine"},
     {"types"},
     {"_core"},

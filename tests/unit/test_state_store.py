@@ -7,45 +7,20 @@ import json
 import os
 import stat
 import struct
+import subprocess
+import sys
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
 
-from kqview import errors
-from kqview.state import SessionStore, files, read_state, write_state
-from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts
+from kqview import durable, errors
+from kqview.state import SessionStore, read_state, write_state
+from kqview.state.trailer import SlotMarks, StateFacts
+from tests.support.fake_slot import BLOB, FACTS, FakeSlot, blob_of
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-FACTS = StateFacts("model", "f16")
-BLOB = b"SES1" + bytes(100)
-
-
-class FakeSlot:
-    """A slot whose cache is a blob."""
-
-    def __init__(
-        self, blob: bytes = BLOB, facts: StateFacts = FACTS, marks: SlotMarks = NO_MARKS
-    ) -> None:
-        self.blob = blob
-        self.facts = facts
-        self.marks = marks
-
-    def save_marked(self) -> tuple[bytes, SlotMarks]:
-        return self.blob, self.marks
-
-    def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
-        self.blob, self.marks = blob, marks
-        return len(blob)
-
-    def state_facts(self) -> StateFacts:
-        return self.facts
-
-
-def blob_of(value: int, n: int = 100) -> bytes:
-    return b"SES1" + bytes([value]) * (n - 4)
 
 
 # ---- files
@@ -147,7 +122,7 @@ def test_old_file_stays_when_writing_fails(tmp_path: Path, monkeypatch: pytest.M
             def fail(*_: object) -> None:
                 raise OSError("disk full")
 
-            patch.setattr(files.os, name, fail)
+            patch.setattr(durable.os, name, fail)
             with pytest.raises(OSError, match="disk full"):
                 write_state(path, blob_of(1))
         assert path.read_bytes() == BLOB
@@ -165,7 +140,7 @@ def test_bytes_are_on_the_disk_before_they_get_their_name(
             calls.append(name)
             real(*args)  # type: ignore[operator]
 
-        monkeypatch.setattr(files.os, name, note)
+        monkeypatch.setattr(durable.os, name, note)
     write_state(tmp_path / "slot", BLOB)
     assert calls[:2] == ["fsync", "replace"]
 
@@ -237,9 +212,14 @@ def test_session_used_longest_ago_goes_to_a_file(tmp_path: Path, limits: dict[st
         slot = FakeSlot()
         store.restore(name, slot)
         assert slot.blob == blob_of(i)
-    # Saved again it is in memory, and its file is gone with what it held.
-    store.save("b", FakeSlot(blob_of(9)))
-    assert "b.ses1" not in os.listdir(tmp_path)
+    # Saved again it is in memory; its file keeps the version before until the next one is written.
+    assert store.save("b", FakeSlot(blob_of(9))).path is None
+    assert read_state(tmp_path / "b.ses1") == blob_of(1)
+    slot = FakeSlot()
+    store.restore("b", slot)
+    assert slot.blob == blob_of(9)
+    store.flush()
+    assert read_state(tmp_path / "b.ses1") == blob_of(9)
 
 
 def test_session_larger_than_memory_goes_to_a_file_itself(tmp_path: Path) -> None:
@@ -260,7 +240,7 @@ def test_session_stays_in_memory_when_its_file_cannot_be_written(
         raise OSError("disk full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "replace", fail)
+        patch.setattr(durable.os, "replace", fail)
         with pytest.raises(OSError, match="disk full"):
             store.save("b", FakeSlot(blob_of(2)))
     slot = FakeSlot()
@@ -335,3 +315,189 @@ def test_store_is_used_from_many_threads(tmp_path: Path) -> None:
         thread.join()
     assert failures == []
     assert len(store.sessions()) == 6
+
+
+# ---- what was saved stays
+
+
+def restored(store: SessionStore, name: str) -> bytes:
+    slot = FakeSlot(b"")
+    store.restore(name, slot)
+    return slot.blob
+
+
+def test_written_version_stays_until_the_next_one_is_written(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("a", FakeSlot(blob_of(1)))
+    store.flush()
+    store.save("a", FakeSlot(blob_of(2)))
+    # As after a crash: nothing of the first store but its files.
+    assert restored(SessionStore(tmp_path), "a") == blob_of(1)
+    assert restored(store, "a") == blob_of(2)
+    store.flush()
+    assert restored(SessionStore(tmp_path), "a") == blob_of(2)
+
+
+def test_flush_writes_what_it_can_and_goes_on_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SessionStore(tmp_path)
+    for i, name in enumerate("abcd"):
+        store.save(name, FakeSlot(blob_of(i)))
+    store.flush()
+    for i, name in enumerate("abcd"):
+        store.save(name, FakeSlot(blob_of(10 + i)))
+    real = os.replace
+
+    def fail_for_b(source: str, target: str) -> None:
+        if target.endswith("b.ses1"):
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "replace", fail_for_b)
+        with pytest.raises(OSError, match=r"No space left.*nothing was changed.*b\.ses1"):
+            store.flush()
+    again = SessionStore(tmp_path)
+    assert [restored(again, name) for name in "abcd"] == [blob_of(i) for i in (10, 1, 12, 13)]
+    assert [restored(store, name) for name in "abcd"] == [blob_of(i) for i in (10, 11, 12, 13)]
+    assert [info.path is None for info in store.sessions()] == [False, True, False, False]
+    n_written: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "replace", lambda a, b: (n_written.append(b), real(a, b)))
+        store.flush()
+    assert n_written == [str(tmp_path / "b.ses1")]
+    assert restored(SessionStore(tmp_path), "b") == blob_of(11)
+
+
+def test_save_that_finds_no_room_changes_no_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SessionStore(tmp_path, max_bytes=250)
+    store.save("a", FakeSlot(blob_of(1)))
+    store.save("b", FakeSlot(blob_of(2)))
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "fsync", fail)
+        for n_bytes in (100, 1000):
+            with pytest.raises(OSError, match="No space left"):
+                store.save("c", FakeSlot(blob_of(3, n_bytes)))
+        with pytest.raises(OSError, match="No space left"):
+            store.save("a", FakeSlot(blob_of(4, 1000)))
+    assert [info.name for info in store.sessions()] == ["a", "b"]
+    assert [restored(store, name) for name in "ab"] == [blob_of(1), blob_of(2)]
+    assert os.listdir(tmp_path) == []
+
+
+def test_session_that_cannot_be_removed_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SessionStore(tmp_path)
+    store.save("a", FakeSlot(blob_of(1)))
+    store.flush()
+
+    def fail(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(durable.os, "unlink", fail)
+        with pytest.raises(PermissionError, match=r"a\.ses1"):
+            store.remove("a")
+    assert restored(store, "a") == restored(SessionStore(tmp_path), "a") == blob_of(1)
+
+
+def test_what_another_store_wrote_counts(tmp_path: Path) -> None:
+    first, second = (SessionStore(tmp_path, max_sessions=1) for _ in range(2))
+    first.save("a", FakeSlot(blob_of(1)))
+    first.flush()
+    second.save("a", FakeSlot(blob_of(2, 200)))
+    assert restored(first, "a") == blob_of(1)  # the second one has not written it
+    second.flush()
+    assert restored(first, "a") == blob_of(2, 200)
+    (info,) = first.sessions()
+    assert info.n_bytes == 200
+    # Leaving the memory of the first one, its old version replaces nothing.
+    first.save("b", FakeSlot(blob_of(3)))
+    first.save("c", FakeSlot(blob_of(4)))
+    assert restored(second, "a") == blob_of(2, 200)
+    # A later version in memory is another matter.
+    first.save("a", FakeSlot(blob_of(5)))
+    assert restored(first, "a") == blob_of(5)
+    second.remove("b")
+    assert [info.name for info in first.sessions()] == ["a", "c"]
+    with pytest.raises(errors.RequestError, match="no session 'b'"):
+        first.restore("b", FakeSlot())
+
+
+def test_session_is_as_large_as_its_blob_in_every_store(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    store.save("a", FakeSlot())
+    store.flush()
+    assert [info.n_bytes for info in store.sessions()] == [len(BLOB)]
+    assert [info.n_bytes for info in SessionStore(tmp_path).sessions()] == [len(BLOB)]
+
+
+def test_damaged_file_is_listed_refused_and_removed(tmp_path: Path) -> None:
+    store = SessionStore(tmp_path)
+    for name, at in (("length", -12), ("blob", 50)):
+        store.save(name, FakeSlot())
+        store.flush()
+        data = bytearray((tmp_path / f"{name}.ses1").read_bytes())
+        data[at] ^= 0x7F
+        (tmp_path / f"{name}.ses1").write_bytes(data)
+    for each in (store, SessionStore(tmp_path)):
+        assert [info.name for info in each.sessions()] == ["blob", "length"]
+        for name in ("length", "blob"):
+            with pytest.raises(errors.StateFormatError, match="altered"):
+                each.restore(name, FakeSlot())
+    for name in ("length", "blob"):
+        store.remove(name)
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_files_that_are_sessions_are_listed(tmp_path: Path) -> None:
+    for name in (".hidden.ses1", ".ses1", "a.ses1.bak", ".kqview-0123456789abcdef.part"):
+        (tmp_path / name).write_bytes(BLOB)
+    (tmp_path / "folder.ses1").mkdir()
+    (tmp_path / "good.ses1").write_bytes(BLOB)
+    assert [info.name for info in SessionStore(tmp_path).sessions()] == ["good"]
+    # Only what our own writers leave is removed.
+    left = {".hidden.ses1", ".ses1", "a.ses1.bak", "folder.ses1", "good.ses1"}
+    assert set(os.listdir(tmp_path)) == left
+
+
+def test_two_processes_on_one_folder_do_no_harm(tmp_path: Path) -> None:
+    script = """
+import sys
+from kqview.errors import RequestError
+from kqview.state import SessionStore
+from tests.support.fake_slot import FakeSlot, blob_of
+folder, who = sys.argv[1], int(sys.argv[2])
+for i in range(40):
+    store = SessionStore(folder, max_sessions=i % 3)  # opening cleans up, too
+    for name in "ab":
+        store.save(name, FakeSlot(blob_of(who, 20_000 * who)))
+    store.flush()
+    for info in store.sessions():
+        slot = FakeSlot(b"")
+        try:
+            store.restore(info.name, slot)
+        except RequestError:
+            continue  # the other one has removed it
+        value = slot.blob[-1]
+        assert slot.blob == blob_of(value, 20_000 * value), info
+    if i % 5 == 0:
+        try:
+            store.remove("b")
+        except RequestError:
+            pass
+"""
+    commands = [[sys.executable, "-c", script, str(tmp_path), who] for who in "12"]
+    running = [subprocess.Popen(c, stderr=subprocess.PIPE, text=True) for c in commands]
+    for process in running:
+        _, trouble = process.communicate(timeout=60)
+        assert process.returncode == 0, trouble
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ses1"}

@@ -5,27 +5,22 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kqview.durable import append_line
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
 
 def append(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to *path* and close it: a run that is stopped keeps what it has measured.
+    """Append one line to *path*, on the disk when this returns; a run that is stopped keeps it.
 
     Raises:
-        OSError: *path* cannot be written.
+        OSError: *path* cannot be written; it is as it was.
         ValueError: *record* holds what JSON does not know.
     """
-    line = json.dumps(record, allow_nan=False) + "\n"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        size = file.seek(0, 2)
-        if size:
-            file.seek(size - 1)
-            # A process that was killed in the middle of a line must not take the next one along.
-            line = line if file.read(1) == b"\n" else f"\n{line}"
-        file.write(line.encode())
+    append_line(path, json.dumps(record, allow_nan=False))
 
 
 def read(path: Path) -> list[dict[str, Any]]:

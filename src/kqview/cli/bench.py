@@ -145,10 +145,11 @@ def bench(
     _show(info, rows, left_out)
     if plot is not None and rows:
         from kqview.viz import overhead_plot
+        from kqview.viz.figures import save_figure
 
         title = f"Cost of capture: {info.name or info.architecture}\n{about['cpu']}"
         records = [{**about, **row.to_record()} for row in rows]
-        overhead_plot(records, title=title).savefig(plot)  # pyright: ignore[reportUnknownMemberType]
+        save_figure(overhead_plot(records, title=title), plot)
     if any(row.is_failure for row in left_out) or not rows:
         raise typer.Exit(1)
 

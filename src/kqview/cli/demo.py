@@ -13,7 +13,7 @@ from rich.table import Table
 from kqview.cli.loading import open_engine
 from kqview.cli.options import Kind, ThreadsOption
 from kqview.viz import heatmap
-from kqview.viz.figures import require_matplotlib
+from kqview.viz.figures import require_matplotlib, save_figure
 from kqview.viz.heads import probabilities, select_head
 from kqview.viz.terminal import heat_map
 
@@ -137,11 +137,12 @@ def _write_picture(
     place: tuple[int, int],
 ) -> None:
     layer, head = place
-    heatmap(
+    figure = heatmap(
         tokens, labels, layer=layer, head=head, kind=capture.kind,
         title=f"{model.name}, layer {model.attention_layers[layer]}, head {head}: "
         "where the model looked to generate each token (row)",
-    ).savefig(path)  # pyright: ignore[reportUnknownMemberType] # fmt: skip
+    )  # fmt: skip
+    save_figure(figure, path)
 
 
 def _measure(

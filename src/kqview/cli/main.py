@@ -94,7 +94,10 @@ def _exit_code(error: KqviewError) -> int:
 
 
 def _print_error(error: Exception) -> None:
-    lines = [line.strip() for line in str(error).splitlines()]
+    text = str(error)
+    if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
+        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    lines = [line.strip() for line in text.splitlines()]
     typer.echo(f"error: {' | '.join(line for line in lines if line)}", err=True)
 
 

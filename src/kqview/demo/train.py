@@ -31,6 +31,7 @@ try:
     from kqview.demo.export import write_gguf
     from kqview.demo.induction import induction_score, name_probe, random_probe
     from kqview.demo.net import Net, NetConfig
+    from kqview.durable import WholeFile
 except ModuleNotFoundError as error:
     if error.name not in {"torch", "gguf"}:
         raise
@@ -164,7 +165,8 @@ def main() -> None:
     names = [name_probe(rng, vocabulary) for _ in range(300)]
     print(f"induction on random tokens: {induction_score(net, randoms)}")
     print(f"induction on unseen names:  {induction_score(net, names)}")
-    write_gguf(options.out, net, vocabulary)
+    with WholeFile(options.out) as file:
+        write_gguf(Path(file.temporary), net, vocabulary)
     print(f"wrote {options.out}, {options.out.stat().st_size / 1e6:.2f} MB")
 
 

@@ -1,11 +1,12 @@
-"""Files of saved slots: written so that a reader sees the old one or the whole new one."""
+"""Files of saved slots: a SES1 blob each, and a trailer that says whose it is."""
 
 import contextlib
 import os
 import stat
-import tempfile
-from pathlib import Path
+from collections.abc import Generator
+from typing import BinaryIO
 
+from kqview.durable import FileIdentity, write_whole
 from kqview.errors import StateFormatError
 from kqview.state.ses1 import MAGIC
 from kqview.state.trailer import (
@@ -29,32 +30,24 @@ def write_state(
 
     With *facts* a trailer follows the blob, which holds them, *marks* and a checksum.
 
-    The bytes go to a temporary name in the same folder, readable by the owner alone, because they
-    hold the prompt; then to the disk; then to their name.
+    The file appears whole, on the disk and readable by its owner alone, because it holds the
+    prompt.
 
     Raises:
         StateFormatError: *blob* is no SES1 blob.
         OSError: The file cannot be written; what was there before still is.
     """
+    return write_marked(path, blob, facts, marks).n_bytes
+
+
+def write_marked(
+    path: str | os.PathLike[str], blob: bytes, facts: StateFacts | None, marks: SlotMarks
+) -> FileIdentity:
+    """As `write_state`; returns what the file can be recognised by."""
     if blob[: len(MAGIC)] != MAGIC:
         raise StateFormatError("state.write: the magic at byte 0 is not 'SES1'; pass Slot.save()")
-    path = Path(path)
     trailer = make_trailer(blob, facts, marks) if facts else b""
-    # mkstemp makes it with mode 0600.
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            stream.write(blob)
-            stream.write(trailer)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(path.parent)
-    return len(blob) + len(trailer)
+    return write_whole(path, blob, trailer, is_private=True)
 
 
 def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) -> bytes:
@@ -72,26 +65,38 @@ def read_marked(
     path: str | os.PathLike[str], facts: StateFacts | None = None
 ) -> tuple[bytes, SlotMarks]:
     """As `read_state`, and what the trailer says of the slot."""
+    with _opened(path) as (stream, status):
+        n_trailer = _trailer_bytes(stream, status.st_size)
+        stream.seek(0)
+        blob = stream.read(status.st_size - n_trailer)
+        trailer = stream.read(n_trailer)
+    return blob, check_trailer(blob, trailer, facts) if n_trailer else NO_MARKS
+
+
+def blob_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of the blob in a state file, of the whole file where that cannot be told; reads its end.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with _opened(path) as (stream, status):
+        try:
+            return status.st_size - _trailer_bytes(stream, status.st_size)
+        except StateFormatError:
+            return status.st_size
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Generator[tuple[BinaryIO, os.stat_result]]:
     # Not blocking: a named pipe would keep the caller until somebody writes to it.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as stream:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
             raise StateFormatError(f"state.read: {os.fspath(path)!r} is no regular file")
-        n_bytes = status.st_size
-        stream.seek(max(n_bytes - FOOTER_BYTES, 0))
-        n_trailer = trailer_bytes(stream.read(FOOTER_BYTES), n_bytes)
-        stream.seek(0)
-        blob = stream.read(n_bytes - n_trailer)
-        trailer = stream.read(n_trailer)
-    return blob, check_trailer(blob, trailer, facts) if n_trailer else NO_MARKS
+        yield stream, status
 
 
-def _sync_folder(folder: Path) -> None:
-    # The name is in the folder, which has a buffer of its own; some systems cannot sync folders.
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+def _trailer_bytes(stream: BinaryIO, n_bytes: int) -> int:
+    stream.seek(max(n_bytes - FOOTER_BYTES, 0))
+    return trailer_bytes(stream.read(FOOTER_BYTES), n_bytes)

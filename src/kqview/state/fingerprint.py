@@ -14,8 +14,9 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final, NamedTuple
+from typing import Final
 
+from kqview.durable import FileIdentity
 from kqview.errors import StateError
 from kqview.machine import default_threads
 
@@ -26,27 +27,6 @@ _CLOCK_STEP_NS: Final = 2_000_000_000
 _N_SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 1 << 16
 _PART: Final = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.gguf", re.DOTALL)
-
-
-class FileIdentity(NamedTuple):
-    """What tells whether a file is still the one that was read."""
-
-    device: int
-    inode: int
-    n_bytes: int
-    modified_ns: int
-    changed_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> "FileIdentity":
-        """Of a file with *status*."""
-        return cls(
-            status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-        )
-
-    def has_content_of(self, other: "FileIdentity") -> bool:
-        """Whether it is the same file with the same content: a link or new rights are no change."""
-        return self[:4] == other[:4]
 
 
 def model_parts(path: str) -> list[str]:

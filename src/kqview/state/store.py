@@ -1,6 +1,7 @@
 """SessionStore: saved slots by name, in memory up to two limits, beyond them in files."""
 
 import os
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -8,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from kqview.errors import CapacityError, RequestError
-from kqview.state.files import read_marked, write_state
+from kqview.durable import FileIdentity, remove, remove_leftovers
+from kqview.errors import CapacityError, RequestError, StateFormatError
+from kqview.state.files import blob_bytes, read_marked, write_marked
 from kqview.state.trailer import SlotMarks, StateFacts, check_facts
 
 _NAME_BYTES_MAX: Final = 200  # leaves room for the ending in a file name of 255
@@ -26,15 +28,6 @@ class SavesState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
-    """A session in memory."""
-
-    blob: bytes
-    facts: StateFacts
-    marks: SlotMarks
-
-
-@dataclass(frozen=True, slots=True)
 class SessionInfo:
     """One saved session.
 
@@ -43,7 +36,7 @@ class SessionInfo:
         n_bytes: Size of its blob.
         created_s: When the name was first saved, in seconds since 1970.
         updated_s: When it was saved last.
-        path: File that holds it; None while it is in memory.
+        path: File that holds what was saved last; None while only memory does.
     """
 
     name: str
@@ -53,15 +46,44 @@ class SessionInfo:
     path: Path | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A saved slot in memory."""
+
+    blob: bytes
+    facts: StateFacts
+    marks: SlotMarks
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the store knows of a session.
+
+    Attributes:
+        info: What callers see.
+        held: None where it is in a file alone.
+        written: The file that holds it; None while only memory does.
+    """
+
+    info: SessionInfo
+    held: _Held | None = None
+    written: FileIdentity | None = None
+
+
 class SessionStore:
-    """Named sessions; use from any thread.
+    """Named sessions; use from any thread, and from several processes on one directory.
 
     The sessions used last stay in memory. One that has to leave goes to a file of *directory*, and
     leaves memory only once that file is on the disk; without a directory saving is refused instead.
-    Files that another store left in the directory are found by their name.
+
+    `save` alone is no promise against a crash: `flush` is. A file is replaced by the next version
+    whole, so a crash at any moment leaves the version that was written last or the one before it,
+    never parts. What another store wrote to or removed from the directory counts, unless this one
+    holds a later version in memory.
 
     Args:
-        directory: Folder for files, which must exist; None for memory alone.
+        directory: Folder for files, which must exist; None for memory alone. What a dead writer has
+            left there is removed.
         max_sessions: Most sessions in memory.
         max_bytes: Most bytes of blobs in memory.
     """
@@ -79,39 +101,43 @@ class SessionStore:
                 "0 and above are allowed"
             )
         self._directory = None if directory is None else Path(directory)
-        if self._directory is not None and not self._directory.is_dir():
-            raise RequestError(f"SessionStore: {os.fspath(self._directory)!r} is no folder")
+        if self._directory is not None:
+            if not self._directory.is_dir():
+                raise RequestError(f"SessionStore: {os.fspath(self._directory)!r} is no folder")
+            remove_leftovers(self._directory)
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
         self._lock = threading.RLock()
-        self._held: OrderedDict[str, _Held] = OrderedDict()  # oldest use first
-        self._infos: dict[str, SessionInfo] = {}
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
 
     def save(self, name: str, slot: SavesState) -> SessionInfo:
         """Save *slot* under *name*, in place of what had that name.
+
+        Where it does not fit into memory it goes to its file at once; otherwise a file keeps the
+        version before until `flush`, or until this one leaves memory.
 
         Raises:
             RequestError: The name cannot be one of a file.
             CapacityError: It does not fit, and there is no directory.
             StateError: Or another error of `Slot.save`.
+            OSError: A file cannot be written; the sessions are as they were.
         """
-        self._check_name(name)
+        _check_name(name)
         blob, marks = slot.save_marked()
         held = _Held(blob, slot.state_facts(), marks)
         with self._lock:
-            known = self._find(name)
+            old = self._find(name)
             now = time.time()
-            info = SessionInfo(name, len(blob), known.created_s if known else now, now)
+            session = _Session(
+                SessionInfo(name, len(blob), old.info.created_s if old else now, now), held
+            )
             self._make_room(name, len(blob))
             if not self._fits(name, len(blob)):
-                info = self._spill(info, held)
-                self._held.pop(name, None)
-            else:
-                self._held[name] = held
-                self._held.move_to_end(name)
-                self._unlink(name)  # what a file holds is out of date
-            self._infos[name] = info
-            return info
+                self._write(session)
+                session.held = None
+            self._sessions[name] = session
+            self._sessions.move_to_end(name)
+            return session.info
 
     def restore(self, name: str, slot: SavesState) -> int:
         """Restore session *name* into *slot*; returns the size of its blob.
@@ -119,18 +145,21 @@ class SessionStore:
         Raises:
             RequestError: There is no such session.
             StateError: It does not fit the slot, or its file was altered.
+            OSError: Its file cannot be read.
         """
         facts = slot.state_facts()
         with self._lock:
-            info = self._known("restore", name)
-            if name in self._held:
-                self._held.move_to_end(name)
-                held = self._held[name]
+            session = self._known("restore", name)
+            self._sessions.move_to_end(name)
+            held = session.held
+            if held is None:
+                try:
+                    blob, marks = read_marked(self._path_of(name), facts)
+                except FileNotFoundError:  # another process has removed it since
+                    raise self._unknown("restore", name) from None
+            else:
                 check_facts(held.facts, facts)
                 blob, marks = held.blob, held.marks
-            else:
-                assert info.path is not None
-                blob, marks = read_marked(info.path, facts)
         return slot.restore_marked(blob, marks)
 
     def remove(self, name: str) -> None:
@@ -138,101 +167,145 @@ class SessionStore:
 
         Raises:
             RequestError: There is no such session.
+            OSError: Its file cannot be removed; the session stays.
         """
         with self._lock:
             self._known("remove", name)
-            self._unlink(name)
-            self._held.pop(name, None)
-            self._infos.pop(name, None)
+            if self._directory is not None:
+                remove(self._path_of(name))
+            del self._sessions[name]
 
     def flush(self) -> None:
-        """Write every session in memory to its file; they stay in memory too.
+        """Write every session that only memory holds to its file; they stay in memory too.
 
         Raises:
             RequestError: There is no directory.
+            OSError: A file cannot be written: the first such error, after all were tried. What was
+                not written is still in memory, and its file the version before.
         """
         with self._lock:
-            for name, held in self._held.items():
-                self._write(self._infos[name], held)
+            if self._directory is None:
+                raise RequestError("SessionStore.flush: the store has no directory; give it one")
+            first: OSError | None = None
+            for session in self._sessions.values():
+                try:
+                    self._write(session)
+                except OSError as error:
+                    first = first or error
+            if first is not None:
+                raise first
 
     def sessions(self) -> list[SessionInfo]:
         """Every session, by name."""
         with self._lock:
+            names = set(self._sessions)
             if self._directory is not None:
-                for path in self._directory.glob(f"*{_ENDING}"):
-                    self._find(path.name.removesuffix(_ENDING))
-            return [self._infos[name] for name in sorted(self._infos)]
+                endings = (path.name for path in self._directory.glob(f"*{_ENDING}"))
+                names |= {name.removesuffix(_ENDING) for name in endings}
+            found = (self._find(name) for name in sorted(names) if _is_plain(name))
+            return [session.info for session in found if session is not None]
 
     # ---- under the lock
 
+    def _find(self, name: str) -> _Session | None:
+        """The session as it is now, whoever wrote it."""
+        session = self._sessions.get(name)
+        if self._directory is None or (session is not None and session.written is None):
+            return session
+        path = self._path_of(name)
+        file = _identity_at(path)
+        if file is None:
+            self._sessions.pop(name, None)
+            return None
+        written = session.written if session else None
+        if session is None or written is None or not file.has_content_of(written):
+            written_s = file.modified_ns / 1e9
+            info = SessionInfo(name, _blob_bytes(path, file), written_s, written_s, path)
+            session = self._sessions[name] = _Session(info, written=file)
+        return session
+
     def _fits(self, name: str, n_bytes: int) -> bool:
-        others = [len(held.blob) for other, held in self._held.items() if other != name]
+        others = [len(held.blob) for other, held in self._in_memory() if other != name]
         return len(others) < self._max_sessions and sum(others) + n_bytes <= self._max_bytes
+
+    def _in_memory(self) -> list[tuple[str, _Held]]:
+        return [(name, s.held) for name, s in self._sessions.items() if s.held is not None]
 
     def _make_room(self, name: str, n_bytes: int) -> None:
         if self._directory is None:
             if self._fits(name, n_bytes):
                 return
             raise CapacityError(
-                f"SessionStore.save: {n_bytes} bytes more than fit beside {len(self._held)} "
+                f"SessionStore.save: {n_bytes} bytes more than fit beside {len(self._sessions)} "
                 f"sessions, the limits are {self._max_sessions} sessions and {self._max_bytes} "
                 "bytes; remove one or give the store a directory"
             )
         if n_bytes > self._max_bytes or self._max_sessions == 0:
             return  # it goes to a file itself
         while not self._fits(name, n_bytes):
-            oldest = next(other for other in self._held if other != name)
-            self._infos[oldest] = self._spill(self._infos[oldest], self._held[oldest])
-            del self._held[oldest]
+            oldest = next(other for other, _ in self._in_memory() if other != name)
+            self._write(self._sessions[oldest])
+            self._sessions[oldest].held = None
 
-    def _spill(self, info: SessionInfo, held: _Held) -> SessionInfo:
-        return replace(info, path=self._write(info, held))
+    def _write(self, session: _Session) -> None:
+        """Bring what only memory holds to the disk."""
+        if session.written is not None or session.held is None:
+            return
+        path, held = self._path_of(session.info.name), session.held
+        session.written = write_marked(path, held.blob, held.facts, held.marks)
+        session.info = replace(session.info, path=path)
 
-    def _write(self, info: SessionInfo, held: _Held) -> Path:
-        if self._directory is None:
-            raise RequestError("SessionStore.flush: the store has no directory; give it one")
-        path = self._directory / f"{info.name}{_ENDING}"
-        write_state(path, held.blob, held.facts, held.marks)
-        return path
+    def _path_of(self, name: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{name}{_ENDING}"
 
-    def _unlink(self, name: str) -> None:
-        if self._directory is not None:
-            (self._directory / f"{name}{_ENDING}").unlink(missing_ok=True)
+    def _known(self, verb: str, name: str) -> _Session:
+        _check_name(name)
+        session = self._find(name)
+        if session is None:
+            raise self._unknown(verb, name)
+        return session
 
-    def _find(self, name: str) -> SessionInfo | None:
-        if name not in self._infos and self._directory is not None:
-            path = self._directory / f"{name}{_ENDING}"
-            if path.is_file():
-                status = path.stat()
-                self._infos[name] = SessionInfo(
-                    name, status.st_size, status.st_mtime, status.st_mtime, path
-                )
-        return self._infos.get(name)
+    def _unknown(self, verb: str, name: str) -> RequestError:
+        return RequestError(f"SessionStore.{verb}: there is no session {name!r}")
 
-    def _known(self, verb: str, name: str) -> SessionInfo:
-        self._check_name(name)
-        info = self._find(name)
-        if info is None:
-            raise RequestError(f"SessionStore.{verb}: there is no session {name!r}")
-        return info
 
-    def _check_name(self, name: str) -> None:
-        """Refuse what some file system takes for more than a name."""
-        try:
-            n_bytes = len(name.encode())
-        except UnicodeEncodeError:
-            n_bytes = 0
-        is_plain = (
-            0 < n_bytes <= _NAME_BYTES_MAX
-            and not _NAME_EXCLUDED & set(name)
-            and not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in name)
-            and name == name.strip(" ")
-            and not name.startswith(".")
-            and not name.endswith(".")
-            and ".." not in name
+def _identity_at(path: Path) -> FileIdentity | None:
+    """Of a regular file; None where there is no such one."""
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return FileIdentity.of(status) if stat.S_ISREG(status.st_mode) else None
+
+
+def _blob_bytes(path: Path, file: FileIdentity) -> int:
+    try:
+        return blob_bytes(path)
+    except (OSError, StateFormatError):  # restoring it says why
+        return file.n_bytes
+
+
+def _is_plain(name: str) -> bool:
+    """Whether no file system takes *name* for more than a name."""
+    try:
+        n_bytes = len(name.encode())
+    except UnicodeEncodeError:
+        return False
+    return (
+        0 < n_bytes <= _NAME_BYTES_MAX
+        and not _NAME_EXCLUDED & set(name)
+        and not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in name)
+        and name == name.strip(" ")
+        and not name.startswith(".")
+        and not name.endswith(".")
+        and ".." not in name
+    )
+
+
+def _check_name(name: str) -> None:
+    if not _is_plain(name):
+        raise RequestError(
+            f"SessionStore: {name!r} is no name for a session; use 1..{_NAME_BYTES_MAX} bytes "
+            "of letters, digits, '-' and '_'"
         )
-        if not is_plain:
-            raise RequestError(
-                f"SessionStore: {name!r} is no name for a session; use 1..{_NAME_BYTES_MAX} bytes "
-                "of letters, digits, '-' and '_'"
-            )

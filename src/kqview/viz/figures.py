@@ -3,9 +3,12 @@
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from kqview.durable import WholeFile
 from kqview.errors import KqviewError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.figure import Figure
 
 DPI: Final = 150
@@ -43,3 +46,13 @@ def new_figure(name: str, width: float, height: float) -> "Figure":
     )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12)  # pyright: ignore
     return figure
+
+
+def save_figure(figure: "Figure", path: "Path") -> None:
+    """Write *figure* to *path*, whose ending says in which format; png without one.
+
+    Raises:
+        OSError: *path* cannot be written; what was there before still is.
+    """
+    with WholeFile(path) as file:
+        figure.savefig(file.stream, format=path.suffix[1:] or "png")  # pyright: ignore[reportUnknownMemberType]
