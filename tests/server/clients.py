@@ -39,7 +39,7 @@ def raw_connection(served: Served, *, receive_bytes: int | None = None) -> socke
 
 def request_bytes(method: str, path: str, body: bytes = b"", **headers: str) -> bytes:
     """An HTTP/1.1 request; underscores of header names are hyphens."""
-    lines = [f"{method} {path} HTTP/1.1", "host: test"]
+    lines = [f"{method} {path} HTTP/1.1", "host: 127.0.0.1"]
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in headers.items()]
     if body and "transfer_encoding" not in headers and "content_length" not in headers:
         lines.append(f"content-length: {len(body)}")

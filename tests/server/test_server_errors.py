@@ -247,7 +247,7 @@ def test_end_of_the_engine_in_a_stream_is_an_event_and_a_cut():
     "raw",
     [
         b"nonsense\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc", b"GET / HTTP/9.9\r\n\r\n",
-        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n", b"\x00" * 4096,
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n", b"\x00" * 4096,
         request_bytes("POST", "/toy/tokenize", content_length="-5"),
         request_bytes("POST", "/toy/tokenize", content_length="5x"),
         request_bytes("POST", "/toy/tokenize", transfer_encoding="chunked") + b"zz\r\n",

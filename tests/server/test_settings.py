@@ -11,7 +11,7 @@ from kqview.errors import RequestError
 from kqview.server import Settings
 
 FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
-LISTS = ("api_keys", "admin_keys", "cors_origins")
+LISTS = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "trusted_proxies")
 SECRET = "sesame-9f2c"
 
 
@@ -108,6 +108,7 @@ def test_keys_are_not_shown_by_repr():
         ("HTTPS://Example.ORG", "https://example.org"),
         ("*", "*"),
         ("null", "null"),
+        ("loopback", "loopback"),
         ("http://[::1]:80", "http://[::1]:80"),
     ],
 )
@@ -121,6 +122,24 @@ def test_origin_is_kept_as_browsers_send_it(given: str, kept: str):
 def test_origin_that_no_browser_sends_is_refused(origin: str):
     with pytest.raises(RequestError, match="cors_origins"):
         Settings(cors_origins=(origin,))
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ("127.0.0.1", "127.0.0.1/32"),
+        ("10.1.2.3/8", "10.0.0.0/8"),
+        ("2001:DB8::/32", "2001:db8::/32"),
+    ],
+)
+def test_proxies_are_kept_as_networks(given: str, kept: str):
+    assert Settings(trusted_proxies=(given,)).trusted_proxies == (kept,)
+
+
+@pytest.mark.parametrize("proxy", ["*", "nginx", "10.0.0.0/33", "10.0.0", "127.0.0.1:80", "::/129"])
+def test_proxy_that_is_no_address_is_refused(proxy: str):
+    with pytest.raises(RequestError, match="trusted_proxies"):
+        Settings(trusted_proxies=(proxy,))
 
 
 def test_environment_is_read_and_given_values_win():

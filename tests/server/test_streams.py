@@ -241,7 +241,7 @@ def test_client_that_reads_a_large_event_slowly_gets_all_of_it(impatient: Served
 def test_client_that_leaves_a_whole_reply_unread_is_dropped(impatient: Served):
     before = n_files()
     with raw_connection(impatient, receive_bytes=4096) as sock:
-        sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: x\r\n\r\n")
+        sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: localhost\r\n\r\n")
         read_until(sock, b"\r\n\r\n")
         impatient.wait_until(lambda: n_files() <= before + 1, within_s=5)
         raw = read_all(sock)
@@ -251,7 +251,7 @@ def test_client_that_leaves_a_whole_reply_unread_is_dropped(impatient: Served):
 def test_client_that_reads_a_whole_reply_slowly_gets_all_of_it(impatient: Served):
     n_left = 32 * 2**20
     with raw_connection(impatient) as sock:
-        sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        sock.sendall(b"GET /toy/large HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
         n_left -= len(read_until(sock, b"\r\n\r\n").partition(b"\r\n\r\n")[2])
         while n_left > 0:  # a little over a second, twice the idle time
             n_left -= len(sock.recv(2**18))

@@ -30,6 +30,7 @@ _FLAGS: Final = {
     "api_keys": "--api-key",
     "admin_keys": "--admin-key",
     "cors_origins": "--cors-origin",
+    "trusted_proxies": "--trusted-proxy",
 }
 
 

@@ -54,6 +54,8 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
+        # It would believe whoever is on this machine; trusted_proxies says whom to (peers.py).
+        proxy_headers=False,
         date_header=False,
         http=http_protocol(settings),
         ws=WebSocketProtocol,

@@ -8,6 +8,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, Final
 
@@ -16,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kqview.server.connection import frames_of
 from kqview.server.metrics import Metrics
+from kqview.server.peers import client_name
 from kqview.server.settings import Settings
 
 _log: Final = logging.getLogger("kqview.access")
@@ -26,7 +28,12 @@ _MOST_PATH: Final = 256  # characters of it in a log line
 # What a client may say when it closes; anything else is counted as one.
 _THEIR_CODES: Final = frozenset({1000, 1001, 1002, 1003, 1005, 1006, 1007, 1008, 1009, 1011, 1012})
 _LEFT: Final = 499  # nginx's number for a client that left
-_BUSY: Final = b'{"error":"server.accept: too many connections; try again","error_code":"BUSY"}'
+_TOO_MANY: Final = {
+    503: b'{"error":"server.accept: too many connections; try again","error_code":"BUSY"}',
+    429: b'{"error":"server.accept: too many requests at a time from your address; wait for the '
+    b'others, or raise max_connections_per_client (--max-connections-per-client)",'
+    b'"error_code":"BUSY"}',
+}
 
 
 class Access:
@@ -41,6 +48,7 @@ class Access:
         self._metrics = metrics
         self._paths = frozenset(paths)
         self._n_open = 0
+        self._n_of: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
@@ -83,10 +91,15 @@ class Access:
                 is_whole = code in (1000, 1001)
             return message
 
+        # Behind a trusted proxy a client's connections are not ours, but its requests are.
+        client = client_name((scope.get("client") or ("local", 0))[0])
         self._n_open += 1
+        self._n_of[client] += 1
         try:
             if self._n_open > self._settings.max_connections:
-                await _refuse(scope, hear, watch)
+                await _refuse(scope, hear, watch, 503)
+            elif self._n_of[client] > self._settings.max_connections_per_client:
+                await _refuse(scope, hear, watch, 429)
             else:
                 await self._app(scope, hear, watch)
         except OSError:
@@ -96,6 +109,9 @@ class Access:
             raise
         finally:
             self._n_open -= 1
+            self._n_of[client] -= 1
+            if not self._n_of[client]:
+                del self._n_of[client]
             line = {
                 "request_id": request_id,
                 "status": status[-1] if status else _LEFT,
@@ -129,11 +145,11 @@ def _n_bytes(frame: bytes | str) -> int:
     return len(frame)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int) -> None:
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008, "reason": "too many connections"})
         return
     headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-    await send({"type": "http.response.start", "status": 503, "headers": headers})
-    await send({"type": "http.response.body", "body": _BUSY})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": _TOO_MANY[status]})

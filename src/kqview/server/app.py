@@ -28,7 +28,8 @@ from kqview.server.endpoint import Endpoint, Operation, error_reply
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
 from kqview.server.metrics import Metrics
 from kqview.server.openapi import describe
-from kqview.server.security import Gate
+from kqview.server.peers import Peers
+from kqview.server.security import LOOPBACK_ORIGIN, Gate
 from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
@@ -49,6 +50,7 @@ class App:
     def __init__(self, asgi: ASGIApp, service: Service) -> None:
         self._asgi = asgi
         self.service = service
+        self._peers = Peers(service.settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI says."""
@@ -57,6 +59,7 @@ class App:
             return
         connection = Connection(send)
         scope.setdefault("state", {})["connection"] = connection
+        self._peers.resolve(scope)
         if len(scope["path"]) > 1:  # "/x/" is "/x"
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
@@ -115,7 +118,8 @@ def create_app(
     paths = [path for one in operations for path in (one.path, *one.also)]
     asgi = CORSMiddleware(
         Access(router, settings, metrics, paths),
-        allow_origins=settings.cors_origins,
+        allow_origins=[one for one in settings.cors_origins if one != "loopback"],
+        allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
         allow_methods=["*"],
         allow_headers=["*"],
         expose_headers=["x-request-id", "retry-after"],

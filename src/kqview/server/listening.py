@@ -2,41 +2,61 @@
 
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
 a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
-begin with a request. It gathers a head of any length, and answers pings of a client that reads none
-of the answers. And it copies every message on its way out, and sends each one by itself.
+begin with a request. It gathers a head of any length, and answers any number of pings. And it
+copies every message on its way out, and sends each one by itself.
 """
 
 import asyncio
 import struct
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+from websockets.frames import Frame
 from websockets.http11 import Request
 from websockets.protocol import State
 
 from kqview.server.connection import FRAMES, frames_of
+from kqview.server.peers import Peers, client_name
 from kqview.server.settings import Settings
 
+# None of them says which page may read it: they come before it is known who asks.
 _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
-    b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
+    b"connection: close\r\n\r\n"
+)
+_TOO_MANY_TEXT: Final = (
+    b"too many connections from your address; close some, or name it where it is a proxy's "
+    b"(--trusted-proxy)\n"
+)
+_TOO_MANY: Final = (
+    b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-type: text/plain\r\n"
+    b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(_TOO_MANY_TEXT), _TOO_MANY_TEXT)
 )
 _TOO_LONG: Final = (
     b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\n"
-    b"access-control-allow-origin: *\r\nconnection: close\r\n\r\n"
+    b"connection: close\r\n\r\n"
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
 _WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
 _WHOLE_BINARY: Final = 0x82
-_MOST_PONGS: Final = 1000  # that the client has not read
+# Pings and pongs of a client: so many at once, and so many a second for good.
+_MOST_CONTROL_FRAMES: Final = 100
+_CONTROL_FRAMES_PER_S: Final = 10
+_CLOSE_POLICY: Final = 1008
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
 
 def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
     """uvicorn's protocol class with the limits of *settings*."""
-    limits = {"idle_s": settings.idle_timeout_s, "most": settings.max_connections}
+    limits = {
+        "idle_s": settings.idle_timeout_s,
+        "most": settings.max_connections,
+        "clients": _Clients(settings),
+    }
     return type("HttpProtocol", (_BoundedHttpProtocol,), limits)
 
 
@@ -54,10 +74,43 @@ def allow_files(settings: Settings) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but rows are not copied, nor answers gathered for a client that reads none."""
+class _Clients:
+    """How many connections each client has; trusted proxies have as many as they like."""
 
-    _n_pongs = 0
+    def __init__(self, settings: Settings) -> None:
+        self._most = settings.max_connections_per_client
+        self._peers = Peers(settings.trusted_proxies)
+        self._n_of: Counter[str] = Counter()
+
+    def enter(self, address: str | None) -> str | None:
+        """Count one more; the name to `leave` by, None where it is not counted.
+
+        Raises:
+            OverflowError: It has too many, and this one is not counted.
+        """
+        if address is None or self._peers.trusts(address):
+            return None
+        name = client_name(address)
+        if self._n_of[name] >= self._most:
+            raise OverflowError
+        self._n_of[name] += 1
+        return name
+
+    def leave(self, name: str | None) -> None:
+        """One less."""
+        if name is None:
+            return
+        self._n_of[name] -= 1
+        if not self._n_of[name]:
+            del self._n_of[name]
+
+
+class WebSocketProtocol(WebSocketsSansIOProtocol):
+    """uvicorn's, but rows are not copied, and a client that only pings is not served for ever."""
+
+    on_lost: Callable[[], object] = staticmethod(lambda: None)
+    _n_control_frames = 0.0
+    _counted_s = 0.0
     _joins = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -86,15 +139,35 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         else:
             self.transport.writelines(buffers)
 
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Say so to who counts connections."""
+        super().connection_lost(exc)
+        self.on_lost()
+
     def handle_ping(self) -> None:
-        """Answer a ping, or drop who sends them and does not read."""
-        if not self.transport.get_write_buffer_size():
-            self._n_pongs = 0
-        self._n_pongs += 1
-        if self._n_pongs > _MOST_PONGS:
-            self.transport.abort()
-        else:
+        """Answer a ping, or end who sends too many."""
+        if self._counts():
             super().handle_ping()
+
+    def handle_pong(self, event: Frame) -> None:
+        """As `handle_ping`: nobody asked for most of them."""
+        if self._counts():
+            super().handle_pong(event)
+
+    def _counts(self) -> bool:
+        """Count a ping or a pong; False where it was one too many."""
+        if self.close_sent:
+            return False
+        now_s = self.loop.time()
+        left = self._n_control_frames - (now_s - self._counted_s) * _CONTROL_FRAMES_PER_S
+        self._n_control_frames, self._counted_s = max(0.0, left) + 1, now_s
+        if self._n_control_frames <= _MOST_CONTROL_FRAMES:
+            return True
+        self.conn.fail(_CLOSE_POLICY, "too many pings or pongs")
+        self.handle_parser_exception()  # which sends that, and tells the app
+        if self.transport.get_write_buffer_size():  # it does not read either
+            self.transport.abort()
+        return False
 
 
 def _buffers(frames: Sequence[bytes | str]) -> list[bytes]:
@@ -121,6 +194,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
 
     idle_s: ClassVar[float]
     most: ClassVar[int]
+    clients: ClassVar[_Clients]
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -128,11 +202,18 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._is_in_head = True
         self._n_head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._client: str | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         if len(self.connections) > self.most:
             transport.write(_BUSY)
+            transport.close()
+            return
+        try:
+            self._client = self.clients.enter(self.client[0] if self.client else None)
+        except OverflowError:
+            transport.write(_TOO_MANY)
             transport.close()
         else:
             self._wait(n_before=0)
@@ -158,10 +239,17 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._stop()
         super().handle_websocket_upgrade()
+        # The transport tells the WebSocket from now on, and not this one, that it is lost.
+        protocol = self.transport.get_protocol()
+        if isinstance(protocol, WebSocketProtocol):
+            protocol.on_lost = partial(self.clients.leave, self._client)
+            self._client = None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+        self.clients.leave(self._client)
+        self._client = None
 
     def _wait(self, n_before: int) -> None:
         self._timer = self.loop.call_later(self.idle_s, self._check, n_before)

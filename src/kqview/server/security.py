@@ -1,4 +1,8 @@
-"""Who may call: origin of the page, key, and how often; the same check for HTTP and WebSockets.
+"""Who may call: name of the server, origin of the page, key, and how often; HTTP and WebSockets.
+
+A browser hands every page what its user's machine can reach. Two things keep other people's pages
+out: the Host has to be a name that is ours (whoever owns another may let it mean this machine: DNS
+rebinding), and the page's own origin has to be allowed, whatever it sends.
 
 Belongs to the event loop. Keys are compared in constant time and all of them each time, so that the
 time of an answer tells nothing about a key.
@@ -8,17 +12,18 @@ import hashlib
 import hmac
 import ipaddress
 import math
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Final, Literal
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Scope
 
 from kqview.server.caller import Caller
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
+from kqview.server.peers import client_name
 from kqview.server.settings import Settings
 
 Access = Literal["open", "user", "admin"]
@@ -33,23 +38,25 @@ class Gate:
         """Enforce *settings*."""
         self._settings = settings
         self._rate = _RateLimit(settings.rate_limit) if settings.rate_limit else None
-        self._origins = frozenset(settings.cors_origins)
+        self._hosts = _Hosts(settings)
 
     def check(self, scope: Scope, *, access: Access) -> Caller:
         """Check one request or WebSocket.
 
         Raises:
-            Forbidden: The page's origin is not allowed, or the key is no admin key.
+            Forbidden: The server is not called by a name of its own, the page's origin is not
+                allowed, or the key is no admin key.
             Unauthorized: A key is needed and none, or an unknown one, was sent.
             RateLimited: The client asks too often; guessing keys counts too.
         """
         headers = Headers(scope=scope)
-        self._check_origin(headers)
+        hosts = self._check_hosts(scope, headers)
+        self._check_origin(scope, headers, hosts)
         settings = self._settings
         key = self._key(scope, headers)
         is_admin = _is_one_of(key, settings.admin_keys)
         is_user = _is_one_of(key, settings.api_keys) or is_admin
-        caller = Caller(_address(scope))
+        caller = Caller(client_name((scope.get("client") or ("local", 0))[0]))
         if is_user:
             owner = _sha256(key).hex()
             caller = Caller(f"key-{owner[:8]}", is_admin, owner)
@@ -74,14 +81,37 @@ class Gate:
         if self._rate is not None:
             self._rate.take(caller.name)
 
-    def _check_origin(self, headers: Headers) -> None:
+    def _check_hosts(self, scope: Scope, headers: Headers) -> list[str]:
+        """The hosts that the request is for: what it says, and what its proxy was asked for."""
+        hosts = headers.getlist("host")
+        if forwarded := scope.get("state", {}).get("forwarded_host"):
+            hosts.append(forwarded)
+        for host in hosts:
+            if not self._hosts.allows(host, scope):
+                raise Forbidden(
+                    f"auth.check: this server is not called {host!r}; use its address, or add the "
+                    "name to allowed_hosts (--allowed-hosts)"
+                )
+        return hosts
+
+    def _check_origin(self, scope: Scope, headers: Headers, hosts: list[str]) -> None:
+        allowed = self._settings.cors_origins
         origin = headers.get("origin")
-        if origin is None or "*" in self._origins or origin in self._origins:
+        if "*" in allowed or (origin is not None and is_allowed_origin(origin, allowed)):
             return
-        if _is_own_page(origin, headers.get("host", "")):
+        if origin is None:
+            # What pages embed and send without an origin; following a link to here is fine.
+            is_link = scope.get("method") in ("GET", "HEAD") and (
+                headers.get("sec-fetch-mode") == "navigate"
+            )
+            if headers.get("sec-fetch-site") != "cross-site" or is_link:
+                return
+        elif self._hosts.is_own_page(origin, hosts, scope):
             return
+        page = "another site" if origin is None else repr(origin)
         raise Forbidden(
-            f"auth.check: pages of {origin!r} may not call; add it to cors_origins (--cors-origin)"
+            f"auth.check: pages of {page} may not call; add their origin to cors_origins "
+            "(--cors-origin)"
         )
 
     def _key(self, scope: Scope, headers: Headers) -> str:
@@ -94,6 +124,56 @@ class Gate:
         return key
 
 
+LOOPBACK_ORIGIN: Final = re.compile(
+    r"https?://(?:(?:[a-z0-9-]+\.)*localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?"
+)
+"""Pages of this machine, at any port. No name that somebody else could own."""
+
+
+def is_allowed_origin(origin: str, allowed: Sequence[str]) -> bool:
+    """Whether *allowed*, the setting ``cors_origins``, has *origin*."""
+    if "*" in allowed or (origin in allowed and origin != "loopback"):
+        return True
+    return "loopback" in allowed and LOOPBACK_ORIGIN.fullmatch(origin) is not None
+
+
+class _Hosts:
+    """The names that are this server's own."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._takes_any = "*" in settings.allowed_hosts
+        self._names = {settings.host.lower(), *settings.allowed_hosts}
+        self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
+
+    def allows(self, host: str, scope: Scope) -> bool:
+        return self._takes_any or self._is_own(host, scope)
+
+    def is_own_page(self, origin: str, hosts: Sequence[str], scope: Scope) -> bool:
+        """Whether a page came from this server, as *hosts* name it."""
+        scheme, _, netloc = origin.partition("://")
+        default = {"http": ":80", "https": ":443"}.get(scheme)
+        is_https = scope.get("scheme") in ("https", "wss")
+        if default is None or not netloc or (is_https and scheme != "https"):
+            return False
+        own = (host.lower().removesuffix(default) for host in hosts if self._is_own(host, scope))
+        return netloc in own
+
+    def _is_own(self, host: str, scope: Scope) -> bool:
+        name = host.partition(":")[0] if host[:1] != "[" else host[1:].partition("]")[0]
+        name = name.lower().removesuffix(".")
+        # An address is nobody's to point elsewhere, and browsers keep localhost to themselves.
+        if name == "localhost" or name.endswith(".localhost") or name in self._names:
+            return True
+        if name.endswith(self._suffixes):
+            return True
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            # Where it is called from within a program, what that calls it.
+            return bool(name) and name == (scope.get("server") or ("", 0))[0]
+        return True
+
+
 def _is_one_of(key: str, known: Sequence[str]) -> bool:
     # Digests are of one length, so that not even that of a key shows.
     given = _sha256(key)
@@ -103,33 +183,6 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
 
 def _sha256(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
-
-
-def _is_own_page(origin: str, host: str) -> bool:
-    """Whether a page came from this server.
-
-    A name proves nothing: whoever owns it may let it mean 127.0.0.1 (DNS rebinding).
-    """
-    try:
-        parts = urlsplit(origin)
-        if not host or parts.netloc != host:
-            return False
-        if parts.hostname != "localhost":
-            ipaddress.ip_address(parts.hostname or "")
-    except ValueError:
-        return False
-    return True
-
-
-def _address(scope: Scope) -> str:
-    address: str = (scope.get("client") or ("local", 0))[0]
-    if ":" not in address:
-        return address
-    # A client of IPv6 has a whole network to call from.
-    try:
-        return str(ipaddress.ip_network(f"{address.partition('%')[0]}/64", strict=False))
-    except ValueError:
-        return address
 
 
 class _RateLimit:

@@ -8,7 +8,8 @@ A flag wins over the environment, the environment over the default.
 import dataclasses
 import ipaddress
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, Self, get_args
 
@@ -18,6 +19,8 @@ AttentionValues = Literal["logits", "scores", "probs"]
 DefaultFormat = Literal["per_layer", "aggregated"]
 
 PREFIX: Final = "KQVIEW_"
+# Labels of a name; the first may stand for any.
+_HOST: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
@@ -71,7 +74,18 @@ class Settings:
         (), "keys that may switch the model too; without any nobody may", is_secret=True
     )
     query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
-    cors_origins: tuple[str, ...] = _setting(("*",), "origins of pages that may call the API")
+    cors_origins: tuple[str, ...] = _setting(
+        ("loopback",),
+        "origins of pages that may call the API; loopback for those of this machine, * for any",
+    )
+    allowed_hosts: tuple[str, ...] = _setting(
+        (),
+        "names by which clients may call the server, beside addresses, localhost and --host; "
+        "*.example.org for those below it, * for any",
+    )
+    trusted_proxies: tuple[str, ...] = _setting(
+        (), "addresses or networks of proxies whose X-Forwarded-For counts; without any it does not"
+    )
 
     # ---- limits
     max_body_bytes: int = _setting(32 * 2**20, "largest request body")
@@ -83,6 +97,9 @@ class Settings:
     max_running: int = _setting(64, "most requests at a time, waiting ones included")
     max_queued: int = _setting(32, "most requests that wait for a slot")
     max_connections: int = _setting(1024, "most connections at a time")
+    max_connections_per_client: int = _setting(
+        128, "most connections of one address, trusted proxies apart"
+    )
     rate_limit: float = _setting(0.0, "requests a minute for each client; 0 for no limit")
     request_timeout_s: float = _setting(3600.0, "longest request, its wait included; 0 for no end")
     idle_timeout_s: float = _setting(120.0, "longest wait for a client that reads or sends nothing")
@@ -157,12 +174,15 @@ _NUMBERS: Final[Mapping[str, float]] = {
     "n_slots": 1, "n_ctx": 1, "n_threads": 1, "n_gpu_layers": -1, "attention_budget_bytes": 0,
     "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_reply_bytes": 1, "max_tokens": 1,
     "max_context": 1, "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1,
-    "rate_limit": 0, "request_timeout_s": 0, "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
+    "max_connections_per_client": 1, "rate_limit": 0, "request_timeout_s": 0,
+    "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
 }  # fmt: skip
 _FRACTIONAL: Final = frozenset(
     {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s"}
 )
-_LISTS: Final = frozenset({"api_keys", "admin_keys", "cors_origins"})
+_LISTS: Final = frozenset(
+    {"api_keys", "admin_keys", "cors_origins", "allowed_hosts", "trusted_proxies"}
+)
 _SWITCHES: Final = frozenset({"demo", "public", "query_key", "access_log"})
 _OPTIONAL: Final = frozenset(
     {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
@@ -188,8 +208,8 @@ def _checked_list(name: str, value: Any) -> tuple[str, ...]:
     texts: tuple[Any, ...] = tuple(value) if is_list else (None,)
     if not all(isinstance(text, str) and text for text in texts):
         raise _wrong(name, value, "a list of texts is needed, none of them empty")
-    if name == "cors_origins":
-        return tuple(_checked_origin(text) for text in texts)
+    if name in _CHECKS:
+        return tuple(map(_CHECKS[name], texts))
     # Keys travel in a header, whose ends are trimmed and which holds nothing else as it is.
     if not all(text.isascii() and text.isprintable() and " " not in text for text in texts):
         raise _wrong(name, value, "keys are printable ASCII without spaces")
@@ -198,13 +218,37 @@ def _checked_list(name: str, value: Any) -> tuple[str, ...]:
 
 def _checked_origin(text: str) -> str:
     """An origin as browsers send it: ``scheme://host[:port]`` in lower case."""
-    if text in ("*", "null"):
+    if text in ("*", "null", "loopback"):
         return text
     origin = text.lower().rstrip("/")
     scheme, _, host = origin.partition("://")
     if not scheme or not host or set(host) & set("/?#@ "):
         raise _wrong("cors_origins", text, "origins are scheme://host:port, such as https://a.org")
     return origin
+
+
+def _checked_host(text: str) -> str:
+    """A name as the Host header has it, in lower case and without its port."""
+    name = text.lower().removesuffix(".")
+    if text != "*" and not _HOST.fullmatch(name):
+        raise _wrong("allowed_hosts", text, "hosts are names without a port, such as a.example.org")
+    return name
+
+
+def _checked_proxy(text: str) -> str:
+    try:
+        return str(ipaddress.ip_network(text, strict=False))
+    except ValueError:
+        raise _wrong(
+            "trusted_proxies", text, "proxies are addresses or networks, such as 10.0.0.0/8"
+        ) from None
+
+
+_CHECKS: Final[Mapping[str, Callable[[str], str]]] = {
+    "cors_origins": _checked_origin,
+    "allowed_hosts": _checked_host,
+    "trusted_proxies": _checked_proxy,
+}
 
 
 def _checked_number(name: str, value: Any) -> float:

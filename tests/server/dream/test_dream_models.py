@@ -202,7 +202,7 @@ def test_switch_is_finished_though_its_client_left(served: Served):
     body = b'{"model": "more/b.gguf"}'
     with sockets.create_connection((host, int(port))) as client:
         client.sendall(
-            b"POST /api/v1/model/load HTTP/1.1\r\nhost: x\r\nauthorization: Bearer boss\r\n"
+            b"POST /api/v1/model/load HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer boss\r\n"
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
     served.wait_until(

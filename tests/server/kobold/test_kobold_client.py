@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     import httpx
 
+    from kqview.server.caller import Caller
     from kqview.server.run import GenerateRequest, Run, Step
     from tests.support.serving import Serve, Served
 
@@ -93,8 +94,8 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
     ids = served.engine.tokenize(TURN)
     start = served.service.start
 
-    async def start_and_end(request: GenerateRequest) -> Run:
-        run = await start(request)
+    async def start_and_end(request: GenerateRequest, caller: Caller) -> Run:
+        run = await start(request, caller)
         next_step = run._next
 
         async def next_or_end() -> Step:
