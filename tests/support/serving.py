@@ -99,7 +99,8 @@ def serving(settings: Settings | None = None, engine: Engine | None = None) -> I
                 assert thread.is_alive(), "the server did not start"
                 assert time.monotonic() < end_s, "the server did not start in time"
                 time.sleep(0.005)
-            yield Served(f"http://127.0.0.1:{port}", f"ws://127.0.0.1:{port}", app.service)
+            s = "" if settings.ssl_certfile is None else "s"
+            yield Served(f"http{s}://127.0.0.1:{port}", f"ws{s}://127.0.0.1:{port}", app.service)
         finally:
             server.should_exit = True
             thread.join(ENDS_WITHIN_S)

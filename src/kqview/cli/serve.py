@@ -19,6 +19,7 @@ from kqview.cli.loading import load_progress
 from kqview.cli.options import HubOption
 from kqview.errors import RequestError
 from kqview.server.settings import Settings
+from kqview.server.tls import tls_context
 
 _NEEDS_EXTRA: Final = 'kqview serve needs more packages; pip install "kqview[server]"'
 # Flags that the other commands have too, and lists that are given one by one.
@@ -56,6 +57,7 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
         raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
     settings.check_bind()
+    tls_context(settings)
     try:
         from kqview.cli.serving import keep_freed_memory, run
         from kqview.server import create_app

@@ -16,6 +16,7 @@ import uvicorn
 from kqview.server.app import App
 from kqview.server.listening import WebSocketProtocol, allow_files, http_protocol
 from kqview.server.settings import Settings
+from kqview.server.tls import tls_context
 
 # Parameters of glibc's mallopt (malloc.h), and the most that it takes for the first one.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -48,9 +49,15 @@ def keep_freed_memory() -> None:
 
 
 def configured(app: App, settings: Settings) -> uvicorn.Config:
-    """uvicorn's configuration for *app*."""
+    """uvicorn's configuration for *app*.
+
+    Raises:
+        RequestError: As `tls_context`.
+    """
+    tls = tls_context(settings)
     return uvicorn.Config(
         app,
+        ssl_context_factory=None if tls is None else lambda config, default: tls,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -84,9 +91,10 @@ class _Server(uvicorn.Server):
         for one in sockets or ():  # now, and not before, it answers and a signal ends it well
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
+            scheme = "https" if self.config.is_ssl else "http"
             print(
-                f"kqview serves {self._service.model_name} at http://{shown}:{port} (API: /docs); "
-                "Ctrl-C ends it",
+                f"kqview serves {self._service.model_name} at {scheme}://{shown}:{port} "
+                "(API: /docs); Ctrl-C ends it",
                 flush=True,
             )
 

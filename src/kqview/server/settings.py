@@ -66,6 +66,12 @@ class Settings:
     # ---- where and for whom
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(5001, "port to listen on; 0 for a free one")
+    ssl_certfile: str | None = _setting(
+        None, "certificate chain in PEM; with it the server speaks HTTPS alone"
+    )
+    ssl_keyfile: str | None = _setting(
+        None, "private key of the certificate in PEM; where it is not in the same file"
+    )
     public: bool = _setting(False, "allow an address that others can reach without an API key")
     api_keys: tuple[str, ...] = _setting(
         (), "keys that may use the API; without any it is open", is_secret=True
@@ -186,7 +192,7 @@ _LISTS: Final = frozenset(
 _SWITCHES: Final = frozenset({"demo", "public", "query_key", "access_log"})
 _OPTIONAL: Final = frozenset(
     {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
-     "attention_values"}
+     "attention_values", "ssl_certfile", "ssl_keyfile"}
 )  # fmt: skip
 
 

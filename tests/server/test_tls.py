@@ -1,0 +1,161 @@
+"""TLS of the server's own: HTTPS and WSS with a certificate, and files that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kqview.errors import RequestError
+from kqview.server import Settings
+from kqview.server.tls import tls_context
+from tests.server.clients import read_to_close, sse_events, websocket
+from tests.server.toy_dialect import serving_toy
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from tests.support.serving import Served
+
+trustme = pytest.importorskip("trustme")
+
+BODY = {"prompt": "Tom has", "max_tokens": 3}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Paths: a certificate, its key, both in one file, another's key, an encrypted one, the CA."""
+    from cryptography.hazmat.primitives import serialization as form
+
+    folder = tmp_path_factory.mktemp("tls")
+    authority = trustme.CA()
+    mine, other = (authority.issue_cert("localhost", "127.0.0.1") for _ in range(2))
+    authority.cert_pem.write_to_path(folder / "ca")
+    mine.cert_chain_pems[0].write_to_path(folder / "cert")
+    mine.private_key_pem.write_to_path(folder / "key")
+    other.private_key_pem.write_to_path(folder / "other")
+    mine.private_key_and_cert_chain_pem.write_to_path(folder / "both")
+    key = form.load_pem_private_key(mine.private_key_pem.bytes(), None)
+    secret = form.BestAvailableEncryption(b"secret")
+    (folder / "encrypted").write_bytes(
+        key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, secret)
+    )
+    (folder / "text").write_text("no certificate")
+    broken = b"-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n"
+    (folder / "broken").write_bytes(broken)
+    return {path.name: str(path) for path in folder.iterdir()} | {"folder": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def trusting(files: dict[str, str]) -> ssl.SSLContext:
+    """A client that trusts the certificate and nothing else."""
+    return ssl.create_default_context(cafile=files["ca"])
+
+
+@pytest.fixture(scope="module")
+def served(files: dict[str, str]) -> Iterator[Served]:
+    settings = Settings(n_ctx=2048, ssl_certfile=files["cert"], ssl_keyfile=files["key"])
+    with serving_toy(settings) as one:
+        yield one
+
+
+def test_post_and_stream_go_over_https(served: Served, trusting: ssl.SSLContext):
+    assert served.url.startswith("https://")
+    with served.client(verify=trusting) as client:
+        assert len(client.post("/toy/generate", json=BODY).json()["ids"]) == 3
+        with client.stream("POST", "/toy/stream", json=BODY) as reply:
+            assert [event["type"] for event in sse_events(reply)] == ["token"] * 3 + ["done"]
+        own = {"origin": served.url}
+        assert client.post("/toy/generate", json=BODY, headers=own).status_code == 200
+
+
+def test_websocket_goes_over_wss(served: Served, trusting: ssl.SSLContext):
+    with websocket(served, "/toy/ws", ssl=trusting) as socket:
+        socket.send(json.dumps({**BODY, "max_tokens": 200}))
+        frames, code = read_to_close(socket)
+    assert (len(frames), code) == (401, 1000)
+
+
+def test_plain_http_is_not_answered(served: Served, trusting: ssl.SSLContext):
+    with pytest.raises(httpx.TransportError):
+        httpx.get(served.url.replace("https", "http") + "/health", timeout=10)
+    with served.client(verify=trusting) as client:
+        assert client.get("/health").status_code == 200
+
+
+def test_one_file_may_hold_both(files: dict[str, str]):
+    assert tls_context(Settings(ssl_certfile=files["both"])) is not None
+    assert tls_context(Settings()) is None
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "named"),
+    [
+        ("nowhere", "key", "ssl_certfile .*nowhere"),
+        ("cert", "nowhere", "ssl_keyfile .*nowhere"),
+        ("folder", "key", "ssl_certfile"),
+        ("text", "key", "ssl_certfile .*certificate"),
+        ("cert", "text", "ssl_keyfile .*private key"),
+        ("cert", "cert", "ssl_keyfile .*private key"),
+        ("key", "cert", "ssl_certfile .*certificate"),
+        ("cert", None, "ssl_certfile .*private key"),
+        (None, "key", "ssl_keyfile .*ssl_certfile"),
+        ("cert", "other", "does not belong"),
+        ("cert", "encrypted", "passphrase"),
+        ("broken", "key", "ssl_certfile"),
+        ("a\0b", "key", "ssl_certfile"),
+    ],
+)
+def test_files_that_cannot_be_used_are_named(
+    files: dict[str, str], certificate: str | None, key: str | None, named: str
+):
+    given = [name and files.get(name, name) for name in (certificate, key)]
+    with pytest.raises(RequestError, match=named):
+        tls_context(Settings(ssl_certfile=given[0], ssl_keyfile=given[1]))
+
+
+# ---- kqview serve
+
+
+def command(*options: str) -> list[str]:
+    return [sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", *options]
+
+
+ENVIRON: dict[str, Any] = {n: v for n, v in os.environ.items() if not n.startswith("KQVIEW_")}
+
+
+def test_serve_says_https_and_serves_it(files: dict[str, str], trusting: ssl.SSLContext):
+    options = ("--ssl-certfile", files["cert"], "--ssl-keyfile", files["key"], "--threads", "1")
+    process = subprocess.Popen(
+        command(*options), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRON
+    )
+    try:
+        assert process.stdout is not None
+        found = re.search(r"https://127\.0\.0\.1:\d+", process.stdout.readline())
+        assert found is not None
+        assert httpx.get(found[0] + "/health", verify=trusting, timeout=30).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_refuses_files_before_it_loads_a_model(files: dict[str, str]):
+    options = ("--ssl-certfile", files["cert"], "--ssl-keyfile", files["other"])
+    done = subprocess.run(
+        command(*options), capture_output=True, text=True, env=ENVIRON, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "does not belong" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert Path(files["other"]).name in done.stderr
