@@ -196,6 +196,10 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
         rows.n_head = 1;
         rows.n_heads_reduced = n_heads_reduced(want, site);
     }
+    if (want.type == row_type::f16 && want.kind != row_kind::probs) {
+        // Before the mask, whose -inf stays: what the cast made infinite would read as masked.
+        result = add(ggml_clamp(tensors_, result, -largest_f16, largest_f16));
+    }
     result = masked(result, site, want.kind, n_rows, want.reduce != row_reduction::none);
     if (want.type == row_type::f16) {
         result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));

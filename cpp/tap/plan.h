@@ -38,6 +38,8 @@ enum class row_kind : std::uint8_t {
 
 enum class row_type : std::uint8_t { f32, f16 };
 
+constexpr float largest_f16 = 65504.0f;  // that is finite
+
 enum class row_reduction : std::uint8_t {
     none,
     mean_heads,  // over the heads of a layer

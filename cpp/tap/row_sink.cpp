@@ -10,6 +10,23 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
+// As near to `value` as a finite float16 can be; what is masked stays -inf.
+float within_f16(float value) {
+    if (value == minus_infinity) return value;
+    const float low = value < -largest_f16 ? -largest_f16 : value;
+    return low > largest_f16 ? largest_f16 : low;
+}
+
+void write_f16(const float* row, std::size_t n, ggml_fp16_t* to) {
+    constexpr std::size_t n_at_once = 256;
+    float part[n_at_once];
+    for (std::size_t first = 0; first < n; first += n_at_once) {
+        const auto n_part = std::min(n - first, n_at_once);
+        for (std::size_t i = 0; i < n_part; ++i) part[i] = within_f16(row[first + i]);
+        ggml_fp32_to_fp16_row(part, to + first, static_cast<std::int64_t>(n_part));
+    }
+}
+
 using ranked = std::pair<float, std::int32_t>;  // value, column
 
 // Larger values first, and the earlier column among equals.
@@ -167,7 +184,7 @@ void row_sink::write(int i_row, const float* row) {
     if (plan_.type() == row_type::f32) {
         std::memcpy(to, row, n_columns() * sizeof(float));
     } else {
-        ggml_fp32_to_fp16_row(row, reinterpret_cast<ggml_fp16_t*>(to), target_.layout.n_columns);
+        write_f16(row, n_columns(), reinterpret_cast<ggml_fp16_t*>(to));
     }
     count(to);
 }
@@ -184,7 +201,7 @@ void row_sink::write_top(int i_row, const float* row) {
         if (plan_.type() == row_type::f32) {
             reinterpret_cast<float*>(to)[i] = value;
         } else {
-            reinterpret_cast<ggml_fp16_t*>(to)[i] = ggml_fp32_to_fp16(value);
+            reinterpret_cast<ggml_fp16_t*>(to)[i] = ggml_fp32_to_fp16(within_f16(value));
         }
         positions[i] = column;
     }

@@ -56,6 +56,29 @@ def test_rows_equal_those_of_the_cpu(
     check_equal(ours, theirs)
 
 
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("reduce", [None, "mean_heads", "max_heads", "mean"])
+@pytest.mark.parametrize("kind", ["logits", "scores"])
+def test_rows_beyond_float16_saturate_on_the_device(
+    make_engine: MakeEngine, tmp_path: Path, kind: Any, reduce: Any, flash_attn: bool
+) -> None:
+    # float16's largest is 65504: what a device made infinite would read as masked.
+    model = tiny_gguf.write_preset(tmp_path / "large.gguf", "tiny_llama", score_spread=4e5)
+    engine = make_engine(model, n_gpu_layers=-1, flash_attn=flash_attn, kv_type="f32")
+    prompt = random_ids(N_PROMPT)
+    whole, half = (
+        np.asarray(engine.attend(prompt, Capture(kind, dtype=dtype, reduce=reduce)).array())
+        for dtype in ("float32", "float16")
+    )
+    masked = np.isneginf(whole)
+    assert masked.any()
+    assert np.abs(whole[~masked]).max() > 2 * 65504
+    np.testing.assert_array_equal(np.isneginf(half), masked)
+    assert np.abs(half[~masked]).max() == 65504
+    want = np.clip(whole, -65504, 65504, where=~masked, out=whole.copy())
+    np.testing.assert_allclose(half, want, rtol=2e-3, atol=1e-2)
+
+
 @pytest.mark.parametrize("n_gpu_layers", [1, 2, 3])
 @pytest.mark.parametrize("name", ["logits", "mean", "max_heads", "top_k", "hidden"])
 def test_layers_of_cpu_and_devices_come_as_one_view(

@@ -20,6 +20,7 @@ Aggregation = Literal["mean", "max", "last_layer", "weighted_layers"]
 Array = NDArray[np.floating[Any]]
 
 DEFAULT_TOP_K: Final = 50
+_FLOAT16_MAX: Final = 65504.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +203,11 @@ def _stacked(rows: Attention) -> Array:
 
 
 def _rounded(wanted: AttentionWanted, values: Array) -> Array:
-    return np.ascontiguousarray(values, np.float16 if wanted.dtype == "float16" else np.float32)
+    if wanted.dtype == "float32":
+        return np.ascontiguousarray(values, np.float32)
+    # As the engine's own: beyond its range a float16 would be infinite, and read as masked.
+    finite = np.clip(values, -_FLOAT16_MAX, _FLOAT16_MAX)
+    return np.ascontiguousarray(np.where(np.isneginf(values), values, finite), np.float16)
 
 
 def _sparse(rows: Array, top_k: int) -> Sparse:

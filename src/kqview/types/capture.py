@@ -37,7 +37,8 @@ class Capture:
         reduce: None, or the reduction done on the device: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
         top_k: Keep only the k largest values of each row, with their positions.
-        dtype: Type of the values, "float32" or "float16".
+        dtype: Type of the values, "float32" or "float16", which saturates: a value beyond its range
+            is 65504 or -65504, so that -inf always means a position that is not seen.
         prompt: Capture the rows of the prompt's own tokens too.
         hidden: Layers whose output, the residual stream behind them, to hand out as well.
         on_full: When the budget of attention memory is used up: "raise" ends the generation with
