@@ -65,7 +65,7 @@ def main() -> None:
             np.testing.assert_allclose(whole.sum(axis=-1), 1, rtol=1e-3)
             views.append(whole)
             blob = engine.slots[0].save()
-            engine.slots[1].restore(blob)
+            engine.slots[1].restore(blob, exact=True)
             stopped = engine.generate(ids, slot=1, max_tokens=64, capture="probs")
             views.append(_checked(next(stopped).attention, CAPTURES[2]))
             stopped.cancel()

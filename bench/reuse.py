@@ -84,7 +84,7 @@ class _Runs:
         self._engine.generate(self._left, **options).read()  # pyright: ignore[reportArgumentType]
 
     def _ms(self, call: Callable[[], object]) -> float:
-        self._slot.restore(self._blob)
+        self._slot.restore(self._blob, exact=True)
         start_s = self._now_s()
         call()
         return (self._now_s() - start_s) * 1e3

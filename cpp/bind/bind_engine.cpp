@@ -241,6 +241,10 @@ void bind_engine(nb::module_& module) {
             [](const engine_core& self, slot_id id) { return self.sched->tokens_of(id); },
             nb::arg("slot"), "Ids in a slot's cache.")
         .def(
+            "slot_n_exact",
+            [](const engine_core& self, slot_id id) { return self.sched->n_exact_of(id); },
+            nb::arg("slot"), "How many of them a fresh evaluation would compute alike.")
+        .def(
             "slot_is_busy",
             [](const engine_core& self, slot_id id) { return self.sched->is_busy(id); },
             nb::arg("slot"))

@@ -2,6 +2,7 @@
 // from the one it passes: bytes cannot change while the engine thread checks and then reads them.
 #include <nanobind/stl/shared_ptr.h>
 
+#include <algorithm>
 #include <span>
 #include <string>
 
@@ -43,21 +44,29 @@ nb::object bytes_of_size(std::size_t n_bytes) {
                                          " bytes; hold fewer saved slots");
 }
 
-nb::bytes save(const engine_core& self, slot_id slot) {
+struct saved_slot {
+    nb::bytes blob;
+    std::size_t n_exact;  // of its tokens, from the first one on
+};
+
+saved_slot save(const engine_core& self, slot_id slot) {
     nb::object blob;
+    std::size_t n_exact = 0;
     std::size_t n_room = 0;
     for (;;) {
         std::size_t n_bytes = 0;
         // Nobody else has the object yet, so its bytes may be written.
         auto* const data =
             blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
-        run_on_slot(self, slot,
-                    [&](idle_slot& idle) { n_bytes = save_slot(idle, {data, n_room}); });
+        run_on_slot(self, slot, [&](idle_slot& idle) {
+            n_bytes = save_slot(idle, {data, n_room});
+            n_exact = std::min(idle.n_exact, idle.tokens.size());
+        });
         if (n_bytes <= n_room) {
             PyObject* sealed = blob.release().ptr();
             if (_PyBytes_Resize(&sealed, static_cast<Py_ssize_t>(n_bytes)) != 0)
                 nb::raise_python_error();
-            return nb::steal<nb::bytes>(sealed);
+            return {nb::steal<nb::bytes>(sealed), n_exact};
         }
         n_room =
             n_bytes;  // it was the room needed; the slot may have grown again by the next round
@@ -65,9 +74,9 @@ nb::bytes save(const engine_core& self, slot_id slot) {
     }
 }
 
-void restore(const engine_core& self, slot_id slot, const nb::bytes& blob) {
+void restore(const engine_core& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact) {
     const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
-    run_on_slot(self, slot, [&](idle_slot& idle) { restore_slot(idle, bytes); });
+    run_on_slot(self, slot, [&](idle_slot& idle) { restore_slot(idle, bytes, n_exact); });
 }
 
 void truncate(const engine_core& self, slot_id slot, std::size_t n_keep) {
@@ -85,8 +94,13 @@ void clear(const engine_core& self, slot_id slot) {
 }  // namespace
 
 void bind_state(nb::module_& module) {
-    module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"), "The slot as a SES1 blob.");
+    nb::class_<saved_slot>(module, "SavedSlot")
+        .def_ro("blob", &saved_slot::blob)
+        .def_ro("n_exact", &saved_slot::n_exact);
+    module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"),
+               "The slot as a SES1 blob, and how many of its tokens are exact.");
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
+               nb::arg("n_exact"),
                "Makes the slot hold what the blob holds; a refused blob changes nothing.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keeps the first tokens, or none where the cache cannot drop its tail.");

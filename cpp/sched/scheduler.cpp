@@ -154,6 +154,11 @@ std::vector<token_id> scheduler::tokens_of(slot_id id) const {
     return step_->tokens_of(id);
 }
 
+std::size_t scheduler::n_exact_of(slot_id id) const {
+    check_open();
+    return step_->n_exact_of(id);
+}
+
 bool scheduler::is_busy(slot_id id) const {
     check_open();
     return step_->is_busy(id);

@@ -62,6 +62,7 @@ public:
     int n_slots() const { return n_slots_; }
     int n_queued() const;
     std::vector<token_id> tokens_of(slot_id id) const;
+    std::size_t n_exact_of(slot_id id) const;
     bool is_busy(slot_id id) const;
     // Of every slot; after close() too.
     std::vector<slot_view> slots() const { return step_->slots(); }

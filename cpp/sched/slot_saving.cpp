@@ -30,7 +30,7 @@ std::size_t save_slot(idle_slot& slot, std::span<std::byte> out) {
     return n_bytes;
 }
 
-void restore_slot(idle_slot& slot, std::span<const std::byte> blob) {
+void restore_slot(idle_slot& slot, std::span<const std::byte> blob, std::size_t n_exact) {
     const auto& layout = slot.model.layout_for(slot.id, slot.tokens.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
     if (view.tokens.empty()) return clear_slot(slot);  // llama.cpp would keep the cells it has
@@ -46,7 +46,7 @@ void restore_slot(idle_slot& slot, std::span<const std::byte> blob) {
                     "empty now");
     }
     slot.tokens = std::move(view.tokens);
-    slot.n_exact = all_exact;  // what a blob holds is what its ids say, by the word of who saved it
+    slot.n_exact = exact_mark(n_exact, slot.tokens.size());
 }
 
 void truncate_slot(idle_slot& slot, std::size_t n_keep) {
@@ -59,6 +59,7 @@ void truncate_slot(idle_slot& slot, std::size_t n_keep) {
     if (!slot.model.truncate(slot.id, static_cast<int>(n_keep))) return clear_slot(slot);
     slot.has_changed = true;
     slot.tokens.resize(n_keep);
+    slot.n_exact = exact_mark(slot.n_exact, n_keep);
 }
 
 void clear_slot(idle_slot& slot) {

@@ -14,9 +14,9 @@ namespace kqview {
 // blob. Raises unsupported_model.
 std::size_t save_slot(idle_slot& slot, std::span<std::byte> out);
 
-// Makes the slot hold what the blob holds. Raises state_format, state_mismatch and unsupported_model, and
+// Makes the slot hold what the blob holds, of which the first `n_exact` tokens are known to be exact. Raises state_format, state_mismatch and unsupported_model, and
 // has changed nothing then; an internal error leaves the slot empty.
-void restore_slot(idle_slot& slot, std::span<const std::byte> blob);
+void restore_slot(idle_slot& slot, std::span<const std::byte> blob, std::size_t n_exact);
 
 // Keeps the first `n_keep` tokens, of which there are as many at least; fewer (none) where the cache cannot
 // drop that tail. Raises request.

@@ -12,6 +12,7 @@ namespace kqview {
 namespace {
 
 void erase_tokens(idle_slot& slot, std::span<const token_range> gone) {
+    const auto n_before = gone.front().start;
     std::size_t n_left = 0, at = 0;
     for (const auto& range : gone) {
         for (; at < range.start; ++at) slot.tokens[n_left++] = slot.tokens[at];
@@ -19,13 +20,7 @@ void erase_tokens(idle_slot& slot, std::span<const token_range> gone) {
     }
     for (; at < slot.tokens.size(); ++at) slot.tokens[n_left++] = slot.tokens[at];
     slot.tokens.resize(n_left);
-    if (slot.n_exact == all_exact) return;
-    std::size_t n_gone = 0;
-    for (const auto& range : gone) {
-        if (range.start < slot.n_exact)
-            n_gone += std::min(range.n_tokens, slot.n_exact - range.start);
-    }
-    slot.n_exact -= n_gone;
+    slot.n_exact = exact_mark(std::min(slot.n_exact, n_before), n_left);
 }
 
 // A column is a cell: tokens must lie at their positions, or the next one would go into a gap.

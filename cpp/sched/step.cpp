@@ -348,6 +348,12 @@ std::vector<token_id> step::tokens_of(slot_id id) const {
     return slots_[static_cast<std::size_t>(id)].tokens;
 }
 
+std::size_t step::n_exact_of(slot_id id) const {
+    const std::lock_guard lock(tokens_mutex_);
+    const auto& one = slots_[static_cast<std::size_t>(id)];
+    return std::min(one.n_exact, one.tokens.size());
+}
+
 std::vector<slot_view> step::slots() const {
     std::vector<slot_view> seen;
     seen.reserve(slots_.size());

@@ -85,6 +85,8 @@ public:
 
     // Ids in a slot's cache; any thread.
     std::vector<token_id> tokens_of(slot_id id) const;
+    // How many of them a fresh evaluation of the same ids would compute alike; any thread.
+    std::size_t n_exact_of(slot_id id) const;
     bool is_busy(slot_id id) const;
     std::vector<slot_view> slots() const;
     const step_counters& counters() const { return counters_; }
@@ -197,7 +199,7 @@ private:
 
     runner& model_;
     const std::shared_ptr<block_pool> pool_;
-    mutable std::mutex tokens_mutex_;  // guards slot::tokens and slot::active against readers
+    mutable std::mutex tokens_mutex_;  // guards slot::tokens, n_exact and active against readers
     std::vector<slot> slots_;
     std::vector<step_token> batch_;
     std::vector<step_rows> rows_;

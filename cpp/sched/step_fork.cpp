@@ -50,16 +50,13 @@ bool step::await_fork(slot& target) {
     if (n_shared < target.n_fork && is_coming) return true;
     target.fork_source.reset();
     if (n_shared < target.tokens.size() + n_fork_min) return false;  // the source was cancelled
-    {
-        const std::lock_guard lock(tokens_mutex_);
-        target.tokens.clear();  // a copy that fails leaves none of them
-    }
+    forget_tail(target, 0);  // a copy that fails leaves none of them
     model_.copy(source.id, target.id);
     {
         const std::lock_guard lock(tokens_mutex_);
         target.tokens = source.tokens;
+        target.n_exact = source.n_exact;
     }
-    target.n_exact = source.n_exact;
     truncate(target, n_shared);
     target.usage.cached_tokens = static_cast<int>(target.tokens.size());
     return false;

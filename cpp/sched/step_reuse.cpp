@@ -62,11 +62,7 @@ void step::take_over(slot& target, reuse_plan plan) {
 }
 
 void step::discard(slot& target, std::span<const token_range> gone) {
-    const auto n_exact = std::min(target.n_exact, gone.front().start);
-    change_cache(target, [&](idle_slot& view) {
-        discard_tokens(view, gone);
-        view.n_exact = std::min(view.n_exact, n_exact);
-    });
+    change_cache(target, [&](idle_slot& view) { discard_tokens(view, gone); });
 }
 
 // Before a token that a full slot has no room for. False: that failed, and the request has ended.
@@ -94,8 +90,8 @@ void step::change_cache(slot& target, const slot_work& work) {
         {
             const std::lock_guard lock(tokens_mutex_);
             target.tokens = std::move(view.tokens);
+            target.n_exact = view.n_exact;
         }
-        target.n_exact = view.n_exact;
         forget_tail(target, target.tokens.size());
     };
     try {
@@ -120,7 +116,7 @@ void step::truncate(slot& target, std::size_t n_keep) {
 void step::forget_tail(slot& target, std::size_t n_keep) {
     const std::lock_guard lock(tokens_mutex_);
     target.tokens.resize(n_keep);
-    if (n_keep <= target.n_exact) target.n_exact = all_exact;
+    target.n_exact = exact_mark(target.n_exact, n_keep);
 }
 
 // After a failed step: whatever the cache holds beyond the known tokens goes.

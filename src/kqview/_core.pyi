@@ -380,6 +380,9 @@ class Engine:
     def slot_tokens(self, slot: int) -> list[int]:
         """Ids in a slot's cache."""
 
+    def slot_n_exact(self, slot: int) -> int:
+        """How many of them a fresh evaluation would compute alike."""
+
     def slot_is_busy(self, slot: int) -> bool: ...
 
     def stats(self) -> dict[str, Any]:
@@ -396,10 +399,17 @@ class Engine:
     def count_copied(self, n_bytes: int) -> None:
         """Whoever copies attention out of a view says so here."""
 
-def save_slot(engine: Engine, slot: int) -> bytes:
-    """The slot as a SES1 blob."""
+class SavedSlot:
+    @property
+    def blob(self) -> bytes: ...
 
-def restore_slot(engine: Engine, slot: int, blob: bytes) -> None:
+    @property
+    def n_exact(self) -> int: ...
+
+def save_slot(engine: Engine, slot: int) -> SavedSlot:
+    """The slot as a SES1 blob, and how many of its tokens are exact."""
+
+def restore_slot(engine: Engine, slot: int, blob: bytes, n_exact: int) -> None:
     """
     Makes the slot hold what the blob holds; a refused blob changes nothing.
     """

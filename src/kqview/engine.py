@@ -258,7 +258,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             priority: Requests that wait for a slot go by priority, largest first, then by arrival.
             reuse: "shift" also keeps the KV cache of what follows tokens that are no longer in the
                 prompt. Approximate: it was computed while those tokens were seen. "exact" keeps
-                what a fresh evaluation would compute.
+                what a fresh evaluation would compute (`Slot.n_exact`).
             reuse_min_tokens: With "shift": shorter runs of equal tokens are coincidences.
             context_shift: In a full slot discard old tokens and go on, in place of ending with
                 "length"; as approximate as "shift". Columns are then those of what is left:

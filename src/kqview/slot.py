@@ -1,11 +1,14 @@
 """Slot: one sequence of an engine and what its KV cache holds."""
 
 from collections.abc import Callable
+from typing import Final
 
 from kqview import _core
-from kqview.errors import RequestError
+from kqview.errors import RequestError, UnsupportedModel
 from kqview.request_options import whole_number
 from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts, check_trailer, split
+
+_ALL: Final = 2**63 - 1
 
 
 class Slot:
@@ -48,6 +51,17 @@ class Slot:
         return len(self.tokens)
 
     @property
+    def n_exact(self) -> int:
+        """How many of `tokens`, from the first one on, hold what a fresh evaluation computes.
+
+        All of them, until positions are moved (`shift`, ``reuse="shift"``, ``context_shift``) or a
+        blob of unknown origin is restored. ``reuse="exact"``, the default, and `Engine.attend`
+        take these from the cache and evaluate the rest of their prompt again, also where they go on
+        from `tokens`.
+        """
+        return self._core.slot_n_exact(self.id)
+
+    @property
     def is_busy(self) -> bool:
         """Whether a generation works in this slot now."""
         return self._core.slot_is_busy(self.id)
@@ -73,7 +87,7 @@ class Slot:
 
         It restores into any slot of an engine with this model, ``kv_type`` and flash attention,
         whatever its ``n_slots``. It holds the prompt in clear. Written once, straight into the
-        bytes object.
+        bytes object. What a blob cannot hold is `n_exact`: `save_marked` returns that too.
 
         Raises:
             BusyError: A generation works in this slot.
@@ -84,16 +98,23 @@ class Slot:
         """
         return self.save_marked()[0]
 
-    def restore(self, blob: bytes) -> int:
+    def restore(self, blob: bytes, *, exact: bool = False) -> int:
         """Make the slot hold what *blob* holds; returns the bytes read.
 
-        The next generation whose prompt begins with `tokens` goes on from there. A blob that is
-        refused changes nothing. Who may restore may put any numbers into the cache: take blobs
-        from those you trust.
+        A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
+        says neither of which model nor with which LoRA adapters it was made, as long as the shapes
+        fit, nor whether its slot had been shifted. So without *exact* the next generation
+        evaluates its prompt again (`n_exact` is 0), unless it takes approximate cells too:
+        ``reuse="shift"``. Who may restore may put any numbers into the cache: take blobs from those
+        you trust.
 
         Args:
             blob: What `save` returned, or the bytes of a state file, whose trailer is checked and
                 left out. Other buffers than bytes are copied first.
+            exact: Your word that the blob was saved from this model and its adapters, and from a
+                slot whose tokens were all exact (`n_exact`): the next generation whose prompt
+                begins with `tokens` goes on from there. Where a trailer tells how many were, that
+                counts.
 
         Raises:
             StateFormatError: It is no sound blob; the message names the field and its offset.
@@ -107,21 +128,27 @@ class Slot:
             raise RequestError(
                 f"slot.restore: got {type(blob).__name__}, the bytes of Slot.save are needed"
             )
+        if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError(f"slot.restore: exact is {exact!r}, True or False is needed")
         # Bytes cannot change while the engine thread reads what it has checked.
         data, trailer = split(bytes(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
+        if marks.n_exact is None and exact:
+            marks = SlotMarks(n_exact=_ALL)
         return self.restore_marked(data, marks)
 
     def save_marked(self) -> tuple[bytes, SlotMarks]:
         """As `save`, and what is true of the slot and stands not in its blob, of the same moment.
 
-        What `kqview.state.SessionStore` asks a slot for.
+        `restore_marked` takes both, and so does `kqview.state.write_state`.
         """
-        return _core.save_slot(self._core, self.id), NO_MARKS
+        saved = _core.save_slot(self._core, self.id)
+        return saved.blob, SlotMarks(n_exact=saved.n_exact)
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
         """As `restore` for a blob without a trailer, of which *marks* are known."""
-        _core.restore_slot(self._core, self.id, blob)
+        n_exact = 0 if marks.n_exact is None else min(marks.n_exact, _ALL)
+        _core.restore_slot(self._core, self.id, blob, n_exact)
         return len(blob)
 
     def truncate(self, n: int) -> None:
@@ -142,8 +169,10 @@ class Slot:
         """Remove *n_discard* tokens behind the first *n_keep*; what follows closes up.
 
         Nothing is computed again: the tokens that stay keep the keys and values that were computed
-        with the removed ones before them, rotated to their new positions. Columns of later rows
-        are positions in the shortened `tokens`. Costs two copies of the slot's cache.
+        with the removed ones before them, rotated to their new positions. So they are approximate,
+        and `n_exact` becomes *n_keep* at most: a generation that goes on from `tokens` evaluates
+        them again unless it says ``reuse="shift"``. Columns of later rows are positions in the
+        shortened `tokens`. Costs two copies of the slot's cache.
 
         Returns:
             The new `n_tokens`.
@@ -158,6 +187,10 @@ class Slot:
         """
         n_keep = whole_number("slot.shift", "n_keep", n_keep, low=0, high=2**63 - 1)
         n_discard = whole_number("slot.shift", "n_discard", n_discard, low=1, high=2**63 - 1)
+        if obstacle := self._core.shift_obstacle:
+            raise UnsupportedModel(
+                f"slot.shift: this model keeps {obstacle}; send the ids that are to be seen again"
+            )
         _core.shift_slot(self._core, self.id, n_keep, n_discard)
         return self.n_tokens
 

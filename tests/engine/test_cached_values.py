@@ -40,7 +40,7 @@ def restore(engine: Engine) -> list[int]:
     engine.generate(PROMPT, max_tokens=10, temperature=0, ignore_eos=True).read()
     blob = engine.slots[0].save()
     engine.generate(random_ids(60, seed=9), max_tokens=5).read()
-    engine.slots[0].restore(blob)
+    engine.slots[0].restore(blob, exact=True)
     return engine.slots[0].tokens
 
 

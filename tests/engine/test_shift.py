@@ -49,7 +49,7 @@ def test_rows_after_a_shift_equal_reference(
     assert slot.tokens == left
     reference.discard(n_keep, n_discard)
     ids = [*left, 7, 9]
-    tokens = list(engine.generate(ids, max_tokens=6, capture=kind, **GREEDY))
+    tokens = list(engine.generate(ids, max_tokens=6, capture=kind, reuse="shift", **GREEDY))
     reference.decode(7)
     fed = [9, *(token.id for token in tokens[:-1])]
     for token, result in zip(tokens, reference.decode_all(fed), strict=True):
@@ -67,11 +67,14 @@ def test_shifts_in_a_row_and_a_rollback_between(make_engine: MakeEngine, tiny_ll
     for n_keep, n_discard in ((3, 5), (0, 4), (20, 6)):
         slot.shift(n_keep, n_discard)
         reference.discard(n_keep, n_discard)
-        with engine.generate([*slot.tokens, 5], max_tokens=20, **GREEDY) as generation:
+        options = {**GREEDY, "reuse": "shift"}
+        with engine.generate([*slot.tokens, 5], max_tokens=20, **options) as generation:
             next(generation)
         reference.decode(5)
         assert slot.n_tokens == reference.n_tokens
-    (token,) = engine.generate([*slot.tokens, 6], max_tokens=1, capture="probs", **GREEDY)
+    (token,) = engine.generate(
+        [*slot.tokens, 6], max_tokens=1, capture="probs", reuse="shift", **GREEDY
+    )
     result = reference.decode(6)
     assert relative_error(np.asarray(token.attention), result.probs[:, :, 0]) <= 2e-5
 

@@ -76,11 +76,11 @@ def test_restored_slot_goes_on_as_the_saved_one(
     expected = go_on(engine, ids)
     # The same slot after other work, another engine with another context size.
     engine.generate(random_ids(60, seed=3), max_tokens=5).read()
-    assert engine.slots[0].restore(blob) == len(blob)
+    assert engine.slots[0].restore(blob, exact=True) == len(blob)
     assert engine.slots[0].tokens == ids[:-1]
     assert_same(go_on(engine, ids), expected)
     other = make_engine(wide_llama, **cache)
-    assert other.slots[0].restore(blob) == len(blob)
+    assert other.slots[0].restore(blob, exact=True) == len(blob)
     assert_same(go_on(other, ids), expected)
 
 
@@ -96,7 +96,7 @@ import json, sys, numpy as np
 from kqview import Engine
 model, blob, ids, out = sys.argv[1:]
 with Engine(model, n_threads=1, n_ctx=512, kv_type="f32", flash_attn=False) as engine:
-    engine.slots[0].restore(open(blob, "rb").read())
+    engine.slots[0].restore(open(blob, "rb").read(), exact=True)
     generation = engine.generate(json.loads(ids), max_tokens=8, temperature=0.0, top_logprobs=20,
                                  capture="logits", ignore_eos=True)
     tokens = list(generation)
@@ -124,7 +124,7 @@ def test_demo_model_goes_on_after_a_restore(make_engine: MakeEngine) -> None:
     blob = engine.slots[0].save()
     expected = go_on(engine, ids)
     engine.slots[0].clear()
-    engine.slots[0].restore(blob)
+    engine.slots[0].restore(blob, exact=True)
     assert_same(go_on(engine, ids), expected)
 
 
@@ -166,7 +166,7 @@ def test_keys_in_the_blob_are_those_that_attention_used(
         keys = changed.keys[0].values.copy()
         keys[position] = 0
         changed.keys[0] = ses1.Rows(keys)
-        engine.slots[0].restore(changed.encode())
+        engine.slots[0].restore(changed.encode(), exact=True)
         row = go_on(engine, ids, 1)[0].attention
         assert row is not None
         first = row[0]
@@ -186,7 +186,7 @@ def test_cells_in_another_order_come_back_at_their_positions(
     order = np.random.default_rng(0).permutation(len(ids) - 1).tolist()
     shuffled = ses1.decode(blob).reordered(order).encode()
     assert shuffled != blob
-    engine.slots[0].restore(shuffled)
+    engine.slots[0].restore(shuffled, exact=True)
     assert engine.slots[0].save() == blob
     assert_same(go_on(engine, ids), expected)
 
@@ -202,7 +202,7 @@ def test_blob_of_four_streams_restores(
     read = ses1.decode(blob)
     read.n_stream, read.i_stream = 4, i_stream
     engine.slots[0].clear()
-    engine.slots[0].restore(read.encode())
+    engine.slots[0].restore(read.encode(), exact=True)
     assert engine.slots[0].save() == blob
     assert_same(go_on(engine, ids), expected)
 
@@ -305,7 +305,7 @@ def test_many_threads_save_restore_and_generate(make_engine: MakeEngine, tiny_ll
                 return
 
     slot = engine.slots[0]
-    calls = [lambda: slot.restore(blob), slot.save, lambda: slot.truncate(0)]
+    calls = [lambda: slot.restore(blob, exact=True), slot.save, lambda: slot.truncate(0)]
     threads = [threading.Thread(target=work, args=(call,)) for call in calls]
     for thread in threads:
         thread.start()

@@ -285,7 +285,8 @@ private:
             try {
                 engine_.sched->run_on_slot(below(rng, n_slots), [&](idle_slot& idle) {
                     if (what == 0) n_blob = save_slot(idle, blob);
-                    if (what == 1 && n_blob > 0) restore_slot(idle, std::span(blob).first(n_blob));
+                    if (what == 1 && n_blob > 0)
+                        restore_slot(idle, std::span(blob).first(n_blob), all_exact);
                     if (what == 2 && !idle.tokens.empty())
                         truncate_slot(idle, static_cast<std::size_t>(n) % idle.tokens.size());
                     if (what == 3 && idle.tokens.size() > 2) shift_slot(idle, 1, 1);

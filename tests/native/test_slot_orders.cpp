@@ -27,7 +27,7 @@ std::vector<std::byte> save(test_engine& engine, slot_id slot) {
 }
 
 void restore(test_engine& engine, slot_id slot, std::span<const std::byte> blob) {
-    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { restore_slot(idle, blob); });
+    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { restore_slot(idle, blob, all_exact); });
 }
 
 void truncate(test_engine& engine, slot_id slot, std::size_t n) {

@@ -10,8 +10,6 @@ from kqview import Capture, errors
 N_CTX = 192
 N_LAYER = 3
 N_HEAD = 4
-# First ids of random prompts; the control request's prompts begin otherwise, see keepers.py.
-FIRST_IDS = range(100)
 # Prompts are beginnings of these, so that slots are reused, cut back and copied.
 FAMILIES = [[i * 7, *Random(i).choices(range(256), k=N_CTX - 1)] for i in range(5)]
 

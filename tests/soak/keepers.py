@@ -11,12 +11,13 @@ import numpy as np
 
 from kqview import Capture, Engine, errors
 
-from .choices import FIRST_IDS, N_CTX, random_prompt
+from .choices import N_CTX, random_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview import Slot
+    from kqview.state.trailer import SlotMarks
 
     from .world import World
 
@@ -33,7 +34,7 @@ class SlotKeeper:
         self.world = world
         self.name = name
         self.rng = Random(f"{world.seed} {name}")
-        self.blobs: list[bytes] = []
+        self.saved: list[tuple[bytes, SlotMarks]] = []
 
     def run(self) -> None:
         works = [self.save, self.save, self.restore, self.restore, self.shift, self.shift]
@@ -62,28 +63,27 @@ class SlotKeeper:
             self.world.count("slot decode failed")
 
     def save(self, slot: Slot) -> None:
-        blob = slot.save()
+        saved = slot.save_marked()
         self.world.count("saves")
-        self.blobs = [*self.blobs[-3:], blob]
+        self.saved = [*self.saved[-3:], saved]
 
     def restore(self, slot: Slot) -> None:
-        if self.blobs:
-            blob = self.rng.choice(self.blobs)
-            if slot.restore(blob) != len(blob):
+        if self.saved:
+            blob, marks = self.rng.choice(self.saved)
+            if slot.restore_marked(blob, marks) != len(blob):
                 self.world.fail("restore read another number of bytes")
             self.world.count("restores")
 
     def shift(self, slot: Slot) -> None:
-        with self.world.no_shift:
-            tokens = slot.tokens
-            if len(tokens) < 3 or tokens[0] not in FIRST_IDS:
-                return
-            n_keep = self.rng.randrange(1, len(tokens) - 1)
-            n_discard = self.rng.randrange(1, len(tokens) - n_keep + 1)
-            # Another request may have had the slot since: then the range may not fit any more.
-            with contextlib.suppress(errors.RequestError):
-                slot.shift(n_keep, n_discard)
-                self.world.count("shifts")
+        n_tokens = slot.n_tokens
+        if n_tokens < 3:
+            return
+        n_keep = self.rng.randrange(1, n_tokens - 1)
+        n_discard = self.rng.randrange(1, n_tokens - n_keep + 1)
+        # Another request may have had the slot since: then the range may not fit any more.
+        with contextlib.suppress(errors.RequestError):
+            slot.shift(n_keep, n_discard)
+            self.world.count("shifts")
 
     def truncate(self, slot: Slot) -> None:
         with contextlib.suppress(errors.RequestError):
@@ -95,7 +95,7 @@ class SlotKeeper:
         self.world.count("clears")
 
     def restore_garbage(self, slot: Slot) -> None:
-        blob = bytearray(self.rng.choice(self.blobs) if self.blobs else b"SES1")
+        blob = bytearray(self.rng.choice(self.saved)[0] if self.saved else b"SES1")
         blob[self.rng.randrange(min(24, len(blob)))] ^= 1 << self.rng.randrange(8)
         if self.rng.random() < 0.5:
             blob = blob[: self.rng.randrange(len(blob))]
@@ -146,8 +146,8 @@ class Crowd:
 class Control:
     """A greedy request whose ids and attention are the same in the crowd as alone.
 
-    A shift keeps what was computed for other positions, so no slot with a control's tokens may be
-    shifted: `World.no_shift` keeps the two apart.
+    Slots with its tokens are shifted, saved and restored like any other: what that leaves in a
+    cache is marked, and no request of this kind takes it over.
     """
 
     def __init__(self, world: World, name: str) -> None:
@@ -155,14 +155,13 @@ class Control:
         self.name = name
         self.rng = Random(f"{world.seed} {name}")
         self.cases = [make_control(world.engine, self.rng) for _ in range(N_CONTROLS)]
-        self.blobs: list[bytes] = []
+        self.saved: list[tuple[bytes, SlotMarks]] = []
 
     def run(self) -> None:
         while not self.world.is_over:
             self.world.beat(self.name)
             try:
-                with self.world.no_shift:
-                    self.check(*self.rng.choice(self.cases))
+                self.check(*self.rng.choice(self.cases))
             except Exception as error:
                 self.world.fail(f"{self.name}: {type(error).__name__}: {error}")
             time.sleep(self.rng.random() * 0.2)
@@ -191,11 +190,12 @@ class Control:
         with contextlib.suppress(errors.BusyError, errors.DecodeError):
             slot = self.world.engine.slots[generation.slot or 0]
             if slot.tokens[: len(prompt)] == prompt:
-                self.blobs = [*self.blobs[-3:], slot.save()]
+                self.saved = [*self.saved[-3:], slot.save_marked()]
                 self.world.count("saves")
         with contextlib.suppress(errors.BusyError, errors.DecodeError):
-            if self.blobs:
-                self.rng.choice(self.world.engine.slots).restore(self.rng.choice(self.blobs))
+            if self.saved:
+                slot = self.rng.choice(self.world.engine.slots)
+                slot.restore_marked(*self.rng.choice(self.saved))
                 self.world.count("restores")
 
 
@@ -217,8 +217,7 @@ def make_control(
 ) -> tuple[list[int], list[int], list[np.ndarray[Any, Any]]]:
     """A prompt, its greedy ids and rows, computed alone, no choice of which is a close one."""
     while True:
-        # Each id once, and a first one of its own: no shifted slot looks like its beginning.
-        prompt = rng.sample(range(FIRST_IDS.stop, 256), 40)
+        prompt = rng.sample(range(256), 40)
         _, tokens = ask(engine, prompt)
         gaps = [t.top_logprobs[0][1] - t.top_logprobs[1][1] for t in tokens]
         if min(gaps) > GAP_MIN:

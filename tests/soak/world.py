@@ -29,8 +29,6 @@ class World:
         self.tally: Counter[str] = Counter()
         self.failures: list[str] = []
         self.beats: dict[str, float] = {}
-        # Nobody shifts while the control request runs: its tokens may not be approximate.
-        self.no_shift = threading.Lock()
         # Generations that are left open and unread may not take every slot from the others.
         self.may_leave_open = threading.Semaphore(len(engine.slots) // 2)
         self._lock = threading.Lock()
