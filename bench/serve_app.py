@@ -22,6 +22,8 @@ from kqview.server.run import GenerateRequest, Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App
+    from kqview.server.budget import Hold
+    from kqview.server.caller import Caller
 
 # 28 layers x 28 heads, as Qwen2.5-7B has, at 2,200 tokens: 6.9 MB a row set.
 SHAPE = (28, 28, 2200)
@@ -75,9 +77,9 @@ def replaying(engine: Engine) -> App:
     service = app.service
     sets = row_sets()
 
-    async def start(request: GenerateRequest) -> Run:
+    async def start(request: GenerateRequest, caller: Caller, hold: Hold) -> Run:
         one: Any = Replay(sets, request.max_tokens, engine)
-        return Run(request, [one], on_close=lambda run: None)
+        return Run(request, [one], hold, on_close=lambda run: None)
 
     service.start = start
     return app

@@ -125,19 +125,19 @@ class ToyRenderer:
 
 
 async def tokenize(call: Call, body: TextBody) -> Tokens:
-    pieces = await call.service.tokenize(body.text, add_special=body.add_special)
+    pieces = await call.service.tokenize(body.text, add_special=body.add_special, hold=call.hold)
     return Tokens(ids=[id_ for id_, _ in pieces])
 
 
 async def generate(call: Call, body: GenerateBody) -> Generated:
-    run = await call.service.start(neutral(body, call.request_id), call.caller)
+    run = await call.service.start(neutral(body, call.request_id), call.caller, call.hold)
     async with run:
         ids = [step.token.id async for step in run]
     return Generated(text=run.text, ids=ids, reason=run.finish_reason)
 
 
 async def stream(call: Call, body: GenerateBody) -> Events:
-    run = await call.service.start(neutral(body, call.request_id), call.caller)
+    run = await call.service.start(neutral(body, call.request_id), call.caller, call.hold)
     return Events(run, ToyRenderer(is_binary=False, fails_at=body.fails_at))
 
 
@@ -145,7 +145,7 @@ async def socket_once(call: Call, socket: Socket) -> None:
     """One request a socket."""
     raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
     body = decoded(raw)
-    run = await call.service.start(neutral(body, call.request_id), call.caller)
+    run = await call.service.start(neutral(body, call.request_id), call.caller, call.hold)
     await socket.pump_alone(run, ToyRenderer(is_binary=True, fails_at=body.fails_at))
 
 
@@ -157,7 +157,7 @@ async def socket_many(call: Call, socket: Socket) -> None:
             raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
             body = decoded(raw)
             run = await call.service.start(
-                neutral(body, f"{call.request_id}-{len(raw)}"), call.caller
+                neutral(body, f"{call.request_id}-{len(raw)}"), call.caller, call.hold
             )
             pump = asyncio.create_task(socket.pump(run, ToyRenderer(is_binary=True)))
             await asyncio.wait({pump})

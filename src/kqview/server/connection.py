@@ -7,10 +7,12 @@ have to do.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from starlette.types import Message, Scope, Send
+
+from kqview.server.budget import Hold
 
 FRAMES: Final = "kqview.frames"
 """ASGI extension of a WebSocket's scope: ``websocket.send`` may have ``frames``, a sequence of
@@ -35,6 +37,16 @@ class Connection:
         # uvicorn's HTTP has a `flow`, its WebSocket of Sans-I/O a `writable`, and both wait for it
         # before they write; its older WebSocket writes and waits then.
         self._waits_first = hasattr(owner, "flow") or hasattr(owner, "writable")
+
+        self._admit: Callable[[Hold], None] | None = getattr(owner, "admit", None)
+
+    def admit(self, hold: Hold) -> None:
+        """Let a WebSocket's client send large messages; what arrives is counted in *hold*.
+
+        Before that, a server that knows of this takes small ones only.
+        """
+        if self._admit is not None:
+            self._admit(hold)
 
     def abort(self) -> None:
         """Drop it now, with what was not sent yet."""

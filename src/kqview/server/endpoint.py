@@ -11,6 +11,7 @@ import logging
 import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal
 
 import msgspec
@@ -18,6 +19,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import RequestError
+from kqview.server.budget import Hold
 from kqview.server.caller import Caller
 from kqview.server.connection import Connection, connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
@@ -35,6 +37,7 @@ from kqview.server.streaming import (
 )
 
 _log: Final = logging.getLogger("kqview.server")
+_PIECE_BYTES: Final = 2**20  # of a reply that are written before the client is waited for
 _SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
 _GZIP_LEVEL: Final = 1
 _SSE_HEADERS: Final = (
@@ -48,13 +51,15 @@ Handler = Callable[..., Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, as a handler sees it."""
+    """One request, as a handler sees it; what it keeps in memory is counted in ``hold``."""
 
     service: Service
     caller: Caller
     headers: Headers
     query: QueryParams
     request_id: str
+    hold: Hold
+    n_body_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,30 +125,38 @@ class Endpoint:
         response = _Response(send, self._service.settings.idle_timeout_s, connection)
         try:
             caller = self._gate.check(scope, access=self._operation.access)
-            call = Call(
-                self._service, caller, headers, QueryParams(scope["query_string"]),
-                scope["state"]["request_id"],
-            )  # fmt: skip
-            args = await self._args(headers, receive)
-            await self._until_gone(self._work(call, args, response), receive)
+            with self._service.budget.hold(caller.name) as hold:
+                args, n_body_bytes = await self._args(headers, receive, hold)
+                call = Call(
+                    self._service, caller, headers, QueryParams(scope["query_string"]),
+                    scope["state"]["request_id"], hold, n_body_bytes,
+                )  # fmt: skip
+                await self._until_gone(self._work(call, args, response), receive)
         except ClientGone as error:
             if isinstance(error, Stalled):
                 connection.abort()
         except Exception as error:
             await self._fail(response, error)
 
-    async def _args(self, headers: Headers, receive: Receive) -> tuple[Any, ...]:
+    async def _args(
+        self, headers: Headers, receive: Receive, hold: Hold
+    ) -> tuple[tuple[Any, ...], int]:
+        """The handler's further arguments, and the bytes that they were in the body."""
+        if self._decoder is None:  # a body is neither expected nor kept
+            return (), 0
         settings = self._service.settings
         try:
             async with asyncio.timeout(settings.request_timeout_s or None):
                 raw = await _read_body(
-                    headers, receive, settings.max_body_bytes, settings.idle_timeout_s
+                    headers, receive, settings.max_body_bytes, settings.idle_timeout_s, hold
                 )
         except TimeoutError:
             raise SlowBody(
                 f"request.body: not all came within {settings.request_timeout_s:g} s"
             ) from None
-        return () if self._decoder is None else (decoded(self._decoder, raw),)
+        body = await self._service.decoded(partial(decoded, self._decoder), raw, hold)
+        hold.put(len(raw))
+        return (body,), len(raw)
 
     async def _work(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
         reply = await self._operation.handler(call, *args)
@@ -155,8 +168,10 @@ class Endpoint:
             return
         if not isinstance(reply, Reply):
             reply = Reply(msgspec.json.encode(reply))
+        call.hold.take(len(reply.body))
         asks = reply.gzips or call.query.get("compression") == "gzip"
         if asks and "gzip" in call.headers.get("accept-encoding", ""):
+            call.hold.take(len(reply.body))
             reply = await self._service.offload(len(reply.body), _gzipped, reply)
         await response.whole(reply)
 
@@ -195,7 +210,7 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
     return Reply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
-def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
+def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | bytearray | str) -> Any:
     """The typed request in *raw*; an empty body is ``{}``.
 
     Raises:
@@ -223,7 +238,12 @@ class _Response:
             (b"content-length", str(len(reply.body)).encode()),
             *((name.encode(), value.encode()) for name, value in reply.headers.items()),
         )
-        await self._body(reply.body, is_last=True)
+        # Large ones in pieces, so that it is the client's wait, not the transport's memory.
+        body, start = reply.body, 0
+        while len(body) - start > _PIECE_BYTES:
+            await self._body(body[start : start + _PIECE_BYTES])
+            start += _PIECE_BYTES
+        await self._body(body[start:], is_last=True)
 
     async def event(self, frames: Frames) -> None:
         """One Server-Sent Event, its data in pieces; headers before the first one."""
@@ -256,10 +276,14 @@ class _Response:
         await sent(self._send, message, self._idle_s, self._connection)
 
 
-async def _read_body(headers: Headers, receive: Receive, limit: int, idle_s: float) -> bytes:
+async def _read_body(
+    headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Hold
+) -> bytearray:
     declared = headers.get("content-length", "0")
-    if declared.isdecimal() and int(declared) > limit:
-        raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
+    if declared.isdecimal():
+        if int(declared) > limit:
+            raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
+        hold.check(int(declared))
     body = bytearray()
     while True:
         try:
@@ -269,11 +293,13 @@ async def _read_body(headers: Headers, receive: Receive, limit: int, idle_s: flo
             raise SlowBody(f"request.body: nothing came for {idle_s:g} s; send faster") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
-        body += message.get("body", b"")
+        part = message.get("body", b"")
+        hold.take(len(part))
+        body += part
         if len(body) > limit:
             raise TooLarge(f"request.body: more than {limit} bytes, the limit; send less")
         if not message.get("more_body", False):
-            return bytes(body)
+            return body
 
 
 async def _disconnect(receive: Receive) -> None:

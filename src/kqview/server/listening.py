@@ -19,6 +19,8 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 from websockets.protocol import State
 
+from kqview.errors import KqviewError
+from kqview.server.budget import Hold
 from kqview.server.connection import FRAMES, frames_of
 from kqview.server.peers import Peers, client_name
 from kqview.server.settings import Settings
@@ -41,6 +43,12 @@ _TOO_LONG: Final = (
     b"connection: close\r\n\r\n"
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
+_MOST_UNREAD_BODY: Final = 2**20  # that may follow an answer which did not wait for it
+_MOST_UNKNOWN_MESSAGE: Final = 64 * 1024  # of a client that the app has not let in yet
+_MOST_AFTER_CLOSE: Final = 64 * 1024
+_FRAGMENT_BYTES: Final = 64  # of an object that holds a fragment, beside what is in it
+_TRY_AGAIN: Final = 1013
+_MOST_REASON: Final = 123  # bytes, of a close frame
 _WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
 _WHOLE_BINARY: Final = 0x82
 # Pings and pongs of a client: so many at once, and so many a second for good.
@@ -106,12 +114,74 @@ class _Clients:
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but rows are not copied, and a client that only pings is not served for ever."""
+    """uvicorn's, but rows are not copied, and a client that only pings is not served for ever.
+
+    Messages are gathered before the app sees them: only small ones until it has let the client in,
+    then they count as memory of that client.
+    """
 
     on_lost: Callable[[], object] = staticmethod(lambda: None)
     _n_control_frames = 0.0
     _counted_s = 0.0
     _joins = False
+    _hold: Hold | None = None
+    _n_fragment_bytes = 0
+    _n_queued_bytes = 0
+    _n_after_close = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        """As uvicorn calls it."""
+        super().__init__(*args, **options)
+        self.conn.max_message_size = min(_MOST_UNKNOWN_MESSAGE, self.config.ws_max_size)
+
+    def admit(self, hold: Hold) -> None:
+        """Take messages of any size that the settings allow, and count them in *hold*."""
+        self._hold = hold
+        self.conn.max_message_size = self.config.ws_max_size
+
+    def data_received(self, data: bytes) -> None:
+        """Count what is gathered; drop who goes on sending when he was told the end."""
+        if self.close_sent:
+            self._n_after_close += len(data)
+            if self._n_after_close > _MOST_AFTER_CLOSE:
+                self.transport.abort()
+                return
+        super().data_received(data)
+        self._count_bytes()
+
+    def handle_cont(self, event: Frame) -> None:
+        """Count a fragment."""
+        self._n_fragment_bytes += len(event.data) + _FRAGMENT_BYTES
+        super().handle_cont(event)
+
+    def send_receive_event_to_app(self) -> None:
+        """Count a message until the app takes it."""
+        self._n_queued_bytes += sum(map(len, self.frames))
+        self._n_fragment_bytes = 0
+        super().send_receive_event_to_app()
+
+    async def receive(self) -> Any:
+        """The next message; from here on the app counts it."""
+        message = await super().receive()
+        if self.queue.empty():
+            self._n_queued_bytes = 0
+            self._count_bytes()
+        return message
+
+    def _count_bytes(self) -> None:
+        if self._hold is None or self.close_sent:
+            return
+        n_bytes = len(self.conn.reader.buffer) + self._n_fragment_bytes + self._n_queued_bytes
+        if self.frames:  # the first one of a message
+            n_bytes += len(self.frames[0])
+        try:
+            self._hold.set(n_bytes)
+        except KqviewError as error:
+            self.frames = []
+            reason = str(error).encode()[:_MOST_REASON].decode("utf-8", "ignore")
+            self.conn.fail(_TRY_AGAIN, reason)
+            self.conn.reader.discard()
+            self.handle_parser_exception()  # which sends that, and tells the app
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Note what to write to."""
@@ -201,6 +271,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._n_requests = 0
         self._is_in_head = True
         self._n_head_bytes = 0
+        self._has_moved = False
+        self._n_unread_body = 0
         self._timer: asyncio.TimerHandle | None = None
         self._client: str | None = None
 
@@ -219,22 +291,42 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(n_before=0)
 
     def data_received(self, data: bytes) -> None:
+        self._has_moved = False
         super().data_received(data)
-        if self._is_in_head:
-            self._n_head_bytes += len(data)
-            if self._n_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+        # What comes between two pieces of a body, and behind the last one, is a head of a kind:
+        # extensions of chunks, trailers.
+        self._n_head_bytes = 0 if self._has_moved else self._n_head_bytes + len(data)
+        if self._n_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
+            if self._is_in_head or not self.cycle.response_started:
                 self.transport.write(_TOO_LONG)
                 self.transport.close()
+            else:
+                self.transport.abort()
 
     def on_message_begin(self) -> None:
         self._is_in_head = True
+        self._has_moved = False
         self._n_head_bytes = 0
+        self._n_unread_body = 0
         super().on_message_begin()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_in_head:  # trailers are headers to the parser; nobody here reads them
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
+        self._has_moved = True
         self._n_requests += 1
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._has_moved = True
+        super().on_body(body)
+        if self.cycle.response_complete:
+            self._n_unread_body += len(body)
+            if self._n_unread_body > _MOST_UNREAD_BODY:
+                self.transport.abort()
 
     def handle_websocket_upgrade(self) -> None:
         self._stop()

@@ -76,6 +76,14 @@ class _EngineCollector:
         current = stats[-1] if self._service.is_ready and stats else None
         for name, (attribute, text) in _GAUGES.items():
             yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
+        budget = self._service.budget
+        yield GaugeMetricFamily(
+            "kqview_memory_used_bytes", "Bytes of requests, messages and replies under way.",
+            value=budget.used_bytes,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "kqview_memory_budget_bytes", "Most that they may take.", value=budget.total_bytes
+        )
         pool = current.pool if current else None
         yield GaugeMetricFamily(
             "kqview_attention_leased_bytes", "Bytes of attention that views hold.",

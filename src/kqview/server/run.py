@@ -14,10 +14,13 @@ from typing import Final
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation
 from kqview.server.attention import AttentionWanted
+from kqview.server.budget import Hold
 from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
 _STEPS_AHEAD: Final = 1
+_LOGPROB_BYTES: Final = 128  # of an id and a number in a tuple, and of their place
+_WRITTEN_BYTES: Final = 4096
 MOST_TOP: Final = 20
 
 
@@ -35,6 +38,7 @@ class GenerateRequest:
         key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
         max_context: Longest prompt that the client wants to have evaluated; the server's own limit
             counts as well.
+        keeps_logprobs: Whether `Run.logprobs` are kept, of the first sample.
     """
 
     prompt: str | Sequence[int]
@@ -45,6 +49,7 @@ class GenerateRequest:
     n_samples: int = 1
     key: str = ""
     max_context: int | None = None
+    keeps_logprobs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +70,11 @@ class Step:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of attention in it."""
-        rows = self.token.attention
+        """Bytes of attention in it, and as many as take as long to write as its logprobs."""
+        rows, n_bytes = self.token.attention, _WRITTEN_BYTES * len(self.token.top_logprobs or ())
         if rows is None:
-            return 0
-        return sum(row.nbytes for row in rows) if isinstance(rows, tuple) else rows.nbytes
+            return n_bytes
+        return n_bytes + (sum(r.nbytes for r in rows) if isinstance(rows, tuple) else rows.nbytes)
 
 
 class Run:
@@ -82,6 +87,7 @@ class Run:
         self,
         request: GenerateRequest,
         generations: Sequence[Generation],
+        hold: Hold,
         *,
         on_close: Callable[["Run"], None],
         owner: str = "",
@@ -90,12 +96,13 @@ class Run:
         self.owner = owner
         """`Caller.owner` of who started it."""
         self.generations = tuple(generations)
+        self.hold = hold
         self.encoder = Encoder(generations[0].count_copied)
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.n_tokens = 0
         self.logprobs: list[TokenLogprobs] = []
-        """Of the first sample, where they were asked for; of each token the best `MOST_TOP`."""
+        """Where the request says so; of each token the best `MOST_TOP`."""
         self.error: BaseException | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
@@ -129,8 +136,9 @@ class Run:
             raise self.error
         self.n_tokens += 1
         token = step.token
-        if token.logprob is not None and step.sample == 0:
+        if self.request.keeps_logprobs and token.logprob is not None and step.sample == 0:
             top = tuple((token.top_logprobs or ())[:MOST_TOP])
+            self.hold.take(_LOGPROB_BYTES * (1 + len(top)))
             self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
         return step
 

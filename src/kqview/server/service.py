@@ -7,6 +7,7 @@ one that it was given, and every `Run` until its end.
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,13 +18,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from kqview.engine import Engine
-from kqview.errors import PromptTooLong, QueueFull, RequestError
+from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
+from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
+from kqview.machine import physical_memory_bytes
+from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.caller import ANYONE, Caller
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut
 from kqview.server.models import model_names, model_path
 from kqview.server.run import GenerateRequest, Run, TokenLogprobs
 from kqview.server.settings import Settings
+from kqview.server.workers import Workers
 from kqview.types import EngineStats, Usage
 
 _T = TypeVar("_T")
@@ -33,7 +38,15 @@ _log: Final = logging.getLogger("kqview.server")
 # Below it, a hop to another thread takes longer than the work itself.
 OFFLOAD_BYTES: Final = 256 * 1024
 _OFFLOAD_TEXT: Final = 32 * 1024  # characters that take about a millisecond to tokenize
+_OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON that take less than that to decode
+_OFFLOAD_FIELDS: Final = 4 * 1024  # the same of a request's lists, each element of which is checked
+_OFFLOAD_ITEMS: Final = 4096  # ids and biases that a generation takes over
 _N_WORKERS: Final = 4
+DECODED_TIMES: Final = 17
+"""Bytes that a byte of JSON and what it becomes take at most."""
+# The same of a character and its ids, and of an id with its text.
+_ID_BYTES: Final = 40
+_PIECE_BYTES: Final = 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,8 @@ class Service:
     def __init__(self, engine: Engine | None, settings: Settings) -> None:
         """Serve *engine*, which stays the caller's; None opens the settings' model in `open`."""
         self.settings = settings
+        memory_bytes = settings.memory_budget_bytes
+        self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
         self.runs: dict[tuple[str, str], Run] = {}
         """What runs, by owner and request_id."""
         self.started_s = time.monotonic()
@@ -63,7 +78,12 @@ class Service:
         self._engine = engine
         self._owns_engine = False
         self._path = settings.model
-        self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-server")
+        # Rows on their way to clients, texts that are tokenized, and requests that are read and
+        # built: none of them waits for another kind.
+        self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
+        self._tokenizers = Workers(_N_WORKERS, "text")
+        self._builders = Workers(_N_WORKERS, "requests")
+        self._starting: set[tuple[str, str]] = set()
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
         self._absence = "no model is loaded"  # why, once a switch began
@@ -141,6 +161,8 @@ class Service:
             if self._owns_engine and self._engine is not None:
                 await asyncio.to_thread(self._engine.close)
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._tokenizers.shutdown()
+        self._builders.shutdown()
 
     # ---- the model
 
@@ -243,31 +265,50 @@ class Service:
 
     # ---- text
 
-    async def tokenize(self, text: str, *, add_special: bool) -> list[tuple[int, str]]:
+    async def tokenize(
+        self, text: str, *, add_special: bool, hold: Hold | None = None
+    ) -> list[tuple[int, str]]:
         """Ids of *text*, each with the text that it completes; texts join to the whole.
 
         A character that is spread over several ids is the text of the last one; the others' is "".
+        What they take in memory is counted in *hold*.
         """
+        hold = hold or uncounted()
+        engine = self.engine
+        ids = await self.ids(text, add_special=add_special, hold=hold)
+        hold.take(_PIECE_BYTES * len(ids))
+        if len(ids) < _OFFLOAD_ITEMS:
+            return _pieces(engine, ids)
+        return await self._tokenizers.run(hold.client, _pieces, engine, ids)
+
+    async def ids(self, text: str, *, add_special: bool, hold: Hold | None = None) -> list[int]:
+        """Ids of *text*; what they take in memory is counted in *hold*."""
+        hold = hold or uncounted()
+        hold.take(_ID_BYTES * len(text))
         engine = self.engine
         if len(text) < _OFFLOAD_TEXT:
-            return _pieces(engine, text, add_special)
-        return await self._in_thread(_pieces, engine, text, add_special)
+            return engine.tokenize(text, add_special=add_special)
+        tokenize = partial(engine.tokenize, text, add_special=add_special)
+        return await self._tokenizers.run(hold.client, tokenize)
 
-    async def detokenize(self, ids: Sequence[int]) -> str:
+    async def detokenize(self, ids: Sequence[int], *, client: str = "") -> str:
         """Text of *ids*."""
         engine = self.engine
-        if len(ids) < _OFFLOAD_TEXT:
+        if len(ids) < _OFFLOAD_ITEMS:
             return engine.detokenize(ids)
-        return await self._in_thread(engine.detokenize, ids)
+        return await self._tokenizers.run(client, engine.detokenize, ids)
 
     # ---- generation
 
-    async def start(self, request: GenerateRequest, caller: Caller = ANYONE) -> Run:
+    async def start(
+        self, request: GenerateRequest, caller: Caller = ANYONE, hold: Hold | None = None
+    ) -> Run:
         """Admit *request*; what cannot work raises here, before anything was sent.
 
         Args:
             request: What to generate.
             caller: Whose the run is.
+            hold: Counts what the run keeps in memory, which nothing does without it.
 
         Raises:
             RequestError: Or one of its kinds: the request cannot work.
@@ -275,29 +316,82 @@ class Service:
             NoModel: There is no model.
             ModelChanged: It was switched in the meantime.
         """
-        engine, settings = self.engine, self.settings
+        settings = self.settings
+        started_s = asyncio.get_running_loop().time()
         self._check_limits(request, caller)
-        ids = await self._prompt_ids(engine, request.prompt)
-        if engine is not self._engine:
-            raise ModelChanged("service.start: the model was switched; send it again")
-        self._check_limits(request, caller)  # others may have been admitted meanwhile
+        hold = hold or uncounted()
+        limit_s = settings.request_timeout_s
+        late = TimedOut(f"service.start: the request took more than {limit_s:g} s")
+        limit = asyncio.timeout(limit_s or None)
+        name = caller.owner, request.request_id
+        self._starting.add(name)
+        try:
+            async with limit:
+                generations = await self._generations(self.engine, request, hold)
+        except TimeoutError:
+            raise (late if limit.expired() else TimeoutError) from None
+        finally:
+            self._starting.discard(name)
+        run = Run(request, generations, hold, on_close=self._ended, owner=caller.owner)
+        self.runs[name] = run
+        self.n_runs += 1
+        self._n_runs_of[caller.owner] += 1
+        if limit_s:
+            loop = asyncio.get_running_loop()
+            run.deadline = loop.call_at(started_s + limit_s, run.end, late)
+        return run
+
+    async def _generations(
+        self, engine: Engine, request: GenerateRequest, hold: Hold
+    ) -> list[Generation]:
+        """The generations of *request*, begun; large requests are built in another thread."""
+        switched = ModelChanged("service.start: the model was switched; send it again")
+        try:
+            ids = await self._prompt_ids(engine, request.prompt, hold)
+            if engine is not self._engine:
+                raise switched
+            build = partial(self._build, engine, request, ids)
+            is_gone = threading.Event()
+            if _is_small(request, ids):
+                return build(is_gone)
+            try:
+                generations = await self._builders.run(hold.client, build, is_gone)
+            except BaseException:
+                is_gone.set()
+                raise
+        except ClosedError:
+            if engine is not self._engine:
+                raise switched from None
+            raise
+        if engine is not self._engine or self._is_closing:
+            for generation in generations:
+                generation.cancel()
+            _ = self.engine  # says why there is none
+            raise switched
+        return generations
+
+    def _build(
+        self, engine: Engine, request: GenerateRequest, ids: Sequence[int], is_gone: threading.Event
+    ) -> list[Generation]:
+        """Any thread; where *is_gone* is set, nobody waits for the result any more."""
         limit = min(self.max_context, request.max_context or self.max_context)
         if len(ids) > limit:
             raise PromptTooLong(
                 f"service.start: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it"
             )
-        request = replace(request, max_tokens=min(request.max_tokens, settings.max_tokens))
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
-        generations: list[Any] = []
+        generations: list[Generation] = []
         try:
             for i in range(request.n_samples):
+                if is_gone.is_set():
+                    break
                 # One prompt's rows are enough, and a seed for all would give one text.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 generations.append(
                     engine.generate(
                         ids,
-                        max_tokens=request.max_tokens,
+                        max_tokens=min(request.max_tokens, self.settings.max_tokens),
                         sampling=_for_sample(request, i),
                         capture=rows,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
@@ -307,22 +401,18 @@ class Service:
             for generation in generations:
                 generation.cancel()
             raise
-        run = Run(request, generations, on_close=self._ended, owner=caller.owner)
-        self.runs[caller.owner, request.request_id] = run
-        self.n_runs += 1
-        self._n_runs_of[caller.owner] += 1
-        if settings.request_timeout_s:
-            seconds = settings.request_timeout_s
-            late = TimedOut(f"service.start: the request took more than {seconds:g} s")
-            run.deadline = asyncio.get_running_loop().call_later(seconds, run.end, late)
-        return run
+        if is_gone.is_set():
+            for generation in generations:
+                generation.cancel()
+        return generations
 
-    async def _prompt_ids(self, engine: Engine, prompt: str | Sequence[int]) -> Sequence[int]:
+    async def _prompt_ids(
+        self, engine: Engine, prompt: str | Sequence[int], hold: Hold
+    ) -> Sequence[int]:
         if not isinstance(prompt, str):
             return prompt
-        if len(prompt) < _OFFLOAD_TEXT:
-            return engine.tokenize(prompt, add_special=True)
-        return await self._in_thread(partial(engine.tokenize, prompt, add_special=True))
+        with hold.part() as ids:  # a prompt that fits is small
+            return await self.ids(prompt, add_special=True, hold=ids)
 
     def _check_limits(self, request: GenerateRequest, caller: Caller) -> None:
         settings = self.settings
@@ -332,15 +422,17 @@ class Service:
                 "ask for fewer"
             )
         # Another owner's name is free: a refusal would tell that it is in use.
-        if (caller.owner, request.request_id) in self.runs:
+        name = caller.owner, request.request_id
+        if name in self.runs or name in self._starting:
             raise RequestError(
                 f"service.start: request_id {request.request_id!r} is in use; send another one"
             )
         n_slots = len(self.engine.slots)
         limit = min(settings.max_running, n_slots + settings.max_queued)
-        if len(self.runs) >= limit:
+        n_runs = len(self.runs) + len(self._starting)
+        if n_runs >= limit:
             raise QueueFull(
-                f"service.start: {len(self.runs)} requests run or wait, the limit is {limit}; "
+                f"service.start: {n_runs} requests run or wait, the limit is {limit}; "
                 "try again later"
             )
 
@@ -387,6 +479,25 @@ class Service:
         """How many runs *caller* started, an admin: all."""
         return self.n_runs if caller.is_admin else self._n_runs_of[caller.owner]
 
+    # ---- other threads
+
+    async def decoded(
+        self, decode: Callable[[bytes | bytearray | str], _T], raw: bytes | bytearray | str,
+        hold: Hold,
+    ) -> _T:  # fmt: skip
+        """What *decode* makes of *raw*, counted in *hold*; it may live as long as that."""
+        hold.take((DECODED_TIMES - 1) * len(raw))
+        if len(raw) < _OFFLOAD_BODY:
+            return decode(raw)
+        return await self._builders.run(hold.client, decode, raw)
+
+    async def converted(
+        self, n_bytes: int, hold: Hold, convert: Callable[..., _T], *args: Any, **options: Any
+    ) -> _T:
+        """What *convert* makes of a body of *n_bytes*: checks of lists take their time."""
+        work = partial(convert, *args, **options)
+        return work() if n_bytes < _OFFLOAD_FIELDS else await self._builders.run(hold.client, work)
+
     async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
         """Do *work* here, or in another thread where *n_bytes* would hold up the event loop."""
         if n_bytes < OFFLOAD_BYTES:
@@ -401,8 +512,16 @@ class Service:
         return [*self._past, *([self._engine.stats()] if self._engine else [])]
 
 
-def _pieces(engine: Engine, text: str, add_special: bool) -> list[tuple[int, str]]:
-    ids = engine.tokenize(text, add_special=add_special)
+def _is_small(request: GenerateRequest, ids: Sequence[int]) -> bool:
+    """Whether the generations of *request* are built in a millisecond or so."""
+    sampling = request.sampling
+    lists = (ids, sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
+    n_items = sum(map(len, lists)) * request.n_samples
+    given = (sampling.grammar, sampling.json_schema, sampling.regex)
+    return n_items < _OFFLOAD_ITEMS and all(one is None for one in given)
+
+
+def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
     stream = TextStream()
     pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
     rest = stream.flush()

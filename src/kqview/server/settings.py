@@ -97,6 +97,11 @@ class Settings:
     max_body_bytes: int = _setting(32 * 2**20, "largest request body")
     max_message_bytes: int = _setting(32 * 2**20, "largest WebSocket message")
     max_reply_bytes: int = _setting(2**30, "largest reply that is not streamed, attention included")
+    memory_budget_bytes: int | None = _setting(
+        None,
+        "memory for all requests under way: bodies, messages, replies; one client may hold as much "
+        "as stays free; a quarter of the machine's without it",
+    )
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
     max_context: int | None = _setting(None, "longest prompt in tokens; a slot's size without it")
     max_samples: int = _setting(16, "most samples of one request")
@@ -178,7 +183,8 @@ def is_loopback(host: str) -> bool:
 
 _NUMBERS: Final[Mapping[str, float]] = {
     "n_slots": 1, "n_ctx": 1, "n_threads": 1, "n_gpu_layers": -1, "attention_budget_bytes": 0,
-    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_reply_bytes": 1, "max_tokens": 1,
+    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_reply_bytes": 1,
+    "memory_budget_bytes": 1, "max_tokens": 1,
     "max_context": 1, "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1,
     "max_connections_per_client": 1, "rate_limit": 0, "request_timeout_s": 0,
     "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
@@ -192,7 +198,7 @@ _LISTS: Final = frozenset(
 _SWITCHES: Final = frozenset({"demo", "public", "query_key", "access_log"})
 _OPTIONAL: Final = frozenset(
     {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
-     "attention_values", "ssl_certfile", "ssl_keyfile"}
+     "memory_budget_bytes", "attention_values", "ssl_certfile", "ssl_keyfile"}
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ big, 1011 it failed.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
@@ -15,12 +16,13 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
+from kqview.server.budget import Hold
 from kqview.server.connection import FRAMES, NO_CONNECTION, Connection, connection_of
 from kqview.server.endpoint import Call, Operation
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
 from kqview.server.security import Gate
-from kqview.server.service import Service
+from kqview.server.service import DECODED_TIMES, Service
 from kqview.server.streaming import ClientGone, Frames, Renderer, Stalled, pump, sent
 
 _log: Final = logging.getLogger("kqview.server")
@@ -70,6 +72,7 @@ class Socket:
         self._on_message = on_message
         self._lock = asyncio.Lock()
         self._is_closed = False
+        self._messages: Hold | None = None
         self._n_received = 0
         self._n_pumps = 0
         self._has_no_pump = asyncio.Event()
@@ -79,6 +82,16 @@ class Socket:
     def is_closed(self) -> bool:
         """Whether nothing more can be sent."""
         return self._is_closed
+
+    def admit(self, arriving: Hold, messages: Hold) -> None:
+        """Take large messages from now on: the client may send them.
+
+        Args:
+            arriving: Counts what arrives, until it is a message.
+            messages: Counts messages and what they become.
+        """
+        self._messages = messages
+        self._connection.admit(arriving)
 
     async def accept(self) -> None:
         """Finish the handshake.
@@ -99,6 +112,7 @@ class Socket:
             TooLarge: The message is larger than the limit.
             RateLimited: The client sends too often.
             ShuttingDown: The server ends.
+            KqviewError: It does not fit into the memory that the client may use.
             TimeoutError: Nothing came in time.
         """
         if self.service.is_closing and not self._n_pumps:
@@ -117,6 +131,8 @@ class Socket:
         n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
         if n_bytes > limit:
             raise TooLarge(f"socket.receive: {n_bytes} bytes, the limit is {limit}; send less")
+        if self._messages is not None:  # a run may keep the largest one to its end
+            self._messages.set(max(self._messages.n_bytes, DECODED_TIMES * n_bytes))
         return data
 
     async def send(self, frames: Frames) -> None:
@@ -242,13 +258,19 @@ class SocketEndpoint:
             on_message=count,
         )
         self._service.on_drain.add(socket.go_away)
+        holds = contextlib.ExitStack()
         try:
             # Accepted even where it is refused: a page sees the close code of no other one.
             await socket.accept()
             caller = self._gate.check(scope, access=self._operation.access)
+            budget = self._service.budget
+            hold, arriving, messages = (
+                holds.enter_context(budget.hold(caller.name)) for _ in range(3)
+            )
+            socket.admit(arriving, messages)
             call = Call(
                 self._service, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
-                scope["state"]["request_id"],
+                scope["state"]["request_id"], hold,
             )  # fmt: skip
             await self._operation.handler(call, socket)
             await socket.close()
@@ -263,6 +285,7 @@ class SocketEndpoint:
             _log.error("%s failed", self._operation.path, exc_info=error)
             await _quietly(self._refuse(socket, error))
         finally:
+            holds.close()
             self._service.on_drain.discard(socket.go_away)
 
     async def _refuse(self, socket: Socket, error: Exception) -> None:

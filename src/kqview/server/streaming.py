@@ -16,6 +16,7 @@ from starlette.types import Message
 from starlette.types import Send as ASGISend
 
 from kqview.errors import InternalError, KqviewError
+from kqview.server.budget import Hold
 from kqview.server.connection import Connection
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run, Step
@@ -91,7 +92,8 @@ async def pump(service: Service, run: Run, renderer: Renderer, send: Send) -> Kq
     """
     async with run:
         try:
-            await _send_tokens(service, run, renderer, send)
+            with run.hold.part() as unread:
+                await _send_tokens(service, run, renderer, _counted(send, unread))
             # The slot is free before the client hears that it is.
             await run.aclose()
             await send(renderer.done(run))
@@ -120,6 +122,18 @@ async def _send_tokens(service: Service, run: Run, renderer: Renderer, send: Sen
         frames = await service.offload(step.n_bytes, renderer.token, run, step)
         del step
         await _send(send, frames)
+
+
+def _counted(send: Send, unread: Hold) -> Send:
+    """*send*, with the bytes in *unread* that the client may not have read."""
+
+    async def count(frames: Frames) -> None:
+        n_bytes = sum(map(len, frames))
+        unread.take(n_bytes)
+        await send(frames)
+        unread.set(n_bytes)  # transports wait for what was sent before
+
+    return count
 
 
 async def _send(send: Send, frames: Frames) -> None:

@@ -5,7 +5,7 @@ are not theirs. base64 is that one copy too: it reads the view and writes text.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 import numpy as np
@@ -65,3 +65,57 @@ def split_json(value: object, data: bytes) -> list[bytes]:
 def joined_text(pieces: Sequence[bytes]) -> str:
     """Pieces of `split_json` as one text."""
     return b"".join(pieces).decode("ascii" if all(map(bytes.isascii, pieces)) else "utf-8")
+
+
+_SLICE: Final = 4096
+
+
+def json_in_slices(value: msgspec.Struct) -> bytes:
+    """JSON of *value*, whose lists may be long: slice by slice, so that threads take turns.
+
+    One call for all of it would keep the interpreter's lock meanwhile.
+    """
+    parts: list[bytes] = []
+    for name in value.__struct_encode_fields__:
+        field = getattr(value, name)
+        parts += [b"," if parts else b"{", msgspec.json.encode(name), b":"]
+        if not isinstance(field, list):
+            parts.append(msgspec.json.encode(field))
+            continue
+        items = cast("list[Any]", field)
+        parts.append(b"[")
+        for start in range(0, len(items), _SLICE):
+            parts += [b","] if start else []
+            parts.append(msgspec.json.encode(items[start : start + _SLICE])[1:-1])
+        parts.append(b"]")
+    return b"".join([*parts, b"}"])
+
+
+def with_lists(
+    head: dict[str, Any], lists: Sequence[tuple[str, Sequence[bytes]]], *, packs: bool
+) -> bytes:
+    """An encoded object: *head*, then each list of elements that are encoded already.
+
+    Elements may be megabytes each; they are copied once, into the result.
+
+    Args:
+        head: Fields before them.
+        lists: Name and elements; 1 to 15 fields together with the head's.
+        packs: MessagePack in place of JSON.
+    """
+    if not packs:
+        parts = [msgspec.json.encode(head)[:-1]]
+        for name, elements in lists:
+            parts.append(b'%s"%s":[' % (b"," if len(parts) > 1 or head else b"", name.encode()))
+            for i, element in enumerate(elements):
+                parts += [b",", element] if i else [element]
+            parts.append(b"]")
+        return b"".join([*parts, b"}"])
+    # A map of up to 15 fields begins with one byte, a long array with its size in four.
+    n_fields = len(head) + len(lists)
+    assert 0 < n_fields < 16
+    parts = [bytes([0x80 | n_fields]), msgspec.msgpack.encode(head)[1:]]
+    for name, elements in lists:
+        parts += [msgspec.msgpack.encode(name), b"\xdd" + len(elements).to_bytes(4, "big")]
+        parts += elements
+    return b"".join(parts)

@@ -16,10 +16,10 @@ from kqview.server.api.dream.reply import (
     ReplyBuilder,
     check_reply,
     reply_bytes,
-    with_lists,
 )
+from kqview.server.budget import Budget
 from kqview.server.run import Run, Step
-from kqview.server.wire import Encoder
+from kqview.server.wire import Encoder, with_lists
 from kqview.types import Token, Usage
 from tests.support.dream import QWEN, decoded, golden, plan_from
 
@@ -44,7 +44,7 @@ def built(run: Run, *, rows: list[np.ndarray] | None = None, **options: Any) -> 
     plan = plan_from(fields)
     options = {"packs": False, "has_tokens": True, "has_logprobs": False, "trims_stop": False,
                **options}  # fmt: skip
-    builder = ReplyBuilder(plan, lambda id_: b"%d" % id_, **options)
+    builder = ReplyBuilder(plan, lambda id_: b"%d" % id_, Budget(2**30).hold(""), **options)
     for sample in range(plan.request.n_samples):
         for i, (id_, text) in enumerate(TOKENS):
             row = rows[i] if rows is not None else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     import httpx
 
-    from kqview.server.caller import Caller
     from kqview.server.run import GenerateRequest, Run, Step
     from tests.support.serving import Serve, Served
 
@@ -94,8 +93,8 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
     ids = served.engine.tokenize(TURN)
     start = served.service.start
 
-    async def start_and_end(request: GenerateRequest, caller: Caller) -> Run:
-        run = await start(request, caller)
+    async def start_and_end(request: GenerateRequest, *args: Any) -> Run:
+        run = await start(request, *args)
         next_step = run._next
 
         async def next_or_end() -> Step:

@@ -28,6 +28,8 @@ DEFAULTS: Final[dict[str, Any]] = {
 
 MOST_LOGPROBS: Final = 1000
 """Most top_logprobs: their texts are looked up on the event loop."""
+MOST_TOKEN_TEXT: Final = 4096
+"""Characters of a text that may be one token."""
 
 _SOME_LOGPROBS: Final = 5  # where a client says no more than that it wants some
 
@@ -36,6 +38,7 @@ _SOME_LOGPROBS: Final = 5  # where a client says no more than that it wants some
 Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
 Ids = Annotated[list[int], msgspec.Meta(max_length=65_536)]
 IdsOrTexts = Annotated[list[int | str], msgspec.Meta(max_length=65_536)]
+Biases = Annotated[dict[str, float], msgspec.Meta(max_length=2**18)]
 Indices = Annotated[list[int], msgspec.Meta(max_length=4096)]
 Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
 
@@ -76,7 +79,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     sampler_seed: int | None = None
     seed: int | None = None
     grammar: str | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
 
     stop_sequence: Stops | None = None
     stop_tokens: Ids | None = None
@@ -194,6 +197,11 @@ def attention_of(
         layer_weights=_tuple(fields.layer_weights),
         prompt=bool(fields.prompt_attention),
     )
+
+
+def asks_for_logprobs(fields: AttentionFields) -> bool:
+    """Whether the client wants logprobs at all."""
+    return first(fields.top_logprobs, fields.logprobs, False) is not False
 
 
 def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:

@@ -2,10 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from typing import Final
 
+import msgspec
 from msgspec import Struct
 
 from kqview.server.run import TokenLogprobs
+from kqview.server.wire import with_lists
+
+LOGPROB_BYTES: Final = 2048
+"""About what the JSON of a token's logprobs takes where there are as many as a run keeps."""
 
 
 class TopLogprob(Struct):
@@ -50,6 +56,41 @@ def logprobs_of(
         top_logprobs=[{top.token: top.logprob for top in one.top_logprobs} for one in content],
         text_offset=list(ends)[:-1],
     )
+
+
+class LogprobsWriter:
+    """`logprobs_of` while the tokens come: what is kept are the bytes of the reply, no objects."""
+
+    def __init__(self, *, packs: bool) -> None:
+        """Write JSON, or MessagePack where it *packs*."""
+        self._packs = packs
+        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
+        self._lists: dict[str, list[bytes]] = {name: [] for name in Logprobs.__struct_fields__}
+        self._offset = 0
+
+    def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
+        """Write one token's; how many bytes that are."""
+        content = _logprob(one, bytes_of)
+        values = {
+            "content": content,
+            "tokens": content.token,
+            "token_logprobs": one.logprob,
+            "top_logprobs": {top.token: top.logprob for top in content.top_logprobs},
+            "text_offset": self._offset,
+        }
+        self._offset += len(content.token)
+        n_bytes = 0
+        for name, value in values.items():
+            encoded = self._encode(value)
+            self._lists[name].append(encoded)
+            n_bytes += len(encoded)
+        return n_bytes
+
+    def whole(self) -> msgspec.Raw | None:
+        """What `logprobs_of` would give, encoded."""
+        if not self._lists["tokens"]:
+            return None
+        return msgspec.Raw(with_lists({}, [*self._lists.items()], packs=self._packs))
 
 
 def _logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:

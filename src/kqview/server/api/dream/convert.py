@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from kqview.errors import InvalidToken, OutOfMemory, PoolExhausted, PromptTooLong, RequestError
 from kqview.server.api.attention_fields import (
+    asks_for_logprobs,
     attention_of,
     first,
     max_tokens_of,
@@ -115,6 +116,7 @@ def plan_of(
         n_samples=first(body.num_samples, 1),
         key=body.genkey or "",
         max_context=body.max_context_length,
+        keeps_logprobs=asks_for_logprobs(body),
     )
     return Plan(
         request=request,

@@ -4,9 +4,11 @@ From the event loop; nothing here waits.
 """
 
 from collections.abc import Callable
+from functools import cache
 
 from kqview.engine import Engine
 from kqview.errors import KqviewError
+from kqview.server.api.attention_fields import MOST_TOKEN_TEXT
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import (
     Plan,
@@ -55,6 +57,8 @@ def one_token_of(engine: Engine) -> Callable[[str], int | None]:
     """Gives the id of a text that is one token of *engine*'s vocabulary, else None."""
 
     def one_token(text: str) -> int | None:
+        if len(text) > MOST_TOKEN_TEXT:
+            return None
         try:
             ids = engine.tokenize(text)
         except KqviewError:  # a model without a vocabulary
@@ -72,6 +76,7 @@ def token_bytes_of(service: Service) -> Callable[[int], bytes]:
     """
     engine = service.engine
 
+    @cache  # of a vocabulary's size at most
     def token_bytes(id_: int) -> bytes:
         try:
             return engine.token_bytes(id_)

@@ -6,7 +6,7 @@ pieces are joined once, at the end. Pure but for what it keeps; one thread at a 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -20,16 +20,16 @@ from kqview.server.api.dream.events import (
     token_fields,
     watch,
 )
-from kqview.server.api.logprobs import logprobs_of
+from kqview.server.api.logprobs import Logprobs, LogprobsWriter
 from kqview.server.attention import AttentionWanted
+from kqview.server.budget import Hold
 from kqview.server.run import Run, Step, TokenLogprobs
+from kqview.server.wire import with_lists
 from kqview.types import ModelInfo, PromptBlock
 
 _NUMBER_BYTES: Final = 26  # a float in JSON with its comma, at the longest
 _ENTRY_BYTES: Final = 512  # names, shape and text of a token
 _LOGPROB_BYTES: Final = 192  # one of top_logprobs, in all lists together
-
-_Lists = Sequence[tuple[str, Sequence[bytes]]]
 
 
 def reply_bytes(plan: Plan, model: ModelInfo, *, n_prompt: int, n_ctx: int, packs: bool) -> int:
@@ -92,9 +92,9 @@ def check_reply(n_bytes: int, limit_bytes: int, *, n_prompt: int) -> None:
 
 @dataclass(slots=True)
 class _Sample:
+    logprobs: LogprobsWriter
     tokens: list[bytes] = field(default_factory=list[bytes])
     entries: list[bytes] = field(default_factory=list[bytes])
-    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
 
 
 class ReplyBuilder:
@@ -104,6 +104,7 @@ class ReplyBuilder:
         self,
         plan: Plan,
         token_bytes: Callable[[int], bytes],
+        hold: Hold,
         *,
         packs: bool,
         has_tokens: bool,
@@ -115,6 +116,7 @@ class ReplyBuilder:
         Args:
             plan: Of the request.
             token_bytes: Bytes of a token by its id.
+            hold: Counts what the reply takes in memory while it is built.
             packs: MessagePack in place of JSON.
             has_tokens: Send this dialect's own fields behind the results.
             has_logprobs: Send logprobs with the results.
@@ -123,11 +125,14 @@ class ReplyBuilder:
         # There are no frames beside a body.
         self._plan = plan if plan.encoding != "binary" else replace(plan, encoding="base64")
         self._token_bytes = token_bytes
+        self._hold = hold
         self._packs = packs
         self._has_tokens = has_tokens
         self._has_logprobs = has_logprobs
         self._trims_stop = trims_stop
-        self._samples = [_Sample() for _ in range(plan.request.n_samples)]
+        self._samples = [
+            _Sample(LogprobsWriter(packs=packs)) for _ in range(plan.request.n_samples)
+        ]
         self._blocks: list[bytes] = []
         self.n_bytes = 0
         """Bytes of what was encoded so far."""
@@ -145,10 +150,12 @@ class ReplyBuilder:
         number = {"sample": step.sample} if len(self._samples) > 1 else {}
         if self._has_logprobs and token.logprob is not None:
             top = tuple(token.top_logprobs or ())
-            sample.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
+            one = TokenLogprobs(token.id, token.logprob, top)
+            self._count(sample.logprobs.add(one, self._token_bytes))
         if self._has_tokens:
             fields = token_fields(token, self._text_of)
             sample.tokens.append(self._encoded({**fields, **number}))
+            self._count(len(sample.tokens[-1]))
         if self._plan.shown is not None and token.attention is not None:
             entry = {"token_id": token.id, "text": token.text, **number}
             sample.entries.append(self._with_attention(run, entry, token.attention))
@@ -168,7 +175,11 @@ class ReplyBuilder:
             if self._plan.shown.prompt:
                 lists.append(("prompt_attention", self._blocks))
             lists.append(("attention_data", [e for one in self._samples for e in one.entries]))
-        return with_lists(head, lists, packs=self._packs)
+        self._hold.take(self.n_bytes)  # pieces and whole at a time
+        whole = with_lists(head, lists, packs=self._packs)
+        self._samples, self._blocks = [], []
+        self._hold.put(2 * self.n_bytes)
+        return whole
 
     def _result(self, generation: Generation, sample: _Sample) -> schema.SampleResult:
         usage = generation.usage
@@ -179,7 +190,8 @@ class ReplyBuilder:
             usage.completion_tokens,
         )
         if self._has_logprobs:
-            result.logprobs = logprobs_of(sample.logprobs, self._token_bytes)
+            # Encoded already; the field says what it is of.
+            result.logprobs = cast("Logprobs | None", sample.logprobs.whole())
         return result
 
     def _text_of(self, id_: int) -> str:
@@ -196,37 +208,13 @@ class ReplyBuilder:
             encoded = msgspec.msgpack.encode(entry)
         else:
             encoded = b"".join(event_pieces(entry, data))
-        self.n_bytes += len(encoded)
+        self._count(len(encoded))
         return encoded
+
+    def _count(self, n_bytes: int) -> None:
+        self._hold.take(n_bytes)
+        self.n_bytes += n_bytes
 
     def _encoded(self, value: Object) -> bytes:
         encode = msgspec.msgpack.encode if self._packs else msgspec.json.encode
         return encode(value)
-
-
-def with_lists(head: Object, lists: _Lists, *, packs: bool) -> bytes:
-    """An encoded object: *head*, then each list of elements that are encoded already.
-
-    Elements may be megabytes each; they are copied once, into the result.
-
-    Args:
-        head: Fields before them, at least one.
-        lists: Name and elements; 15 fields together at most.
-        packs: MessagePack in place of JSON.
-    """
-    if not packs:
-        parts = [msgspec.json.encode(head)[:-1]]
-        for name, elements in lists:
-            parts.append(b',"%s":[' % name.encode())
-            for i, element in enumerate(elements):
-                parts += [b",", element] if i else [element]
-            parts.append(b"]")
-        return b"".join([*parts, b"}"])
-    # A map of up to 15 fields begins with one byte, a long array with its size in four.
-    n_fields = len(head) + len(lists)
-    assert 0 < len(head) <= n_fields < 16
-    parts = [bytes([0x80 | n_fields]), msgspec.msgpack.encode(head)[1:]]
-    for name, elements in lists:
-        parts += [msgspec.msgpack.encode(name), b"\xdd" + len(elements).to_bytes(4, "big")]
-        parts += elements
-    return b"".join(parts)

@@ -41,9 +41,11 @@ async def generate(call: Call, body: schema.GenerateBody) -> Reply:
 async def _generate(call: Call, body: schema.GenerateBody) -> Reply:
     service = call.service
     packs = _takes_packs(call)
-    plan = plan_for(service, body, call.request_id)
+    plan = await service.converted(
+        call.n_body_bytes, call.hold, plan_for, service, body, call.request_id
+    )
     engine, token_bytes = service.engine, token_bytes_of(service)
-    run = await service.start(plan.request, call.caller)
+    run = await service.start(plan.request, call.caller, call.hold)
     async with run:
         n_prompt = run.usage.prompt_tokens
         most = reply_bytes(plan, engine.model, n_prompt=n_prompt, n_ctx=engine.n_ctx, packs=packs)
@@ -51,6 +53,7 @@ async def _generate(call: Call, body: schema.GenerateBody) -> Reply:
         builder = ReplyBuilder(
             plan,
             token_bytes,
+            call.hold,
             packs=packs,
             has_tokens=asks_for_tokens(body),
             has_logprobs=plan.request.sampling.top_logprobs is not None,
@@ -76,7 +79,7 @@ def _takes_packs(call: Call) -> bool:
 
 async def stream(call: Call, socket: Socket) -> None:
     """``WS /api/v1/generate/stream``."""
-    await Session(call.service, socket, call.caller).serve()
+    await Session(call.service, socket, call.caller, call.hold).serve()
 
 
 async def list_models(call: Call) -> schema.ModelsReply:

@@ -7,6 +7,7 @@ events. Both end with the socket.
 
 import asyncio
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from kqview.errors import BusyError, KqviewError, RequestError
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.events import EventRenderer, error_frame, message_of, name_in
 from kqview.server.api.dream.planning import answer_for, plan_for, token_bytes_of
+from kqview.server.budget import Hold, uncounted
 from kqview.server.caller import ANYONE, Caller
 from kqview.server.run import Run
 from kqview.server.service import Service
@@ -34,11 +36,21 @@ class _Running:
 class Session:
     """Serves one socket; belongs to the event loop."""
 
-    def __init__(self, service: Service, socket: Socket, caller: Caller = ANYONE) -> None:
-        """Serve *caller*'s *socket*; messages are MessagePack where its subprotocol says so."""
+    def __init__(
+        self,
+        service: Service,
+        socket: Socket,
+        caller: Caller = ANYONE,
+        hold: Hold | None = None,
+    ) -> None:
+        """Serve *caller*'s *socket*; messages are MessagePack where its subprotocol says so.
+
+        What runs keep in memory is counted in *hold*.
+        """
         self._service = service
         self._socket = socket
         self._caller = caller
+        self._hold = hold or uncounted()
         self._packs = socket.subprotocol == schema.SUBPROTOCOL
         self._running: _Running | None = None
         self._last_id: str | None = None
@@ -89,9 +101,10 @@ class Session:
     async def _take(self, raw: bytes | str) -> None:
         """Do what a message says."""
         try:
-            message = message_of(raw, packs=self._packs)
+            message = await self._converted(raw, message_of, raw, packs=self._packs)
         except RequestError as error:
-            await self._refuse(error, name_in(raw, packs=self._packs))
+            name = await self._converted(raw, name_in, raw, packs=self._packs)
+            await self._refuse(error, name)
             return
         if isinstance(message, schema.Cancel):
             await self._cancel(message)
@@ -100,7 +113,12 @@ class Session:
         if self._running is not None and self._running.run.is_over:
             await self._end_running()
         if not self._socket.is_closed:
-            await self._generate(message)
+            await self._generate(message, raw)
+
+    async def _converted(
+        self, raw: bytes | str, convert: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        return await self._service.converted(len(raw), self._hold, convert, *args, **options)
 
     async def _cancel(self, message: schema.Cancel) -> None:
         running, wanted = self._running, message.request_id
@@ -112,16 +130,18 @@ class Session:
             )
             await self._refuse(error, wanted)
 
-    async def _generate(self, message: schema.Generate) -> None:
+    async def _generate(self, message: schema.Generate, raw: bytes | str) -> None:
         request_id = message.request_id or uuid.uuid4().hex
         if self._running is not None:
             await self._refuse(BusyError(_BUSY), request_id)
             return
         service = self._service
         try:
-            plan = plan_for(service, message, request_id, always_logprob=True)
+            plan = await self._converted(
+                raw, plan_for, service, message, request_id, always_logprob=True
+            )
             token_bytes = token_bytes_of(service)
-            run = await service.start(plan.request, self._caller)
+            run = await service.start(plan.request, self._caller, self._hold)
         except KqviewError as error:
             await self._refuse(error, request_id, message)
             return

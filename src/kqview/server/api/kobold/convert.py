@@ -8,6 +8,7 @@ import msgspec
 
 from kqview.errors import RequestError
 from kqview.server.api.attention_fields import (
+    asks_for_logprobs,
     attention_of,
     first,
     max_tokens_of,
@@ -96,6 +97,7 @@ def request_of(
         attention=attention_of(body, settings, default=DEFAULT_VALUES, asked=asked),
         key=body.genkey or "",
         max_context=body.max_context_length,
+        keeps_logprobs=asks_for_logprobs(body),
     )
 
 

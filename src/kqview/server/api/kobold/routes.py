@@ -10,14 +10,16 @@ from typing import Any, Final
 import msgspec
 
 from kqview.engine import Engine
+from kqview.server.api.attention_fields import MOST_TOKEN_TEXT
 from kqview.server.api.attention_objects import layers_of
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.kobold.events import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.api.logprobs import logprobs_of
+from kqview.server.api.logprobs import LOGPROB_BYTES, logprobs_of
 from kqview.server.endpoint import Call, Handler, Operation, Reply, decoded
 from kqview.server.run import Run
 from kqview.server.sockets import Socket
 from kqview.server.streaming import Events
+from kqview.server.wire import json_in_slices
 
 _TAG: Final = "kobold"
 _STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
@@ -25,27 +27,40 @@ _STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
 # ---- text and ids
 
 
-async def tokenize(call: Call, body: schema.TokenizeBody) -> schema.Tokenized:
+async def tokenize(call: Call, body: schema.TokenizeBody) -> Reply:
     """Ids and texts of a text."""
     add_special = convert.first(body.add_special_tokens, body.add_special, False)
-    pieces = await call.service.tokenize(convert.text_of(body), add_special=add_special)
-    return convert.tokenized(pieces, with_pieces=body.with_pieces is not False)
+    pieces = await call.service.tokenize(
+        convert.text_of(body), add_special=add_special, hold=call.hold
+    )
+    with_pieces = body.with_pieces is not False
+
+    def written() -> bytes:
+        return json_in_slices(convert.tokenized(pieces, with_pieces=with_pieces))
+
+    return Reply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
     """Text of ids."""
-    return schema.Detokenized(await call.service.detokenize(convert.ids_of(body)))
+    ids = convert.ids_of(body)
+    return schema.Detokenized(await call.service.detokenize(ids, client=call.hold.client))
 
 
-async def token_count(call: Call, body: schema.TokenCountBody) -> schema.TokenCount:
+async def token_count(call: Call, body: schema.TokenCountBody) -> Reply:
     """How many tokens a prompt has."""
-    pieces = await call.service.tokenize(body.prompt or "", add_special=body.special)
-    return schema.TokenCount(len(pieces), [id_ for id_, _ in pieces])
+    text = body.prompt or ""
+    ids = await call.service.ids(text, add_special=body.special, hold=call.hold)
+    counted = schema.TokenCount(len(ids), ids)
+    return Reply(
+        await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
+    )
 
 
 async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
     """Text of ids, as KoboldCpp answers it."""
-    return schema.ExtraDetokenized(await call.service.detokenize(body.ids), success=True)
+    text = await call.service.detokenize(body.ids, client=call.hold.client)
+    return schema.ExtraDetokenized(text, success=True)
 
 
 # ---- generation
@@ -54,7 +69,7 @@ async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> sche
 async def stream(call: Call, body: schema.StreamBody) -> Events:
     """Tokens as Server-Sent Events."""
     body = convert.with_query(body, call.query)
-    run, engine = await _started(call, body, asked=False)
+    run, engine = await _started(call, body, call.n_body_bytes, asked=False)
     if not convert.is_typed(body):
         return Events(
             run, PlainEvents(run.request.sampling.stop, trims=body.trim_stop is not False)
@@ -65,23 +80,29 @@ async def stream(call: Call, body: schema.StreamBody) -> Events:
 async def stream_socket(call: Call, socket: Socket) -> None:
     """Tokens as pairs of a text and a binary frame; one request a socket."""
     raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
-    body = convert.with_query(decoded(_STREAM_DECODER, raw), call.query)
-    run, engine = await _started(call, body, asked=True)
+    body = await call.service.converted(len(raw), call.hold, decoded, _STREAM_DECODER, raw)
+    body = convert.with_query(body, call.query)
+    run, engine = await _started(call, body, len(raw), asked=True)
     await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
 
 
-async def _started(call: Call, body: schema.StreamBody, *, asked: bool) -> tuple[Run, Engine]:
+async def _started(
+    call: Call, body: schema.StreamBody, n_bytes: int, *, asked: bool
+) -> tuple[Run, Engine]:
     service = call.service
     engine = service.engine
 
     def one_token(text: str) -> int | None:
+        if len(text) > MOST_TOKEN_TEXT:
+            return None
         ids = engine.tokenize(text)
         return ids[0] if len(ids) == 1 else None
 
-    request = convert.request_of(
-        body, service.settings, request_id=call.request_id, one_token=one_token, asked=asked
-    )
-    return await service.start(request, call.caller), engine
+    request = await service.converted(
+        n_bytes, call.hold, convert.request_of, body, service.settings,
+        request_id=call.request_id, one_token=one_token, asked=asked,
+    )  # fmt: skip
+    return await service.start(request, call.caller, call.hold), engine
 
 
 def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
@@ -109,7 +130,11 @@ async def check(call: Call, body: schema.RunBody) -> schema.Texts:
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
     """Logprobs of the caller's generation that ended last, where it was asked for some."""
     last = call.service.last_of(call.caller, key=body.genkey or "")
-    return schema.LastLogprobs(logprobs_of(last.logprobs, call.service.engine.token_bytes))
+    bytes_of = call.service.engine.token_bytes
+    n_bytes = LOGPROB_BYTES * len(last.logprobs)
+    return schema.LastLogprobs(
+        await call.service.converted(n_bytes, call.hold, logprobs_of, last.logprobs, bytes_of)
+    )
 
 
 def _meant(call: Call, body: schema.RunBody) -> list[Run]:
