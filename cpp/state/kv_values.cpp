@@ -1,6 +1,9 @@
 #include "state/kv_values.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
 #include <cstring>
 
 namespace kqview {
@@ -54,34 +57,86 @@ std::optional<std::size_t> find_number(std::span<const std::byte> data, word lar
     return {};
 }
 
-// A quantised block of 32 numbers: one or two F16 scales in front, then integers that are always finite.
-struct quant_block {
-    std::size_t n_bytes;
-    std::size_t n_scales;
-};
+// A block of n_quant numbers: an F16 scale, for some types an F16 minimum, then integers. A number is
+// scale * level + minimum, computed in F32 as ggml does.
+constexpr std::size_t n_quant = 32;
 
-std::optional<std::size_t> find_scale(std::span<const std::byte> data, quant_block block) {
-    const std::size_t n = data.size() / block.n_bytes;
-    for (std::size_t i = 0; i < n; ++i) {
-        const auto* const at = data.data() + i * block.n_bytes;
-        for (std::size_t j = 0; j < block.n_scales; ++j) {
-            if (is_beyond<std::uint16_t>(at + j * sizeof(std::uint16_t), f16_largest))
-                return i * block.n_bytes;
-        }
-    }
-    return {};
-}
+// The level of each of the integers 0..15 of iq4_nl.
+constexpr std::array<std::int8_t, 16> nl_levels{-127, -104, -83, -65, -49, -35, -22, -10,
+                                                1,    13,   25,  38,  53,  69,  89,  113};
+
+struct quant_block {
+    kv_type type;
+    bool has_min;
+    std::size_t n_high;   // bytes of fifth bits behind the scales
+    std::size_t n_low;    // bytes of the rest: two to a byte, or one
+    std::int32_t offset;  // what is subtracted from an integer to make a level
+
+    std::size_t levels_at() const { return has_min ? 4 : 2; }
+    std::size_t n_bytes() const { return levels_at() + n_high + n_low; }
+};
 
 std::optional<quant_block> quant_block_of(kv_type type) {
     switch (type) {
-        case kv_type::q4_0: return quant_block{2 + 16, 1};
-        case kv_type::q4_1: return quant_block{4 + 16, 2};
-        case kv_type::q5_0: return quant_block{2 + 4 + 16, 1};
-        case kv_type::q5_1: return quant_block{4 + 4 + 16, 2};
-        case kv_type::q8_0: return quant_block{2 + 32, 1};
-        case kv_type::iq4_nl: return quant_block{2 + 16, 1};
+        case kv_type::q4_0: return quant_block{type, false, 0, n_quant / 2, 8};
+        case kv_type::q4_1: return quant_block{type, true, 0, n_quant / 2, 0};
+        case kv_type::q5_0: return quant_block{type, false, 4, n_quant / 2, 16};
+        case kv_type::q5_1: return quant_block{type, true, 4, n_quant / 2, 0};
+        case kv_type::q8_0: return quant_block{type, false, 0, n_quant, 0};
+        case kv_type::iq4_nl: return quant_block{type, false, 0, n_quant / 2, 0};
         default: return {};
     }
+}
+
+float f16_to_f32(std::uint16_t bits) {
+    const std::uint32_t sign = (bits & 0x8000u) << 16;
+    const std::uint32_t exponent = (bits >> 10) & 0x1fu;
+    const std::uint32_t fraction = bits & 0x3ffu;
+    if (exponent == 0) {
+        const float magnitude = static_cast<float>(fraction) * 0x1p-24f;
+        return sign != 0 ? -magnitude : magnitude;
+    }
+    const std::uint32_t wide = exponent == 0x1f ? 0xffu : exponent + 112;
+    return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
+}
+
+// Number `i` of a block, as an integer that the scale multiplies.
+std::int32_t level_of(const quant_block& block, const std::byte* at, std::size_t i) {
+    const auto* const low = at + block.levels_at() + block.n_high;
+    if (block.n_low == n_quant) return load<std::int8_t>(low + i);
+    const auto pair = std::to_integer<std::uint32_t>(low[i % (n_quant / 2)]);
+    std::uint32_t integer = i < n_quant / 2 ? pair & 0xfu : pair >> 4;
+    if (block.type == kv_type::iq4_nl) return nl_levels[integer];
+    if (block.n_high > 0) {
+        integer |= (load<std::uint32_t>(at + block.levels_at()) >> i & 1u) << 4;
+    }
+    return static_cast<std::int32_t>(integer) - block.offset;
+}
+
+bool are_numbers_sound(const quant_block& block, const std::byte* at) {
+    const float scale = f16_to_f32(load<std::uint16_t>(at));
+    const float minimum = block.has_min ? f16_to_f32(load<std::uint16_t>(at + 2)) : 0.0f;
+    for (std::size_t i = 0; i < n_quant; ++i) {
+        const float number = scale * static_cast<float>(level_of(block, at, i)) + minimum;
+        if (!(std::abs(number) <= 65504.0f)) return false;  // NaN is not
+    }
+    return true;
+}
+
+// No level is above 128, and where there is a minimum none above 31: below these no number is above 65504,
+// and the integers need not be looked at. Scales of real caches are far below.
+constexpr std::uint16_t f16_safe_scale = 0x5c00;    // 256
+constexpr std::uint16_t f16_safe_minimum = 0x77ff;  // 32752
+
+std::optional<std::size_t> find_block(std::span<const std::byte> data, const quant_block& block) {
+    const auto n_bytes = block.n_bytes();
+    for (std::size_t first = 0; first + n_bytes <= data.size(); first += n_bytes) {
+        const auto* const at = data.data() + first;
+        const bool is_safe = !is_beyond<std::uint16_t>(at, f16_safe_scale) &&
+                             !(block.has_min && is_beyond<std::uint16_t>(at + 2, f16_safe_minimum));
+        if (!is_safe && !are_numbers_sound(block, at)) return first;
+    }
+    return {};
 }
 
 }  // namespace
@@ -110,7 +165,7 @@ std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte>
     if (type == kv_type::f32) return find_number<std::uint32_t>(data, f32_largest);
     if (type == kv_type::f16) return find_number<std::uint16_t>(data, f16_largest);
     if (type == kv_type::bf16) return find_number<std::uint16_t>(data, bf16_largest);
-    if (const auto block = quant_block_of(type)) return find_scale(data, *block);
+    if (const auto block = quant_block_of(type)) return find_block(data, *block);
     return {};
 }
 

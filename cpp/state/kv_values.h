@@ -20,8 +20,8 @@ std::string name_of(kv_type type);
 // Is the type one whose numbers can be checked?
 bool is_known(kv_type type);
 
-// Offset of the first number that is not finite or beyond the limit, or of the quantised block whose scale
-// is not finite. `data` is a whole number of elements or blocks; any alignment.
+// Offset of the first number that is not finite or beyond the limit, or of the first quantised block that
+// has such a number once it is multiplied out. `data` is a whole number of elements or blocks; any alignment.
 std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data);
 
 }  // namespace kqview

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -214,3 +216,50 @@ def test_blob_of_a_model_of_another_shape_is_a_mismatch(
     engine = make_engine(tiny_llama)
     with pytest.raises(MISMATCH, match=r"slot\.restore: (n_layer|K row size) at byte"):
         engine.slots[0].restore(other.slots[0].save())
+
+
+BLOCKS = {
+    name: (getattr(GGMLQuantizationType, name.upper()), n_scales)
+    for name, n_scales in {
+        "q4_0": 1,
+        "q4_1": 2,
+        "q5_0": 1,
+        "q5_1": 2,
+        "q8_0": 1,
+        "iq4_nl": 1,
+    }.items()
+}
+
+
+@pytest.mark.parametrize("kv_type", BLOCKS)
+def test_quantised_block_is_taken_if_every_number_it_stands_for_is_finite_and_in_range(
+    make_engine: MakeEngine, tmp_path: Path, kv_type: str
+) -> None:
+    # What a block stands for is gguf's word here, not that of our own reader.
+    model = tiny_gguf.write_model(tmp_path / "wide.gguf", arch="llama", n_embd=128)
+    engine = make_engine(model, kv_type=kv_type, flash_attn=True)
+    list(engine.attend(PROMPT))
+    slot = engine.slots[0]
+    blob = slot.save()
+    kind, n_scales = BLOCKS[kv_type]
+    n_bytes = GGML_QUANT_SIZES[kind][1]
+    random = np.random.default_rng(7)
+    taken = {True: 0, False: 0}
+    for _ in range(60):
+        # Scales around those at which the largest numbers pass 65504.
+        scales = (2.0 ** random.uniform(6, 16, n_scales) * random.choice([-1, 1], n_scales)).clip(
+            -65504, 65504
+        )
+        integers = random.integers(0, 256, n_bytes - 2 * n_scales, dtype=np.uint8)
+        block = scales.astype("<f2").tobytes() + integers.tobytes()
+        numbers = dequantize(np.frombuffer(block, np.uint8), kind)
+        is_fine = bool((np.abs(numbers) <= 65504).all())
+        taken[is_fine] += 1
+        changed = blob[:-n_bytes] + block
+        if is_fine:
+            slot.restore(changed)
+            assert slot.save() == changed
+        else:
+            with pytest.raises(FORMAT, match=f"V rows at byte {len(blob) - n_bytes} hold a value"):
+                slot.restore(changed)
+    assert min(taken.values()) > 5

@@ -9,7 +9,6 @@
 
 #include "base/error.h"
 #include "ses1_fixture.h"
-#include "state/kv_values.h"
 #include "state/ses1.h"
 
 using namespace kqview;
@@ -307,57 +306,4 @@ TEST_CASE("ses1: random changes are refused or give a view within the blob") {
             CHECK(is_typed);
         }
     }
-}
-
-TEST_CASE("kv_values: the first number that is not finite is found, at any offset") {
-    struct kind {
-        kv_type type;
-        std::size_t n_unit;          // bytes of a number or block
-        std::vector<std::byte> nan;  // at the start of one
-    };
-    const std::byte zero{0};
-    const std::vector<kind> kinds{
-        {kv_type::f32, 4, {zero, zero, std::byte{0xc0}, std::byte{0x7f}}},
-        {kv_type::f16, 2, {zero, std::byte{0x7c}}},
-        {kv_type::bf16, 2, {std::byte{0x80}, std::byte{0xff}}},
-        {kv_type::q8_0, 34, {zero, std::byte{0xfc}}},
-        {kv_type::q4_0, 18, {zero, std::byte{0x7c}}},
-        {kv_type::q4_1, 20, {zero, zero, zero, std::byte{0x7e}}},
-        {kv_type::q5_0, 22, {zero, std::byte{0x7c}}},
-        {kv_type::q5_1, 24, {zero, zero, zero, std::byte{0x7c}}},
-        {kv_type::iq4_nl, 18, {zero, std::byte{0x7c}}},
-    };
-    for (const auto& one : kinds) {
-        CAPTURE(name_of(one.type));
-        CHECK(is_known(one.type));
-        for (const std::size_t n : {1u, 7u, 1024u, 1025u, 3000u}) {
-            std::vector<std::byte> bytes(n * one.n_unit + 1);
-            // Not aligned, as rows in a blob are not.
-            const auto data = std::span(bytes).subspan(1);
-            CHECK_FALSE(find_unsound(one.type, data));
-            for (const std::size_t i : {std::size_t{0}, n / 2, n - 1}) {
-                auto broken = bytes;
-                std::copy(one.nan.begin(), one.nan.end(),
-                          broken.begin() + 1 + static_cast<std::ptrdiff_t>(i * one.n_unit));
-                const auto found = find_unsound(one.type, std::span(broken).subspan(1));
-                REQUIRE(found);
-                CHECK(*found == i * one.n_unit);
-            }
-        }
-    }
-}
-
-TEST_CASE("kv_values: 65504 is the largest number of every type") {
-    const auto is_sound = [](kv_type type, auto value) {
-        return !find_unsound(type, std::as_bytes(std::span(&value, 1)));
-    };
-    CHECK(is_sound(kv_type::f32, 65504.0f));
-    CHECK(is_sound(kv_type::f32, -65504.0f));
-    CHECK_FALSE(is_sound(kv_type::f32, std::nextafter(65504.0f, 1e9f)));
-    CHECK_FALSE(is_sound(kv_type::f32, -3e38f));
-    CHECK(is_sound(kv_type::f32, 1e-45f));
-    CHECK(is_sound(kv_type::f16, std::uint16_t{0xfbff}));
-    CHECK_FALSE(is_sound(kv_type::f16, std::uint16_t{0xfc00}));
-    CHECK(is_sound(kv_type::bf16, std::uint16_t{0xc77f}));
-    CHECK_FALSE(is_sound(kv_type::bf16, std::uint16_t{0x4780}));
 }
