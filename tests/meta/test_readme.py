@@ -23,7 +23,10 @@ COMMANDS = [
     for block in re.findall(r"```console\n(.*?)```", README, re.DOTALL)
     for example in re.findall(r"^\$ kqview (.*)\n((?:[^$].*\n|\n)*)", block, re.MULTILINE)
 ]
-LINKED = ("README.md", *(f"{d}/README.md" for d in ("cpp", "vendor", "bench", "bench/peers")))
+LINKED = (
+    *("README.md", "src/kqview/EXACTNESS.md"),
+    *(f"{d}/README.md" for d in ("cpp", "vendor", "bench", "bench/peers")),
+)
 
 
 def test_readme_first_example_has_eight_lines():
