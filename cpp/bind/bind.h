@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <chrono>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -50,7 +52,7 @@ struct engine_core {
     std::string shift_obstacle;
     std::shared_ptr<const graph_counters> graphs;
     std::shared_ptr<copy_counters> copies;
-    std::unique_ptr<scheduler> sched;
+    scheduler_handle sched;
 
     // What json_schema and regex need, built when the first of them comes; any thread, no GIL.
     std::mutex constraints_mutex;
@@ -73,9 +75,9 @@ struct engine_core {
     }
 
     // A step that waits for an RPC server ends at once.
-    void close() {
+    void close(double limit_s) {
         source->rpc().leave();
-        sched->close();
+        sched->close(std::chrono::duration<double>(std::clamp(limit_s, 0.0, 1e6)));
     }
 };
 

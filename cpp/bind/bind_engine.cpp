@@ -60,7 +60,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     pool.poison = poison;
     pool.allocator = runner->host_memory();
     core->sched =
-        std::make_unique<scheduler>(std::move(runner), block_pool::create(std::move(pool)));
+        scheduler_handle(new scheduler(std::move(runner), block_pool::create(std::move(pool))));
     return core;
 }
 
@@ -159,6 +159,17 @@ nb::dict stats_of(const engine_core& self) {
     return stats;
 }
 
+nb::dict health_of(const engine_core& self) {
+    const auto seen = self.sched->health();
+    const bool is_forked = self.sched->is_forked();  // the thread is the parent's
+    nb::dict health;
+    health["phase"] = name_of(is_forked ? engine_phase::ended : seen.phase);
+    health["quiet_s"] = seen.quiet_s;
+    health["n_steps"] = seen.n_steps;
+    health["is_lost"] = self.sched->is_lost();
+    return health;
+}
+
 }  // namespace
 
 void bind_engine(nb::module_& module) {
@@ -232,8 +243,9 @@ void bind_engine(nb::module_& module) {
              "is kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go "
              "when the slot is full, 0 = the request ends.")
         .def(
-            "close", [](engine_core& self) { self.close(); },
-            nb::call_guard<nb::gil_scoped_release>(), "Ends the engine thread and every request.")
+            "close", [](engine_core& self, double limit_s) { self.close(limit_s); },
+            nb::arg("limit_s"), nb::call_guard<nb::gil_scoped_release>(),
+            "Ends every request, and the engine thread, unless it hangs for longer than this.")
         .def("check_open", [](const engine_core& self) { self.sched->check_open(); })
         .def_prop_ro("is_closed", [](const engine_core& self) { return self.sched->is_closed(); })
         .def(
@@ -248,6 +260,8 @@ void bind_engine(nb::module_& module) {
             "slot_is_busy",
             [](const engine_core& self, slot_id id) { return self.sched->is_busy(id); },
             nb::arg("slot"))
+        .def("health", &health_of, nb::sig("def health(self) -> dict[str, typing.Any]"),
+             "What the engine thread does; takes no lock.")
         .def("stats", &stats_of, nb::sig("def stats(self) -> dict[str, typing.Any]"),
              "Counters since the engine was opened.")
         .def(

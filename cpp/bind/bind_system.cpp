@@ -63,7 +63,7 @@ nb::dict build_info() {
 }
 
 // `options` are those of Engine.open; what does not change how much memory a context takes is not read.
-void check_devices(std::string path, int n_gpu_layers, const nb::dict& options) {
+context_options context_options_of(const nb::dict& options) {
     const auto number = [&](const char* name) { return nb::cast<int>(options[name]); };
     const nb::object flash = options["flash_attn"];
     context_options context;
@@ -77,11 +77,28 @@ void check_devices(std::string path, int n_gpu_layers, const nb::dict& options) 
     if (!flash.is_none()) {
         context.flash = nb::cast<bool>(flash) ? flash_attention::on : flash_attention::off;
     }
+    return context;
+}
+
+model_options model_options_of(std::string path, int n_gpu_layers) {
     model_options wanted;
     wanted.path = std::move(path);
     wanted.n_gpu_layers = n_gpu_layers;
+    return wanted;
+}
+
+void check_devices(std::string path, int n_gpu_layers, const nb::dict& options) {
+    const auto context = context_options_of(options);
     const nb::gil_scoped_release release;
-    check_device_memory(wanted, context);
+    check_device_memory(model_options_of(std::move(path), n_gpu_layers), context);
+}
+
+void check_all(std::string path, int n_gpu_layers, const nb::dict& options,
+               std::size_t host_memory_bytes) {
+    auto context = context_options_of(options);
+    context.host_memory_bytes = host_memory_bytes;
+    const nb::gil_scoped_release release;
+    check_opening(model_options_of(std::move(path), n_gpu_layers), context);
 }
 
 }  // namespace
@@ -94,6 +111,12 @@ void bind_system(nb::module_& module) {
                nb::sig("def check_device_memory(path: str, n_gpu_layers: int, "
                        "options: collections.abc.Mapping[str, object]) -> None"),
                "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
+    module.def("check_opening", &check_all, nb::arg("path"), nb::arg("n_gpu_layers"),
+               nb::arg("options"), nb::arg("host_memory_bytes"),
+               nb::sig("def check_opening(path: str, n_gpu_layers: int, "
+                       "options: collections.abc.Mapping[str, object], "
+                       "host_memory_bytes: int) -> None"),
+               "Raises what opening would raise, as far as that shows without the weights.");
 }
 
 }  // namespace kqview::bind

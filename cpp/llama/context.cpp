@@ -222,6 +222,14 @@ void check_device_memory(const model_options& wanted, const context_options& opt
     check_device_needs(needs, llama_model_n_layer(weightless.get()) + 1);
 }
 
+void check_opening(const model_options& wanted, const context_options& options) {
+    start_llama();
+    const auto weightless = std::make_shared<model>(weightless_options(wanted));
+    check_memory(*weightless, options);
+    check_device_memory(wanted, options);
+    const context probe(weightless, options);
+}
+
 context::batch_owner::~batch_owner() {
     if (batch.token) llama_batch_free(batch);
 }
@@ -263,6 +271,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
                                   : ""));
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
+    llama_set_abort_callback(handle_.get(), &context::is_over, this);
     use_adapters();
     open_embeddings(options);
 }
@@ -297,11 +306,7 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     const auto turn = servers.take_turn();
     const auto log_position = log_ring::instance().position();
     const bool has_encoder = llama_model_has_encoder(model_->get());
-    const bool is_aborted =
-        std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);
-    const int status = is_aborted    ? decode_aborted()
-                       : has_encoder ? llama_encode(handle_.get(), batch)
-                                     : llama_decode(handle_.get(), batch);
+    const int status = decode_until_stopped();
     if (!servers.empty()) {
         // Logits may still be on their way. A chunk without any need not be waited for.
         const auto is_awaited = [&](const batch_token& one) { return one.wants_logits || embeds; };
@@ -311,20 +316,37 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
         servers.check();
     }
     if (status == 0) return;
+    if (heart_ && heart_->is_stopped()) {
+        throw error(errc::closed, "engine: it was closed while llama.cpp computed a step");
+    }
     throw error(errc::decode,
                 std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
                     std::to_string(status) + " for " + std::to_string(tokens.size()) +
                     " tokens: " + log_ring::instance().errors_since(log_position));
 }
 
-// llama.cpp's own way to fail: some keys and values are written, rows are due, and it takes the tokens back.
-int context::decode_aborted() {
-    int n_nodes_left = 12;
-    const auto is_over = [](void* n_left) { return --*static_cast<int*>(n_left) < 0; };
-    llama_set_abort_callback(handle_.get(), is_over, &n_nodes_left);
-    const int status = llama_decode(handle_.get(), batch_.batch);
-    llama_set_abort_callback(handle_.get(), nullptr, nullptr);
+// What breaks off is llama.cpp's own way to fail: some keys and values are written, rows are due, and it takes the
+// tokens back.
+int context::decode_until_stopped() {
+    const bool aborts =
+        std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);
+    n_nodes_to_abort_ = aborts ? 13 : 0;
+    may_stop_ = true;
+    const int status = llama_model_has_encoder(model_->get())
+                           ? llama_encode(handle_.get(), batch_.batch)
+                           : llama_decode(handle_.get(), batch_.batch);
+    may_stop_ = false;
+    n_nodes_to_abort_ = 0;
     return status;
+}
+
+// llama.cpp asks behind each node that a CPU computes, on one of its compute threads.
+bool context::is_over(void* self) {
+    auto& mine = *static_cast<context*>(self);
+    if (mine.heart_) mine.heart_->note_progress();
+    if (!mine.may_stop_) return false;
+    if (mine.n_nodes_to_abort_ > 0 && --mine.n_nodes_to_abort_ == 0) return true;
+    return mine.heart_ && mine.heart_->is_stopped();
 }
 
 float* context::logits(int i_token) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/heartbeat.h"
 #include "base/ids.h"
 #include "llama/model.h"
 
@@ -61,6 +62,10 @@ embedding_facts embedding_facts_of(const model& source);
 // Otherwise as the constructor of model, and request for options out of range.
 void check_device_memory(const model_options& wanted, const context_options& options);
 
+// Raises what opening this model and context would raise, as far as that shows without the weights: a file that is none,
+// options out of range, no memory. Allocates next to nothing.
+void check_opening(const model_options& wanted, const context_options& options);
+
 class context {
 public:
     // Raises request for options out of range, out_of_memory or model_load when llama.cpp refuses.
@@ -78,8 +83,11 @@ public:
                !llama_model_has_encoder(model_->get());
     }
 
+    // Signs of life come from within a decode on CPUs, one a node of the graph; once stopped, a decode breaks off.
+    void watch(std::shared_ptr<heartbeat> heart) { heart_ = std::move(heart); }
+
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
-    // slots' caches hold what they held before. Raises decode.
+    // slots' caches hold what they held before. Raises decode, and closed once it is stopped.
     // `embeds`: they are a run of one slot, whose embedding is wanted; needs pooling().
     void decode(std::span<const batch_token> tokens, bool embeds = false);
 
@@ -147,7 +155,8 @@ private:
     void use_adapters();
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);
-    int decode_aborted();
+    int decode_until_stopped();
+    static bool is_over(void* self);
 
     std::shared_ptr<model> model_;  // outlives the context
     std::unique_ptr<llama_context, context_deleter> handle_;
@@ -160,6 +169,9 @@ private:
     bool embeds_ = false;                               // what llama.cpp was told last
     const std::vector<std::uint64_t> aborted_decodes_;  // sorted
     std::uint64_t n_decodes_ = 0;
+    std::shared_ptr<heartbeat> heart_;
+    bool may_stop_ = false;     // a decode runs: what else llama.cpp computes is not broken off
+    int n_nodes_to_abort_ = 0;  // of aborted_decodes; 0: none
 };
 
 }  // namespace kqview

@@ -40,6 +40,8 @@ public:
     }
     bool is_end_of_generation(token_id id) const override;
 
+    void watch(std::shared_ptr<heartbeat> heart) override { context_->watch(std::move(heart)); }
+
     // What calls llama.cpp below raises decode, or out_of_memory, where ggml could not go on; after that always
     // decode, because nothing of the context can be used any more.
     void want(const graph_plan& plan) override;

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/heartbeat.h"
 #include "base/ids.h"
 #include "state/kv_layout.h"
 #include "tap/plan.h"
@@ -42,6 +43,10 @@ struct text_embedding {
 class runner {
 public:
     virtual ~runner() = default;
+
+    // Told once, before the first step: gives signs of life from within a decode, and breaks one off, with
+    // errc::closed, once it is stopped.
+    virtual void watch(std::shared_ptr<heartbeat> /*heart*/) {}
 
     virtual int n_slots() const = 0;
     virtual int n_ctx() const = 0;    // tokens of a slot

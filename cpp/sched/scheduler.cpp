@@ -16,6 +16,9 @@ namespace {
 // Made before memory can be short.
 const error closed_error(errc::closed, "generate: the engine was closed; make a new Engine");
 const error slot_closed_error(errc::closed, "slot: the engine was closed; make a new Engine");
+const error lost_error(
+    errc::closed,
+    "generate: the engine was closed while a step hung, and did not end; make a new Engine");
 const error no_memory(errc::out_of_memory,
                       "engine: no memory left; lower n_ctx or hold fewer tokens");
 
@@ -33,14 +36,20 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
                      int n_queue_max)
     : pool_(std::move(pool)),
       runner_(std::move(model)),
-      step_(std::make_unique<step>(*runner_, pool_)),
+      step_(std::make_unique<step>(*runner_, pool_, heart_)),
       n_slots_(runner_->n_slots()),
       n_queue_max_(static_cast<std::size_t>(n_queue_max)) {
     // A forked child drops views too, and the engine thread's locks may be locked there for ever.
     pool_->set_release_listener([bell = bell_, fork = fork_] {
         if (!fork.is_forked()) bell->ring();
     });
-    thread_ = std::make_unique<std::thread>([this] { loop(); });
+    runner_->watch(heart_);
+    std::promise<void> ended;
+    ended_ = ended.get_future();
+    thread_ = std::make_unique<std::thread>([this, ended = std::move(ended)]() mutable {
+        loop();
+        ended.set_value();
+    });
 }
 
 scheduler::~scheduler() {
@@ -53,6 +62,11 @@ scheduler::~scheduler() {
         return;
     }
     close();
+}
+
+void scheduler::deleter::operator()(scheduler* one) const {
+    one->close();
+    if (!one->is_lost()) delete one;
 }
 
 void scheduler::submit(const std::shared_ptr<request>& wanted) {
@@ -110,7 +124,7 @@ bool scheduler::run_on_slot(slot_id id, const slot_work& work,
     return slot_orders_.run(id, work, [this] { bell_->ring(); }, goes_on);
 }
 
-void scheduler::close() {
+void scheduler::close(std::chrono::duration<double> limit) {
     if (fork_.is_forked()) return;
     const std::lock_guard close_lock(close_mutex_);
     if (!thread_) return;
@@ -118,11 +132,32 @@ void scheduler::close() {
         const std::lock_guard lock(mutex_);
         is_closing_ = true;
     }
+    heart_->stop();
     bell_->ring();
+    if (ended_.wait_for(limit) != std::future_status::ready) return abandon();
     thread_->join();
     thread_.reset();
     pool_->clear_release_listener();
     runner_.reset();  // the context's memory is free now, not when the last handle dies
+    is_lost_ = false;
+}
+
+// What close_requests does, without the thread that hangs. Who waits for its work on a slot waits on: the thread may
+// be at it.
+void scheduler::abandon() {
+    if (is_lost_.exchange(true)) return;
+    slot_orders_.close(slot_closed_error);
+    step_->abandon(lost_error);
+    std::vector<std::shared_ptr<request>> cancels;
+    {
+        const std::lock_guard lock(mutex_);
+        cancels.swap(cancels_);
+    }
+    for (const auto& wanted : cancels) {
+        wanted->box->finish({});
+        wanted->box->settle();
+    }
+    fail_queued();
 }
 
 void scheduler::check_not_forked() const {
@@ -174,7 +209,9 @@ void scheduler::loop() {
     block_signals();
     for (;;) {
         try {
+            heart_->enter(engine_phase::ordering);
             if (!take_orders()) break;
+            heart_->enter(engine_phase::admitting);
             admit_queued();
             if (step_->run()) continue;
             tell_stalled();
@@ -183,9 +220,12 @@ void scheduler::loop() {
             step_->fail_all(running_failure("engine", errc::internal, no_memory));
             continue;
         }
+        heart_->enter(engine_phase::waiting);
         bell_->wait(step_->next_deadline());
     }
+    heart_->enter(engine_phase::closing);
     close_requests();
+    heart_->enter(engine_phase::ended);
 }
 
 // Carries cancellations and the work on idle slots out. False: the engine closes.
@@ -249,13 +289,17 @@ void scheduler::close_requests() {
     }
     slot_orders_.close(slot_closed_error);
     step_->fail_all(closed_error);
+    fail_queued();
+    for (const auto& wanted : cancels) step_->cancel(wanted);
+}
+
+void scheduler::fail_queued() {
     // One by one: even an empty deque would have to be allocated, and nothing is added any more.
     while (const auto wanted = take_queued()) {
         ++step_->counters().n_failed;
         wanted->box->finish({finish_reason::error, {}, closed_error});
         wanted->box->settle();
     }
-    for (const auto& wanted : cancels) step_->cancel(wanted);
 }
 
 }  // namespace kqview

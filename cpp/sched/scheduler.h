@@ -1,5 +1,6 @@
 // The engine thread and the door to it: submit, cancel, close.
-// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine.
+// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine. Held by a scheduler_handle:
+//          a thread that hangs for good keeps what it uses.
 // Threads: public members from any thread, without the GIL where they wait. The engine thread runs `loop`,
 //          with every signal blocked, and never takes the GIL.
 // Never:   lets an error end the thread: each one reaches the request that caused it, and one that no request
@@ -7,14 +8,17 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
 
 #include "base/fork_guard.h"
+#include "base/heartbeat.h"
 #include "memory/block_pool.h"
 #include "sched/doorbell.h"
 #include "sched/mailbox.h"
@@ -50,8 +54,22 @@ public:
         slot_id id, const slot_work& work,
         const std::function<bool()>& goes_on = [] { return true; });
 
-    // Ends the thread; running and queued requests end with errc::closed. Idempotent.
-    void close();
+    // Ends the thread, in the middle of a decode too; running and queued requests end with errc::closed.
+    // A thread that does not end within the limit is lost: its requests end all the same, and what it uses
+    // (this object, the runner, the blocks) stays, until a later close() finds that it did end. Idempotent.
+    void close(std::chrono::duration<double> limit = close_limit);
+    static constexpr std::chrono::seconds close_limit{30};
+
+    // Did close() give the engine thread up?
+    bool is_lost() const { return is_lost_.load(); }
+
+    // What the engine thread does; without a lock.
+    heartbeat::reading health() const { return heart_->read(); }
+
+    // Closes, and frees all unless the thread is lost.
+    struct deleter {
+        void operator()(scheduler* one) const;
+    };
 
     // Raises closed after close() and in a forked child.
     void check_open() const;
@@ -72,16 +90,19 @@ public:
 
 private:
     void loop();
+    void abandon();
     bool take_orders();
     void admit_queued();
     void tell_stalled();
     std::shared_ptr<request> take_queued();
     void close_requests();
+    void fail_queued();
 
     const fork_guard fork_;
     const std::shared_ptr<doorbell> bell_ = std::make_shared<doorbell>();
     const std::shared_ptr<block_pool> pool_;
     std::unique_ptr<runner> runner_;
+    const std::shared_ptr<heartbeat> heart_ = std::make_shared<heartbeat>();
     std::unique_ptr<step> step_;
     const int n_slots_;
     const step::clock::time_point opened_ = step::clock::now();
@@ -97,6 +118,10 @@ private:
 
     std::mutex close_mutex_;  // one caller joins
     std::unique_ptr<std::thread> thread_;
+    std::future<void> ended_;  // the thread has nothing left to do
+    std::atomic<bool> is_lost_{false};
 };
+
+using scheduler_handle = std::unique_ptr<scheduler, scheduler::deleter>;
 
 }  // namespace kqview

@@ -24,8 +24,11 @@ std::uint64_t nanoseconds(step::clock::duration duration) {
 
 }  // namespace
 
-step::step(runner& model, std::shared_ptr<block_pool> pool)
-    : model_(model), pool_(std::move(pool)), slots_(static_cast<std::size_t>(model.n_slots())) {
+step::step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart)
+    : model_(model),
+      pool_(std::move(pool)),
+      heart_(std::move(heart)),
+      slots_(static_cast<std::size_t>(model.n_slots())) {
     for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].id = static_cast<slot_id>(i);
 }
 
@@ -117,9 +120,27 @@ void step::fail_all(const error& failure) {
     }
 }
 
+void step::abandon(const error& failure) {
+    std::vector<std::shared_ptr<request>> running;
+    {
+        const std::lock_guard lock(tokens_mutex_);
+        for (const auto& one : slots_) {
+            if (one.active) running.push_back(one.active);
+        }
+    }
+    for (const auto& wanted : running) {
+        end_event end{finish_reason::error, {}, failure};
+        end.usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
+        wanted->box->finish(std::move(end));
+        wanted->box->settle();
+    }
+    counters_.n_failed += running.size();
+}
+
 // ---- orders
 
 void step::work_on(slot_id id, const slot_work& work) {
+    heart_->enter(engine_phase::ordering);
     auto& target = slots_[static_cast<std::size_t>(id)];
     if (target.active) {
         throw error(errc::busy, "slot: a generation works in slot " + std::to_string(id) +
@@ -149,6 +170,7 @@ error step::current_failure() noexcept {
 
 bool step::run() {
     const auto started = clock::now();
+    heart_->enter(engine_phase::filling);
     has_released_ = false;
     batch_.clear();
     rows_.clear();
@@ -174,6 +196,7 @@ void step::decode() {
     // A step that ends such a prompt has no other slot's tokens.
     const bool embeds = work_.front().is_end && work_.front().target->active->embeds;
     step_result result;
+    heart_->enter(engine_phase::decoding);
     try {
         result = model_.decode(batch_, rows_, embeds);
     } catch (...) {
@@ -198,6 +221,7 @@ void step::decode() {
         }
     }
     for (const auto& done : work_) {
+        heart_->enter(engine_phase::sampling);
         const auto asked = done.target->active;
         if (!asked) continue;  // its rows of the step before did not come
         try {

@@ -14,6 +14,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/heartbeat.h"
 #include "memory/block_pool.h"
 #include "sched/idle_slot.h"
 #include "sched/mailbox.h"
@@ -56,7 +57,7 @@ class step {
 public:
     using clock = std::chrono::steady_clock;
 
-    step(runner& model, std::shared_ptr<block_pool> pool);
+    step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart);
 
     // Is a slot free that this request may run in?
     bool can_admit(const request& wanted) const;
@@ -69,6 +70,9 @@ public:
 
     // Ends every running request with `failure`.
     void fail_all(const error& failure);
+
+    // Any thread, when the engine thread is lost: its requests end with `failure`, the slots stay as they are.
+    void abandon(const error& failure);
 
     // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
@@ -199,6 +203,7 @@ private:
 
     runner& model_;
     const std::shared_ptr<block_pool> pool_;
+    const std::shared_ptr<heartbeat> heart_;
     mutable std::mutex tokens_mutex_;  // guards slot::tokens, n_exact and active against readers
     std::vector<slot> slots_;
     std::vector<step_token> batch_;

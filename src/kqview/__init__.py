@@ -12,6 +12,7 @@ from kqview.system import system_info
 from kqview.types import (
     Capture,
     Classification,
+    EngineHealth,
     EngineStats,
     ModelInfo,
     PoolStats,
@@ -31,6 +32,7 @@ __all__ = [
     "Capture",
     "Classification",
     "Engine",
+    "EngineHealth",
     "EngineStats",
     "Generation",
     "ModelInfo",

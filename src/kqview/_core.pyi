@@ -17,6 +17,11 @@ def check_device_memory(path: str, n_gpu_layers: int, options: Mapping[str, obje
     Raises OutOfMemory where a device cannot hold its part of a model and a context.
     """
 
+def check_opening(path: str, n_gpu_layers: int, options: Mapping[str, object], host_memory_bytes: int) -> None:
+    """
+    Raises what opening would raise, as far as that shows without the weights.
+    """
+
 class Model:
     @staticmethod
     def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0) -> Model:
@@ -369,8 +374,10 @@ class Engine:
         Queues a request. `n_prompt_rows`: of the prompt's last tokens, captured too; `only_attends`: no token is sampled; `embeds`: neither, its embedding is the result; `slot`: where it must run, -1 = anywhere; `constraint_library`: path of llguidance's; `n_reuse_min`: least run of tokens that is kept by a shift, 0 = none; `n_discard`: tokens behind the first `n_keep` that go when the slot is full, 0 = the request ends.
         """
 
-    def close(self) -> None:
-        """Ends the engine thread and every request."""
+    def close(self, limit_s: float) -> None:
+        """
+        Ends every request, and the engine thread, unless it hangs for longer than this.
+        """
 
     def check_open(self) -> None: ...
 
@@ -384,6 +391,9 @@ class Engine:
         """How many of them a fresh evaluation would compute alike."""
 
     def slot_is_busy(self, slot: int) -> bool: ...
+
+    def health(self) -> dict[str, Any]:
+        """What the engine thread does; takes no lock."""
 
     def stats(self) -> dict[str, Any]:
         """Counters since the engine was opened."""

@@ -7,11 +7,12 @@ view of the block.
 """
 
 import atexit
+import logging
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
 from kqview.capture_plan import prompt_capture
@@ -19,7 +20,7 @@ from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_stats import engine_stats
-from kqview.errors import UnknownSlot, UnsupportedModel
+from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.llama_log import forward_log
@@ -44,11 +45,15 @@ from kqview.slot import Slot
 from kqview.state.fingerprint import ModelFiles
 from kqview.state.trailer import StateFacts
 from kqview.system import engine_info
-from kqview.types import Capture, EngineStats, ModelInfo, Sampling
+from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo, Sampling
 from kqview.vocabulary import Vocabulary
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
+CLOSE_TIMEOUT_S: Final = 30.0
+"""How long `Engine.close` waits where it is not told."""
+
+_log: Final = logging.getLogger("kqview.engine")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
 
@@ -58,6 +63,12 @@ def _close_engines() -> None:
     _core.stop_waking()
     for engine in list(_open_engines):
         engine.close()
+
+
+def _seconds(who: str, name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise RequestError(f"{who}: {name} is {value!r}, seconds from 0 on are needed; change it")
+    return float(value)
 
 
 class Engine(Vocabulary, Conversation, Embedding):
@@ -206,6 +217,14 @@ class Engine(Vocabulary, Conversation, Embedding):
         """Counters, slots, queue and memory; `EngineStats.since` compares. Works after `close`."""
         forward_log()
         return engine_stats(self._core.stats(), self._requests.name_of)
+
+    def health(self) -> EngineHealth:
+        """What the engine thread does at this moment; for a watchdog.
+
+        Takes no lock that the engine thread holds, so it answers while that hangs. Works after
+        `close`.
+        """
+        return EngineHealth(**self._core.health())
 
     def system_info(self) -> dict[str, Any]:
         """`kqview.system_info`, and how rows of this engine reach a view; the state of its servers.
@@ -376,13 +395,25 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     # ---- closing
 
-    def close(self) -> None:
+    def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """End the engine thread and free model and context; idempotent, any thread.
 
-        Running generations raise ClosedError at their next step. Views stay valid. RPC servers
-        are free for other processes then, unless another engine of this one uses them.
+        Running generations raise ClosedError. On a CPU a step breaks off in the middle, so that a
+        long prompt does not delay this. Views stay valid. RPC servers are free for other processes
+        then, unless another engine of this one uses them.
+
+        Args:
+            timeout_s: Longest wait for the engine thread. One that hangs for longer, in a driver
+                say, is given up: its generations raise ClosedError, its thread and memory stay, and
+                ``health().is_lost`` is true, until a later `close` finds that it did end.
         """
-        self._core.close()
+        self._core.close(_seconds("close", "timeout_s", timeout_s))
+        if self._core.health()["is_lost"]:
+            _log.error(
+                "engine.close: the engine thread hangs for more than %g s; it was given up, its "
+                "memory stays",
+                timeout_s,
+            )
         _open_engines.discard(self)
         forward_log()
 

@@ -314,27 +314,31 @@ def test_interrupt_ends_the_call_promptly(tiny_llama: Path, body: str) -> None:
     assert interrupt(process, "go") < 15
 
 
-def test_generation_goes_on_after_an_interrupted_wait(tiny_llama: Path) -> None:
+def test_interrupted_wait_ends_its_generation_and_a_handler_that_returns_does_not(
+    tiny_llama: Path,
+) -> None:
     script = """
         engine = open_engine()
         want = [t.id for t in engine.generate(PROMPT, max_tokens=20, **GREEDY)]
         holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
         thread = threading.Thread(target=lambda: next(holder))
         thread.start(), thread.join()
-        waiting = engine.generate(PROMPT, max_tokens=20, **GREEDY)
+        kept = []
         for _ in range(3):
+            kept.append(engine.generate(PROMPT, max_tokens=20, **GREEDY))
             signal.setitimer(signal.ITIMER_REAL, 0.1)
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
-                next(waiting)
+                next(kept[-1])
             except KeyboardInterrupt:
-                print("interrupted", end=" ")
+                print("interrupted", kept[-1].finish_reason, end=" ")
+        waiting = engine.generate(PROMPT, max_tokens=20, **GREEDY)
         signal.signal(signal.SIGALRM, lambda *_: holder.close())
         signal.setitimer(signal.ITIMER_REAL, 0.1)  # a handler that returns: the wait goes on
         assert [t.id for t in waiting] == want
         print(waiting.finish_reason)
     """
-    assert run(script, tiny_llama) == "interrupted interrupted interrupted length"
+    assert run(script, tiny_llama) == "interrupted cancelled " * 3 + "length"
 
 
 # ---- other copies of llama.cpp

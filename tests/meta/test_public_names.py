@@ -126,7 +126,7 @@ def field_defaults(cls: type) -> dict[str, object]:
 
 def test_package_exports_its_classes():
     names = {"Engine", "Capture", "Sampling", "Token", "Generation", "Slot", "ModelInfo", "errors"}
-    assert names | {"Usage", "EngineStats", "PoolStats"} <= set(kqview.__all__)
+    assert names | {"Usage", "EngineHealth", "EngineStats", "PoolStats"} <= set(kqview.__all__)
     assert all(hasattr(kqview, name) for name in kqview.__all__)
 
 

@@ -136,7 +136,7 @@ public:
         pool_options.allocator = std::move(allocator);
         pool_options.poison = true;
         pool = block_pool::create(pool_options);
-        sched = std::make_unique<scheduler>(std::make_unique<fake_runner>(model), pool, n_queue);
+        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue));
     }
     ~test_engine() {
         model->allow_all();
@@ -183,7 +183,7 @@ public:
 
     const std::shared_ptr<fake_model> model;
     std::shared_ptr<block_pool> pool;
-    std::unique_ptr<scheduler> sched;
+    scheduler_handle sched;
 };
 
 }  // namespace kqview::test

@@ -9,12 +9,13 @@ from kqview.types.classification import Classification
 from kqview.types.model import ModelInfo
 from kqview.types.prompt import PromptBlock
 from kqview.types.sampling import Sampling
-from kqview.types.stats import EngineStats, PoolStats, SlotStats, Usage
+from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
 from kqview.types.token import Token
 
 __all__ = [
     "Capture",
     "Classification",
+    "EngineHealth",
     "EngineStats",
     "ModelInfo",
     "PoolStats",

@@ -1,4 +1,4 @@
-"""Counters and times: Usage of one generation; EngineStats, SlotStats, PoolStats of one engine."""
+"""Counters and times: Usage of one generation; EngineStats, SlotStats, PoolStats, EngineHealth."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any, Final, Self
@@ -34,6 +34,41 @@ class Usage:
         """Rate of evaluating the prompt tokens that were not cached; 0.0 where none was."""
         n_evaluated = self.prompt_tokens - self.cached_tokens
         return n_evaluated / self.prefill_s if n_evaluated > 0 and self.prefill_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineHealth:
+    """What an engine's thread does at one moment.
+
+    Attributes:
+        phase: "waiting" for something to do; "ordering", "admitting", "filling", "decoding",
+            "sampling"; "closing", "ended".
+        quiet_s: Seconds since its last sign of life: the begin of the phase, each token, and while
+            a CPU computes each operation of the model's graph, so that neither a long prompt nor a
+            slow machine makes it long. A step of a GPU or an RPC server is one sign.
+        n_steps: Steps begun since the engine was opened.
+        is_lost: `Engine.close` gave the thread up, because it hung.
+    """
+
+    phase: str
+    quiet_s: float
+    n_steps: int
+    is_lost: bool
+
+    def stall(self, timeout_s: float) -> str | None:
+        """What is wrong with the thread, None where nothing is.
+
+        Args:
+            timeout_s: Longest time without a sign of life while there is something to do.
+        """
+        if self.is_lost:
+            return "the engine thread hangs and was given up"
+        if self.phase in ("waiting", "ended") or self.quiet_s <= timeout_s:
+            return None
+        return (
+            f"the engine thread gave no sign of life for {self.quiet_s:.1f} s in the phase "
+            f"{self.phase!r} of step {self.n_steps}, the limit is {timeout_s:g} s"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,92 @@
+// What the engine thread does at this moment and when it last gave a sign of life; and the word that it shall stop.
+// Owner:   shared by the scheduler, its runner, and who watches.
+// Threads: the engine thread writes phases and signs of life, or, within a decode, the compute thread that asks
+//          is_stopped(); anyone reads, anyone stops.
+// Never:   locks. A watcher must see an engine thread that hangs with a lock held.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace kqview {
+
+enum class engine_phase : std::uint8_t {
+    waiting,    // for a request, a consumer or memory: as long as it likes
+    ordering,   // cancellations, work on idle slots
+    admitting,  // a request gets its slot: graphs, reuse
+    filling,    // a step is put together; caches are copied
+    decoding,   // llama.cpp computes
+    sampling,
+    closing,
+    ended,
+};
+
+class heartbeat {
+public:
+    using clock = std::chrono::steady_clock;
+
+    struct reading {
+        engine_phase phase;
+        double quiet_s;         // since the last sign of life
+        std::uint64_t n_steps;  // begun
+    };
+
+    void enter(engine_phase phase) noexcept {
+        if (phase == engine_phase::decoding) n_steps_.fetch_add(1, std::memory_order_relaxed);
+        state_.store(packed(phase), std::memory_order_release);
+    }
+
+    // Within a phase. The clock is read now and then: llama.cpp calls this for each node of a graph.
+    void note_progress() noexcept {
+        const auto n = n_signs_.load(std::memory_order_relaxed) + 1;
+        n_signs_.store(n, std::memory_order_relaxed);
+        if (n % n_signs_a_look == 0) state_.store(packed(read().phase), std::memory_order_release);
+    }
+
+    // Asks the engine thread to end: a decode breaks off at its next node.
+    void stop() noexcept { is_stopped_.store(true, std::memory_order_release); }
+    bool is_stopped() const noexcept { return is_stopped_.load(std::memory_order_acquire); }
+
+    reading read() const noexcept {
+        const auto state = state_.load(std::memory_order_acquire);
+        const auto quiet_us = now_us() - static_cast<std::int64_t>(state >> n_phase_bits);
+        return {static_cast<engine_phase>(state & ((1u << n_phase_bits) - 1)),
+                quiet_us > 0 ? static_cast<double>(quiet_us) * 1e-6 : 0.0,
+                n_steps_.load(std::memory_order_relaxed)};
+    }
+
+private:
+    static constexpr int n_phase_bits = 4;
+    static constexpr std::uint64_t n_signs_a_look = 8;
+
+    std::int64_t now_us() const noexcept {
+        return std::chrono::duration_cast<std::chrono::microseconds>(clock::now() - start_).count();
+    }
+    std::uint64_t packed(engine_phase phase) const noexcept {
+        return static_cast<std::uint64_t>(now_us()) << n_phase_bits |
+               static_cast<std::uint64_t>(phase);
+    }
+
+    const clock::time_point start_ = clock::now();
+    std::atomic<std::uint64_t> state_{static_cast<std::uint64_t>(engine_phase::waiting)};
+    std::atomic<std::uint64_t> n_steps_{0};
+    std::atomic<std::uint64_t> n_signs_{0};
+    std::atomic<bool> is_stopped_{false};
+};
+
+constexpr const char* name_of(engine_phase phase) {
+    switch (phase) {
+        case engine_phase::waiting: return "waiting";
+        case engine_phase::ordering: return "ordering";
+        case engine_phase::admitting: return "admitting";
+        case engine_phase::filling: return "filling";
+        case engine_phase::decoding: return "decoding";
+        case engine_phase::sampling: return "sampling";
+        case engine_phase::closing: return "closing";
+        case engine_phase::ended: return "ended";
+    }
+    return "unknown";
+}
+
+}  // namespace kqview
