@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,15 @@ import pytest
 from kqview.errors import RequestError
 from kqview.server import Settings
 from kqview.server.tls import tls_context
-from tests.server.clients import read_to_close, sse_events, websocket
+from tests.server.clients import (
+    is_closed_by_server,
+    n_files,
+    raw_connection,
+    read_to_close,
+    reset,
+    sse_events,
+    websocket,
+)
 from tests.server.toy_dialect import serving_toy
 
 if TYPE_CHECKING:
@@ -159,3 +168,63 @@ def test_serve_refuses_files_before_it_loads_a_model(files: dict[str, str]):
     assert "does not belong" in done.stderr
     assert "Traceback" not in done.stderr
     assert Path(files["other"]).name in done.stderr
+
+
+# ---- before the handshake
+
+
+@pytest.fixture(scope="module", params=["uvloop", "asyncio"])
+def small(request: pytest.FixtureRequest, files: dict[str, str]) -> Iterator[Served]:
+    """A server with room for few, on either event loop."""
+    import uvicorn
+
+    if request.param == "uvloop":
+        pytest.importorskip("uvloop")
+    settings = Settings(
+        ssl_certfile=files["cert"], ssl_keyfile=files["key"], max_connections=6,
+        max_connections_per_client=4, idle_timeout_s=1.5,
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "asyncio":
+            patch.setattr(uvicorn.Config, "get_loop_factory", lambda self: None)
+        with serving_toy(settings) as one:
+            yield one
+
+
+def answers(served: Served, trusting: ssl.SSLContext, source: str = "127.0.0.1") -> bool:
+    transport = httpx.HTTPTransport(verify=trusting, local_address=source)
+    with httpx.Client(transport=transport, timeout=10) as client:
+        try:
+            return client.get(served.url + "/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def test_connections_that_never_shake_hands_count_and_end(small: Served, trusting: ssl.SSLContext):
+    small.wait_until(lambda: answers(small, trusting))
+    with contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(raw_connection(small)) for _ in range(4)]
+        socks[0].sendall(b"\x16\x03\x01")  # the beginning of one
+        small.wait_until(lambda: not answers(small, trusting))
+        assert answers(small, trusting, "127.0.0.9")  # another client
+        # All of the server's: then nobody is let in, but not for long.
+        assert all(is_closed_by_server(sock) for sock in socks)
+        small.wait_until(lambda: answers(small, trusting))
+
+
+def test_hundreds_of_connections_of_every_kind_leave_nothing(
+    small: Served, trusting: ssl.SSLContext
+):
+    small.wait_until(lambda: answers(small, trusting))
+    before = n_files()
+    for i in range(150):
+        with raw_connection(small) as sock:
+            if i % 3 == 0:
+                sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            elif i % 3 == 1:
+                reset(sock)
+            elif i % 9 == 2:
+                with contextlib.suppress(OSError):
+                    trusting.wrap_socket(sock, server_hostname="localhost").close()
+    small.wait_until(lambda: answers(small, trusting))
+    small.wait_until(lambda: n_files() <= before)

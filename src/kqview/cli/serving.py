@@ -54,17 +54,15 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
     Raises:
         RequestError: As `tls_context`.
     """
-    tls = tls_context(settings)
     return uvicorn.Config(
         app,
-        ssl_context_factory=None if tls is None else lambda config, default: tls,
         log_config=None,
         access_log=False,
         server_header=False,
         # It would believe whoever is on this machine; trusted_proxies says whom to (peers.py).
         proxy_headers=False,
         date_header=False,
-        http=http_protocol(settings),
+        http=http_protocol(settings, tls_context(settings)),
         ws=WebSocketProtocol,
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress, and trying takes longer than sending them.
@@ -91,7 +89,7 @@ class _Server(uvicorn.Server):
         for one in sockets or ():  # now, and not before, it answers and a signal ends it well
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
-            scheme = "https" if self.config.is_ssl else "http"
+            scheme = "https" if self._service.settings.ssl_certfile else "http"
             print(
                 f"kqview serves {self._service.model_name} at {scheme}://{shown}:{port} "
                 "(API: /docs); Ctrl-C ends it",

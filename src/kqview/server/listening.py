@@ -3,10 +3,14 @@
 uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
 a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
 begin with a request. It gathers a head of any length, and answers any number of pings. And it
-copies every message on its way out, and sends each one by itself.
+copies every message on its way out, and sends each one by itself. Of a connection with TLS it hears
+when the handshake is done, which a client may put off.
 """
 
 import asyncio
+import contextlib
+import socket
+import ssl
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -55,17 +59,21 @@ _WHOLE_BINARY: Final = 0x82
 _MOST_CONTROL_FRAMES: Final = 100
 _CONTROL_FRAMES_PER_S: Final = 10
 _CLOSE_POLICY: Final = 1008
+_HANDSHAKE_S: Final = 10.0
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
 
-def http_protocol(settings: Settings) -> type[HttpToolsProtocol]:
-    """uvicorn's protocol class with the limits of *settings*."""
+def http_protocol(settings: Settings, tls: ssl.SSLContext | None = None) -> type[asyncio.Protocol]:
+    """What uvicorn makes for each connection, with the limits of *settings*; HTTPS with *tls*."""
     limits = {
         "idle_s": settings.idle_timeout_s,
         "most": settings.max_connections,
         "clients": _Clients(settings),
     }
-    return type("HttpProtocol", (_BoundedHttpProtocol,), limits)
+    kind = type("HttpProtocol", (_BoundedHttpProtocol,), limits)
+    if tls is None:
+        return kind
+    return type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
 
 
 def allow_files(settings: Settings) -> None:
@@ -275,20 +283,26 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._n_unread_body = 0
         self._timer: asyncio.TimerHandle | None = None
         self._client: str | None = None
+        self._is_counted = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        if len(self.connections) > self.most:
-            transport.write(_BUSY)
-            transport.close()
-            return
-        try:
-            self._client = self.clients.enter(self.client[0] if self.client else None)
-        except OverflowError:
-            transport.write(_TOO_MANY)
+        if not self._is_counted and (refusal := self.admit(transport, len(self.connections))):
+            transport.write(refusal)
             transport.close()
         else:
             self._wait(n_before=0)
+
+    def admit(self, transport: asyncio.Transport, n_open: int) -> bytes:
+        """Count a new connection, one of *n_open*; what refuses it, b"" where nothing does."""
+        if n_open > self.most:
+            return _BUSY
+        try:
+            self._client = self.clients.enter((transport.get_extra_info("peername") or (None,))[0])
+        except OverflowError:
+            return _TOO_MANY
+        self._is_counted = True
+        return b""
 
     def data_received(self, data: bytes) -> None:
         self._has_moved = False
@@ -340,6 +354,10 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+        self.leave()
+
+    def leave(self) -> None:
+        """Count it no more."""
         self.clients.leave(self._client)
         self._client = None
 
@@ -359,3 +377,47 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+class _TlsDoor(asyncio.Protocol):
+    """Stands where uvicorn expects its protocol, until a new connection has shaken hands.
+
+    asyncio's own TLS server tells nobody of a connection before that, so that no limit would hold
+    for clients which never begin. Here it is counted first; then its socket moves to a transport
+    with TLS and a protocol of *kind*, which goes on with what was counted.
+    """
+
+    kind: ClassVar[type[_BoundedHttpProtocol]]
+    tls: ClassVar[ssl.SSLContext]
+    handshakes: ClassVar[set[asyncio.Task[None]]]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._http = self.kind(*args, **options)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        n_open = len(self._http.connections) + len(self.handshakes) + 1
+        sock: socket.socket | None = None
+        if not self._http.admit(transport, n_open):  # a refusal could not be told in plain words
+            with contextlib.suppress(OSError):  # no more files
+                sock = transport.get_extra_info("socket").dup()
+        transport.abort()
+        if sock is None:
+            self._http.leave()
+            return
+        handshake = asyncio.get_running_loop().create_task(self._shake_hands(sock))
+        self.handshakes.add(handshake)
+        handshake.add_done_callback(self.handshakes.discard)
+
+    async def _shake_hands(self, sock: socket.socket) -> None:
+        http = self._http
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: http, sock, ssl=self.tls,
+                ssl_handshake_timeout=min(_HANDSHAKE_S, http.idle_s),
+            )  # fmt: skip
+        except OSError:  # no TLS, none that we speak, or none in time
+            pass
+        finally:
+            if http.transport is None:  # pyright: ignore[reportUnnecessaryComparison]
+                http.leave()
+                sock.close()
