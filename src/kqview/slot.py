@@ -1,11 +1,13 @@
 """Slot: one sequence of an engine and what its KV cache holds."""
 
+import os
 from collections.abc import Callable
 from typing import Final
 
 from kqview import _core
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.request_options import whole_number
+from kqview.state.files import read_marked, write_state
 from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts, check_trailer, split
 
 _ALL: Final = 2**63 - 1
@@ -103,7 +105,7 @@ class Slot:
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
         says neither of which model nor with which LoRA adapters it was made, as long as the shapes
-        fit, nor whether its slot had been shifted. So without *exact* the next generation
+        fit, nor whether its slot had been shifted; `restore_file` checks that. So without *exact* the next generation
         evaluates its prompt again (`n_exact` is 0), unless it takes approximate cells too:
         ``reuse="shift"``. Who may restore may put any numbers into the cache: take blobs from those
         you trust.
@@ -150,6 +152,35 @@ class Slot:
         n_exact = 0 if marks.n_exact is None else min(marks.n_exact, _ALL)
         _core.restore_slot(self._core, self.id, blob, n_exact)
         return len(blob)
+
+    def save_file(self, path: str | os.PathLike[str]) -> int:
+        """Save the slot to a file that `restore_file` checks; returns the file's size.
+
+        The blob, and a trailer with a checksum, the fingerprint of the model and its adapters
+        (their files are read once), ``kv_type`` and `n_exact`. The file appears whole, readable by
+        its owner alone.
+
+        Raises:
+            StateError: A file of the model is no longer the one that the engine was opened from.
+            OSError: The file cannot be written; what was there before still is.
+            KqviewError: As for `save`.
+        """
+        blob, marks = self.save_marked()
+        return write_state(path, blob, self._state_facts(), marks)
+
+    def restore_file(self, path: str | os.PathLike[str]) -> int:
+        """Make the slot hold what a file of `save_file` holds; returns the bytes of its blob.
+
+        What `restore` cannot tell of a raw blob is checked here: every byte, the model and its
+        adapters, how many tokens are exact. A file without a trailer is a raw blob.
+
+        Raises:
+            StateFormatError: Its bytes are not those that were written.
+            StateMismatch: It is one of another model or other adapters, or as for `restore`.
+            OSError: The file cannot be read.
+            KqviewError: As for `restore`.
+        """
+        return self.restore_marked(*read_marked(path, self._state_facts()))
 
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.

@@ -37,6 +37,53 @@ def test_file_of_a_slot_restores_in_another_engine(
     assert first.save() == blob
 
 
+def test_file_keeps_what_a_blob_cannot_hold(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine, path = make_engine(tiny_llama), tmp_path / "slot.ses1"
+    slot = engine.slots[0]
+    list(engine.attend(PROMPT))
+    for n_exact, act in ((20, lambda: None), (4, lambda: slot.shift(4, 6))):
+        act()
+        assert slot.n_exact == n_exact
+        assert slot.save_file(path) == path.stat().st_size
+        other = make_engine(tiny_llama).slots[0]
+        assert other.restore_file(path) == len(slot.save())
+        assert (other.save(), other.n_exact) == (slot.save(), n_exact)
+    path.write_bytes(slot.save())  # a raw blob: nobody knows
+    assert other.restore_file(path) == len(slot.save())
+    assert other.n_exact == 0
+
+
+def test_file_is_refused_where_a_blob_would_be_taken(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slot.ses1"
+    engine = make_engine(tiny_llama)
+    list(engine.attend(PROMPT))
+    engine.slots[0].save_file(path)
+    twin = tiny_gguf.write_preset(tmp_path / "twin.gguf", "tiny_llama", seed=5)
+    lora = tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged")
+    for other in (make_engine(twin), make_engine(tiny_llama, lora=lora)):
+        with pytest.raises(errors.StateMismatch, match="another model or of other LoRA"):
+            other.slots[0].restore_file(path)
+        assert other.slots[0].tokens == []
+        assert other.slots[0].restore(engine.slots[0].save()) > 0
+
+
+def test_model_that_was_replaced_on_disk_is_not_vouched_for(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_preset(tmp_path / "model.gguf", "tiny_llama")
+    engine = make_engine(model)
+    list(engine.attend(PROMPT))
+    tiny_gguf.write_preset(tmp_path / "new.gguf", "tiny_llama", seed=5).replace(model)
+    with pytest.raises(errors.StateError, match="open the engine again"):
+        engine.slots[0].save_file(tmp_path / "slot.ses1")
+    assert not (tmp_path / "slot.ses1").exists()
+    assert engine.slots[0].save()  # which says nothing of the model
+
+
 def test_other_weights_of_the_same_shape_are_found_by_the_trailer_alone(
     make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:

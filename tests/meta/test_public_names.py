@@ -183,6 +183,8 @@ def test_slot_has_the_documented_members():
         "is_busy",
         "save",
         "restore",
+        "save_file",
+        "restore_file",
         "shift",
         "truncate",
         "clear",

@@ -44,9 +44,12 @@ def test_version_is_printed():
     assert result.stdout.startswith("kqview")
 
 
-@pytest.mark.parametrize("command", ["bench", "demo", "generate", "info", "serve", "tokenize"])
+@pytest.mark.parametrize(
+    "command",
+    ["bench", "demo", "generate", "info", "serve", "tokenize", "state check", "state inspect"],
+)
 def test_help_has_an_example(command: str):
-    result = CliRunner().invoke(app, [command, "--help"])
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0
     assert f"• kqview {command}" in result.stdout
 

@@ -9,10 +9,13 @@ import stat
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kqview import durable, errors
 from kqview.state import SessionStore, read_state, write_state
@@ -501,3 +504,49 @@ for i in range(40):
         _, trouble = process.communicate(timeout=60)
         assert process.returncode == 0, trouble
     assert {path.suffix for path in tmp_path.iterdir()} == {".ses1"}
+
+
+STEPS = st.one_of(
+    st.tuples(st.just("save"), st.sampled_from("abc"), st.integers(10, 400)),
+    st.tuples(st.just("remove"), st.sampled_from("abc"), st.just(0)),
+    st.tuples(st.sampled_from(["flush", "crash", "restore"]), st.sampled_from("abc"), st.just(0)),
+)
+
+
+@given(
+    steps=st.lists(STEPS, max_size=40),
+    limits=st.fixed_dictionaries({"max_sessions": st.integers(0, 3), "max_bytes": st.just(500)}),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_run_of_calls_and_crashes_loses_nothing_that_was_flushed(
+    steps: list[tuple[str, str, int]], limits: dict[str, int]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        store = SessionStore(folder, **limits)
+        # What may be found after a crash: what was flushed and what was saved since; b"": nothing.
+        versions: dict[str, list[bytes]] = {name: [b""] for name in "abc"}
+        for i, (step, name, n_bytes) in enumerate(steps):
+            known = [info.name for info in store.sessions()]
+            assert known == [other for other in "abc" if versions[other][-1]]
+            if step == "save":
+                blob = blob_of(i, n_bytes)
+                assert store.save(name, FakeSlot(blob)).n_bytes == n_bytes
+                versions[name].append(blob)
+            elif step == "flush":
+                store.flush()
+                versions = {each: [found[-1]] for each, found in versions.items()}
+            elif step == "crash":
+                store = SessionStore(folder, **limits)
+                for each, found in versions.items():
+                    there = [info.name for info in store.sessions()]
+                    now = restored(store, each) if each in there else b""
+                    assert now in found
+                    versions[each] = [now]
+            elif name in known:
+                assert restored(store, name) == versions[name][-1]
+                if step == "remove":
+                    store.remove(name)
+                    versions[name] = [b""]
+        in_memory = [info for info in store.sessions() if info.path is None]
+        assert len(in_memory) <= limits["max_sessions"]
+        assert sum(info.n_bytes for info in in_memory) <= limits["max_bytes"]

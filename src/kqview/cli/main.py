@@ -18,6 +18,7 @@ from kqview.cli.demo import demo
 from kqview.cli.generate import generate
 from kqview.cli.info import info
 from kqview.cli.serve import serve
+from kqview.cli.state import app as state
 from kqview.cli.tokenize import tokenize
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
 
@@ -87,6 +88,7 @@ def options(
 
 for _command in (bench, demo, generate, info, serve, tokenize):
     app.command()(_command)
+app.add_typer(state, name="state")
 
 
 def _exit_code(error: KqviewError) -> int:

@@ -65,12 +65,22 @@ def read_marked(
     path: str | os.PathLike[str], facts: StateFacts | None = None
 ) -> tuple[bytes, SlotMarks]:
     """As `read_state`, and what the trailer says of the slot."""
+    blob, trailer = read_parts(path)
+    return blob, check_trailer(blob, trailer, facts) if trailer else NO_MARKS
+
+
+def read_parts(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+    """(blob, trailer) of a state file, unchecked; the trailer is b"" where there is none.
+
+    Raises:
+        StateFormatError: It is no regular file, or its trailer cannot be as long as it says.
+        OSError: The file cannot be read.
+    """
     with _opened(path) as (stream, status):
         n_trailer = _trailer_bytes(stream, status.st_size)
         stream.seek(0)
         blob = stream.read(status.st_size - n_trailer)
-        trailer = stream.read(n_trailer)
-    return blob, check_trailer(blob, trailer, facts) if n_trailer else NO_MARKS
+        return blob, stream.read(n_trailer)
 
 
 def blob_bytes(path: str | os.PathLike[str]) -> int:

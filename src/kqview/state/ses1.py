@@ -123,7 +123,7 @@ def _walk(blob: bytes, at: int, n_cells: int, end: int) -> tuple[int, str, bool]
     if transposed > 1 or first not in _TYPE_NAMES:
         raise StateFormatError(f"state.inspect: no layers at byte {at}")
     i_block = 0
-    while at < end:
+    while at < end and i_block < 2 * n_layer:
         is_column = transposed and i_block >= n_layer
         if is_column:
             unit, width = struct.unpack_from("<II", blob, at + 4) if at + 12 <= end else (0, 0)

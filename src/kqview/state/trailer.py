@@ -86,12 +86,34 @@ def trailer_bytes(end: bytes, n_bytes: int) -> int:
     return n_text + FOOTER_BYTES
 
 
-def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
-    """Check *blob* against its trailer, and the trailer against *facts* where given.
+@dataclass(frozen=True, slots=True)
+class Trailer:
+    """What a trailer says, whose checksum is right.
+
+    Attributes:
+        version: 1 or 2.
+        model: Fingerprint of the model; in version 1 the sampled one.
+        kv_type: Type of the KV cache.
+        marks: What it says of the slot.
+    """
+
+    version: int
+    model: str
+    kv_type: str
+    marks: SlotMarks
+
+    def check(self, own: StateFacts) -> None:
+        """Raise StateMismatch unless the slot was one of an engine with *own* facts."""
+        if self.version == 1:
+            own = replace(own, model=own.sampled_model)
+        check_facts(StateFacts(self.model, self.kv_type), own)
+
+
+def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
+    """Read what `trailer_bytes` found at the end of a file, and check *blob* against it.
 
     Raises:
         StateFormatError: The bytes are not those that were written.
-        StateMismatch: The slot was one of another model or kv_type.
     """
     content = _content(trailer[:-FOOTER_BYTES])
     version = content.get("version")
@@ -102,10 +124,21 @@ def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> Slot
     signed = {} if version == 1 else {k: v for k, v in content.items() if k != "sha256"}
     if content.get("sha256") != _checksum(blob, signed):
         raise StateFormatError("state: the checksum differs; the file was altered")
+    marks = NO_MARKS if version == 1 else _marks(content)
+    return Trailer(version, str(content.get("model")), str(content.get("kv_type")), marks)
+
+
+def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
+    """Check *blob* against its trailer, and the trailer against *facts* where given.
+
+    Raises:
+        StateFormatError: The bytes are not those that were written.
+        StateMismatch: The slot was one of another model or kv_type.
+    """
+    read = read_trailer(blob, trailer)
     if facts is not None:
-        own = replace(facts, model=facts.sampled_model) if version == 1 else facts
-        check_facts(StateFacts(str(content.get("model")), str(content.get("kv_type"))), own)
-    return _marks(content)
+        read.check(facts)
+    return read.marks
 
 
 def check_facts(saved: StateFacts, own: StateFacts) -> None:

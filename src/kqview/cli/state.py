@@ -1,0 +1,151 @@
+"""``kqview state``: whether files of saved slots are whole, of which model, and what they hold."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from kqview.state.check import StateReport
+    from kqview.state.fingerprint import ModelFiles
+
+app = typer.Typer(
+    help="Check and show files of saved slots.", no_args_is_help=True, rich_markup_mode="markdown"
+)
+
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="State files.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a list of one per file.")]
+
+
+@app.command()
+def check(
+    files: Files,
+    model: Annotated[
+        Path | None,
+        typer.Option(metavar="MODEL", help="GGUF file that the slots should be of."),
+    ] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE[=SCALE]", help="LoRA adapter of the model; repeatable."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check that state files are whole: a line each, exit status 1 if one of them is not.
+
+    Looked at are the structure and the checksum, with --model also the fingerprint of the model,
+    for which all of its files are read. A raw blob has no checksum: altered values cannot be told.
+
+    Examples:
+
+    - `kqview state check chat.ses1`
+    - `kqview state check sessions/*.ses1 --model model.gguf --lora adapter.gguf=0.5`
+    """
+    from kqview.state.check import check_file
+
+    if lora and model is None:
+        raise typer.BadParameter("--lora needs --model, whose adapters they are")
+    owner = None if model is None else _model_files(model, lora or [])
+    reports = [check_file(file, owner) for file in files]
+    if as_json:
+        typer.echo(json.dumps([_to_json(report) for report in reports], indent=2))
+    else:
+        for report in reports:
+            typer.echo(_line(report))
+    if any(report.problems for report in reports):
+        raise typer.Exit(1)
+
+
+@app.command()
+def inspect(files: Files, as_json: JsonOption = False) -> None:
+    """Show what state files say about themselves; exit status as for check.
+
+    Examples:
+
+    - `kqview state inspect chat.ses1`
+    """
+    from kqview.state.check import check_file
+
+    reports = [check_file(file) for file in files]
+    if as_json:
+        typer.echo(json.dumps([_to_json(report) for report in reports], indent=2))
+    else:
+        for report in reports:
+            _show(report)
+    if any(report.problems for report in reports):
+        raise typer.Exit(1)
+
+
+def _model_files(model: Path, adapters: list[str]) -> "ModelFiles":
+    from kqview.state.fingerprint import ModelFiles
+
+    return ModelFiles(str(model), [_adapter(text) for text in adapters])
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    path, equals, scale = text.rpartition("=")
+    if not equals:
+        return text, 1.0
+    try:
+        return path, float(scale)
+    except ValueError:
+        return text, 1.0  # the name has a "="
+
+
+def _line(report: "StateReport") -> str:
+    if report.problems:
+        return f"{report.path}: NOT GOOD: {'; '.join(report.problems)}"
+    assert report.state is not None
+    parts = ["whole", f"{report.state.n_tokens} tokens", f"{report.n_bytes:,} bytes"]
+    parts.append("checksum right" if report.trailer else "no checksum, a raw blob")
+    if report.is_of_model:
+        parts.append("of this model")
+    return f"{report.path}: {', '.join(parts)}"
+
+
+def _show(report: "StateReport") -> None:
+    for name, value in (("file", report.path), *_facts(report)):
+        typer.echo(f"{name:<16} {value}")
+
+
+def _facts(report: "StateReport") -> list[tuple[str, str]]:
+    rows = [("problem", problem) for problem in report.problems]
+    if report.n_bytes is not None:
+        rows.append(("size", f"{report.n_bytes:,} bytes"))
+    if state := report.state:
+        flash = {True: "on", False: "off", None: "unknown"}[state.flash_attn]
+        rows += [
+            ("tokens", f"{state.n_tokens:,}"),
+            ("cache", f"{state.kv_bytes:,} bytes, {state.n_layer} layers of {state.kv_type}"),
+            ("flash attention", flash),
+        ]
+    if trailer := report.trailer:
+        n_exact = trailer.marks.n_exact
+        rows += [
+            ("checksum", f"right (trailer of version {trailer.version})"),
+            ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
+            ("model", trailer.model),
+        ]
+    elif not report.has_trailer and report.state:
+        rows.append(("checksum", "none: a raw blob, of which model is unknown too"))
+    return rows
+
+
+def _to_json(report: "StateReport") -> dict[str, Any]:
+    content: dict[str, Any] = {
+        "path": report.path,
+        "problems": list(report.problems),
+        "n_bytes": report.n_bytes,
+        "has_trailer": report.has_trailer,
+        "is_of_model": report.is_of_model,
+    }
+    if report.state:
+        content |= {**dataclasses.asdict(report.state), "tokens": list(report.state.tokens)}
+        content["n_bytes"] = report.n_bytes
+        content["n_tokens"] = report.state.n_tokens
+    if report.trailer:
+        content["model"] = report.trailer.model
+        content["trailer_version"] = report.trailer.version
+        content["n_exact"] = report.trailer.marks.n_exact
+    return content
