@@ -105,10 +105,10 @@ class Slot:
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
         says neither of which model nor with which LoRA adapters it was made, as long as the shapes
-        fit, nor whether its slot had been shifted; `restore_file` checks that. So without *exact* the next generation
-        evaluates its prompt again (`n_exact` is 0), unless it takes approximate cells too:
-        ``reuse="shift"``. Who may restore may put any numbers into the cache: take blobs from those
-        you trust.
+        fit, nor whether its slot had been shifted; `restore_file` checks that. So without *exact*
+        the next generation evaluates its prompt again (`n_exact` is 0), unless it takes approximate
+        cells too: ``reuse="shift"``. Who may restore may put any numbers into the cache: take blobs
+        from those you trust.
 
         Args:
             blob: What `save` returned, or the bytes of a state file, whose trailer is checked and
