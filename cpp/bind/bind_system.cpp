@@ -1,10 +1,12 @@
 // What this build was made from, the devices that it finds, and whether a model fits on them.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
 #include <string_view>
 #include <utility>
 
+#include "base/value_count.h"
 #include "bind/bind.h"
 #include "llama/backend.h"
 #include "llama/context.h"
@@ -101,9 +103,18 @@ void check_all(std::string path, int n_gpu_layers, const nb::dict& options,
     check_opening(model_options_of(std::move(path), n_gpu_layers), context);
 }
 
+std::pair<std::size_t, std::size_t> count_values(nb::bytes data, bool packs) {
+    const std::string_view view(data.c_str(), data.size());
+    const nb::gil_scoped_release release;  // the caller holds the bytes
+    const value_counts counts = packs ? count_msgpack(view) : count_json(view);
+    return {counts.n_values, counts.n_members};
+}
+
 }  // namespace
 
 void bind_system(nb::module_& module) {
+    module.def("count_values", &count_values, nb::arg("data"), nb::arg("packs"),
+               "Values of JSON, or of MessagePack, and how many of them are members of objects.");
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
                "Version, llama.cpp commit, backends, devices and NVIDIA's driver.");
     module.def("check_device_memory", &check_devices, nb::arg("path"), nb::arg("n_gpu_layers"),

@@ -9,6 +9,11 @@ from typing import Any
 def drain_log() -> list[tuple[int, str]]:
     """llama.cpp's log lines since the last call, as (logging level, text)."""
 
+def count_values(data: bytes, packs: bool) -> tuple[int, int]:
+    """
+    Values of JSON, or of MessagePack, and how many of them are members of objects.
+    """
+
 def build_info() -> dict[str, Any]:
     """Version, llama.cpp commit, backends, devices and NVIDIA's driver."""
 

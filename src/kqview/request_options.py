@@ -10,6 +10,7 @@ from typing import Any, Final, Literal, TypedDict, cast
 from kqview import _core
 from kqview.errors import InvalidToken, RequestError, UnsupportedModel, shown
 from kqview.types import Capture, Sampling
+from kqview.types.sampling import are_ids
 
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
@@ -329,8 +330,11 @@ def checked_ids(who: str, ids: Iterable[object]) -> list[int]:
     """*ids* as ints that fit the core; the vocabulary's bounds are checked there."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise RequestError(f"{who}: got {type(ids).__name__}, a sequence of token ids is needed")
+    given = list(ids)
+    if are_ids(given):
+        return cast("list[int]", given)
     checked: list[int] = []
-    for value in ids:
+    for value in given:
         token_id = _to_index(value)
         if token_id is None:
             raise InvalidToken(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -231,9 +230,6 @@ def send_until_closed(sock: socket.socket, part: bytes, n_bytes: int) -> int:
     return sent
 
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")
-
-
 @pytest.mark.parametrize(
     "part",
     [b"x: " + b"y" * 1000 + b"\r\n", b"z" * 65536],
@@ -310,3 +306,25 @@ def test_nothing_is_left_of_what_was_refused(process: Process):
             break
         assert time.monotonic() < end_s, re.findall("kqview_memory_used.*", text)
         time.sleep(0.05)
+
+
+def test_text_that_is_no_utf8_closes_with_1007_and_fills_no_log(caplog: pytest.LogCaptureFixture):
+    with serving_toy() as served, raw_connection(served) as sock:
+        sock.sendall(upgrade_bytes("/toy/ws"))
+        read_until(sock, b"\r\n\r\n")
+        sock.sendall(masked_frame(b"\xff"))
+        assert read_all(sock)[2:4] == (1007).to_bytes(2, "big")
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_frame_that_is_none_ends_a_stream_without_a_traceback(caplog: pytest.LogCaptureFixture):
+    asked = {"prompt": "Tom has", "max_tokens": 400}
+    with serving_toy(Settings(n_ctx=8192)) as served, raw_connection(served) as sock:
+        sock.sendall(upgrade_bytes("/toy/ws"))
+        read_until(sock, b"\r\n\r\n")
+        sock.sendall(masked_frame(json.dumps(asked).encode()))
+        read_until(sock, b'"token"')
+        sock.sendall(b"\xff\xff" * 8)
+        read_all(sock)
+        served.wait_idle()
+    assert not [record for record in caplog.records if record.exc_info]

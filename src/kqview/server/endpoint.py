@@ -35,6 +35,7 @@ from kqview.server.streaming import (
     pump,
     sent,
 )
+from kqview.server.wire import check_values
 
 _log: Final = logging.getLogger("kqview.server")
 _PIECE_BYTES: Final = 2**20  # of a reply that are written before the client is waited for
@@ -215,7 +216,9 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | bytearray | str) 
 
     Raises:
         RequestError: It is no JSON, or a field has the wrong type; the message names it.
+        TooLarge: It has too many values.
     """
+    check_values(raw)
     try:
         return decoder.decode(raw or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

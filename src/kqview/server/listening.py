@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
 from websockets.http11 import Request
@@ -52,6 +53,7 @@ _MOST_UNKNOWN_MESSAGE: Final = 64 * 1024  # of a client that the app has not let
 _MOST_AFTER_CLOSE: Final = 64 * 1024
 _FRAGMENT_BYTES: Final = 64  # of an object that holds a fragment, beside what is in it
 _TRY_AGAIN: Final = 1013
+_NO_UTF8: Final = 1007
 _MOST_REASON: Final = 123  # bytes, of a close frame
 _WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
 _WHOLE_BINARY: Final = 0x82
@@ -163,7 +165,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().handle_cont(event)
 
     def send_receive_event_to_app(self) -> None:
-        """Count a message until the app takes it."""
+        """Count a message until the app takes it; text that is no UTF-8 ends it, without a log."""
+        if self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
+            self.frames = []
+            self.conn.fail(_NO_UTF8, "text that is no UTF-8")
+            self.handle_parser_exception()
+            return
         self._n_queued_bytes += sum(map(len, self.frames))
         self._n_fragment_bytes = 0
         super().send_receive_event_to_app()
@@ -207,6 +214,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     async def send(self, message: Any) -> None:
         """Send messages as their heads and their bytes: joining them would copy megabytes."""
         await self.writable.wait()
+        if self.close_sent:  # by the protocol, while the app had more to say
+            raise ClientDisconnected
         is_open = self.conn.state is State.OPEN and not self.disconnected
         if not is_open or message["type"] != "websocket.send":
             await super().send(message)
@@ -245,6 +254,13 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.handle_parser_exception()  # which sends that, and tells the app
         if self.transport.get_write_buffer_size():  # it does not read either
             self.transport.abort()
+        return False
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        return data.isascii() or bool(data.decode())
+    except UnicodeDecodeError:
         return False
 
 

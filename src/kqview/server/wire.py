@@ -12,10 +12,38 @@ import numpy as np
 import pybase64
 from numpy.typing import NDArray
 
+from kqview._core import count_values
+from kqview.server.errors import TooLarge
+
 # In JSON made by an encoder a control character is always escaped, so this is found nowhere else.
 _MARK: Final = b'"\x00"'
 DATA_HERE: Final = msgspec.Raw(_MARK)
 """Stands for a long text in a value that `split_json` encodes."""
+
+
+_MOST_VALUES: Final = 2**20
+_MOST_MEMBERS: Final = 2**18
+_FEW_BYTES: Final = 32 * 1024  # that cannot have too many
+
+
+def check_values(raw: bytes | bytearray | str, *, packs: bool = False) -> None:
+    """Refuse what would become more objects than are made in the time of a few tokens.
+
+    Whoever makes them keeps the interpreter's lock, in any thread. Texts may be as long as they
+    like: they are one value.
+
+    Raises:
+        TooLarge: JSON, or MessagePack where it *packs*, has too many values.
+    """
+    if len(raw) < _FEW_BYTES:
+        return
+    data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else bytes(raw)
+    n_values, n_members = count_values(data, packs)
+    if n_values > _MOST_VALUES or n_members > _MOST_MEMBERS:
+        raise TooLarge(
+            f"request.body: {n_values} values, {n_members} of them members of objects, the limits "
+            f"are {_MOST_VALUES} and {_MOST_MEMBERS}; send shorter lists"
+        )
 
 
 class Encoder:

@@ -211,10 +211,18 @@ _TOKEN_ID: Final = _Limit(0, _INT_MAX, "take ids from tokenize()")
 def _to_token_ids(name: str, values: object) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise _invalid(name, values, "a sequence of token ids", _TOKEN_ID.remedy)
-    return tuple(
-        _to_int(f"{name}[{i}]", value, _TOKEN_ID)
-        for i, value in enumerate(cast("Iterable[object]", values))
-    )
+    given = tuple(cast("Iterable[object]", values))
+    if are_ids(given):
+        return cast("tuple[int, ...]", given)
+    return tuple(_to_int(f"{name}[{i}]", value, _TOKEN_ID) for i, value in enumerate(given))
+
+
+def are_ids(values: Sequence[object]) -> bool:
+    """Whether *values* are ints that can be token ids, as nearly all are; quick for long ones."""
+    if set(map(type, values)) != {int}:
+        return not values
+    ids = cast("Sequence[int]", values)
+    return min(ids) >= 0 and max(ids) <= _INT_MAX
 
 
 def _to_schema(schema: object) -> str:

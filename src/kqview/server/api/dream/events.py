@@ -22,7 +22,7 @@ from kqview.server.attention import Dense, shaped
 from kqview.server.errors import Answer
 from kqview.server.run import Run, Step
 from kqview.server.streaming import Frames
-from kqview.server.wire import Encoder, joined_text
+from kqview.server.wire import Encoder, check_values, joined_text
 from kqview.types import PromptBlock, Token
 from kqview.types.token import Attention
 
@@ -188,7 +188,9 @@ def message_of(raw: bytes | str, *, packs: bool) -> schema.Message:
 
     Raises:
         RequestError: It is none; the text names the field.
+        TooLarge: It has too many values.
     """
+    check_values(raw, packs=packs and isinstance(raw, bytes))
     try:
         if isinstance(raw, bytes) and packs:
             return _PACK.decode(raw)

@@ -1,0 +1,268 @@
+"""Work that takes its time is done beside the event loop, and nobody has all the threads for it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import pytest
+
+from kqview import Engine
+from kqview.errors import QueueFull, RequestError
+from kqview.server import Settings
+from kqview.server.errors import TimedOut, TooLarge
+from kqview.server.run import GenerateRequest
+from kqview.server.service import OFFLOAD_BYTES, Service
+from kqview.server.wire import check_values, json_in_slices
+from kqview.server.workers import Workers
+from kqview.types import Sampling
+from tests.server.toy_dialect import serving_toy
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_threads=1, n_slots=2) as one:
+        yield one
+
+
+def request(request_id: str = "one", **fields: Any) -> GenerateRequest:
+    fields = {"prompt": [1, 2, 3], "max_tokens": 2, "sampling": Sampling(), **fields}
+    return GenerateRequest(request_id=request_id, **fields)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end_s = time.monotonic() + WITHIN_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.005)
+
+
+class Gate:
+    """Stands for a function that takes long: waits in whichever thread calls it."""
+
+    def __init__(self, work: Any) -> None:
+        self.threads: list[int] = []
+        self.opened = threading.Event()
+        self.entered = threading.Semaphore(0)
+        self._work = work
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        self.entered.release()
+        assert self.opened.wait(WITHIN_S)
+        return self._work(*args, **options)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.acquire, timeout=WITHIN_S)
+
+
+LARGE = {
+    "a grammar": {"sampling": Sampling(grammar='root ::= "a"')},
+    "many biases": {"sampling": Sampling(logit_bias={i % 700: 0.0 for i in range(700)}),
+                    "n_samples": 8},
+    "many bans": {"sampling": Sampling(banned_tokens=[5] * 5000)},
+    "many stops": {"sampling": Sampling(stop_tokens=[5] * 5000)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LARGE)
+async def test_large_request_is_begun_in_another_thread(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    service = Service(engine, Settings())
+    gate = Gate(engine.generate)
+    gate.opened.set()
+    monkeypatch.setattr(engine, "generate", gate)
+    async with await service.start(request(**LARGE[name])) as run:
+        async for _ in run:
+            pass
+    assert gate.threads
+    assert threading.get_ident() not in gate.threads
+
+
+async def test_small_request_is_begun_here(engine: Engine, monkeypatch: pytest.MonkeyPatch):
+    service = Service(engine, Settings())
+    gate = Gate(engine.generate)
+    gate.opened.set()
+    monkeypatch.setattr(engine, "generate", gate)
+    async with await service.start(request()):
+        pass
+    assert gate.threads == [threading.get_ident()]
+
+
+async def test_request_whose_client_leaves_while_it_is_begun_is_cancelled(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings())
+    made: list[Any] = []
+
+    def generate(*args: Any, **options: Any) -> Any:
+        made.append(Engine.generate(engine, *args, **options))
+        return made[-1]
+
+    gate = Gate(generate)
+    monkeypatch.setattr(engine, "generate", gate)
+    sampling = Sampling(grammar='root ::= "a"')
+    starting = asyncio.ensure_future(service.start(request(sampling=sampling, n_samples=4)))
+    await gate.wait_entered()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not service.runs
+    gate.opened.set()
+    await asyncio.to_thread(wait_until, lambda: made and made[0].finish_reason)
+    assert [one.finish_reason for one in made] == ["cancelled"]
+
+
+async def test_requests_that_are_being_begun_count_as_running(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings(max_running=1))
+    gate = Gate(engine.generate)
+    monkeypatch.setattr(engine, "generate", gate)
+    sampling = Sampling(grammar='root ::= "a"')
+    starting = asyncio.ensure_future(service.start(request(sampling=sampling)))
+    await gate.wait_entered()
+    with pytest.raises(QueueFull):
+        await service.start(request("two"))
+    gate.opened.set()
+    await (await starting).aclose()
+
+
+async def test_time_in_which_a_request_is_begun_counts(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings(request_timeout_s=0.2))
+    gate = Gate(engine.generate)
+    monkeypatch.setattr(engine, "generate", gate)
+    with pytest.raises(TimedOut):
+        await service.start(request(sampling=Sampling(grammar='root ::= "a"')))
+    gate.opened.set()
+
+
+async def test_texts_that_take_long_hold_up_neither_rows_nor_other_clients(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+):
+    service = Service(engine, Settings())
+    gate = Gate(engine.tokenize)
+    monkeypatch.setattr(engine, "tokenize", gate)
+    leaver = service.budget.hold("leaver")
+    texts = [
+        asyncio.ensure_future(service.ids("word " * 10_000, add_special=False, hold=leaver))
+        for _ in range(8)
+    ]
+    await gate.wait_entered()
+    await gate.wait_entered()
+    assert len(gate.threads) == 2  # of four
+    for text in texts:
+        text.cancel()
+    async with asyncio.timeout(WITHIN_S):
+        assert await service.offload(OFFLOAD_BYTES, lambda: 5) == 5
+        other = asyncio.ensure_future(
+            service.ids("word " * 10_000, add_special=False, hold=service.budget.hold("other"))
+        )
+        await gate.wait_entered()  # it has a thread although the leaver's texts are not done
+        gate.opened.set()
+        assert len(await other) > 10_000
+    assert len(gate.threads) == 3  # those that were cancelled in the queue never began
+
+
+async def test_place_of_one_who_left_goes_to_the_next():
+    workers = Workers(2, "test")
+    gate = Gate(lambda: None)
+    running = asyncio.ensure_future(workers.run("a", gate))
+    await gate.wait_entered()
+    left, waits = (asyncio.ensure_future(workers.run("a", lambda: 5)) for _ in range(2))
+    await asyncio.sleep(0)
+    left.cancel()
+    gate.opened.set()
+    async with asyncio.timeout(WITHIN_S):
+        assert await waits == 5
+        await running
+    async with asyncio.timeout(WITHIN_S):
+        assert await workers.run("a", lambda: 6) == 6
+    assert not workers._n_running
+    workers.shutdown()
+
+
+# ---- bodies
+
+
+def test_body_is_read_in_another_thread_where_it_is_large(monkeypatch: pytest.MonkeyPatch):
+    from kqview.server import endpoint
+
+    names: list[str] = []
+    decoded = endpoint.decoded
+
+    def note(*args: Any) -> Any:
+        names.append(threading.current_thread().name)
+        return decoded(*args)
+
+    monkeypatch.setattr(endpoint, "decoded", note)
+    with serving_toy() as served, served.client() as client:
+        for n in (10, 100_000):
+            assert client.post("/toy/tokenize", json={"text": "a " * n}).status_code == 200
+    assert "kqview-requests" not in names[0]
+    assert "kqview-requests" in names[1]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[0] * (2**20 + 1), {str(i): 0 for i in range(2**18 + 1)}, [[[]]] * (2**19)],
+    ids=["list", "object", "lists"],
+)
+def test_body_of_too_many_values_is_refused_before_it_is_decoded(value: object):
+    with pytest.raises(TooLarge, match="the limits are 1048576 and 262144"):
+        check_values(json.dumps({"x": value}).encode())
+    with pytest.raises(TooLarge):
+        check_values(msgspec.msgpack.encode({"x": value}), packs=True)
+
+
+def test_text_may_have_any_characters_and_any_length():
+    text = ',:[{"\\' * 2**18
+    for raw in (json.dumps({"text": text}), json.dumps({"text": text}).encode()):
+        check_values(raw)
+    check_values(msgspec.msgpack.encode({"text": text, "data": b"\xdf" * 2**21}), packs=True)
+
+
+def test_list_that_would_stop_others_gets_413_and_names_the_limit():
+    with serving_toy() as served, served.client() as client:
+        reply = client.post(
+            "/api/v1/detokenize", content=b'{"token_ids":[' + b"1," * 2**20 + b"1]}"
+        )
+        assert reply.status_code == 413
+        assert "1048576" in reply.json()["error"]
+
+
+def test_list_in_slices_is_the_same_json():
+    class Value(msgspec.Struct):
+        n: int
+        ids: list[int]
+        none: list[int]
+
+    for n in (0, 1, 4096, 4097, 10_000):
+        value = Value(n, list(range(n)), [])
+        assert json_in_slices(value) == msgspec.json.encode(value)
+
+
+def test_names_of_requests_that_failed_to_begin_are_free_again():
+    async def main() -> None:
+        with Engine.demo(n_threads=1) as engine:
+            service = Service(engine, Settings())
+            for _ in range(2):
+                with contextlib.suppress(RequestError):
+                    await service.start(request(prompt=[]))
+            async with await service.start(request()):
+                pass
+
+    asyncio.run(main())
