@@ -1,12 +1,10 @@
 #include "llama/model.h"
 
-#include <cerrno>
-#include <cstdio>
-#include <cstring>
 #include <limits>
 
 #include "base/error.h"
 #include "base/log.h"
+#include "gguf/files.h"
 #include "llama/backend.h"
 #include "llama/devices.h"
 #include "memory/device_need.h"
@@ -15,25 +13,9 @@ namespace kqview {
 
 namespace {
 
-// What is plainly wrong with a file is said in our words; llama.cpp's are for the rest.
-void check_file(const std::string& path) {
-    std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), "rb"),
-                                                         std::fclose);
-    const auto fail = [&](const std::string& what) {
-        throw error(errc::model_load, "Engine: " + path + ": " + what);
-    };
-    if (!file) fail(std::string(std::strerror(errno)) + "; give the path of a GGUF file");
-    char magic[4] = {};
-    const auto n_read = std::fread(magic, 1, sizeof magic, file.get());
-    if (n_read == 0) fail("the file is empty or a directory; give the path of a GGUF file");
-    if (n_read != sizeof magic || std::memcmp(magic, "GGUF", sizeof magic) != 0) {
-        fail("not a GGUF file (it does not begin with \"GGUF\"); convert the model to GGUF");
-    }
-}
-
 // A file that cannot be used is said before any server is asked.
 const std::vector<rpc_endpoint>& checked_servers(const model_options& options) {
-    check_file(options.path);
+    check_model_file(options.path);
     start_llama();
     return options.rpc_servers;
 }
@@ -105,7 +87,7 @@ model::~model() {
 }
 
 void model::load_adapter(const lora_option& option) {
-    check_file(option.path);
+    check_adapter_file(option.path);
     const auto log_position = log_ring::instance().position();
     auto* const adapter = llama_adapter_lora_init(get(), option.path.c_str());
     if (!adapter) {

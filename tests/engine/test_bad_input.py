@@ -60,8 +60,11 @@ def works(engine: Engine) -> bool:
         (tiny_gguf.write_not_gguf, "not a GGUF file"),
         (lambda path: path.mkdir() or path, "directory"),
         (lambda path: path.write_bytes(b"GG") and path, "not a GGUF file"),
-        (lambda path: path.write_bytes(b"GGUF") and path, "cannot be loaded"),
-        (lambda path: path.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 64) and path, "cannot be load"),
+        (lambda path: path.write_bytes(b"GGUF") and path, "version at byte 4 needs 4 bytes"),
+        (
+            lambda path: path.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 64) and path,
+            "number of tensors .* cut short",
+        ),
     ],
     ids=["missing", "empty", "text", "directory", "two bytes", "magic alone", "absurd counts"],
 )
@@ -78,7 +81,7 @@ def test_file_that_is_no_model_is_refused_with_reason(
 @pytest.mark.parametrize("keep", [0.001, 0.01, 0.02, 0.05, 0.2, 0.5, 0.9, 0.999])
 def test_truncated_model_is_refused(tiny_llama: Path, tmp_path: Path, keep: float) -> None:
     path = tiny_gguf.write_truncated(tmp_path / "cut.gguf", tiny_llama, keep=keep)
-    with leaving_nothing(), pytest.raises(errors.ModelLoadError, match="cannot be loaded"):
+    with leaving_nothing(), pytest.raises(errors.ModelLoadError, match="cut short"):
         Engine(path)
 
 

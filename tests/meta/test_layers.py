@@ -17,7 +17,7 @@ PACKAGE = ROOT / "src" / "kqview"
 
 CPP_LAYERS = (
     {"base"},
-    {"memory", "rpc"},
+    {"memory", "rpc", "gguf"},
     {"llama"},
     {"tap", "sample", "state"},
     {"sched"},

@@ -7,8 +7,9 @@
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
 llama.cpp's source (vendor/fetch.py obtains it); with ``--sanitize none`` they also print its speed.
-``--fuzz`` runs the reader of saved slots against blobs changed at random instead, guided by
-coverage, under ASan and UBSan; its last line says how many there were.
+``--fuzz`` runs the readers of saved slots and of model files against inputs changed at random
+instead, guided by coverage, under ASan and UBSan, and shares its seconds between them; a line of
+each says how many inputs there were.
 ``--soak`` runs the scheduler under random requests, cancellations, orders and faults for that long,
 once a sanitizer, and nothing else; a line says what came about and the seed of the choices.
 ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
@@ -31,6 +32,7 @@ from pathlib import Path
 SOURCE_DIR = Path(__file__).resolve().parent
 SANITIZERS = ("address", "thread", "none")
 FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
+FUZZERS = ("fuzz_ses1", "fuzz_gguf")
 KERNEL_PROGRAMS = "kernel_tests_*"
 BUILD_LIMIT_S = 900
 RUN_LIMIT_S = 600
@@ -137,16 +139,18 @@ def run_variant(
 
 
 def run_fuzz(build_dir: Path, jobs: int, limit_s: int) -> bool:
-    """Build the fuzzer and run it for *limit_s* seconds; return whether it found nothing."""
-    failure = build(build_dir, "address", jobs, "", "fuzz_ses1")
+    """Build the fuzzers, run them for *limit_s* seconds in all; return whether all is well."""
+    failure = build(build_dir, "address", jobs, "", "fuzzers")
     if failure is not None:
         print(failure)
         return False
-    status, output = run_command(
-        [str(build_dir / "fuzz_ses1"), str(limit_s)], limit_s + RUN_LIMIT_S
-    )
-    print(output.strip())
-    return status == 0
+    each_s = limit_s / len(FUZZERS)
+    is_good = True
+    for name in FUZZERS:
+        status, output = run_command([str(build_dir / name), str(each_s)], limit_s + RUN_LIMIT_S)
+        print(output.strip(), flush=True)
+        is_good = is_good and status == 0
+    return is_good
 
 
 def run_soak(build_dir: Path, sanitizer: str, jobs: int, limit_s: int, seed: int | None) -> bool:
@@ -174,7 +178,7 @@ def main() -> int:
     parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
-    parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzer, nothing else")
+    parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzers, nothing else")
     parser.add_argument("--soak", type=int, metavar="SECONDS", help="the soak test, nothing else")
     parser.add_argument("--seed", type=int, help="of the soak test; printed when left out")
     own, doctest_arguments = sys.argv[1:], []

@@ -1,0 +1,95 @@
+#include "gguf/files.h"
+
+#include <cstdio>
+#include <memory>
+#include <unordered_set>
+#include <vector>
+
+#include "gguf/checks.h"
+#include "gguf/header.h"
+#include "gguf/mapped_file.h"
+
+namespace kqview {
+
+namespace {
+
+// A header and the bytes that it points into.
+struct open_file {
+    mapped_file file;
+    gguf_header header;
+
+    explicit open_file(const std::string& path)
+        : file(path), header(read_gguf(file.bytes(), path)) {}
+};
+
+constexpr const char* again = "; download all parts again";
+
+// "-00001-of-00003.gguf", as llama.cpp counts parts.
+std::string part_ending(std::int64_t i, std::int64_t n) {
+    char text[64];
+    std::snprintf(text, sizeof(text), "-%05lld-of-%05lld.gguf", static_cast<long long>(i + 1),
+                  static_cast<long long>(n));
+    return text;
+}
+
+std::int64_t u16_of(const gguf_header& header, const char* key, std::int64_t otherwise) {
+    const auto* const value = header.find(key);
+    if (!value) return otherwise;
+    if (value->is_array || value->type != gguf_type::u16) {
+        header.fail(std::string(key) + " is of type " + value->type_text() + ", u16 is needed" +
+                    again);
+    }
+    return value->integer();
+}
+
+std::vector<std::unique_ptr<open_file>> open_parts(const std::string& path) {
+    std::vector<std::unique_ptr<open_file>> parts;
+    parts.push_back(std::make_unique<open_file>(path));
+    const auto& first = parts[0]->header;
+    const auto n_parts = u16_of(first, "split.count", 0);
+    if (n_parts <= 1) return parts;
+    if (const auto i = u16_of(first, "split.no", -1); i != 0) {
+        first.fail("is part " + std::to_string(i + 1) + " of " + std::to_string(n_parts) +
+                   "; give the path of the first part");
+    }
+    const auto ending = part_ending(0, n_parts);
+    if (!path.ends_with(ending)) {
+        first.fail("is the first of " + std::to_string(n_parts) +
+                   " parts, but its name does not end with \"" + ending +
+                   "\"; give the parts their names back");
+    }
+    const auto stem = path.substr(0, path.size() - ending.size());
+    for (std::int64_t i = 1; i < n_parts; ++i) {
+        parts.push_back(std::make_unique<open_file>(stem + part_ending(i, n_parts)));
+        const auto& part = parts.back()->header;
+        if (const auto said = u16_of(part, "split.no", -1); said != i) {
+            part.fail("split.no is " + std::to_string(said) + ", " + std::to_string(i) +
+                      " is needed" + again);
+        }
+    }
+    return parts;
+}
+
+}  // namespace
+
+void check_model_file(const std::string& path) {
+    const auto parts = open_parts(path);
+    std::vector<gguf_tensor> tensors;
+    std::unordered_set<std::string_view> names;
+    for (const auto& part : parts) {
+        for (const auto& tensor : part->header.tensors) {
+            if (!names.insert(tensor.name).second) {
+                part->header.fail("tensor " + quoted(tensor.name) + " is in another part as well" +
+                                  again);
+            }
+            tensors.push_back(tensor);
+        }
+        check_tensor_types(parts[0]->header, part->header);
+    }
+    check_hyperparameters(parts[0]->header, tensors);
+    check_vocabulary(parts[0]->header, tensors);
+}
+
+void check_adapter_file(const std::string& path) { check_adapter(open_file(path).header); }
+
+}  // namespace kqview

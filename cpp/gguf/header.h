@@ -1,0 +1,89 @@
+// GGUF, a model file:  "GGUF" | u32 version | u64 n_tensors | u64 n_values
+//   a value each:   string key | u32 type | value;  an array is u32 type | u64 n | n values
+//   a tensor each:  string name | u32 n_dims | n_dims x u64 | u32 type | u64 offset
+//   padding to the alignment, then the tensors' data, one behind the other, each padded alike
+// A string is u64 n | n bytes; all is little endian. Offsets are from the start of the data.
+// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number before it is
+// checked; memory is at most a multiple of the header's own bytes.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace kqview {
+
+enum class gguf_type : std::uint32_t {
+    u8,
+    i8,
+    u16,
+    i16,
+    u32,
+    i32,
+    f32,
+    boolean,
+    string,
+    array,
+    u64,
+    i64,
+    f64,
+};
+
+// "u32", "string" and so on.
+const char* name_of(gguf_type type);
+
+// One value, or an array of them; views into the file.
+struct gguf_value {
+    std::string_view key;
+    gguf_type type = gguf_type::u8;  // of the elements, never gguf_type::array
+    bool is_array = false;
+    std::span<const std::byte> numbers;     // one behind the other, unaligned; empty for strings
+    std::vector<std::string_view> strings;  // one where it is no array
+
+    std::size_t size() const;
+    // Element `i` of a type that is an integer or a boolean; 64-bit numbers above the largest i64 are that.
+    std::int64_t integer(std::size_t i = 0) const;
+    // Element `i` of f32 or f64.
+    double real(std::size_t i = 0) const;
+    bool is_integer() const;  // its type is one, or a boolean
+    bool is_real() const { return type == gguf_type::f32 || type == gguf_type::f64; }
+    // "u32", or "array of u32".
+    std::string type_text() const;
+};
+
+struct gguf_tensor {
+    std::string_view name;
+    std::uint32_t n_dims = 0;
+    std::array<std::uint64_t, 4> shape{1, 1, 1, 1};  // fastest first, as ggml's ne
+    std::uint32_t type = 0;                          // index of tensor_types
+    std::uint64_t n_bytes = 0;
+
+    // "[64, 320]"
+    std::string shape_text() const;
+};
+
+struct gguf_header {
+    std::string file;  // its path, for messages
+    std::vector<gguf_value> values;
+    std::vector<gguf_tensor> tensors;
+    std::unordered_map<std::string_view, std::size_t> value_by_key;
+
+    // Null where there is none.
+    const gguf_value* find(std::string_view key) const;
+    // Raises `model_load`: "Engine: <file>: <what>".
+    [[noreturn]] void fail(const std::string& what) const;
+};
+
+// Reads the header of a file of these bytes, and checks that its tensors lie in it. Raises model_load for
+// bytes that are no sound file, and says where.
+gguf_header read_gguf(std::span<const std::byte> bytes, std::string file);
+
+// A text of a file, fit for a message: cut after a few characters, without control characters.
+std::string quoted(std::string_view text);
+
+}  // namespace kqview

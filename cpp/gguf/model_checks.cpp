@@ -1,0 +1,385 @@
+#include <algorithm>
+#include <array>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "gguf/checks.h"
+#include "gguf/tensor_type.h"
+
+namespace kqview {
+
+namespace {
+
+constexpr std::int64_t n_layer_max = 512;  // llama.cpp's
+constexpr std::int64_t n_expert_max = 1024;
+constexpr std::int64_t n_head_max = 1 << 16;
+constexpr std::int64_t n_width_max = 1 << 24;
+constexpr const char* convert = "; convert the model again";
+
+bool is_one_of(std::string_view word, std::span<const std::string_view> words) {
+    return std::ranges::find(words, word) != words.end();
+}
+
+// The numbers "<architecture>.<name>" of a model.
+class hyperparameters {
+public:
+    explicit hyperparameters(const gguf_header& head) : head_(head) {
+        const auto* const found = head.find("general.architecture");
+        if (!found || found->is_array || found->type != gguf_type::string) {
+            head.fail(std::string("general.architecture is ") +
+                      (found ? "of type " + found->type_text() : "missing") +
+                      ", a string is needed" + convert);
+        }
+        arch_ = found->strings[0];
+    }
+
+    std::string_view arch() const { return arch_; }
+
+    std::string key(std::string_view name) const {
+        return std::string(arch_) + "." + std::string(name);
+    }
+
+    const gguf_value* find(std::string_view name) const { return head_.find(key(name)); }
+
+    [[noreturn]] void fail(std::string_view name, const std::string& what) const {
+        head_.fail(key(name) + " " + what);
+    }
+
+    // An integer of a layer: the value itself, or the layer's where it is an array; nothing where it is
+    // missing or of another type.
+    std::optional<std::int64_t> integer(std::string_view name, std::size_t layer = 0) const {
+        const auto* const value = find(name);
+        if (!value || !value->is_integer()) return std::nullopt;
+        if (!value->is_array) return value->integer();
+        if (layer >= value->size()) return std::nullopt;
+        return value->integer(layer);
+    }
+
+    // 1 for a scalar, the length of an array, 0 where it is missing.
+    std::size_t n_values(std::string_view name) const {
+        const auto* const value = find(name);
+        return value ? value->size() : 0;
+    }
+
+private:
+    const gguf_header& head_;
+    std::string_view arch_;
+};
+
+// Numbers that every architecture reads, with their type.
+struct integer_rule {
+    std::string_view name;
+    std::int64_t least;
+    std::int64_t most;
+    bool may_be_array;  // one a layer
+};
+constexpr integer_rule integer_rules[] = {
+    {"block_count", 1, n_layer_max, false},
+    {"embedding_length", 1, n_width_max, false},
+    {"context_length", 0, INT32_MAX, false},
+    {"feed_forward_length", 0, n_width_max, true},
+    {"attention.head_count", 0, n_head_max, true},
+    {"attention.head_count_kv", 0, n_head_max, true},
+    {"attention.key_length", 0, n_head_max, false},
+    {"attention.value_length", 0, n_head_max, false},
+    {"attention.key_length_swa", 0, n_head_max, false},
+    {"attention.value_length_swa", 0, n_head_max, false},
+    {"rope.dimension_count", 0, n_head_max, false},
+    {"rope.dimension_count_swa", 0, n_head_max, false},
+    {"expert_count", 0, n_expert_max, false},
+    {"expert_used_count", 0, n_expert_max, true},
+};
+
+void check_integer(const hyperparameters& model, const integer_rule& rule, std::size_t n_layer) {
+    const auto* const value = model.find(rule.name);
+    if (!value) return;
+    const bool is_array = value->is_array && rule.may_be_array;
+    const bool has_type =
+        value->type == gguf_type::u32 || (is_array && value->type == gguf_type::i32);
+    if (!has_type || value->is_array != is_array) {
+        model.fail(rule.name, "is of type " + value->type_text() + ", u32" +
+                                  (rule.may_be_array ? " or an array of u32" : "") + " is needed" +
+                                  convert);
+    }
+    if (is_array && value->size() != n_layer) {
+        model.fail(rule.name, "has " + std::to_string(value->size()) + " values, the model has " +
+                                  std::to_string(n_layer) + " layers" + convert);
+    }
+    for (std::size_t i = 0; i < value->size(); ++i) {
+        const auto number = value->integer(i);
+        if (number < rule.least || number > rule.most) {
+            model.fail(rule.name, "is " + std::to_string(number) + ", " +
+                                      std::to_string(rule.least) + ".." +
+                                      std::to_string(rule.most) + " are possible" + convert);
+        }
+    }
+}
+
+// ggml stops the process for an epsilon below 0 or that is no number.
+void check_reals(const gguf_header& head, const hyperparameters& model) {
+    const auto prefix = std::string(model.arch()) + ".";
+    for (const auto& value : head.values) {
+        if (!value.is_real() || !value.key.starts_with(prefix)) continue;
+        const auto name = value.key.substr(prefix.size());
+        const bool is_epsilon = name.ends_with("epsilon");
+        const bool is_base = name.starts_with("rope.freq_base");
+        if ((is_epsilon || is_base) && (value.is_array || value.type != gguf_type::f32)) {
+            model.fail(name, "is of type " + value.type_text() + ", f32 is needed" + convert);
+        }
+        for (std::size_t i = 0; i < value.size(); ++i) {
+            const auto number = value.real(i);
+            const bool is_bad = (is_epsilon || is_base) && !(number >= 0 && number < 1e30);
+            if (std::isnan(number) || is_bad) {
+                model.fail(
+                    name, "is " + std::to_string(number) + ", " +
+                              (is_bad ? "0 or more, and finite, is needed" : "a number is needed") +
+                              convert);
+            }
+        }
+    }
+}
+
+// What llama.cpp divides by without a look, in the models of some architectures.
+struct divisor_rule {
+    std::string_view name;
+    bool may_be_missing;  // it has a default then
+    std::array<std::string_view, 12> archs;
+};
+constexpr divisor_rule divisor_rules[] = {
+    {"full_attention_interval",
+     true,
+     {"minimax-01", "qwen35", "qwen35moe", "qwen3next", "qwen4exp", "step35"}},
+    {"wkv.head_size", true, {"rwkv6", "rwkv6qwen2", "rwkv7", "arwkv7"}},
+    {"ssm.time_step_rank",
+     true,
+     {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "plamo2", "qwen3next",
+      "qwen35", "qwen35moe", "qwen4exp"}},
+    {"ssm.group_count",
+     true,
+     {"mamba2", "granitehybrid", "nemotron_h", "nemotron_h_moe", "falcon-h1", "qwen3next", "qwen35",
+      "qwen35moe", "qwen4exp"}},
+    {"attention.output_group_count", true, {"deepseek4"}},
+    {"experts_per_group", true, {"grovemoe"}},
+    {"interleave_moe_layer_step", true, {"ernie4_5-moe"}},
+};
+
+void check_divisors(const hyperparameters& model) {
+    for (const auto& rule : divisor_rules) {
+        if (!is_one_of(model.arch(), rule.archs)) continue;
+        const auto divisor = model.integer(rule.name);
+        if (!divisor && rule.may_be_missing) continue;
+        if (divisor.value_or(0) <= 0) {
+            model.fail(rule.name, "is " + std::to_string(divisor.value_or(0)) + ", a model of " +
+                                      std::string(model.arch()) + " needs 1 or more" + convert);
+        }
+    }
+}
+
+void check_experts(const hyperparameters& model, std::size_t n_layer) {
+    const auto n_expert = model.integer("expert_count").value_or(0);
+    std::int64_t n_used_max = 0;
+    for (std::size_t i = 0; i < n_layer; ++i) {
+        n_used_max = std::max(n_used_max, model.integer("expert_used_count", i).value_or(0));
+    }
+    if (n_used_max > n_expert || (n_expert > 0 && n_used_max == 0)) {
+        model.fail("expert_used_count", "is " + std::to_string(n_used_max) + " of " +
+                                            std::to_string(n_expert) + " experts, 1.." +
+                                            std::to_string(n_expert) + " are possible" + convert);
+    }
+    const auto n_group = model.integer("expert_group_count").value_or(0);
+    const auto n_group_used = model.integer("expert_group_used_count").value_or(0);
+    const bool has_groups = n_group > 1;
+    if (n_group < 0 || (n_group > 0 && n_group >= n_expert) ||
+        (has_groups && (n_expert % n_group != 0 || n_group_used <= 0 || n_group_used >= n_group))) {
+        model.fail("expert_group_count", "is " + std::to_string(n_group) + " with " +
+                                             std::to_string(n_group_used) +
+                                             " used, which does not divide " +
+                                             std::to_string(n_expert) + " experts" + convert);
+    }
+}
+
+// Part of a key, "attention.key_length", in layers with or without a sliding window.
+struct head_names {
+    std::string_view key_length;
+    std::string_view rope;
+};
+constexpr head_names full_names{"attention.key_length", "rope.dimension_count"};
+constexpr head_names swa_names{"attention.key_length_swa", "rope.dimension_count_swa"};
+
+void check_head_size(const hyperparameters& model, std::int64_t head_size,
+                     const head_names& names) {
+    const auto n_rot = model.integer(names.rope);
+    if (n_rot && (*n_rot > head_size || *n_rot % 2 != 0)) {
+        model.fail(names.rope, "is " + std::to_string(*n_rot) + ", an even number up to " +
+                                   std::to_string(head_size) + ", the size of a head, is needed" +
+                                   convert);
+    }
+}
+
+// The tensor's layer and role, "3" and "attn_q" of "blk.3.attn_q.weight"; nothing of tensors of no layer.
+std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_view name) {
+    if (!name.starts_with("blk.")) return std::nullopt;
+    name.remove_prefix(4);
+    std::size_t layer = 0;
+    const auto [end, failure] = std::from_chars(name.data(), name.data() + name.size(), layer);
+    if (failure != std::errc()) return std::nullopt;
+    return std::pair{layer, name.substr(static_cast<std::size_t>(end - name.data()))};
+}
+
+// Layers whose tensors say that they have attention with heads. A recurrent one has some of the same names.
+std::vector<bool> layers_with_attention(std::span<const gguf_tensor> tensors, std::size_t n_layer) {
+    std::vector<bool> has_attention(n_layer), is_recurrent(n_layer);
+    for (const auto& tensor : tensors) {
+        const auto found = layer_of(tensor.name);
+        if (!found || found->first >= n_layer) continue;
+        const auto& [layer, role] = *found;
+        if (role.starts_with(".ssm_")) is_recurrent[layer] = true;
+        if (role == ".attn_k.weight" || role == ".attn_q.weight" || role == ".attn_qkv.weight") {
+            has_attention[layer] = true;
+        }
+    }
+    for (std::size_t i = 0; i < n_layer; ++i) {
+        if (is_recurrent[i]) has_attention[i] = false;
+    }
+    return has_attention;
+}
+
+void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tensors,
+                 std::size_t n_layer) {
+    const auto has_attention = layers_with_attention(tensors, n_layer);
+    const auto n_embd = model.integer("embedding_length").value_or(0);
+    std::int64_t n_head_first = 0;
+    for (std::size_t i = 0; i < n_layer; ++i) {
+        const auto n_head = model.integer("attention.head_count", i).value_or(0);
+        const auto n_head_kv = model.integer("attention.head_count_kv", i).value_or(n_head);
+        const auto layer = " in layer " + std::to_string(i);
+        if (has_attention[i] && n_head == 0) {
+            model.fail("attention.head_count",
+                       "is 0" + layer + ", which has attention; 1 or more are needed" + convert);
+        }
+        if (n_head_kv > 0 && n_head % n_head_kv != 0) {
+            model.fail("attention.head_count_kv", "is " + std::to_string(n_head_kv) + layer +
+                                                      ", which does not divide its " +
+                                                      std::to_string(n_head) + " heads" + convert);
+        }
+        if (i == 0) n_head_first = n_head;
+    }
+    if (n_head_first == 0) return;  // llama.cpp takes the first layer's for the size of a head
+    const auto head_size = model.integer(full_names.key_length).value_or(n_embd / n_head_first);
+    if (head_size <= 0) {
+        model.fail("attention.head_count", "is " + std::to_string(n_head_first) +
+                                               " with embedding_length " + std::to_string(n_embd) +
+                                               "; a head of 1 or more values is needed" + convert);
+    }
+    check_head_size(model, head_size, full_names);
+    check_head_size(model, model.integer(swa_names.key_length).value_or(head_size), swa_names);
+}
+
+// ---- tensors
+
+// What follows "blk.N." and the like, without ".weight": what a tensor is for.
+std::string_view role_of(std::string_view name) {
+    for (const std::string_view block : {"blk.", "enc.blk.", "dec.blk."}) {
+        if (!name.starts_with(block)) continue;
+        const auto dot = name.find('.', block.size());
+        if (dot != name.npos) name.remove_prefix(dot + 1);
+        break;
+    }
+    if (name.ends_with(".weight")) name.remove_suffix(7);
+    return name;
+}
+
+// Roles, besides those that end with "norm", that ggml adds, multiplies by element, convolves with or scans:
+// on the CPU it does so with F32 alone, and ends the process otherwise.
+constexpr std::string_view f32_roles[] = {
+    "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short", "attn_sinks", "ffn.act",
+    "layer_output_scale", "altup_correct_scale", "exp_probs_b", "exp_probs_b_vl", "attn_norm_2",
+    "post_ffw_norm_1", "post_ffw_norm_2", "pre_ffw_norm_2", "ffn_norm_exps",
+    // recurrent layers
+    "ssm_a", "ssm_d", "ssm_conv1d", "ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v", "ple_conv1d",
+    "shortconv.conv", "attn_conv_base", "ffn_conv_base", "ple_norm_key", "ple_norm_query",
+    "ple_norm_conv", "time_mix_lerp_x", "time_mix_lerp_w", "time_mix_lerp_k", "time_mix_lerp_v",
+    "time_mix_lerp_r", "time_mix_lerp_g", "time_mix_lerp_fused", "time_mix_decay", "time_mix_first",
+    "time_mix_w0", "time_mix_a0", "time_mix_v0", "time_mix_k_k", "time_mix_k_a", "time_mix_r_k",
+    "time_mix_ln", "channel_mix_lerp_k", "channel_mix_lerp_r",
+    // residual streams
+    "attn_res_score", "ffn_res_score", "output_res_score", "output_hc_scale", "output_hc_base",
+    "hc_attn_scale", "hc_attn_base", "hc_ffn_scale", "hc_ffn_base", "hrm.z_l_init"};
+// Tables of ids.
+constexpr std::string_view id_roles[] = {"ffn_gate_tid2eid", "d2t", "masked_embd_ordering"};
+
+bool needs_f32(std::string_view role, std::string_view arch) {
+    // In other architectures rows of it are looked up.
+    if (role == "indexer_compressor_ape" && arch == "glm5-next") return true;
+    return role.ends_with("norm") || role.ends_with(".bias") || role.ends_with("scale") ||
+           role.ends_with("scales") || is_one_of(role, f32_roles);
+}
+
+void check_weight_type(const gguf_header& file, const gguf_tensor& tensor) {
+    const auto& type = tensor_types[tensor.type];
+    if (type.is_weight) return;
+    file.fail("tensor " + quoted(tensor.name) + " is of type " + type.name +
+              ", which nothing can be multiplied by; F32, F16, BF16 and the quantised types are "
+              "possible; convert it again");
+}
+
+}  // namespace
+
+void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor> tensors) {
+    const hyperparameters model(head);
+    if (tensors.empty()) return;  // a vocabulary alone, which llama.cpp refuses by itself
+    const auto n_layer = model.integer("block_count").value_or(0);
+    for (const auto& rule : integer_rules) {
+        check_integer(model, rule,
+                      static_cast<std::size_t>(std::clamp<std::int64_t>(n_layer, 0, n_layer_max)));
+    }
+    check_reals(head, model);
+    check_divisors(model);
+    check_experts(model, static_cast<std::size_t>(n_layer));
+    check_heads(model, tensors, static_cast<std::size_t>(n_layer));
+}
+
+void check_tensor_types(const gguf_header& head, const gguf_header& part) {
+    const auto arch = hyperparameters(head).arch();
+    for (const auto& tensor : part.tensors) {
+        const auto role = role_of(tensor.name);
+        if (is_one_of(role, id_roles)) continue;
+        if (!needs_f32(role, arch)) {
+            check_weight_type(part, tensor);
+        } else if (tensor.type != type_f32) {
+            part.fail("tensor " + quoted(tensor.name) + " of shape " + tensor.shape_text() +
+                      " is of type " + tensor_types[tensor.type].name +
+                      ", llama.cpp computes with F32 here" + convert);
+        }
+    }
+}
+
+void check_adapter(const gguf_header& file) {
+    const auto check_string = [&](const char* key) {
+        const auto* const value = file.find(key);
+        if (value && (value->is_array || value->type != gguf_type::string)) {
+            file.fail(std::string(key) + " is of type " + value->type_text() +
+                      ", a string is needed; convert the adapter again");
+        }
+    };
+    for (const char* key : {"general.type", "general.architecture", "adapter.type"})
+        check_string(key);
+    if (const auto* const alpha = file.find("adapter.lora.alpha")) {
+        if (alpha->is_array || alpha->type != gguf_type::f32 || !std::isfinite(alpha->real())) {
+            file.fail("adapter.lora.alpha is of type " + alpha->type_text() +
+                      ", or no finite number; a finite f32 is needed; convert the adapter again");
+        }
+    }
+    for (const auto& tensor : file.tensors) {
+        if (tensor.name.ends_with("_norm.weight")) continue;  // llama.cpp leaves them out
+        check_weight_type(file, tensor);
+    }
+}
+
+}  // namespace kqview

@@ -1,0 +1,312 @@
+#include <algorithm>
+#include <bit>
+#include <bitset>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "gguf/checks.h"
+
+namespace kqview {
+
+namespace {
+
+// Tokenizers of the "trie" kinds recurse once a byte of a token.
+constexpr std::size_t n_token_bytes_max = 16384;
+constexpr std::size_t n_trie_token_bytes_max = 1024;
+constexpr std::size_t n_dummy_tokens_max = 1 << 24;
+constexpr const char* convert = "; convert the model again";
+constexpr std::int32_t byte_type = 6;  // of tokenizer.ggml.token_type
+
+// A tokenizer of llama.cpp, by tokenizer.ggml.model.
+struct tokenizer_kind {
+    std::string_view name;
+    // What it takes where the file does not say; -1: none.
+    std::int64_t bos, eos, unknown;
+    bool adds_bos, adds_eos;
+    bool has_trie;
+};
+constexpr tokenizer_kind tokenizer_kinds[] = {
+    {"llama", 1, 2, 0, true, false, false},
+    {"bert", 101, -1, 100, true, false, false},
+    {"gpt2", 11, 11, -1, false, false, false},
+    {"hybriddna", 11, 11, -1, false, false, false},
+    {"whitespace", 11, 11, -1, false, false, false},
+    {"gemma4", -1, -1, -1, true, false, false},
+    {"t5", -1, 1, 2, false, true, true},
+    {"rwkv", -1, -1, -1, false, false, true},
+    {"plamo2", 1, 2, 0, false, false, true},
+};
+
+// Says of each text whether it was there before. A std::unordered_set takes 5 times as long for a
+// vocabulary of 150,000 tokens, and that is most of what the checks of a file take.
+class text_table {
+public:
+    explicit text_table(std::size_t n_most) : slots_(std::bit_ceil(2 * n_most + 2)) {}
+
+    bool insert(std::string_view text) {
+        const auto mask = slots_.size() - 1;
+        auto i = std::hash<std::string_view>()(text) & mask;
+        for (; slots_[i].data(); i = (i + 1) & mask) {
+            if (slots_[i] == text) return false;
+        }
+        slots_[i] = text;
+        return true;
+    }
+
+private:
+    std::vector<std::string_view> slots_;
+};
+
+class vocabulary {
+public:
+    explicit vocabulary(const gguf_header& head, const tokenizer_kind& kind)
+        : head_(head), kind_(kind) {}
+
+    void check() {
+        check_tokens();
+        check_array("tokenizer.ggml.scores", gguf_type::f32, gguf_type::i32);
+        check_array("tokenizer.ggml.token_type", gguf_type::i32, gguf_type::i32);
+        check_merges();
+        check_byte_tokens();
+        check_special_tokens();
+    }
+
+private:
+    [[noreturn]] void fail(const std::string& what) const { head_.fail(what); }
+
+    [[noreturn]] void refuse(const std::string& what) const {
+        throw error(errc::unsupported_model, "Engine: " + head_.file + ": " + what);
+    }
+
+    std::string_view token(std::size_t i) const {
+        const auto text = tokens_->strings[i];
+        return text.substr(0, text.find('\0'));  // as llama.cpp reads it
+    }
+
+    void check_tokens() {
+        tokens_ = head_.find("tokenizer.ggml.tokens");
+        if (!tokens_ || !tokens_->is_array || tokens_->type != gguf_type::string) {
+            fail(std::string("tokenizer.ggml.tokens is ") +
+                 (tokens_ ? "of type " + tokens_->type_text() : "missing") +
+                 ", an array of string is needed" + convert);
+        }
+        if (tokens_->strings.empty()) fail(std::string("tokenizer.ggml.tokens is empty") + convert);
+        const auto n_most = kind_.has_trie ? n_trie_token_bytes_max : n_token_bytes_max;
+        text_table texts(tokens_->size());
+        for (std::size_t i = 0; i < tokens_->size(); ++i) {
+            const auto text = token(i);
+            if (text.size() > n_most) {
+                fail("token " + std::to_string(i) + " has " + std::to_string(text.size()) +
+                     " bytes, the limit is " + std::to_string(n_most) + convert);
+            }
+            // llama.cpp gives tokens without a text one of their own.
+            if (!text.empty() && !texts.insert(text)) {
+                fail("token " + std::to_string(i) + " " + quoted(text) +
+                     " is in tokenizer.ggml.tokens twice" + convert);
+            }
+        }
+    }
+
+    void check_array(const char* key, gguf_type type, gguf_type other) const {
+        const auto* const value = head_.find(key);
+        if (!value) return;
+        if (!value->is_array || (value->type != type && value->type != other)) {
+            fail(std::string(key) + " is of type " + value->type_text() + ", an array of " +
+                 name_of(type) + " is needed" + convert);
+        }
+        if (value->size() != tokens_->size()) {
+            fail(std::string(key) + " has " + std::to_string(value->size()) +
+                 " values, there are " + std::to_string(tokens_->size()) + " tokens" + convert);
+        }
+    }
+
+    // "left right": llama.cpp looks for the first space behind the first byte.
+    void check_merges() const {
+        const auto* const merges = head_.find("tokenizer.ggml.merges");
+        if (!merges) return;
+        if (!merges->is_array || merges->type != gguf_type::string) {
+            fail("tokenizer.ggml.merges is of type " + merges->type_text() +
+                 ", an array of string is needed" + convert);
+        }
+        for (std::size_t i = 0; i < merges->size(); ++i) {
+            const auto merge = merges->strings[i];
+            const auto space = merge.find(' ', 1);
+            if (space == merge.npos || space + 1 == merge.size()) {
+                fail("merge " + std::to_string(i) + " " + quoted(merge) +
+                     " is not two parts with a space between them" + convert);
+            }
+        }
+    }
+
+    static std::optional<unsigned> hex_byte(std::string_view text) {
+        if (text.size() != 6 || !text.starts_with("<0x") || text[5] != '>') return std::nullopt;
+        unsigned value = 0;
+        for (const char digit : text.substr(3, 2)) {
+            if (digit >= '0' && digit <= '9') {
+                value = value * 16 + static_cast<unsigned>(digit - '0');
+            } else if (digit >= 'A' && digit <= 'F') {
+                value = value * 16 + static_cast<unsigned>(digit - 'A' + 10);
+            } else if (digit >= 'a' && digit <= 'f') {
+                value = value * 16 + static_cast<unsigned>(digit - 'a' + 10);
+            } else {
+                return std::nullopt;
+            }
+        }
+        return value;
+    }
+
+    void check_byte_tokens() const {
+        std::bitset<256> typed, written;
+        const auto* const types = head_.find("tokenizer.ggml.token_type");
+        for (std::size_t i = 0; i < tokens_->size(); ++i) {
+            const auto text = token(i);
+            const auto value = hex_byte(text);
+            if (types && types->integer(i) == byte_type) {
+                if (!value) {
+                    fail("token " + std::to_string(i) + " " + quoted(text) +
+                         " has the type of a byte, \"<0x00>\".. are their texts" + convert);
+                }
+                typed.set(*value);
+            }
+            if (value) {
+                written.set(*value);
+            } else if (text.size() == 1) {
+                written.set(static_cast<unsigned char>(text[0]));
+            } else if (kind_.name == "rwkv") {
+                if (const auto escaped = escaped_byte(text)) written.set(*escaped);
+            }
+        }
+        if (kind_.name == "bert" && typed.any()) {
+            fail(std::string(
+                     "the tokens have the type of bytes, which a bert tokenizer cannot read") +
+                 convert);
+        }
+        const bool is_sentencepiece = kind_.name == "llama";
+        const bool is_rwkv = kind_.name == "rwkv";
+        if ((is_sentencepiece || (is_rwkv && !special("unknown_token_id", -1))) && !written.all()) {
+            refuse(
+                "the vocabulary has no token for byte " + std::to_string(first_missing(written)) +
+                "; a text with it could not be tokenized; convert the model with its byte tokens");
+        }
+        if (kind_.name == "plamo2" && !typed.all()) {
+            refuse("the vocabulary has no token of a byte's type for byte " +
+                   std::to_string(first_missing(typed)) + convert);
+        }
+    }
+
+    static std::size_t first_missing(const std::bitset<256>& found) {
+        std::size_t i = 0;
+        while (i < found.size() && found[i]) ++i;
+        return i;
+    }
+
+    // "\x0a", "\n" and such, as RWKV's vocabulary writes bytes.
+    static std::optional<unsigned> escaped_byte(std::string_view text) {
+        if (text.size() < 2 || text[0] != '\\') return std::nullopt;
+        if (text.size() == 2) {
+            switch (text[1]) {
+                case 't': return '\t';
+                case 'n': return '\n';
+                case 'r': return '\r';
+                case 'x': return std::nullopt;
+                default: return static_cast<unsigned char>(text[1]);
+            }
+        }
+        if (text.size() != 4 || text[1] != 'x') return std::nullopt;
+        return hex_byte("<0x" + std::string(text.substr(2)) + ">");
+    }
+
+    // The id of a role, as llama.cpp chooses it: the file's where it is in the vocabulary, else its default.
+    std::optional<std::int64_t> special(const char* name, std::int64_t otherwise) const {
+        const auto key = "tokenizer.ggml." + std::string(name);
+        const auto n = static_cast<std::int64_t>(tokens_->size());
+        const auto* const value = head_.find(key);
+        if (value) {
+            if (value->is_array || value->type != gguf_type::u32) {
+                fail(key + " is of type " + value->type_text() + ", u32 is needed" + convert);
+            }
+            if (value->integer() < n) return value->integer();
+        }
+        if (otherwise >= 0 && otherwise < n) return otherwise;
+        return std::nullopt;
+    }
+
+    bool flag(const char* key, bool otherwise) const {
+        const auto* const value = head_.find(key);
+        if (!value) return otherwise;
+        if (value->is_array || value->type != gguf_type::boolean) {
+            fail(std::string(key) + " is of type " + value->type_text() + ", bool is needed" +
+                 convert);
+        }
+        return value->integer() != 0;
+    }
+
+    void require(bool is_needed, std::optional<std::int64_t> id, const char* name) const {
+        if (!is_needed || id) return;
+        refuse("the tokenizer needs tokenizer.ggml." + std::string(name) +
+               ", and there is none in a vocabulary of " + std::to_string(tokens_->size()) +
+               " tokens" + convert);
+    }
+
+    void check_special_tokens() const {
+        const bool is_bert = kind_.name == "bert";
+        const auto bos = special("bos_token_id", kind_.bos);
+        const auto eos = special("eos_token_id", kind_.eos);
+        require(is_bert || kind_.name == "gemma4" ||
+                    flag("tokenizer.ggml.add_bos_token", kind_.adds_bos),
+                bos, "bos_token_id");
+        require(!is_bert && flag("tokenizer.ggml.add_eos_token", kind_.adds_eos), eos,
+                "eos_token_id");
+        require(is_bert, special("seperator_token_id", 102), "seperator_token_id");
+        // Where no token fits, they put it.
+        require(is_bert || kind_.name == "t5" || kind_.name == "plamo2",
+                special("unknown_token_id", kind_.unknown), "unknown_token_id");
+    }
+
+    const gguf_header& head_;
+    const tokenizer_kind& kind_;
+    const gguf_value* tokens_ = nullptr;
+};
+
+void check_dummy_tokens(const gguf_header& head, std::span<const gguf_tensor> tensors) {
+    const auto* const arch = head.find("general.architecture");
+    if (!arch || arch->strings.empty()) return;
+    const auto key = std::string(arch->strings[0]) + ".vocab_size";
+    const auto* const value = head.find(key);
+    if (!value || !value->is_integer() || value->is_array) return;
+    const auto n = value->integer();
+    const auto embd = std::ranges::find(tensors, "token_embd.weight", &gguf_tensor::name);
+    const bool is_other = embd != tensors.end() && static_cast<std::int64_t>(embd->shape[1]) != n;
+    if (n < 0 || n > static_cast<std::int64_t>(n_dummy_tokens_max) || is_other) {
+        head.fail(key + " is " + std::to_string(n) + ", token_embd.weight has " +
+                  (embd == tensors.end() ? "none" : std::to_string(embd->shape[1])) + " tokens" +
+                  convert);
+    }
+}
+
+}  // namespace
+
+void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tensors) {
+    const auto* const model = head.find("tokenizer.ggml.model");
+    if (!model) return;  // llama.cpp says that it is missing where it needs one
+    if (model->is_array || model->type != gguf_type::string) {
+        head.fail("tokenizer.ggml.model is of type " + model->type_text() + ", a string is needed" +
+                  convert);
+    }
+    const auto name = model->strings[0];
+    if (name == "none" || name == "no_vocab") return check_dummy_tokens(head, tensors);
+    const auto* const kind = std::ranges::find(tokenizer_kinds, name, &tokenizer_kind::name);
+    if (kind == std::end(tokenizer_kinds)) return;  // as unknown to llama.cpp, which says so
+    const auto* const pre = head.find("tokenizer.ggml.pre");
+    if (pre && !pre->strings.empty() && pre->strings[0] == "whitespace" && name != "whitespace") {
+        head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer " + quoted(name) +
+                  ", which it is not for" + convert);
+    }
+    vocabulary(head, *kind).check();
+}
+
+}  // namespace kqview
