@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from websockets.server import ServerProtocol
 
 from kqview.server import Settings
 from kqview.server.listening import _Clients
@@ -106,16 +107,26 @@ def test_connections_are_counted_by_client_and_forgotten():
 # ---- pings
 
 
-@pytest.mark.parametrize("opcode", [9, 10], ids=["pings", "pongs"])
-def test_flood_of_a_client_that_reads_every_answer_ends(served: Served, opcode: int):
+FLOODS = {
+    "pings": masked_frame(b"", opcode=9),
+    "pongs": masked_frame(b"", opcode=10),
+    "fragments": masked_frame(b"", opcode=0).replace(b"\x80\x80", b"\x00\x80", 1),
+    "messages": masked_frame(b"{}"),
+}
+
+
+@pytest.mark.parametrize("kind", ["pings", "pongs", "fragments"])
+def test_flood_of_frames_of_a_client_that_reads_every_answer_ends(served: Served, kind: str):
     with raw_connection(served) as sock:
         sock.sendall(upgrade_bytes("/toy/ws/many"))
         read_until(sock, b"\r\n\r\n")
+        if kind == "fragments":
+            sock.sendall(b"\x01\x80" + bytes(4))  # the beginning of a message without an end
         sock.settimeout(0.05)
         end_s, got = time.monotonic() + 30, b""
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < end_s:
-                sock.sendall(masked_frame(b"", opcode=opcode) * 20)
+                sock.sendall(FLOODS[kind] * 200)
                 try:
                     part = sock.recv(2**16)
                 except TimeoutError:
@@ -125,8 +136,34 @@ def test_flood_of_a_client_that_reads_every_answer_ends(served: Served, opcode: 
                 got += part
         assert time.monotonic() < end_s, "the flood was served for ever"
     assert got.count(b"\x8a\x00") <= 400
-    if got and opcode == 9:
+    if got and kind == "pings":
         assert got.count(b"\x8a\x00") >= 20  # a client that pings now and then is answered
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+def test_flood_that_is_read_at_once_does_not_hold_the_loop_up(
+    served: Served, kind: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Counted, not timed: how many frames are parsed before the client is told the end."""
+    n_parsed = 0
+    fed = ServerProtocol.events_received
+
+    def count(self: ServerProtocol) -> Any:
+        nonlocal n_parsed
+        events = fed(self)
+        n_parsed += len(events)
+        return events
+
+    monkeypatch.setattr(ServerProtocol, "events_received", count)
+    with raw_connection(served) as sock:
+        sock.sendall(upgrade_bytes("/toy/ws/many"))
+        read_until(sock, b"\r\n\r\n")
+        begin = b"\x01\x80" + bytes(4) if kind == "fragments" else b""
+        with contextlib.suppress(ConnectionError):
+            sock.sendall(begin + FLOODS[kind] * 40_000)
+        read_all(sock)
+    served.wait_until(lambda: not served.service.on_drain)
+    assert n_parsed <= 2000
 
 
 def test_client_that_pings_now_and_then_is_answered(served: Served):

@@ -57,9 +57,13 @@ _NO_UTF8: Final = 1007
 _MOST_REASON: Final = 123  # bytes, of a close frame
 _WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
 _WHOLE_BINARY: Final = 0x82
-# Pings and pongs of a client: so many at once, and so many a second for good.
-_MOST_CONTROL_FRAMES: Final = 100
-_CONTROL_FRAMES_PER_S: Final = 10
+# Small frames of a client: so many at once, and so many a second for good. Reading one holds up all
+# others for 10 us. Pings and pongs are answered, or nobody asked for them: each counts as several.
+_MOST_FRAMES: Final = 1000
+_FRAMES_PER_S: Final = 100
+_SMALL_FRAME_BYTES: Final = 1024
+_PING_COST: Final = 10
+_PIECE_BYTES: Final = 4096  # read at a time, so that a flood is noticed before it is all read
 _CLOSE_POLICY: Final = 1008
 _HANDSHAKE_S: Final = 10.0
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
@@ -131,7 +135,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
     """
 
     on_lost: Callable[[], object] = staticmethod(lambda: None)
-    _n_control_frames = 0.0
+    _n_frames = 0.0
     _counted_s = 0.0
     _joins = False
     _hold: Hold | None = None
@@ -156,13 +160,28 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             if self._n_after_close > _MOST_AFTER_CLOSE:
                 self.transport.abort()
                 return
-        super().data_received(data)
+        was_closed = self.close_sent
+        for start in range(0, len(data), _PIECE_BYTES):
+            super().data_received(data[start : start + _PIECE_BYTES])
+            if self.close_sent and not was_closed:  # by what came; the rest is nobody's
+                return
         self._count_bytes()
 
     def handle_cont(self, event: Frame) -> None:
         """Count a fragment."""
-        self._n_fragment_bytes += len(event.data) + _FRAGMENT_BYTES
-        super().handle_cont(event)
+        if self._counts(event):
+            self._n_fragment_bytes += len(event.data) + _FRAGMENT_BYTES
+            super().handle_cont(event)
+
+    def handle_text(self, event: Frame) -> None:
+        """Count a message, or the beginning of one."""
+        if self._counts(event):
+            super().handle_text(event)
+
+    def handle_bytes(self, event: Frame) -> None:
+        """As `handle_text`."""
+        if self._counts(event):
+            super().handle_bytes(event)
 
     def send_receive_event_to_app(self) -> None:
         """Count a message until the app takes it; text that is no UTF-8 ends it, without a log."""
@@ -233,24 +252,30 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
 
     def handle_ping(self) -> None:
         """Answer a ping, or end who sends too many."""
-        if self._counts():
+        if self._counts(None):
             super().handle_ping()
 
     def handle_pong(self, event: Frame) -> None:
         """As `handle_ping`: nobody asked for most of them."""
-        if self._counts():
+        if self._counts(None):
             super().handle_pong(event)
 
-    def _counts(self) -> bool:
-        """Count a ping or a pong; False where it was one too many."""
+    def _counts(self, event: Frame | None) -> bool:
+        """Count a frame, None for a ping or a pong; False where it was one too many."""
         if self.close_sent:
             return False
-        now_s = self.loop.time()
-        left = self._n_control_frames - (now_s - self._counted_s) * _CONTROL_FRAMES_PER_S
-        self._n_control_frames, self._counted_s = max(0.0, left) + 1, now_s
-        if self._n_control_frames <= _MOST_CONTROL_FRAMES:
+        if event is not None and len(event.data) >= _SMALL_FRAME_BYTES:
             return True
-        self.conn.fail(_CLOSE_POLICY, "too many pings or pongs")
+        now_s = self.loop.time()
+        left = self._n_frames - (now_s - self._counted_s) * _FRAMES_PER_S
+        self._n_frames = max(0.0, left) + (_PING_COST if event is None else 1)
+        self._counted_s = now_s
+        if self._n_frames <= _MOST_FRAMES:
+            return True
+        self.conn.fail(
+            _CLOSE_POLICY, "too many pings" if event is None else "too many small frames"
+        )
+        self.conn.reader.discard()
         self.handle_parser_exception()  # which sends that, and tells the app
         if self.transport.get_write_buffer_size():  # it does not read either
             self.transport.abort()

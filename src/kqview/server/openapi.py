@@ -11,7 +11,7 @@ _VERSION: Final = "3.1.0"
 _ERRORS: Final[Mapping[str, str]] = {
     "400": "The request is wrong; the message says what and what the limit is.",
     "401": "A key is needed.",
-    "403": "The key or the page's origin does not allow it.",
+    "403": "The key, the page's origin or the server's name in the request does not allow it.",
     "404": "There is no such thing.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
