@@ -167,3 +167,16 @@ def test_file_that_shrinks_while_it_is_read_is_refused(
     monkeypatch.setattr(fingerprint.os, "pread", cut_first)
     with pytest.raises(errors.StateError, match="try again"):
         of(path)
+
+
+def test_relative_paths_are_those_of_the_moment_of_opening(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").write_bytes(b"weights")
+    (tmp_path / "lora").write_bytes(b"adapter")
+    monkeypatch.chdir(tmp_path)
+    files = ModelFiles("model", [("lora", 0.5)])
+    monkeypatch.chdir("/")
+    adapters = [(str(tmp_path / "lora"), 0.5)]
+    assert files.fingerprint() == of(tmp_path / "model", adapters)
+    assert len(files.sampled_fingerprint()) == 64

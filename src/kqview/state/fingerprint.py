@@ -48,6 +48,8 @@ class ModelFiles:
     """
 
     def __init__(self, model: str, adapters: Sequence[tuple[str, float]]) -> None:
+        model = os.path.abspath(model)  # the process may go elsewhere before they are read
+        adapters = [(os.path.abspath(path), scale) for path, scale in adapters]
         self._first = [(model, 1.0), *adapters]
         self._all = [*((part, 1.0) for part in model_parts(model)), *adapters]
         self._opened = {path: _identity_at(path) for path, _ in self._all}
