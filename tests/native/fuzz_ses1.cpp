@@ -59,6 +59,19 @@ int main(int n_arguments, char** arguments) {
             }
         }
     }
+    const auto add_quantised = [&](kv_type type, std::uint32_t block_bytes) {
+        blob_options options;
+        options.type = type;
+        options.block_bytes = block_bytes;
+        corpus.push_back({build_blob(options).bytes, layouts.size()});
+        layouts.push_back(test_layout(options));
+    };
+    add_quantised(kv_type::q4_0, 18);
+    add_quantised(kv_type::q4_1, 20);
+    add_quantised(kv_type::q5_0, 22);
+    add_quantised(kv_type::q5_1, 24);
+    add_quantised(kv_type::q8_0, 34);
+    add_quantised(kv_type::iq4_nl, 18);
     return fuzz(
         "blobs", std::move(corpus), n_arguments, arguments,
         [&](const input& one) { return read(one, layouts[one.i_layout]); },

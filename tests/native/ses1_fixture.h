@@ -20,6 +20,9 @@ struct blob_options {
     std::uint32_t i_stream = 0;
     bool is_transposed = false;
     bool has_extra = false;
+    // One quantised block a row, of this type and size, in place of four F32 numbers; not transposed.
+    kv_type type = kv_type::f32;
+    std::uint32_t block_bytes = 0;
 };
 
 struct built_blob {
@@ -81,7 +84,14 @@ inline built_blob build_blob(const blob_options& options = {}) {
         out.put("n_layer", n_test_layer);
         for (std::uint32_t block = 0; block < 2 * n_test_layer; ++block) {
             const std::string name = block < n_test_layer ? "k" : "v";
-            out.put(name + "_type", std::int32_t{0});
+            out.put(name + "_type", static_cast<std::int32_t>(options.type));
+            if (options.block_bytes > 0) {
+                out.put(name + "_row_bytes", std::uint64_t{options.block_bytes});
+                const auto n_bytes = n_cells * options.block_bytes;
+                for (std::uint32_t i = 0; i < n_bytes; ++i)
+                    out.put(name + "_byte", std::uint8_t{17});
+                continue;
+            }
             if (options.is_transposed && block >= n_test_layer) {
                 out.put("v_element_bytes", std::uint32_t{4});
                 out.put("v_width", n_test_width);
@@ -108,6 +118,9 @@ inline kv_layout test_layout(const blob_options& options = {}) {
     layout.shape = {options.n_stream, options.has_extra, 100, 16};
     layout.is_transposed = options.is_transposed;
     layout.keys.assign(n_test_layer, {kv_type::f32, 4 * n_test_width, 0});
+    if (options.block_bytes > 0) {
+        layout.keys.assign(n_test_layer, {options.type, options.block_bytes, 0});
+    }
     layout.values = layout.keys;
     if (options.is_transposed) {
         layout.values.assign(n_test_layer, {kv_type::f32, 4, n_test_width});
