@@ -106,6 +106,9 @@ public:
     // a sliding window sees from there; nothing has changed.
     bool truncate(slot_id slot, std::int32_t n_keep);
 
+    // Does a query see only what is before it? Else keys depend on what followed them when they were computed.
+    bool is_causal() const;
+
     // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot be saved
     // and restored whole: no cache, recurrent state, sliding windows, several caches.
     struct cache_facts {

@@ -65,6 +65,8 @@ llama_kv_cache& plain_cache(llama_context* handle) {
 
 }  // namespace
 
+bool context::is_causal() const { return handle_->get_cparams().causal_attn; }
+
 context::cache_facts context::cache() const {
     if (!has_cache()) {
         throw error(errc::unsupported_model,

@@ -21,7 +21,7 @@ struct idle_slot {
     std::vector<token_id> tokens;
     bool has_changed = false;
     // The tokens from here on keep what was computed for them while others, which are gone, stood before them, or
-    // came out of a blob of which nobody says what it holds: a request that wants exact reuse evaluates them again.
+    // came out of a blob of which nobody says what it holds, or saw what followed them: a request that wants exact reuse evaluates them again.
     // all_exact: there are none, and what is decoded next is exact too.
     std::size_t n_exact = all_exact;
 };

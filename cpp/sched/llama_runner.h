@@ -34,6 +34,7 @@ public:
     int n_ctx() const override { return context_->n_ctx(); }
     int n_chunk() const override { return context_->n_chunk(); }
     bool can_truncate() const override { return model_->can_truncate(); }
+    bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
     bool can_split_embedding() const override {
         return context_->has_cache() && context_->pooling() == "last";

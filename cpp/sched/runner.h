@@ -52,6 +52,8 @@ public:
     virtual int n_ctx() const = 0;    // tokens of a slot
     virtual int n_chunk() const = 0;  // most prompt tokens of one step
     virtual bool can_truncate() const = 0;
+    // False: what is cached of a prompt depends on all of it.
+    virtual bool is_causal() const { return true; }
     // Without a cache a prompt is one step, every query sees all of it, and nothing stays.
     virtual bool has_cache() const = 0;
     // May the tokens before the last step's be decoded in earlier ones when an embedding is wanted?

@@ -217,7 +217,9 @@ void step::decode() {
     {
         const std::lock_guard lock(tokens_mutex_);
         for (const auto& token : batch_) {
-            slots_[static_cast<std::size_t>(token.slot)].tokens.push_back(token.id);
+            auto& target = slots_[static_cast<std::size_t>(token.slot)];
+            target.tokens.push_back(token.id);
+            if (!model_.is_causal()) target.n_exact = 0;
         }
     }
     for (const auto& done : work_) {

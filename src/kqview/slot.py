@@ -57,7 +57,8 @@ class Slot:
         """How many of `tokens`, from the first one on, hold what a fresh evaluation computes.
 
         All of them, until positions are moved (`shift`, ``reuse="shift"``, ``context_shift``) or a
-        blob of unknown origin is restored. ``reuse="exact"``, the default, and `Engine.attend`
+        blob of unknown origin is restored; none in a model whose queries see what follows them, as
+        that may be other tokens the next time. ``reuse="exact"``, the default, and `Engine.attend`
         take these from the cache and evaluate the rest of their prompt again, also where they go on
         from `tokens`.
         """

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from kqview.state import SessionStore, write_state
+from tests.support import tiny_gguf
 from tests.support.reference import relative_error
 from tests.support.rows import random_ids
 
@@ -206,6 +207,25 @@ def test_file_without_a_mark_is_of_unknown_origin(
     assert (slot.n_exact, slot.n_tokens) == (0, 80)
     slot.restore(path.read_bytes(), exact=True)
     assert slot.n_exact == 80
+
+
+def test_keys_that_saw_what_followed_them_are_not_taken_over(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    # Every query of this model sees the whole prompt, and another prompt ends otherwise.
+    model = tiny_gguf.write_preset(tmp_path / "model.gguf", "tiny_llama", causal=False)
+    engine = make_engine(model, n_slots=2, **EXACT)
+    whole = np.asarray(engine.attend(PROMPT, "logits", last=1).array())
+    engine.slots[0].clear()
+    list(engine.attend([*PROMPT[:50], *random_ids(20, seed=2)], "logits", last=1))
+    assert (engine.slots[0].n_exact, engine.slots[0].n_tokens) == (0, 70)
+    for _ in range(2):
+        again = np.asarray(engine.attend(PROMPT, "logits", last=1).array())
+        assert relative_error(again, whole) <= LIMIT
+    generation = engine.generate(PROMPT, slot=1, max_tokens=1, capture="logits", **GREEDY)
+    (token,) = generation
+    assert generation.usage.cached_tokens == 0  # no fork either
+    assert relative_error(np.asarray(token.attention), whole[:, :, 0]) <= LIMIT
 
 
 # ---- random sequences

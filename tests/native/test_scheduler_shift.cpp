@@ -259,8 +259,13 @@ TEST_CASE("slot_orders: a shift closes several gaps at once") {
     const auto left = cut_out(cut_out(cut_out(prompt, 20, 10), 10, 1), 2, 3);
     CHECK(engine.sched->tokens_of(0) == left);
     CHECK(engine.model->cache(0) == left);
-    // What a caller has shifted himself is what the next request builds on.
-    consumer taker(engine.submit(left + make_prompt(2, 2), 3));
-    CHECK(taker.rest() == continuation(left + make_prompt(2, 2), 3));
-    CHECK(taker.usage().cached_tokens == 16);
+    CHECK(engine.sched->n_exact_of(0) == 2);
+    // What a caller has shifted himself is there for who asks for that, and for nobody else.
+    const auto next = left + make_prompt(2, 2);
+    for (const int n_reuse_min : {1, 0}) {
+        consumer taker(engine.submit(next, 3, [&](request& r) { r.n_reuse_min = n_reuse_min; }));
+        CHECK(taker.rest() == continuation(next, 3));
+        CHECK(taker.usage().cached_tokens == (n_reuse_min > 0 ? 16 : 2));
+    }
+    CHECK(engine.sched->n_exact_of(0) == engine.sched->tokens_of(0).size());
 }

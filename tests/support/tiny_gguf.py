@@ -61,6 +61,7 @@ class Shape:
     rope_base: float = 10000.0
     rms_eps: float = 1e-6
     name: str = ""  # llama.cpp knows some vocabularies by it
+    causal: bool = True
     specials: tuple[str, ...] = ()  # of vocab "bytes": control tokens from id 260 on
     chat_template: str | None = field(default=CHATML, repr=False)
 
@@ -235,6 +236,8 @@ def _write(
     writer.add_layer_norm_rms_eps(shape.rms_eps)
     writer.add_rope_freq_base(shape.rope_base)
     writer.add_rope_dimension_count(head_size)
+    if not shape.causal:
+        writer.add_causal_attention(False)
     writer.add_file_type(
         {"F32": gguf.LlamaFileType.ALL_F32, "F16": gguf.LlamaFileType.MOSTLY_F16,
          "Q8_0": gguf.LlamaFileType.MOSTLY_Q8_0}[shape.weight_type]
