@@ -1,7 +1,8 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
 # libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp; its RPC
 # client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its aborts become exceptions, see cpp/llama/backend.h; keys
-# are moved without the rotation that not every cache has, see kv_cache_rotation.h.
+# are moved without the rotation that not every cache has, see kv_cache_rotation.h; its regular expressions are matched
+# by ours, see unicode_regex.h.
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -68,6 +69,12 @@ foreach(target ggml-base ggml-cpu)
 endforeach()
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
     TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
+
+# std::regex calls itself for every character of a run, so that a long word ends the process.
+set(kqview_regex ${CMAKE_CURRENT_LIST_DIR}/unicode_regex.h)
+set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/unicode.cpp TARGET_DIRECTORY llama PROPERTIES
+    COMPILE_OPTIONS "-I${CMAKE_CURRENT_SOURCE_DIR}/cpp;-include;${kqview_regex}"
+    OBJECT_DEPENDS "${kqview_regex};${CMAKE_CURRENT_SOURCE_DIR}/cpp/base/token_regex.h")
 
 file(STRINGS ${CMAKE_CURRENT_SOURCE_DIR}/vendor/llama.lock.toml kqview_commit_line REGEX "^commit *=")
 string(REGEX MATCH "[0-9a-f]+\"" KQVIEW_LLAMA_COMMIT "${kqview_commit_line}")

@@ -1,0 +1,71 @@
+// Matches the regular expressions that cut a text into words before it is tokenized, in place of std::regex.
+// Why: libstdc++'s matcher calls itself for every character that a run takes in, so that a run of 30,000 letters
+// overruns the stack, and compiles its expression again for every text. This one keeps its open choices in a vector.
+// What matches is what ECMAScript says, for the syntax that llama.cpp's vocabularies use: alternatives, groups, sets,
+// greedy repeats, lookahead and `$`. Everything else is refused when an expression is compiled.
+// Threads: an expression is immutable, any thread; a search belongs to one thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace kqview {
+
+class token_regex {
+public:
+    // Compiled once for each pattern. Raises std::regex_error for syntax that is not known.
+    static std::shared_ptr<const token_regex> of(const std::u32string& pattern);
+
+    struct program;
+    explicit token_regex(std::unique_ptr<const program> compiled);
+    ~token_regex();
+    const program& code() const { return *program_; }
+
+private:
+    std::unique_ptr<const program> program_;
+};
+
+struct token_match {
+    std::size_t start = 0;
+    std::size_t size = 0;
+};
+
+// Finds the matches in one text, from left to right, as std::regex_iterator does. The text has to outlive it.
+// Char: char (a byte is a character of its own) or wchar_t.
+template <typename Char>
+class token_search {
+public:
+    token_search(std::shared_ptr<const token_regex> expression, const Char* text, std::size_t size);
+
+    // False when there is no further one. Raises errc::request for a text whose matches would take too long to
+    // find: where an expression looks ahead over a whole run, its time grows with the square of the run's length.
+    bool next(token_match& found);
+
+private:
+    // A place to go back to. Of a run: it has taken the text up to `position` and can give back down to `low`.
+    // `high` is 0 for none.
+    struct choice {
+        std::uint32_t pc, position, low, high;
+    };
+    // Of a run without a limit: what follows it fails at every place from `low` to `high`, where its characters
+    // end. That does not depend on how one came there, so it holds for the whole search.
+    struct failures {
+        std::uint32_t low = 1, high = 0;
+    };
+    bool match(std::uint32_t pc, std::size_t start, std::size_t depth, std::size_t& end);
+
+    std::shared_ptr<const token_regex> expression_;
+    const Char* text_;
+    std::size_t size_;
+    std::size_t next_ = 0;      // where the search goes on
+    bool after_empty_ = false;  // the last match was empty: another one here has to be longer
+    bool refuses_empty_ = false;
+    std::uint64_t n_steps_ = 0;
+    std::vector<choice> choices_;
+    std::vector<failures> failures_;
+};
+
+}  // namespace kqview
