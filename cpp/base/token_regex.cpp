@@ -18,8 +18,10 @@ namespace {
 constexpr std::uint32_t unlimited = std::numeric_limits<std::uint32_t>::max();
 constexpr std::uint32_t last_code = 0x7fffffff;
 constexpr std::uint32_t n_low = 256;
-// Some seconds. Ordinary text takes some ten steps for a character.
-constexpr std::uint64_t max_steps = 1'000'000'000;
+constexpr std::uint32_t fork_mark = unlimited;  // in place of a choice's `low`
+// Ordinary text takes some ten steps for a character.
+constexpr std::uint64_t min_steps_allowed = 10'000'000;
+constexpr std::uint64_t steps_per_character = 1'000;
 
 struct code_range {
     std::uint32_t first, last;
@@ -425,6 +427,7 @@ token_search<Char>::token_search(std::shared_ptr<const token_regex> expression, 
                                  std::size_t size)
     : expression_(std::move(expression)), text_(text), size_(size) {
     if (size >= unlimited) throw std::length_error("token_search: the text is too long");
+    max_steps_ = min_steps_allowed + steps_per_character * size;
     failures_.resize(expression_->code().code.size());
 }
 
@@ -459,6 +462,25 @@ bool token_search<Char>::next(token_match& found) {
     return false;
 }
 
+// The end of a lookahead, and of a match, whose open choices are given up. All that a failed one came by fails; a
+// successful one matches from each fork whose first way it is on.
+template <typename Char>
+void token_search<Char>::learn(std::size_t first_choice, std::size_t first_passed, bool is_match) {
+    if (is_match && passed_.size() > first_passed) {
+        for (auto i = first_choice; i < choices_.size(); ++i) {
+            const auto& one = choices_[i];
+            if (one.low == fork_mark) outcomes_[one.high][one.position] = outcome::matches;
+        }
+    }
+    if (!is_match) {
+        for (auto i = first_passed; i < passed_.size(); ++i) {
+            outcomes_[passed_[i].pc][passed_[i].position] = outcome::fails;
+        }
+    }
+    passed_.resize(first_passed);
+    choices_.resize(first_choice);
+}
+
 template <typename Char>
 bool token_search<Char>::match(std::uint32_t pc, std::size_t start, std::size_t depth,
                                std::size_t& end) {
@@ -467,14 +489,14 @@ bool token_search<Char>::match(std::uint32_t pc, std::size_t start, std::size_t 
         return sets[set].has(
             static_cast<std::uint32_t>(static_cast<std::make_unsigned_t<Char>>(text_[position])));
     };
-    const auto base = choices_.size();
+    const auto base = choices_.size(), base_passed = passed_.size();
     auto position = start;
     for (;;) {
-        if (++n_steps_ > max_steps) {
+        if (++n_steps_ > max_steps_) {
             throw error(errc::request,
                         "tokenize: this model's vocabulary takes too long to cut the text into "
-                        "words; break "
-                        "up its longest runs of one kind of character, such as digits");
+                        "words; split the "
+                        "text at its longest words");
         }
         const auto& op = code[pc];
         bool goes_on = true;
@@ -506,7 +528,19 @@ bool token_search<Char>::match(std::uint32_t pc, std::size_t start, std::size_t 
                 break;
             }
             case op_kind::fork:
-                choices_.push_back({op.target, static_cast<std::uint32_t>(position), 0, 0});
+                if (depth > 0) {
+                    auto& known = outcomes_[pc];
+                    if (known.empty()) known.resize(size_ + 1);
+                    if (known[position] == outcome::matches) {
+                        learn(base, base_passed, true);
+                        return true;
+                    }
+                    goes_on = known[position] == outcome::unknown;
+                    if (!goes_on) break;
+                    passed_.push_back({pc, static_cast<std::uint32_t>(position)});
+                }
+                choices_.push_back(
+                    {op.target, static_cast<std::uint32_t>(position), fork_mark, pc});
                 ++pc;
                 break;
             case op_kind::jump: pc = op.target; break;
@@ -524,15 +558,17 @@ bool token_search<Char>::match(std::uint32_t pc, std::size_t start, std::size_t 
                 goes_on = depth > 0 || !refuses_empty_ || position != start;
                 if (!goes_on) break;
                 end = position;
-                choices_.resize(base);
+                learn(base, base_passed, true);
                 return true;
         }
         while (!goes_on) {
-            if (choices_.size() == base) return false;
+            if (choices_.size() == base) {
+                learn(base, base_passed, false);
+                return false;
+            }
             auto& last = choices_.back();
             const auto& owner = code[last.pc];
-            // A fork leaves the place to go on at, which may be a run of its own: that has no `high`.
-            if (last.high == 0) {
+            if (last.low == fork_mark) {
                 pc = last.pc;
                 position = last.position;
                 choices_.pop_back();

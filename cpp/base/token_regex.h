@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -40,13 +41,13 @@ class token_search {
 public:
     token_search(std::shared_ptr<const token_regex> expression, const Char* text, std::size_t size);
 
-    // False when there is no further one. Raises errc::request for a text whose matches would take too long to
-    // find: where an expression looks ahead over a whole run, its time grows with the square of the run's length.
+    // False when there is no further one. Raises errc::request where an expression is so ambiguous that a text takes
+    // more than a thousand steps for each of its characters; none of llama.cpp's is.
     bool next(token_match& found);
 
 private:
     // A place to go back to. Of a run: it has taken the text up to `position` and can give back down to `low`.
-    // `high` is 0 for none.
+    // Of a fork, whose number is `high`: go on at `pc`.
     struct choice {
         std::uint32_t pc, position, low, high;
     };
@@ -55,6 +56,12 @@ private:
     struct failures {
         std::uint32_t low = 1, high = 0;
     };
+    // Of a fork that a lookahead came by, at a place: what the lookahead came to from there.
+    enum class outcome : std::uint8_t { unknown, fails, matches };
+    struct passed {
+        std::uint32_t pc, position;
+    };
+    void learn(std::size_t first_choice, std::size_t first_passed, bool is_match);
     bool match(std::uint32_t pc, std::size_t start, std::size_t depth, std::size_t& end);
 
     std::shared_ptr<const token_regex> expression_;
@@ -64,8 +71,11 @@ private:
     bool after_empty_ = false;  // the last match was empty: another one here has to be longer
     bool refuses_empty_ = false;
     std::uint64_t n_steps_ = 0;
+    std::uint64_t max_steps_;
     std::vector<choice> choices_;
     std::vector<failures> failures_;
+    std::map<std::uint32_t, std::vector<outcome>> outcomes_;
+    std::vector<passed> passed_;
 };
 
 }  // namespace kqview

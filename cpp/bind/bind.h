@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "llama/model.h"
@@ -30,6 +31,9 @@ void bind_generation(nb::module_& module);
 void bind_state(nb::module_& module);
 void bind_test_device(nb::module_& module);
 void bind_system(nb::module_& module);
+
+// Text of llama.cpp or of a file, which may be no UTF-8 or cut inside a character: such bytes become U+FFFD.
+nb::str to_text(std::string_view bytes);
 
 // What was captured as Python sees it: (attention, positions, hidden), or None without a block. Attention
 // and positions are one array, a tuple of arrays where layers keep different numbers of heads, or None.

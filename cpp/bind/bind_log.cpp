@@ -1,5 +1,4 @@
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include "base/log.h"
@@ -26,9 +25,9 @@ void bind_log(nb::module_& module) {
     module.def(
         "drain_log",
         [] {
-            std::vector<std::pair<int, std::string>> lines;
-            for (auto& line : log_ring::instance().drain()) {
-                lines.emplace_back(to_python_level(line.level), std::move(line.text));
+            std::vector<std::pair<int, nb::str>> lines;
+            for (const auto& line : log_ring::instance().drain()) {
+                lines.emplace_back(to_python_level(line.level), to_text(line.text));
             }
             return lines;
         },

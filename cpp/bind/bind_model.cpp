@@ -1,4 +1,3 @@
-#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -27,19 +26,27 @@ std::string_view view_of(const nb::bytes& bytes) {
 }
 
 // Below it, a text is done before another thread would give the GIL back.
-constexpr std::size_t long_text_bytes = 16 * 1024;
+constexpr std::size_t short_text_bytes = 16 * 1024;
 
-std::vector<token_id> tokenize_unlocked(const model& self, std::string_view text, bool add_special,
-                                        bool parse_special) {
+// `call` without the GIL.
+template <typename Call>
+auto unlocked(Call&& call) {
     const nb::gil_scoped_release release;
     try {
-        auto ids = self.tokenize(text, add_special, parse_special);
+        auto result = call();
         stay_if_exiting();
-        return ids;
+        return result;
     } catch (...) {
         stay_if_exiting();
         throw;
     }
+}
+
+nb::dict metadata_of(const model& source) {
+    const auto pairs = unlocked([&] { return source.metadata(); });
+    nb::dict all;
+    for (const auto& [key, value] : pairs) all[to_text(key)] = to_text(value);
+    return all;
 }
 
 // Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
@@ -48,12 +55,13 @@ std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check
                                   const nb::object& progress,
                                   const std::vector<std::pair<std::string, float>>& lora,
                                   const std::vector<std::pair<std::string, int>>& rpc_servers,
-                                  double rpc_timeout_s) {
+                                  double rpc_timeout_s, bool vocabulary_only) {
     std::exception_ptr raised;
     model_options options;
     options.path = std::move(path);
     options.n_gpu_layers = n_gpu_layers;
     options.check_tensors = check_tensors;
+    options.vocabulary_only = vocabulary_only;
     for (const auto& [host, port] : rpc_servers) options.rpc_servers.push_back({host, port});
     options.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(rpc_timeout_s * 1000));
     for (const auto& [adapter, scale] : lora) options.lora.push_back({adapter, scale});
@@ -92,7 +100,7 @@ nb::dict info_of(const model& source) {
     info["n_swa"] = llama_model_n_swa(handle);
     info["n_params"] = llama_model_n_params(handle);
     info["size_bytes"] = llama_model_size(handle);
-    info["file_type"] = nb::str(llama_ftype_name(llama_model_ftype(handle)));
+    info["file_type"] = to_text(llama_ftype_name(llama_model_ftype(handle)));
     info["rope_freq_scale"] = llama_model_rope_freq_scale_train(handle);
     info["bos_token_id"] = llama_vocab_bos(vocab);
     info["eos_token_id"] = llama_vocab_eos(vocab);
@@ -106,15 +114,15 @@ nb::dict info_of(const model& source) {
     info["can_generate"] = llama_model_has_decoder(handle) && !llama_model_has_encoder(handle) &&
                            !llama_model_is_diffusion(handle);
     const char* const chat_template = llama_model_chat_template(handle, nullptr);
-    info["chat_template"] = chat_template ? nb::object(nb::str(chat_template)) : nb::none();
+    info["chat_template"] = chat_template ? nb::object(to_text(chat_template)) : nb::none();
     const char* const rerank_template = llama_model_chat_template(handle, "rerank");
-    info["rerank_template"] = rerank_template ? nb::object(nb::str(rerank_template)) : nb::none();
-    std::vector<std::string> labels;
+    info["rerank_template"] = rerank_template ? nb::object(to_text(rerank_template)) : nb::none();
+    nb::list labels;
     for (std::uint32_t i = 0; i < llama_model_n_cls_out(handle); ++i) {
         const char* const label = llama_model_cls_label(handle, i);
-        if (label) labels.emplace_back(label);
+        if (label) labels.append(to_text(label));
     }
-    info["classifier_labels"] = nb::cast(labels);
+    info["classifier_labels"] = labels;
     return info;
 }
 
@@ -126,7 +134,7 @@ void bind_model(nb::module_& module) {
                     nb::arg("check_tensors"), nb::arg("progress").none(),
                     nb::arg("lora") = std::vector<std::pair<std::string, float>>{},
                     nb::arg("rpc_servers") = std::vector<std::pair<std::string, int>>{},
-                    nb::arg("rpc_timeout_s") = 300.0,
+                    nb::arg("rpc_timeout_s") = 300.0, nb::arg("vocabulary_only") = false,
                     "Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers "
                     "(host, port) too; `progress(fraction)` is called meanwhile.")
         .def("info", &info_of, nb::sig("def info(self) -> dict[str, typing.Any]"),
@@ -134,36 +142,41 @@ void bind_model(nb::module_& module) {
         .def(
             "rpc_servers",
             [](const model& self) {
-                std::vector<std::tuple<std::string, std::size_t, std::string>> all;
-                for (auto& one : self.rpc().states()) {
-                    all.emplace_back(std::move(one.endpoint), one.n_devices, std::move(one.loss));
+                std::vector<std::tuple<nb::str, std::size_t, nb::str>> all;
+                for (const auto& one : self.rpc().states()) {
+                    all.emplace_back(to_text(one.endpoint), one.n_devices, to_text(one.loss));
                 }
                 return all;
             },
             "(endpoint, number of devices, why it is lost or \"\") of each RPC server.")
-        .def("metadata", &model::metadata, "The GGUF's key-value pairs as text; no arrays.")
+        .def("metadata", &metadata_of, nb::sig("def metadata(self) -> dict[str, str]"),
+             "The GGUF's key-value pairs as text; no arrays.")
         .def(
             "tokenize",
-            [](const model& self, const nb::bytes& text, bool add_special, bool parse_special) {
+            [](const model& self, const nb::bytes& text, bool add_special, bool parse_special,
+               std::size_t apart_bytes) {
                 const auto view = view_of(text);
-                if (view.size() < long_text_bytes) {
-                    return self.tokenize(view, add_special, parse_special);
-                }
-                return tokenize_unlocked(self, view, add_special, parse_special);
+                const auto call = [&] {
+                    return self.words().tokenize(view, add_special, parse_special, apart_bytes);
+                };
+                return view.size() < short_text_bytes ? call() : unlocked(call);
             },
-            nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"), "Ids of UTF-8 text.")
+            nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"),
+            nb::arg("apart_bytes") = +vocabulary::long_text_bytes,
+            "Ids of UTF-8 text; they do not depend on `apart_bytes`.")
         .def(
             "detokenize",
             [](const model& self, const std::vector<token_id>& ids) {
-                return to_bytes(self.detokenize(ids));
+                return to_bytes(unlocked([&] { return self.words().detokenize(ids); }));
             },
             nb::arg("ids"), "UTF-8 text of ids.")
         .def(
             "token_bytes",
             [](const model& self, token_id id) { return to_bytes(self.token_bytes(id)); },
             nb::arg("id"), "Bytes of one token; a character may be spread over several.")
-        .def("control_tokens", &model::control_tokens,
-             "Ids that text becomes only with parse_special.")
+        .def(
+            "control_tokens", [](const model& self) { return self.words().control_tokens(); },
+            "Ids that text becomes only with parse_special.")
         .def(
             "check_tokens",
             [](const model& self, const std::vector<token_id>& ids, const std::string& who) {

@@ -18,7 +18,7 @@ namespace kqview::bind {
 namespace {
 
 nb::object text_or_none(std::string_view text) {
-    return text.empty() ? nb::none() : nb::object(nb::str(text.data(), text.size()));
+    return text.empty() ? nb::none() : nb::object(to_text(text));
 }
 
 nb::list devices_to_python() {

@@ -1,7 +1,5 @@
 #include "llama/model.h"
 
-#include <limits>
-
 #include "base/error.h"
 #include "base/log.h"
 #include "gguf/files.h"
@@ -46,6 +44,7 @@ void model::load(const model_options& options) {
     if (!rpc_.empty()) params.devices = const_cast<ggml_backend_dev_t*>(devices.data());
     params.check_tensors = options.check_tensors;
     params.no_alloc = options.no_alloc;
+    params.vocab_only = options.vocabulary_only;
     if (options.no_alloc) params.load_mode = LLAMA_LOAD_MODE_NONE;
     bool stopped = false;
     struct progress_state {
@@ -74,8 +73,7 @@ void model::load(const model_options& options) {
                                       "; lower n_gpu_layers, or take a smaller model"
                                 : ""));
     }
-    vocab_ = llama_model_get_vocab(handle_.get());
-    n_vocab_ = llama_vocab_n_tokens(vocab_);
+    words_ = vocabulary(llama_model_get_vocab(handle_.get()));
     if (options.no_alloc) return;
     for (const auto& option : options.lora) load_adapter(option);
     rpc_.check_loading();
@@ -101,106 +99,6 @@ void model::load_adapter(const lora_option& option) {
 
 bool model::can_truncate() const {
     return !llama_model_is_recurrent(get()) && !llama_model_is_hybrid(get());
-}
-
-std::map<std::string, std::string> model::metadata() const {
-    std::map<std::string, std::string> all;
-    const int n = llama_model_meta_count(get());
-    std::string buffer(256, '\0');
-    const auto read = [&](auto&& call) {
-        int size = call(buffer.data(), buffer.size());
-        if (size >= static_cast<int>(buffer.size())) {
-            buffer.resize(static_cast<std::size_t>(size) + 1);
-            size = call(buffer.data(), buffer.size());
-        }
-        return std::string(buffer.data(), size < 0 ? 0 : static_cast<std::size_t>(size));
-    };
-    for (int i = 0; i < n; ++i) {
-        auto key = read([&](char* text, std::size_t size) {
-            return llama_model_meta_key_by_index(get(), i, text, size);
-        });
-        all[std::move(key)] = read([&](char* text, std::size_t size) {
-            return llama_model_meta_val_str_by_index(get(), i, text, size);
-        });
-    }
-    return all;
-}
-
-void model::require_vocab(const char* who) const {
-    if (has_vocab()) return;
-    throw error(errc::unsupported_model,
-                std::string(who) + ": this model file has no vocabulary; work with token ids");
-}
-
-void model::check_token(token_id id, const char* who) const {
-    if (id >= 0 && id < n_vocab_) return;
-    throw error(errc::invalid_token, std::string(who) + ": token id " + std::to_string(id) +
-                                         ", the vocabulary has 0.." + std::to_string(n_vocab_ - 1));
-}
-
-std::vector<token_id> model::tokenize(std::string_view text, bool add_special,
-                                      bool parse_special) const {
-    require_vocab("tokenize");
-    if (text.size() > static_cast<std::size_t>(std::numeric_limits<std::int32_t>::max() / 2)) {
-        throw error(errc::request, "tokenize: text has " + std::to_string(text.size()) +
-                                       " bytes, the limit is 1 GiB; split it");
-    }
-    const auto size = static_cast<std::int32_t>(text.size());
-    std::vector<token_id> ids(text.size() + 8);
-    const auto call = [&] {
-        return llama_tokenize(vocab_, text.data(), size, ids.data(),
-                              static_cast<std::int32_t>(ids.size()), add_special, parse_special);
-    };
-    auto n = call();
-    if (n < 0) {
-        ids.resize(static_cast<std::size_t>(-n));
-        n = call();
-    }
-    ids.resize(static_cast<std::size_t>(n));
-    return ids;
-}
-
-std::string model::detokenize(std::span<const token_id> ids) const {
-    require_vocab("detokenize");
-    for (const auto id : ids) check_token(id, "detokenize");
-    if (ids.empty()) return {};
-    std::string text(ids.size() * 8, '\0');
-    const auto call = [&] {
-        return llama_detokenize(vocab_, ids.data(), static_cast<std::int32_t>(ids.size()),
-                                text.data(), static_cast<std::int32_t>(text.size()), false, true);
-    };
-    auto n = call();
-    if (n < 0) {
-        text.resize(static_cast<std::size_t>(-n));
-        n = call();
-    }
-    text.resize(static_cast<std::size_t>(n < 0 ? 0 : n));
-    return text;
-}
-
-std::string model::token_bytes(token_id id) const {
-    require_vocab("token_bytes");
-    check_token(id, "token_bytes");
-    std::string bytes(32, '\0');
-    const auto call = [&] {
-        return llama_token_to_piece(vocab_, id, bytes.data(),
-                                    static_cast<std::int32_t>(bytes.size()), 0, true);
-    };
-    auto n = call();
-    if (n < 0) {
-        bytes.resize(static_cast<std::size_t>(-n));
-        n = call();
-    }
-    bytes.resize(static_cast<std::size_t>(n < 0 ? 0 : n));
-    return bytes;
-}
-
-std::vector<token_id> model::control_tokens() const {
-    std::vector<token_id> ids;
-    for (token_id id = 0; has_vocab() && id < n_vocab_; ++id) {
-        if ((llama_vocab_get_attr(vocab_, id) & LLAMA_TOKEN_ATTR_CONTROL) != 0) ids.push_back(id);
-    }
-    return ids;
 }
 
 }  // namespace kqview

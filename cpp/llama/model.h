@@ -7,15 +7,15 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
-#include <map>
 #include <memory>
 #include <span>
 #include <string>
-#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "base/ids.h"
 #include "llama/rpc_devices.h"
+#include "llama/vocabulary.h"
 
 namespace kqview {
 
@@ -34,6 +34,7 @@ struct model_options {
     bool check_tensors = false;
     bool no_alloc =
         false;  // no weights: contexts of it tell what they would need and allocate nothing
+    bool vocabulary_only = false;  // tokenizes, and nothing else
     // Called with 0..1 on the loading thread; false ends the load with errc::model_load.
     std::function<bool(float)> progress;
 };
@@ -50,7 +51,8 @@ public:
     const model_options& options() const { return options_; }  // without `progress`
     const llama_model* get() const { return handle_.get(); }
     llama_model* get() { return handle_.get(); }
-    const llama_vocab* vocab() const { return vocab_; }
+    const vocabulary& words() const { return words_; }
+    const llama_vocab* vocab() const { return words_.get(); }
 
     // Where layers are computed beside this machine. `rpc().leave()` when no engine uses the model any more.
     rpc_devices& rpc() { return rpc_; }
@@ -63,23 +65,17 @@ public:
     // Its devices failed: freeing what lies there would end the process, so it stays. Any thread.
     void abandon() noexcept { is_abandoned_ = true; }
 
-    int n_vocab() const { return n_vocab_; }
-    bool has_vocab() const { return llama_vocab_type(vocab_) != LLAMA_VOCAB_TYPE_NONE; }
+    int n_vocab() const { return words_.size(); }
+    bool has_vocab() const { return words_.exists(); }
     // Recurrent state cannot drop its newest tokens; the slot is prefilled again instead.
     bool can_truncate() const;
 
-    std::map<std::string, std::string> metadata() const;
+    // Key-value pairs of the file as text, by key; bytes as they stand there.
+    std::vector<std::pair<std::string, std::string>> metadata() const;
 
-    // Raise unsupported_model without a vocabulary, invalid_token for ids outside it.
-    std::vector<token_id> tokenize(std::string_view text, bool add_special,
-                                   bool parse_special) const;
-    std::string detokenize(std::span<const token_id> ids) const;
-    std::string token_bytes(token_id id) const;
-
-    // Ids of the tokens that `tokenize` finds in a text only with parse_special.
-    std::vector<token_id> control_tokens() const;
-
-    void check_token(token_id id, const char* who) const;
+    // As of `words()`.
+    std::string token_bytes(token_id id) const { return words_.token_bytes(id); }
+    void check_token(token_id id, const char* who) const { words_.check_token(id, who); }
 
 private:
     struct model_deleter {
@@ -88,15 +84,13 @@ private:
 
     void load(const model_options& options);
     void load_adapter(const lora_option& option);
-    void require_vocab(const char* who) const;
 
     model_options options_;
     rpc_devices rpc_;  // outlives the weights
     std::unique_ptr<llama_model, model_deleter> handle_;
     std::vector<llama_adapter_lora*> adapters_;
     std::vector<float> adapter_scales_;
-    const llama_vocab* vocab_ = nullptr;
-    int n_vocab_ = 0;
+    vocabulary words_;
     std::atomic<bool> is_abandoned_{false};
 };
 

@@ -29,7 +29,7 @@ def check_opening(path: str, n_gpu_layers: int, options: Mapping[str, object], h
 
 class Model:
     @staticmethod
-    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0) -> Model:
+    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0, vocabulary_only: bool = False) -> Model:
         """
         Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers (host, port) too; `progress(fraction)` is called meanwhile.
         """
@@ -45,8 +45,8 @@ class Model:
     def metadata(self) -> dict[str, str]:
         """The GGUF's key-value pairs as text; no arrays."""
 
-    def tokenize(self, text: bytes, add_special: bool, parse_special: bool) -> list[int]:
-        """Ids of UTF-8 text."""
+    def tokenize(self, text: bytes, add_special: bool, parse_special: bool, apart_bytes: int = 16384) -> list[int]:
+        """Ids of UTF-8 text; they do not depend on `apart_bytes`."""
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
         """UTF-8 text of ids."""

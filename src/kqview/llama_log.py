@@ -1,6 +1,9 @@
 """llama.cpp's log lines, handed to ``logging.getLogger("kqview.llama")``."""
 
+import contextlib
 import logging
+import sys
+import traceback
 
 from kqview import _core
 
@@ -8,6 +11,19 @@ _logger = logging.getLogger("kqview.llama")
 
 
 def forward_log() -> None:
-    """Hand over what llama.cpp has logged since the last call; any thread."""
+    """Hand over what llama.cpp has logged since the last call; any thread.
+
+    What a handler of the caller's raises is printed as `logging` does it and reaches nobody: these
+    lines may be another engine's.
+    """
     for level, text in _core.drain_log():
-        _logger.log(level, "%s", text)
+        try:
+            _logger.log(level, "%s", text)
+        except Exception:
+            _report()
+
+
+def _report() -> None:
+    if logging.raiseExceptions and sys.stderr is not None:
+        with contextlib.suppress(Exception):
+            traceback.print_exc()

@@ -22,20 +22,26 @@ class Vocabulary:
     ) -> list[int]:
         """Ids of *text*. Works in any thread, also while the engine generates.
 
+        Takes time and memory in proportion to the length of *text*, whatever it is made of.
+
         Args:
-            text: Any text.
+            text: Any text of at most 16 MiB as UTF-8.
             add_special: Add the ids that the model wants around a text, such as BOS.
             parse_special: Read the text of special tokens as their ids, not as ordinary text.
 
         Raises:
-            RequestError: *text* has surrogates, which UTF-8 cannot express.
-            UnsupportedModel: The model file has no vocabulary.
+            RequestError: *text* has surrogates, which UTF-8 cannot express, or is too long.
+            UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use.
         """
         self._core.check_open()
         return self._model.tokenize(encode("tokenize", text), add_special, parse_special)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of *ids*, special tokens included; bytes that are no UTF-8 become U+FFFD.
+
+        Nothing is left out: texts of parts of *ids* that end between characters join to the text of
+        all, as ``generation.text`` does. The space that SentencePiece's vocabularies put in front
+        of a text they tokenize is there again: ``detokenize(tokenize("a"))`` is ``" a"`` for those.
 
         Raises:
             InvalidToken: An id is not in the vocabulary.

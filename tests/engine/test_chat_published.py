@@ -17,7 +17,9 @@ pytest.importorskip("jinja2")
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kqview.chat.messages import checked_messages
 from kqview.chat.template import ChatTemplate
+from kqview.errors import RequestError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -71,3 +73,24 @@ def test_published_templates_take_special_tokens_from_nowhere_else(llama_cpp_dir
         assert specials_of(template, hostile) == wanted, path.name
         n_checked += 1
     assert n_checked >= N_LEAST
+
+
+def test_published_templates_write_no_none_for_a_call_without_content(llama_cpp_dir: Path):
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    talk = [
+        {"role": "user", "content": "Hi there"},
+        {"role": "assistant", "content": None, "name": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "abcdefghi"},
+    ]
+    messages = checked_messages("chat", talk)
+    assert "content" not in messages[1]
+    n_checked = 0
+    for path in sorted((llama_cpp_dir / "models" / "templates").glob("*.jinja")):
+        template = ChatTemplate(path.read_text(encoding="utf-8"), {"bos": "<s>", "eos": "</s>"}, [])
+        try:
+            text = "".join(part.text for part in template.render(messages))
+        except RequestError:  # it wants something else of a call
+            continue
+        assert "None" not in text, path.name
+        n_checked += 1
+    assert n_checked >= 30

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Engine
+from kqview import Engine, _core
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 from tests.support.tiny_gguf import END_OF_TEXT, IM_END, IM_START
@@ -75,6 +75,36 @@ def test_special_tokens_are_parsed_only_when_asked_for(qwen2: Engine) -> None:
 def test_text_survives_the_tokenizer(qwen2: Engine) -> None:
     for text in (MANY_BYTES, " leading and trailing ", "\n\n\t", "e\u0301", "a\0b", "\U0010ffff"):
         assert qwen2.detokenize(qwen2.tokenize(text)) == text
+
+
+@pytest.mark.parametrize(
+    "name", ["baichuan", "bert-bge", "deepseek-coder", "falcon", "gpt-2", "gpt-neox", "llama-spm",
+             "mpt", "phi-3", "refact", "starcoder"]
+)  # fmt: skip
+def test_texts_of_ids_join_losslessly(name: str, llama_cpp_dir: Path) -> None:
+    path = llama_cpp_dir / "models" / f"ggml-vocab-{name}.gguf"
+    model = _core.Model.load(str(path), 0, False, None, vocabulary_only=True)
+    written = "a , b ? it 's ' that ' I 'm . Anna !"
+    ids = model.tokenize(written.encode(), False, True)
+    text = model.detokenize(ids)
+    if name != "bert-bge":  # which reads signs and capital letters as others
+        assert text.decode().strip() == written
+    assert text == b"".join(model.token_bytes(id_) for id_ in ids)
+    for i in range(len(ids)):
+        assert model.detokenize(ids[:i]) + model.detokenize(ids[i:]) == text
+
+
+def test_text_of_a_generations_ids_is_its_text(
+    llama_cpp_dir: Path, tmp_path: Path, make_engine: MakeEngine
+) -> None:
+    """SentencePiece: llama.cpp drops the first space, and those before punctuation where asked."""
+    path = tiny_gguf.write_preset(
+        tmp_path / "spm.gguf", "tiny_llama", llama_cpp_dir=llama_cpp_dir, vocab="llama-spm"
+    )
+    engine = make_engine(path, n_ctx=128)
+    generation = engine.generate("Hello", max_tokens=20, seed=1, grammar='root ::= " a , b ?"')
+    assert generation.read() == " a , b ?"
+    assert engine.detokenize(generation.tokens) == " a , b ?"
 
 
 def test_prompt_text_is_tokenized_with_the_options_given(

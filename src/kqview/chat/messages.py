@@ -80,7 +80,8 @@ def _message(where: str, value: object) -> dict[str, Any]:
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str | None):
             raise RequestError(f"{where}: {key} is {_shown(message[key])}, text is needed")
-    return message
+    # As transformers does: "content": null stands beside calls, and templates ask for the key.
+    return {key: item for key, item in message.items() if item is not None}
 
 
 def _check_content(where: str, content: object) -> None:

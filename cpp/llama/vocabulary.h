@@ -1,0 +1,71 @@
+// Text to ids and back, for one model. Whatever text comes: no recursion, time in proportion to its length, and what
+// llama.cpp aborts or throws at is a typed error.
+// Threads: immutable; any thread, while the engine thread decodes.
+#pragma once
+
+#include <llama.h>
+
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/ids.h"
+
+namespace kqview {
+
+class vocabulary {
+public:
+    // Most bytes of one text. llama.cpp may take a hundred times as much memory for it meanwhile.
+    static constexpr std::size_t max_text_bytes = std::size_t{16} << 20;
+    // Texts from here on are taken apart at their special tokens before llama.cpp sees them.
+    static constexpr std::size_t long_text_bytes = 16 * 1024;
+
+    vocabulary() = default;
+    explicit vocabulary(const llama_vocab* handle);
+
+    const llama_vocab* get() const { return handle_; }
+    int size() const { return size_; }
+    bool exists() const { return llama_vocab_type(handle_) != LLAMA_VOCAB_TYPE_NONE; }
+
+    // Raise unsupported_model without a vocabulary and where llama.cpp cannot go on with this one, invalid_token for
+    // ids outside it, request for a text that is too long, out_of_memory.
+    // `apart_bytes` is long_text_bytes but for tests: the ids do not depend on it.
+    std::vector<token_id> tokenize(std::string_view text, bool add_special, bool parse_special,
+                                   std::size_t apart_bytes = long_text_bytes) const;
+    // The bytes of each, joined: no space is dropped, so that texts of parts are parts of the text.
+    std::string detokenize(std::span<const token_id> ids) const;
+    std::string token_bytes(token_id id) const;
+
+    // Ids of the tokens that `tokenize` finds in a text only with parse_special.
+    std::vector<token_id> control_tokens() const;
+
+    void check_token(token_id id, const char* who) const;
+
+private:
+    struct special_token {
+        token_id id;
+        std::string text;
+        llama_token_attr attributes;
+    };
+    struct piece;
+    struct neighbours;
+
+    void require(const char* who) const;
+    void append_bytes(token_id id, std::string& to) const;
+    std::vector<token_id> tokenize_whole(std::string_view text, bool add_special,
+                                         bool parse_special) const;
+    std::vector<token_id> tokenize_apart(std::string_view text, bool add_special,
+                                         bool parse_special) const;
+    std::vector<piece> pieces_of(std::string_view text, bool parse_special) const;
+    void append_ids(std::string_view text, bool parse_special, std::vector<token_id>& ids) const;
+    std::size_t end_of_part(std::string_view text) const;
+
+    const llama_vocab* handle_ = nullptr;
+    int size_ = 0;
+    std::vector<special_token> specials_;     // in the order in which llama.cpp looks for them
+    std::shared_ptr<neighbours> neighbours_;  // of SentencePiece's vocabularies
+};
+
+}  // namespace kqview
