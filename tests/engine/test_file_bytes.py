@@ -43,19 +43,6 @@ def test_bytes_of_a_file_that_are_no_utf8_are_replaced(odd_model: Path):
         assert engine.model.chat_template == "TEMPL\ufffdTE"
 
 
-def test_a_key_that_is_no_utf8_is_replaced(tmp_path: Path):
-    writer = gguf.GGUFWriter(None, "llama")
-    writer.add_string("odd.KEY", "odd.VALUE")
-    tiny_gguf.add_bytes_vocab(writer, 320, None)
-    path = with_bytes(
-        tiny_gguf.finish(writer, tmp_path / "v.gguf"),
-        (b"odd.KEY", b"odd.K\xe4Y"),
-        (b"odd.VALUE", b"odd.VAL\xe4E"),
-    )
-    metadata = _core.Model.load(str(path), 0, False, None, vocabulary_only=True).metadata()
-    assert metadata["odd.K\ufffdY"] == "odd.VAL\ufffdE"
-
-
 def test_a_log_line_that_is_no_utf8_reaches_no_other_engine(
     odd_model: Path, caplog: pytest.LogCaptureFixture
 ):
