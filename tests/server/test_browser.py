@@ -120,6 +120,28 @@ def test_example_of_the_readme_logs_its_shapes(page: Any, served: Served, origin
     assert [b[2] - a[2] for a, b in itertools.pairwise(shapes)] == [1] * 7
 
 
+def test_page_of_another_site_can_neither_read_nor_run_anything(
+    page: Any, served: Served, origin: str
+):
+    before = served.service.n_runs
+    elsewhere = origin.replace("localhost", "page.example")
+    found = result(page, f"{elsewhere}/foreign.html")
+    # Its socket is told why before it is closed; what it sends blindly is refused unseen.
+    assert (found["get"], found["json"], found["plain"]) == ("refused",) * 3
+    assert (found["blind"], found["socket"]) == ("opaque", "error")
+    assert served.service.n_runs == before
+    found = result(page, f"{origin}/foreign.html")  # the same from this machine
+    assert found == {"get": 200, "json": 200, "plain": 200, "blind": "opaque", "socket": "token"}
+    assert served.service.n_runs > before
+
+
+def test_name_that_somebody_points_at_this_machine_reads_nothing(page: Any, served: Served):
+    reply = page.goto(served.url.replace("127.0.0.1", "rebound.example"))
+    assert reply.status == 403
+    script = "async () => { const r = await fetch('/api/v1/model'); return [r.status, r.type]; }"
+    assert page.evaluate(script) == [403, "basic"]  # of its own origin, to the browser
+
+
 def test_start_page_draws_a_generation(page: Any, served: Served):
     # No wait_for_function: it evaluates text, which this page's policy forbids.
     page.goto(served.url)

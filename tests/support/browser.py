@@ -19,14 +19,15 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 WITHIN_MS = 30_000
+# As root there is no sandbox; the pages are ours. Names under .example are this machine.
+_ARGUMENTS = ["--no-sandbox", "--host-resolver-rules=MAP *.example 127.0.0.1"]
 
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Any]:
     """A browser without a window."""
     with sync_api.sync_playwright() as playwright:
-        # As root there is no sandbox; the pages are ours.
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=_ARGUMENTS)
         yield browser
         browser.close()
 
