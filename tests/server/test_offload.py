@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -13,8 +15,9 @@ import msgspec
 import pytest
 
 from kqview import Engine
+from kqview.cli import serving
 from kqview.errors import QueueFull, RequestError
-from kqview.server import Settings
+from kqview.server import Settings, create_app
 from kqview.server.errors import TimedOut, TooLarge
 from kqview.server.run import GenerateRequest
 from kqview.server.service import OFFLOAD_BYTES, Service
@@ -266,3 +269,20 @@ def test_names_of_requests_that_failed_to_begin_are_free_again():
                 pass
 
     asyncio.run(main())
+
+
+def test_event_loop_waits_for_no_worker_longer_than_half_a_millisecond(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    seen: list[float] = []
+    monkeypatch.setattr(
+        serving._Server, "run", lambda *_, **__: seen.append(sys.getswitchinterval())
+    )
+    before_s = sys.getswitchinterval()
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            settings = Settings(demo=True)
+            serving.run(create_app(settings), settings, listener)
+    finally:
+        sys.setswitchinterval(before_s)
+    assert seen == [pytest.approx(0.0005)]

@@ -8,6 +8,7 @@ import asyncio
 import ctypes
 import logging
 import socket
+import sys
 from types import FrameType
 from typing import Final
 
@@ -22,12 +23,16 @@ from kqview.server.tls import tls_context
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_KEPT_BYTES: Final = 32 * 2**20
 _KEPT_BYTES: Final = 256 * 2**20
+# How long a worker thread may go on when the event loop wants to: those that write rows or
+# logprobs are several, and Python's own 5 ms are for each of them.
+_SWITCH_S: Final = 0.0005
 _CUT: Final = "ASGI callable returned without completing response."
 
 
 def run(app: App, settings: Settings, listener: socket.socket) -> None:
     """Serve *app* on *listener* until a signal ends it."""
     allow_files(settings)
+    sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
     _Server(app, configured(app, settings)).run(sockets=[listener])
 
