@@ -77,7 +77,9 @@ class Settings:
         (), "keys that may use the API; without any it is open", is_secret=True
     )
     admin_keys: tuple[str, ...] = _setting(
-        (), "keys that may switch the model too; without any nobody may", is_secret=True
+        (),
+        "keys that may switch the model too, and see what other keys made; without any nobody may",
+        is_secret=True,
     )
     query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
     cors_origins: tuple[str, ...] = _setting(
