@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "llama/model.h"
-#include "sample/constraint.h"
+#include "sample/token_filters.h"
 #include "sched/llama_runner.h"
 #include "sched/request.h"
 #include "sched/scheduler.h"
@@ -58,17 +58,7 @@ struct engine_core {
     std::shared_ptr<copy_counters> copies;
     scheduler_handle sched;
 
-    // What json_schema and regex need, built when the first of them comes; any thread, no GIL.
-    std::mutex constraints_mutex;
-    std::shared_ptr<const constraint_vocabulary> constraints;
-
-    std::shared_ptr<const constraint_vocabulary> constraints_of(const std::string& library_path) {
-        const std::lock_guard lock(constraints_mutex);
-        if (!constraints) {
-            constraints = std::make_shared<const constraint_vocabulary>(library_path, *source);
-        }
-        return constraints;
-    }
+    std::unique_ptr<token_filters> filters;
 
     // Dropped without close(): joining the engine thread must not hold up the other Python threads.
     ~engine_core() {

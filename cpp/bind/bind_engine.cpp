@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "bind/bind.h"
-#include "sample/grammar.h"
 #include "sample/params.h"
 #include "sched/sampler_picker.h"
 
@@ -45,6 +44,7 @@ std::shared_ptr<engine_core> open_engine(std::shared_ptr<model> source, int n_ct
     auto runner = std::make_unique<llama_runner>(source, options);
     auto core = std::make_shared<engine_core>();
     core->embeddings = embedding_facts_of(*source);
+    core->filters = std::make_unique<token_filters>(source);
     core->source = std::move(source);
     core->n_ctx = runner->n_ctx();
     core->n_chunk = runner->n_chunk();
@@ -75,13 +75,8 @@ std::shared_ptr<generation_handle> submit(
     wanted->prompt = std::move(prompt);
     if (!only_attends && !embeds) {
         const nb::gil_scoped_release release;  // a grammar or DRY takes its time
-        if (!sampling.grammar.empty()) check_grammar(sampling.grammar);
-        std::shared_ptr<const constraint_vocabulary> constraints;
-        if (!sampling.constraint_kind.empty()) {
-            constraints = self->constraints_of(constraint_library);
-        }
-        wanted->picker =
-            make_sampler_picker(*self->source, sampling, wanted->prompt, std::move(constraints));
+        wanted->picker = make_sampler_picker(*self->source, sampling, wanted->prompt,
+                                             self->filters->make(sampling, constraint_library));
     }
     wanted->max_tokens = max_tokens;
     std::sort(stop_tokens.begin(), stop_tokens.end());

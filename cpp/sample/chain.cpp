@@ -1,7 +1,5 @@
 #include "sample/chain.h"
 
-#include <time.h>
-
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -11,7 +9,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "sample/grammar.h"
 
 namespace kqview {
 namespace {
@@ -55,18 +52,7 @@ bool is_better(const llama_token_data& a, const llama_token_data& b) {
                 "banned_tokens, logit_bias, ignore_eos or the grammar");
 }
 
-// llama.cpp's matcher follows every reading of an ambiguous grammar, and each token can multiply
-// them. Ending the request once a call is slow keeps that from standing still the engine.
-constexpr double grammar_limit_s = 0.25;
-constexpr double grammar_candidate_limit_s = 10e-6;  // ten times what one usually takes
-
-double thread_cpu_s() {
-    timespec now{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
-    return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
-}
-
-// llama.cpp throws plain std exceptions, for instance where an output cannot follow its grammar.
+// llama.cpp throws plain std exceptions.
 template <typename F>
 void call_llama(errc code, const char* what, F&& call) {
     try {
@@ -79,30 +65,19 @@ void call_llama(errc code, const char* what, F&& call) {
     }
 }
 
-template <typename F>
-void call_grammar(const std::string& kind, std::size_t n_candidates, F&& call) {
-    const std::string what = "sampler.sample: " + (kind.empty() ? "grammar" : kind);
-    const double start_s = thread_cpu_s();
-    call_llama(errc::decode, what.c_str(), call);
-    const double used_s = thread_cpu_s() - start_s;
-    const double limit_s =
-        grammar_limit_s + grammar_candidate_limit_s * static_cast<double>(n_candidates);
-    if (used_s > limit_s) {
-        throw error(errc::decode, what + " took " + std::to_string(used_s) +
-                                      " s for one token, up to " + std::to_string(limit_s) +
-                                      " s are allowed; make it less ambiguous");
-    }
-}
-
 }  // namespace
 
 sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
-                 std::shared_ptr<const constraint_vocabulary> constraints)
-    : params_(params), seed_(pick_seed(params.seed)), n_vocab_(llama_vocab_n_tokens(vocab)) {
+                 std::unique_ptr<token_filter> filter)
+    : params_(params),
+      seed_(pick_seed(params.seed)),
+      n_vocab_(llama_vocab_n_tokens(vocab)),
+      filter_(std::move(filter)),
+      limit_("generate: " + (params.constraint_kind.empty() ? "grammar" : params.constraint_kind),
+             filter_limit_s) {
     check(params_, n_vocab_);
     collect_bans(vocab);
     build_penalties(vocab, n_ctx_train);
-    build_grammar(vocab, std::move(constraints));
     if (!is_greedy()) build_choice(n_vocab_);
 }
 
@@ -161,29 +136,6 @@ void sampler::build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train
     n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
 }
 
-void sampler::build_grammar(const llama_vocab* vocab,
-                            std::shared_ptr<const constraint_vocabulary> constraints) {
-    if (!params_.constraint_kind.empty()) {
-        grammar_.reset(
-            make_constraint(std::move(constraints), params_.constraint_kind, params_.constraint));
-        return;
-    }
-    if (params_.grammar.empty()) return;
-    if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
-        throw error(errc::invalid_sampling,
-                    "generate: a grammar is given, none is allowed for a model without "
-                    "vocabulary; leave it out");
-    }
-    check_grammar(params_.grammar);
-    grammar_.reset(llama_sampler_init_grammar(vocab, params_.grammar.c_str(), "root"));
-    if (!grammar_) {
-        throw error(errc::invalid_sampling,
-                    "generate: grammar is refused by llama.cpp, rules must not begin with "
-                    "themselves and a <token> has to be one token of the vocabulary; correct the "
-                    "grammar");
-    }
-}
-
 void sampler::build_choice(std::int32_t n_vocab) {
     llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
     chain_params.no_perf = true;
@@ -227,8 +179,7 @@ void sampler::remember(token_id id) {
 
 void sampler::accept(token_id id) {
     remember(id);
-    if (!grammar_) return;
-    call_grammar(params_.constraint_kind, 1, [&] { llama_sampler_accept(grammar_.get(), id); });
+    if (filter_) filter_->accept(id, limit_);
 }
 
 sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
@@ -239,6 +190,7 @@ sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
     }
     const std::span<float> row(logits, static_cast<std::size_t>(n_vocab));
     const bool has_logprobs = params_.n_logprobs >= 0;
+    if (filter_) limit_.restart();
     if (has_logprobs) logprobs_.read(logits, n_vocab, params_.n_logprobs);
 
     edit(row);
@@ -296,11 +248,11 @@ token_id sampler::choose(std::span<const float> logits) {
     scan_.read(logits.data(), n_vocab_);
     if (scan_.max() == minus_inf) throw_nothing_left();
     const bool needs_all = params_.mirostat != 0 || params_.top_k <= 0 || params_.top_k >= n_vocab_;
-    if (is_greedy() && !grammar_) return scan_.argmax();
+    if (is_greedy() && !filter_) return scan_.argmax();
     if (!is_greedy() && needs_all) return choose_of_all(logits);
 
     const std::int32_t k = is_greedy() ? 1 : params_.top_k;
-    if (grammar_) {
+    if (filter_) {
         fill_top_allowed(logits, k);
     } else {
         fill_top(k);
@@ -308,18 +260,18 @@ token_id sampler::choose(std::span<const float> logits) {
     return is_greedy() ? candidates_.front().id : run_choice(true);
 }
 
-// The grammar is tried on the chosen token first: on the whole vocabulary it costs far more than
+// The filter is tried on the chosen token first: on the whole vocabulary it costs far more than
 // choosing twice.
 token_id sampler::choose_of_all(std::span<const float> logits) {
     fill_all(logits);
     const token_id id = run_choice(false);
-    if (!grammar_) return id;
+    if (!filter_) return id;
     candidates_.assign(1, {id, 0.0F, 0.0F});
-    apply_grammar();
+    apply_filter();
     if (!candidates_.empty()) return id;
 
     fill_all(logits);
-    apply_grammar();
+    apply_filter();
     if (candidates_.empty()) throw_nothing_left();
     return run_choice(false);
 }
@@ -360,14 +312,14 @@ void sampler::fill_top(std::int32_t k) {
     for (const scored_token& entry : top_) candidates_.push_back({entry.id, entry.logit, 0.0F});
 }
 
-// The k best that the grammar allows: it is asked about growing shares of the best tokens, since
+// The k best that the filter allows: it is asked about growing shares of the best tokens, since
 // asking about every token of the vocabulary takes milliseconds.
 void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
     const auto n_wanted = static_cast<std::size_t>(k);
     for (std::int32_t n = std::max(64, 2 * std::min(k, n_vocab_)); n < n_vocab_ / 8; n *= 8) {
         fill_top(n);
         const bool were_all = candidates_.size() < static_cast<std::size_t>(n);
-        apply_grammar();
+        apply_filter();
         if (candidates_.size() >= n_wanted || were_all) {
             if (candidates_.empty()) throw_nothing_left();
             candidates_.resize(std::min(candidates_.size(), n_wanted));
@@ -375,7 +327,7 @@ void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
         }
     }
     fill_all(logits);
-    apply_grammar();
+    apply_filter();
     if (candidates_.empty()) throw_nothing_left();
     const std::size_t n_kept = std::min(candidates_.size(), n_wanted);
     std::partial_sort(candidates_.begin(),
@@ -384,11 +336,11 @@ void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
     candidates_.resize(n_kept);
 }
 
-void sampler::apply_grammar() {
-    llama_token_data_array array = as_array(candidates_, true);
-    call_grammar(params_.constraint_kind, array.size,
-                 [&] { llama_sampler_apply(grammar_.get(), &array); });
-    std::erase_if(candidates_, [](const llama_token_data& e) { return !(e.logit > minus_inf); });
+void sampler::apply_filter() {
+    filter_->prepare(candidates_.size(), limit_);
+    std::erase_if(candidates_, [this](const llama_token_data& candidate) {
+        return !(candidate.logit > minus_inf) || !filter_->allows(candidate.id, limit_);
+    });
 }
 
 }  // namespace kqview

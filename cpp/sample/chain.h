@@ -1,8 +1,8 @@
-// Chooses the next token of one request: bias and bans, penalties, DRY, grammar, top-k and then
+// Chooses the next token of one request: bias and bans, penalties, DRY, the filter, top-k and then
 // llama.cpp's samplers in the order of its own tools.
 // Owns:    its llama_samplers and every buffer; the vocabulary belongs to the model.
-// Threads: one at a time; the engine thread samples, any thread may build it before (DRY and
-//          ignore_eos read the whole vocabulary, which takes milliseconds).
+// Threads: one at a time, and stop() from any. Building takes milliseconds: DRY and ignore_eos read the whole
+//          vocabulary.
 // Never:   touches a llama_context: it works on a row of logits.
 #pragma once
 
@@ -16,10 +16,10 @@
 #include <vector>
 
 #include "base/ids.h"
-#include "sample/constraint.h"
 #include "sample/logprobs.h"
 #include "sample/params.h"
 #include "sample/select.h"
+#include "sample/token_filter.h"
 
 namespace kqview {
 
@@ -31,18 +31,26 @@ struct sampled_token {
 
 class sampler {
 public:
-    // Raises what check() and check_grammar() raise, and invalid_sampling for a grammar or DRY
-    // without a vocabulary. -1 as a window of the penalties means n_ctx_train tokens.
-    // `constraints` is what a constraint needs, null without one.
+    // CPU time that the filter may use for one token.
+    static constexpr double filter_limit_s = 2.0;
+
+    // Raises what check() raises, and invalid_sampling for DRY without a vocabulary. -1 as a window
+    // of the penalties means n_ctx_train tokens. `filter` is what make_filter() made of `params`.
     sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
-            std::shared_ptr<const constraint_vocabulary> constraints = nullptr);
+            std::unique_ptr<token_filter> filter = nullptr);
 
     // Penalties and DRY look back on the prompt; the grammar does not.
     void accept_prompt(std::span<const token_id> ids);
 
     // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode when
-    // a logit is NaN or infinite, and when nothing is left to choose.
+    // a logit is NaN or infinite, and when nothing is left to choose; invalid_sampling when the
+    // filter takes too long or too much.
     sampled_token sample(float* logits, std::int32_t n_vocab);
+
+    // Does sample() take an unknown time?
+    bool has_filter() const { return filter_ != nullptr; }
+    // Ends a running sample(), and later ones, soon. Any thread.
+    void stop() noexcept { limit_.stop(); }
 
     // The one in use; given to a sampler of the same options it repeats the choices.
     std::uint32_t seed() const { return seed_; }
@@ -57,8 +65,6 @@ private:
 
     void collect_bans(const llama_vocab* vocab);
     void build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train);
-    void build_grammar(const llama_vocab* vocab,
-                       std::shared_ptr<const constraint_vocabulary> constraints);
     void build_choice(std::int32_t n_vocab);
 
     void edit(std::span<float> logits);
@@ -72,7 +78,7 @@ private:
     void fill_all(std::span<const float> logits);
     void fill_top(std::int32_t k);
     void fill_top_allowed(std::span<const float> logits, std::int32_t k);
-    void apply_grammar();
+    void apply_filter();
     float logprob_of(token_id id, std::span<const float> logits) const;
 
     sampling_params params_;
@@ -82,8 +88,9 @@ private:
 
     handle penalties_;  // null when off
     handle dry_;
-    handle grammar_;  // or the constraint
-    handle choice_;   // null when greedy
+    handle choice_;  // null when greedy
+    std::unique_ptr<token_filter> filter_;
+    work_limit limit_;
 
     // The last tokens that penalties and DRY may look back on, as a ring.
     std::vector<token_id> recent_;

@@ -1,9 +1,9 @@
 #include "sample/constraint.h"
 
 #include <algorithm>
-#include <cmath>
-#include <stdexcept>
 #include <utility>
+
+#include <llama.h>
 
 #include "base/error.h"
 
@@ -28,11 +28,11 @@ std::string one_line(const char* message) {
     return line;
 }
 
-class constraint {
+class constraint final : public token_filter {
 public:
     constraint(std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
                const std::string& text)
-        : vocabulary_(std::move(vocabulary)), library_(vocabulary_->library()) {
+        : vocabulary_(std::move(vocabulary)), library_(vocabulary_->library()), kind_(kind) {
         llg_matcher_init init{};
         library_.constraint_init_set_defaults(&init, vocabulary_->get());
         init.log_buffer_level = 0;
@@ -59,25 +59,30 @@ public:
                                      [](std::uint32_t word) { return word == 0; });
     }
 
-    void apply(llama_token_data_array* candidates) {
-        const std::uint32_t* const words = mask();
-        if (!words) raise();
-        for (std::size_t i = 0; i < candidates->size; ++i) {
-            const auto id = static_cast<std::uint32_t>(candidates->data[i].id);
-            if ((words[id / 32] >> (id % 32) & 1U) == 0) candidates->data[i].logit = -INFINITY;
-        }
+    // llguidance keeps to limits of its own, and cannot be interrupted within them.
+    void prepare(std::size_t /*n_calls*/, work_limit& limit) override {
+        if (!mask()) raise();
+        limit.check();
     }
 
-    void accept(token_id id) {
+    bool allows(token_id id, work_limit& /*limit*/) override {
+        const auto i = static_cast<std::uint32_t>(id);
+        return (mask_[i / 32] >> (i % 32) & 1U) != 0;
+    }
+
+    void accept(token_id id, work_limit& limit) override {
         mask_ = nullptr;
         // After an end nothing follows, and llguidance takes none where it must come.
         if (vocabulary_->is_end(id)) return;
         const auto token = static_cast<std::uint32_t>(id);
         if (library_.matcher_consume_token(handle_.get(), token) != 0) raise();
+        limit.check();
     }
 
     [[noreturn]] void raise() const {
-        throw std::runtime_error(one_line(library_.matcher_get_error(handle_.get())));
+        throw error(errc::invalid_sampling,
+                    "generate: llguidance cannot go on with " + kind_ + ": " +
+                        one_line(library_.matcher_get_error(handle_.get())) + "; simplify it");
     }
 
 private:
@@ -88,24 +93,10 @@ private:
 
     std::shared_ptr<const constraint_vocabulary> vocabulary_;  // outlives the matcher
     const llguidance& library_;
+    const std::string kind_;
     std::unique_ptr<LlgMatcher, matcher_deleter> handle_{nullptr, {library_.free_matcher}};
     const std::uint32_t* mask_ = nullptr;  // of the next token, once computed; llguidance's own
 };
-
-constraint& of(llama_sampler* handle) { return *static_cast<constraint*>(handle->ctx); }
-
-llama_sampler_i make_interface() {
-    llama_sampler_i interface{};
-    interface.name = [](const llama_sampler*) { return "kqview-constraint"; };
-    interface.accept = [](llama_sampler* self, llama_token id) { of(self).accept(id); };
-    interface.apply = [](llama_sampler* self, llama_token_data_array* candidates) {
-        of(self).apply(candidates);
-    };
-    interface.free = [](llama_sampler* self) { delete &of(self); };
-    return interface;
-}
-
-llama_sampler_i constraint_interface = make_interface();
 
 }  // namespace
 
@@ -153,12 +144,9 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
 
 constraint_vocabulary::~constraint_vocabulary() { library_.free_tokenizer(handle_); }
 
-llama_sampler* make_constraint(std::shared_ptr<const constraint_vocabulary> vocabulary,
-                               const std::string& kind, const std::string& text) {
-    if (!vocabulary) {
-        throw error(errc::internal, "sampler.build: " + kind +
-                                        " comes without a vocabulary, one is needed; report this");
-    }
+std::unique_ptr<token_filter> make_constraint(
+    std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
+    const std::string& text) {
     if (text.size() > n_bytes_max || text.find('\0') != std::string::npos) {
         throw error(errc::invalid_sampling, "generate: " + kind + " has " +
                                                 std::to_string(text.size()) + " bytes, up to " +
@@ -170,7 +158,7 @@ llama_sampler* make_constraint(std::shared_ptr<const constraint_vocabulary> voca
         throw error(errc::invalid_sampling,
                     "generate: " + kind + " matches no output, some is needed; correct it");
     }
-    return llama_sampler_init(&constraint_interface, made.release());
+    return made;
 }
 
 }  // namespace kqview

@@ -1,8 +1,5 @@
-// Output that follows a JSON schema or a regular expression, by llguidance. A constraint is a
-// llama_sampler, so that the sampler's chain treats it as it treats a GBNF grammar.
+// Output that follows a JSON schema or a regular expression, by llguidance.
 #pragma once
-
-#include <llama.h>
 
 #include <cstdint>
 #include <memory>
@@ -12,6 +9,7 @@
 #include "base/ids.h"
 #include "llama/model.h"
 #include "sample/llguidance.h"
+#include "sample/token_filter.h"
 
 namespace kqview {
 
@@ -39,9 +37,9 @@ private:
 };
 
 // `kind` is "json_schema" or "regex". Raises invalid_sampling for text that is none, or that no
-// output can match. Applying it raises std::runtime_error where llguidance reaches a limit of its
-// own. Free it with llama_sampler_free; any thread may, one at a time.
-llama_sampler* make_constraint(std::shared_ptr<const constraint_vocabulary> vocabulary,
-                               const std::string& kind, const std::string& text);
+// output can match.
+std::unique_ptr<token_filter> make_constraint(
+    std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
+    const std::string& text);
 
 }  // namespace kqview

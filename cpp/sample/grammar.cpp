@@ -7,15 +7,18 @@
 #include <vector>
 
 #include "base/error.h"
-#include "sample/grammar_rules.h"
+#include "sample/work_limit.h"
 
 namespace kqview {
 namespace {
 
 constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
-constexpr std::size_t n_elements_max = 1'000'000;  // llama.cpp's rules: 8 bytes each, held twice
-constexpr std::size_t nesting_max = 200;           // parentheses; llama.cpp's parser recurses
+constexpr std::size_t n_elements_max = 1'000'000;  // with repetitions written out; 8 bytes each
+constexpr std::size_t nesting_max = 200;           // parentheses; the reader recurses
 constexpr std::uint64_t n_repetitions_max = 2000;  // llama.cpp's own limit
+constexpr std::size_t n_token_bytes_max = 256;     // of a <token>, which is tokenized
+using kind = grammar_element::kind;
+
 constexpr std::uint64_t unlimited = UINT64_MAX;
 
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
@@ -32,21 +35,26 @@ std::size_t n_bytes_of(char first) {
     return byte < 0xC0 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
 }
 
+std::uint32_t hex_value(char c) {
+    return static_cast<std::uint32_t>(is_digit(c) ? c - '0' : (c | 0x20) - 'a' + 10);
+}
+
 // Reads exactly the language of llama.cpp's parser and builds the same rules.
 class gbnf_reader {
 public:
-    explicit gbnf_reader(std::string_view text) : text_(text) {}
+    gbnf_reader(std::string_view text, const token_finder& find_token, work_limit& limit)
+        : text_(text), find_token_(find_token), limit_(limit) {}
 
-    grammar_rules read() {
+    grammar read() {
         space(true);
         while (pos_ < text_.size()) rule();
-        return std::move(rules_);
+        return rules_.finish(limit_);
     }
 
 private:
     // What one sequence holds so far and which part of it a repetition sign would repeat.
     struct sequence_state {
-        grammar_sequence symbols;
+        grammar_sequence elements;
         std::size_t last_start = 0;
         std::uint64_t n_rules = 1;  // that a repetition of the last part would repeat
     };
@@ -105,31 +113,46 @@ private:
         return value;
     }
 
-    void character() {
+    std::uint32_t character() {
         if (pos_ >= text_.size()) fail("a character");
-        if (at() != '\\') {
-            pos_ = std::min(text_.size(), pos_ + n_bytes_of(at()));
-            return;
-        }
+        if (at() != '\\') return code_point();
         ++pos_;
-        const char kind = at();
-        const std::size_t n_digits = kind == 'x' ? 2 : kind == 'u' ? 4 : kind == 'U' ? 8 : 0;
+        const char sign = at();
+        const std::size_t n_digits = sign == 'x' ? 2 : sign == 'u' ? 4 : sign == 'U' ? 8 : 0;
         if (n_digits == 0 &&
-            (kind == '\0' || std::string_view("trn\\\"[]-").find(kind) == std::string_view::npos)) {
+            (sign == '\0' || std::string_view("trn\\\"[]-").find(sign) == std::string_view::npos)) {
             fail("one of x u U t r n \\ \" [ ] - after a backslash");
         }
         ++pos_;
+        if (n_digits == 0) {
+            const char value = sign == 't' ? '\t' : sign == 'r' ? '\r' : sign == 'n' ? '\n' : sign;
+            return static_cast<unsigned char>(value);
+        }
+        std::uint32_t value = 0;
         for (std::size_t i = 0; i < n_digits; ++i, ++pos_) {
             if (!is_hex(at())) fail(std::to_string(n_digits) + " hexadecimal digits");
+            value = value << 4 | hex_value(at());
         }
+        return value;
     }
 
-    void add(sequence_state& state, std::int32_t rule, std::size_t n_elements) {
-        count(n_elements);
-        state.symbols.push_back({rule, static_cast<std::uint32_t>(n_elements)});
+    std::uint32_t code_point() {
+        const std::size_t n_bytes = n_bytes_of(at());
+        std::uint32_t value = static_cast<unsigned char>(at()) & ((1U << (8 - n_bytes)) - 1);
+        ++pos_;
+        for (std::size_t i = 1; i < n_bytes && pos_ < text_.size(); ++i, ++pos_) {
+            value = value << 6 | (static_cast<unsigned char>(at()) & 0x3FU);
+        }
+        return value;
+    }
+
+    void add(sequence_state& state, grammar_element element) {
+        count(1);
+        state.elements.push_back(element);
     }
 
     void count(std::uint64_t n_elements) {
+        limit_.spend(n_elements);
         n_elements_ += n_elements;
         if (n_elements_ > n_elements_max) {
             throw error(errc::invalid_sampling,
@@ -139,60 +162,68 @@ private:
     }
 
     void literal(sequence_state& state) {
-        std::size_t n = 0;
-        for (++pos_; at() != '"'; ++n) character();
+        for (++pos_; at() != '"';) add(state, {kind::character, character()});
         ++pos_;
-        if (n > 0) add(state, grammar_symbol::terminal, n);
     }
 
     void char_class(sequence_state& state) {
         ++pos_;
-        if (at() == '^') ++pos_;
-        std::size_t n = 0;
+        character_set set;
+        if (at() == '^') {
+            ++pos_;
+            set.is_negated = true;
+        }
         while (at() != ']') {
-            character();
-            ++n;
+            const std::uint32_t first = character();
+            std::uint32_t last = first;
             if (at() == '-' && at(1) != ']') {
                 ++pos_;
-                character();
-                ++n;
+                last = character();
             }
+            count(1);
+            set.ranges.emplace_back(first, last);
         }
         ++pos_;
-        if (n > 0) add(state, grammar_symbol::terminal, n);
+        if (!set.ranges.empty()) add(state, {kind::set, rules_.add_set(std::move(set))});
     }
 
     void token(sequence_state& state) {
+        const kind type = at() == '!' ? kind::token_not : kind::token;
         if (at() == '!') ++pos_;
+        const std::size_t start = pos_;
         expect('<', "and a token");
         if (at() == '[') {
             ++pos_;
-            number();
+            const auto id = static_cast<std::uint32_t>(number());
             expect(']', "after a token id");
-        } else {
-            while (pos_ < text_.size() && at() != '>') ++pos_;
+            expect('>', "after a token");
+            return add(state, {type, id});
         }
+        while (pos_ < text_.size() && at() != '>') ++pos_;
         expect('>', "after a token");
-        add(state, grammar_symbol::terminal, 1);
+        const std::string_view name = text_.substr(start, pos_ - start);
+        const auto id = name.size() <= n_token_bytes_max ? find_token_(name) : std::nullopt;
+        if (!id) fail_at(start, "a <token> that is one token of the vocabulary");
+        add(state, {type, static_cast<std::uint32_t>(*id)});
     }
 
-    void group(sequence_state& state, const std::string& rule_name, std::size_t nesting) {
+    void group(sequence_state& state, std::uint32_t base, std::size_t nesting) {
         ++pos_;
         space(true);
-        const std::size_t n_names_before = rules_.n_names();
-        const std::int32_t id = rules_.add_generated(rule_name);
-        alternates(rule_name, id, nesting + 1);
-        state.n_rules = std::max<std::uint64_t>(1, rules_.n_names() - n_names_before);
+        const std::size_t n_rules_before = rules_.n_rules();
+        const std::uint32_t id = rules_.add_generated(base);
+        alternates(base, id, nesting + 1);
+        state.n_rules = std::max<std::uint64_t>(1, rules_.n_rules() - n_rules_before);
         expect(')', "after a group");
-        state.last_start = state.symbols.size();
-        add(state, id, 1);
+        state.last_start = state.elements.size();
+        add(state, {kind::rule, id});
     }
 
     // S{m,n} becomes S m times and a rule of n - m optional ones; see llama.cpp for the rewriting.
     // `sign` is where the repetition sign stands.
-    void repeat(sequence_state& state, const std::string& rule_name, std::size_t sign,
-                std::uint64_t least, std::uint64_t most) {
-        if (state.last_start == state.symbols.size()) {
+    void repeat(sequence_state& state, std::uint32_t base, std::size_t sign, std::uint64_t least,
+                std::uint64_t most) {
+        if (state.last_start == state.elements.size()) {
             fail_at(sign, "something to repeat before * + ? {");
         }
         const bool has_limit = most != unlimited;
@@ -203,30 +234,29 @@ private:
                               " repetitions, nested ones counted");
         }
 
-        const auto first = state.symbols.begin() + static_cast<std::ptrdiff_t>(state.last_start);
-        const grammar_sequence part(first, state.symbols.end());
-        std::uint64_t n_part = 0;
-        for (const grammar_symbol& symbol : part) n_part += symbol.n_elements;
+        const auto first = state.elements.begin() + static_cast<std::ptrdiff_t>(state.last_start);
+        const grammar_sequence part(first, state.elements.end());
         const std::uint64_t n_optional = has_limit ? most - least : 1;
-        count((std::max<std::uint64_t>(least, 1) - 1) * n_part + n_optional * (n_part + 3));
+        count((std::max<std::uint64_t>(least, 1) - 1) * part.size() +
+              n_optional * (part.size() + 3));
 
-        if (least == 0) state.symbols.resize(state.last_start);
+        if (least == 0) state.elements.resize(state.last_start);
         for (std::uint64_t i = 1; i < least; ++i) {
-            state.symbols.insert(state.symbols.end(), part.begin(), part.end());
+            state.elements.insert(state.elements.end(), part.begin(), part.end());
         }
-        std::int32_t last_rule = 0;
+        std::uint32_t last_rule = 0;
         for (std::uint64_t i = 0; i < n_optional; ++i) {
-            const std::int32_t id = rules_.add_generated(rule_name);
+            const std::uint32_t id = rules_.add_generated(base);
             grammar_sequence sequence = part;
-            if (i > 0 || !has_limit) sequence.push_back({has_limit ? last_rule : id, 1});
+            if (i > 0 || !has_limit) sequence.push_back({kind::rule, has_limit ? last_rule : id});
             rules_.define(id, {std::move(sequence), {}});
             last_rule = id;
         }
-        if (n_optional > 0) state.symbols.push_back({last_rule, 1});
+        if (n_optional > 0) state.elements.push_back({kind::rule, last_rule});
         state.n_rules *= n_rules;
     }
 
-    void counted_repetition(sequence_state& state, const std::string& rule_name, bool nested) {
+    void counted_repetition(sequence_state& state, std::uint32_t base, bool nested) {
         const std::size_t sign = pos_++;
         space(nested);
         const std::uint64_t least = number();
@@ -249,14 +279,14 @@ private:
         if (most != unlimited && most < least) {
             fail_at(sign, "a repetition whose first number is not above its second");
         }
-        repeat(state, rule_name, sign, least, most > n_repetitions_max ? unlimited : most);
+        repeat(state, base, sign, least, most > n_repetitions_max ? unlimited : most);
     }
 
-    grammar_sequence sequence(const std::string& rule_name, std::size_t nesting) {
+    grammar_sequence sequence(std::uint32_t base, std::size_t nesting) {
         const bool nested = nesting > 0;
         sequence_state state;
         const auto begin_part = [&state] {
-            state.last_start = state.symbols.size();
+            state.last_start = state.elements.size();
             state.n_rules = 1;
         };
         for (;;) {
@@ -271,56 +301,57 @@ private:
                 begin_part();
                 token(state);
             } else if (is_name_char(c)) {
-                const std::int32_t id = rules_.find_or_add(name());
+                const std::uint32_t id = rules_.find_or_add(name());
                 begin_part();
-                add(state, id, 1);
+                add(state, {kind::rule, id});
             } else if (c == '(') {
                 if (nesting >= nesting_max) {
                     fail("at most " + std::to_string(nesting_max) + " nested parentheses");
                 }
-                group(state, rule_name, nesting);
+                group(state, base, nesting);
             } else if (c == '.') {
                 ++pos_;
                 begin_part();
-                add(state, grammar_symbol::terminal, 1);
+                add(state, {kind::any, 0});
             } else if (c == '*' || c == '+' || c == '?') {
                 const std::size_t sign = pos_++;
-                repeat(state, rule_name, sign, c == '+' ? 1 : 0, c == '?' ? 1 : unlimited);
+                repeat(state, base, sign, c == '+' ? 1 : 0, c == '?' ? 1 : unlimited);
             } else if (c == '{') {
-                counted_repetition(state, rule_name, nested);
+                counted_repetition(state, base, nested);
             } else {
-                return std::move(state.symbols);
+                return std::move(state.elements);
             }
             space(nested);
         }
     }
 
-    void alternates(const std::string& rule_name, std::int32_t rule_id, std::size_t nesting) {
+    void alternates(std::uint32_t base, std::uint32_t rule_id, std::size_t nesting) {
         std::vector<grammar_sequence> found;
-        found.push_back(sequence(rule_name, nesting));
+        found.push_back(sequence(base, nesting));
         while (at() == '|') {
             ++pos_;
             space(true);
             count(1);
-            found.push_back(sequence(rule_name, nesting));
+            found.push_back(sequence(base, nesting));
         }
         count(1);
         rules_.define(rule_id, std::move(found));
     }
 
     void rule() {
-        const std::string rule_name(name());
+        const std::uint32_t id = rules_.find_or_add(name());
         space(false);
-        const std::int32_t id = rules_.find_or_add(rule_name);
         if (text_.substr(pos_, 3) != "::=") fail("::= after the name of a rule");
         pos_ += 3;
         space(true);
-        alternates(rule_name, id, 0);
+        alternates(id, id, 0);
         if (pos_ < text_.size() && at() != '\r' && at() != '\n') fail("a newline after a rule");
         space(true);
     }
 
-    std::string_view text_;
+    const std::string_view text_;
+    const token_finder& find_token_;
+    work_limit& limit_;
     std::size_t pos_ = 0;
     std::uint64_t n_elements_ = 0;
     grammar_rules rules_;
@@ -328,7 +359,7 @@ private:
 
 }  // namespace
 
-void check_grammar(std::string_view text) {
+grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit) {
     if (text.size() > n_bytes_max) {
         throw error(errc::invalid_sampling, "generate: grammar has " + std::to_string(text.size()) +
                                                 " bytes, up to " + std::to_string(n_bytes_max) +
@@ -338,7 +369,7 @@ void check_grammar(std::string_view text) {
         throw error(errc::invalid_sampling,
                     "generate: grammar contains a zero byte, none is allowed; write \\x00");
     }
-    gbnf_reader(text).read().check();
+    return gbnf_reader(text, find_token, limit).read();
 }
 
 }  // namespace kqview

@@ -1,15 +1,22 @@
-// Checks GBNF text before llama.cpp sees it. llama.cpp's own parser prints errors to stderr without
-// a place, and runs without end, overflows the stack or aborts on grammars that this refuses.
-// Threads: any. Never: keeps state, or touches llama.cpp.
+// Reads GBNF text into the rules that llama.cpp would build of it. llama.cpp's own parser prints errors to stderr
+// without a place, and runs without end, overflows the stack or aborts on grammars that this refuses.
+// Threads: any. Never: keeps state.
 #pragma once
 
+#include <functional>
+#include <optional>
 #include <string_view>
+
+#include "base/ids.h"
+#include "sample/grammar_rules.h"
 
 namespace kqview {
 
-// Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF, a
-// rule that is missing ("root" among them) or can never end, left recursion that grows without
-// end, and grammars too large or too ambiguous to match in bounded time.
-void check_grammar(std::string_view text);
+// The one token that a <text>, brackets included, is of the vocabulary; none when it is no token or several.
+using token_finder = std::function<std::optional<token_id>(std::string_view)>;
+
+// Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF, what
+// grammar_rules::finish() refuses, grammars too large, and when `limit` is spent.
+grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit);
 
 }  // namespace kqview

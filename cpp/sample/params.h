@@ -53,7 +53,7 @@ struct sampling_params {
 };
 
 // Raises invalid_sampling for a value out of range, invalid_token for an id outside the vocabulary.
-// The grammar's text is checked by check_grammar() when the sampler is built.
+// The grammar's text is checked when the filter is made.
 void check(const sampling_params& params, std::int32_t n_vocab);
 
 }  // namespace kqview

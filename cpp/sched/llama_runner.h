@@ -33,6 +33,7 @@ public:
     int n_slots() const override { return context_->n_slots(); }
     int n_ctx() const override { return context_->n_ctx(); }
     int n_chunk() const override { return context_->n_chunk(); }
+    int n_vocab() const override { return model_->n_vocab(); }
     bool can_truncate() const override { return model_->can_truncate(); }
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }

@@ -79,6 +79,7 @@ struct request {
     bool embeds = false;        // and its embedding is wanted; needs only_attends
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
+    std::chrono::duration<double> pick_limit{20.0};  // for one token of a slow picker, by the clock
     int run_ahead = 8;                               // tokens computed before they are taken
     int priority = 0;                                // larger first, then order of arrival
     // Tokens in a row that a cache must have behind others that the prompt has not, for it to be shifted.

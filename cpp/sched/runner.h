@@ -51,6 +51,7 @@ public:
     virtual int n_slots() const = 0;
     virtual int n_ctx() const = 0;    // tokens of a slot
     virtual int n_chunk() const = 0;  // most prompt tokens of one step
+    virtual int n_vocab() const = 0;  // logits of a token
     virtual bool can_truncate() const = 0;
     // False: what is cached of a prompt depends on all of it.
     virtual bool is_causal() const { return true; }

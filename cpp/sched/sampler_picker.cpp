@@ -11,11 +11,10 @@ namespace {
 class sampler_picker final : public token_picker {
 public:
     sampler_picker(const model& source, const sampling_params& params,
-                   std::span<const token_id> prompt,
-                   std::shared_ptr<const constraint_vocabulary> constraints)
+                   std::span<const token_id> prompt, std::unique_ptr<token_filter> filter)
         : n_vocab_(source.n_vocab()),
           sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get()),
-                   std::move(constraints)) {
+                   std::move(filter)) {
         sampler_.accept_prompt(prompt);
     }
 
@@ -24,6 +23,9 @@ public:
         return {sampled.id, sampled.logprob, std::move(sampled.top)};
     }
 
+    bool is_slow() const override { return sampler_.has_filter(); }
+    void stop() noexcept override { sampler_.stop(); }
+
 private:
     int n_vocab_;
     sampler sampler_;
@@ -31,10 +33,11 @@ private:
 
 }  // namespace
 
-std::unique_ptr<token_picker> make_sampler_picker(
-    const model& source, const sampling_params& params, std::span<const token_id> prompt,
-    std::shared_ptr<const constraint_vocabulary> constraints) {
-    return std::make_unique<sampler_picker>(source, params, prompt, std::move(constraints));
+std::unique_ptr<token_picker> make_sampler_picker(const model& source,
+                                                  const sampling_params& params,
+                                                  std::span<const token_id> prompt,
+                                                  std::unique_ptr<token_filter> filter) {
+    return std::make_unique<sampler_picker>(source, params, prompt, std::move(filter));
 }
 
 }  // namespace kqview

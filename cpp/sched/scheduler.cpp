@@ -36,7 +36,7 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
                      int n_queue_max)
     : pool_(std::move(pool)),
       runner_(std::move(model)),
-      step_(std::make_unique<step>(*runner_, pool_, heart_)),
+      step_(std::make_unique<step>(*runner_, pool_, heart_, bell_)),
       n_slots_(runner_->n_slots()),
       n_queue_max_(static_cast<std::size_t>(n_queue_max)) {
     // A forked child drops views too, and the engine thread's locks may be locked there for ever.
@@ -291,6 +291,7 @@ void scheduler::close_requests() {
     step_->fail_all(closed_error);
     fail_queued();
     for (const auto& wanted : cancels) step_->cancel(wanted);
+    step_->close();
 }
 
 void scheduler::fail_queued() {

@@ -9,11 +9,12 @@
 namespace kqview {
 
 enum class slot_state {
-    idle,     // holds tokens of the past, works for nobody
-    prefill,  // feeds the prompt in chunks
-    decode,   // one token a step
-    paused,   // its consumer is behind by run_ahead tokens
-    starved,  // the block pool has no room for its next row
+    idle,      // holds tokens of the past, works for nobody
+    prefill,   // feeds the prompt in chunks
+    decode,    // one token a step
+    sampling,  // its next token is being picked in the sampler lane
+    paused,    // its consumer is behind by run_ahead tokens
+    starved,   // the block pool has no room for its next row
 };
 
 constexpr const char* name_of(slot_state state) {
@@ -21,6 +22,7 @@ constexpr const char* name_of(slot_state state) {
         case slot_state::idle: return "idle";
         case slot_state::prefill: return "prefill";
         case slot_state::decode: return "decode";
+        case slot_state::sampling: return "sampling";
         case slot_state::paused: return "paused";
         case slot_state::starved: return "starved";
     }
@@ -33,8 +35,9 @@ constexpr bool may_follow(slot_state from, slot_state to) {
         // The prompt's last chunk produces a token and a row: it may have to wait for either.
         case slot_state::prefill: return to != slot_state::prefill;
         case slot_state::decode: return to != slot_state::prefill;
+        case slot_state::sampling: return to == slot_state::decode || to == slot_state::idle;
         case slot_state::paused:
-        case slot_state::starved: return true;
+        case slot_state::starved: return to != slot_state::sampling;
     }
     return false;
 }

@@ -17,17 +17,27 @@ double seconds(step::clock::duration duration) {
 const error no_memory(errc::out_of_memory,
                       "generate: no memory left; lower n_ctx or hold fewer tokens");
 
+constexpr std::chrono::milliseconds longest_lane_wait{2};
+
 std::uint64_t nanoseconds(step::clock::duration duration) {
     return static_cast<std::uint64_t>(
         std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
 }
 
+[[noreturn]] void throw_pick_limit(double limit_s) {
+    throw error(errc::invalid_sampling,
+                "generate: choosing one token took more than " + std::to_string(limit_s) +
+                    " s, which is the limit; simplify the grammar, json_schema or regex");
+}
+
 }  // namespace
 
-step::step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart)
+step::step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
+           std::shared_ptr<doorbell> engine)
     : model_(model),
       pool_(std::move(pool)),
       heart_(std::move(heart)),
+      lane_(2 * static_cast<std::size_t>(model.n_slots()), std::move(engine)),
       slots_(static_cast<std::size_t>(model.n_slots())) {
     for (std::size_t i = 0; i < slots_.size(); ++i) slots_[i].id = static_cast<slot_id>(i);
 }
@@ -175,11 +185,17 @@ bool step::run() {
     batch_.clear();
     rows_.clear();
     work_.clear();
+    // A picker that is nearly done keeps its slot in the batch. Less than a step, and once a token.
+    const auto is_sampling = [](const slot& one) { return one.state == slot_state::sampling; };
+    if (std::any_of(slots_.begin(), slots_.end(), is_sampling))
+        lane_.await_quick(std::min<clock::duration>(longest_lane_wait, last_decode_ / 2));
+    const bool has_picked = take_picked();
     // Prompts and running texts take turns, so that a long prompt does not stall the others.
     const bool is_filled =
         prefilled_last_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
     if (is_filled) {
         decode();
+        last_decode_ = clock::now() - started;
         (prefilled_last_ ? counters_.prefill_ns : counters_.decode_ns) +=
             nanoseconds(clock::now() - started);
     }
@@ -187,7 +203,7 @@ bool step::run() {
     const bool has_parcels = !is_filled && !parcels_.empty();
     if (has_parcels) collect();
     // A request that ended before it was decoded leaves its slot to one that waits for it.
-    return is_filled || has_parcels || has_released_;
+    return is_filled || has_parcels || has_picked || has_released_;
 }
 
 // ---- decode, sample, publish
@@ -232,13 +248,18 @@ void step::decode() {
             if (done.samples) sample(done, result);
             if (done.is_end) finish(*done.target, finish_reason::stop);
         } catch (...) {
-            auto failure = current_failure();
-            if (done.target->active) {
-                finish(*done.target, finish_reason::error, std::move(failure));
-            } else {  // its last token could not be handed out
-                asked->box->finish(end_of(*done.target, finish_reason::error, std::move(failure)));
-            }
+            fail(*done.target, asked);
         }
+    }
+}
+
+// Ends a request whose token could not be handed out, inside a catch block.
+void step::fail(slot& target, const std::shared_ptr<request>& asked) {
+    auto failure = current_failure();
+    if (target.active) {
+        finish(target, finish_reason::error, std::move(failure));
+    } else {  // it was its last one
+        asked->box->finish(end_of(target, finish_reason::error, std::move(failure)));
     }
 }
 
@@ -251,7 +272,7 @@ void step::publish(const work& done, const step_result& result) {
         counters_.n_attention_bytes += layout.size_bytes;
         rows.rows = {std::move(target.prompt_block), active.capture, layout, result.written_at};
     }
-    deliver({target.active, std::move(rows), {}}, result.transfer);
+    deliver({target.active, std::move(rows), {}}, awaited(active, result));
 }
 
 void step::publish_embedding(const work& done) {
@@ -266,33 +287,74 @@ void step::sample(const work& done, const step_result& result) {
     if (target.usage.completion_tokens == 0) target.prefilled = clock::now();
     float* const logits = model_.logits(done.i_token);
     if (result.transfer != 0) note_computed();
-    auto picked = target.picker->pick(logits);
-
-    if (std::binary_search(active.stop_tokens.begin(), active.stop_tokens.end(), picked.id)) {
-        return finish(target, finish_reason::stop_token);
+    captured_rows rows;
+    if (target.block) {
+        const auto layout = active.capture->layout(static_cast<int>(target.tokens.size()));
+        rows = {std::move(target.block), active.capture, layout,
+                rows_.size() == 1 ? result.written_at : nullptr};
     }
-    if (model_.is_end_of_generation(picked.id)) return finish(target, finish_reason::stop);
+    const auto transfer = awaited(active, result);
+    if (target.picker && target.picker->is_slow())
+        target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
+    if (!target.ticket)
+        return publish_token(target, target.picker->pick(logits), std::move(rows), transfer);
+    target.coming = std::move(rows);
+    target.coming_transfer = transfer;
+    lane_.start(target.ticket, {logits, static_cast<std::size_t>(model_.n_vocab())});
+    ++counters_.n_handed_over;
+    change(target.state, slot_state::sampling);
+}
+
+step::clock::time_point step::pick_deadline(const slot& target) const {
+    return lane_.started(*target.ticket) +
+           std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
+}
+
+// Publishes what the lane has picked since. False: nothing.
+bool step::take_picked() {
+    bool has_picked = false;
+    for (auto& target : slots_) {
+        if (target.state != slot_state::sampling) continue;
+        const bool is_done = lane_.is_done(*target.ticket);
+        if (!is_done && clock::now() < pick_deadline(target)) continue;
+        has_picked = true;
+        const auto asked = target.active;
+        try {
+            if (!is_done) throw_pick_limit(asked->pick_limit.count());
+            publish_token(target, lane_.take(*target.ticket), std::move(target.coming),
+                          target.coming_transfer);
+        } catch (...) {
+            fail(target, asked);
+        }
+    }
+    return has_picked;
+}
+
+void step::publish_token(slot& target, picked_token picked, captured_rows rows,
+                         transfer_id transfer) {
+    const auto& active = *target.active;
+    const bool is_stop_token =
+        std::binary_search(active.stop_tokens.begin(), active.stop_tokens.end(), picked.id);
+    if (is_stop_token || model_.is_end_of_generation(picked.id)) {
+        rows = {};  // before the consumer can see the end
+        return finish(target, is_stop_token ? finish_reason::stop_token : finish_reason::stop);
+    }
 
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
-    token_event token{
-        picked.id, picked.logprob, std::move(picked.top), {}, target.last.n_discarded};
-    if (target.block) {
-        const auto layout = active.capture->layout(static_cast<int>(target.tokens.size()));
-        counters_.n_attention_bytes += layout.size_bytes;
-        token.rows = {std::move(target.block), active.capture, layout,
-                      rows_.size() == 1 ? result.written_at : nullptr};
-    }
+    if (rows.block) counters_.n_attention_bytes += rows.layout.size_bytes;
+    token_event token{picked.id, picked.logprob, std::move(picked.top), std::move(rows),
+                      target.last.n_discarded};
     if (n_left(target) == 0) {
         const auto to = target.active;
         auto end = end_of(target, finish_reason::length, {});
         count_end(finish_reason::length);
         release(target);
-        return deliver({to, std::move(token), std::move(end)}, result.transfer);
+        return deliver({to, std::move(token), std::move(end)}, transfer);
     }
     target.pending = picked.id;
     change(target.state, slot_state::decode);
-    deliver({target.active, std::move(token), {}}, result.transfer);
+    deliver({target.active, std::move(token), {}}, transfer);
 }
 
 int step::n_left(const slot& target) const {
@@ -339,6 +401,9 @@ void step::release(slot& target) {
     target.block.reset();
     target.prompt_block.reset();
     target.picker.reset();
+    if (target.ticket) lane_.abandon(*target.ticket);
+    target.ticket.reset();
+    target.coming = {};
     target.fork_source.reset();
     target.starved_until.reset();
     change(target.state, slot_state::idle);
@@ -363,8 +428,12 @@ std::vector<request_id> step::stalled_on(const request& wanted) const {
 
 std::optional<step::clock::time_point> step::next_deadline() const {
     std::optional<clock::time_point> first;
+    const auto add = [&first](clock::time_point next) {
+        first = std::min(first.value_or(next), next);
+    };
     for (const auto& one : slots_) {
-        if (one.starved_until && (!first || *one.starved_until < *first)) first = one.starved_until;
+        if (one.starved_until) add(*one.starved_until);
+        if (one.state == slot_state::sampling) add(pick_deadline(one));
     }
     return first;
 }

@@ -21,6 +21,7 @@
 #include "sched/request.h"
 #include "sched/reuse_plan.h"
 #include "sched/runner.h"
+#include "sched/sampler_lane.h"
 #include "sched/slot_state.h"
 
 namespace kqview {
@@ -36,6 +37,8 @@ struct step_counters {
     std::atomic<std::uint64_t> n_prompt_tokens{0};   // decoded, so without cached ones
     std::atomic<std::uint64_t> n_decoded_tokens{0};  // in steps that generate, one a slot
     std::atomic<std::uint64_t> n_decodes{0};
+    std::atomic<std::uint64_t> n_handed_over{
+        0};  // rows of logits that were copied for the sampler lane
     std::atomic<std::uint64_t> prefill_ns{0};  // in steps with a prompt, sampling included
     std::atomic<std::uint64_t> decode_ns{0};   // in steps that generate
     std::atomic<std::uint64_t> n_attention_bytes{0};
@@ -57,7 +60,9 @@ class step {
 public:
     using clock = std::chrono::steady_clock;
 
-    step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart);
+    // `engine` is rung when the sampler lane has a token.
+    step(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
+         std::shared_ptr<doorbell> engine);
 
     // Is a slot free that this request may run in?
     bool can_admit(const request& wanted) const;
@@ -84,7 +89,10 @@ public:
     // when any can go on.
     std::vector<request_id> stalled_on(const request& wanted) const;
 
-    // When a starved slot gives up waiting for memory.
+    // Ends the sampler lane's threads; no request runs any more.
+    void close() { lane_.close(); }
+
+    // When a starved slot gives up waiting for memory, or a picker's time is over.
     std::optional<clock::time_point> next_deadline() const;
 
     // Ids in a slot's cache; any thread.
@@ -102,7 +110,10 @@ private:
         std::atomic<slot_state> state{slot_state::idle};
         std::vector<token_id> tokens;  // ids in the cache
         std::shared_ptr<request> active;
-        std::unique_ptr<token_picker> picker;
+        std::unique_ptr<token_picker> picker;          // null while the ticket has it
+        std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
+        captured_rows coming;                          // of the token that the lane picks
+        transfer_id coming_transfer = 0;
         token_id pending = 0;                 // sampled, not decoded yet
         std::shared_ptr<lease> block;         // for the coming token's rows
         std::shared_ptr<lease> prompt_block;  // for the coming prompt tokens' rows
@@ -161,6 +172,11 @@ private:
     void publish(const work& done, const step_result& result);
     void publish_embedding(const work& done);
     void sample(const work& done, const step_result& result);
+    void publish_token(slot& target, picked_token picked, captured_rows rows, transfer_id transfer);
+    bool take_picked();
+    void fail(slot& target, const std::shared_ptr<request>& asked);
+    clock::time_point pick_deadline(const slot& target) const;
+    transfer_id awaited(const request& to, const step_result& result) const;
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
     end_event end_of(slot& target, finish_reason reason, std::optional<error> failure) const;
     void count_end(finish_reason reason);
@@ -204,6 +220,8 @@ private:
     runner& model_;
     const std::shared_ptr<block_pool> pool_;
     const std::shared_ptr<heartbeat> heart_;
+    sampler_lane lane_;
+    clock::duration last_decode_{};
     mutable std::mutex tokens_mutex_;  // guards slot::tokens, n_exact and active against readers
     std::vector<slot> slots_;
     std::vector<step_token> batch_;

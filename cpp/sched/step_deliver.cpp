@@ -21,13 +21,17 @@ void put(mailbox& box, prompt_event content, std::optional<end_event> /*end*/) {
 
 }  // namespace
 
+// What a request gets of this step has to wait for this: what comes without rows must not overtake what comes
+// with them.
+transfer_id step::awaited(const request& to, const step_result& result) const {
+    const bool has_rows = std::any_of(rows_.begin(), rows_.end(),
+                                      [&](const auto& row) { return row.plan == to.capture; });
+    return has_rows ? result.transfer : 0;
+}
+
 void step::deliver(parcel one, transfer_id rows) {
-    // What a request gets without rows must not overtake what it gets with them.
-    const bool is_there =
-        rows == 0 || std::none_of(rows_.begin(), rows_.end(),
-                                  [&](const auto& row) { return row.plan == one.to->capture; });
-    if (!is_there) {
-        rows_on_the_way_ = rows;
+    if (rows != 0) {
+        rows_on_the_way_ = std::max(rows_on_the_way_, rows);
         parcels_.push_back(std::move(one));
         return;
     }

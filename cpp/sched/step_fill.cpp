@@ -104,13 +104,16 @@ step::chunk step::next_chunk(const slot& target) const {
 // Does another slot generate, and so wait for this one's prompt?
 bool step::is_shared_step(const slot& target) const {
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
-        return one.id != target.id && one.state == slot_state::decode;
+        return one.id != target.id &&
+               (one.state == slot_state::decode || one.state == slot_state::sampling);
     });
 }
 
 bool step::fill_decode() {
     const auto n_slots = slots_.size();
-    const auto is_generating = [](const slot& one) { return one.active && !is_in_prompt(one); };
+    const auto is_generating = [](const slot& one) {
+        return one.active && !is_in_prompt(one) && one.state != slot_state::sampling;
+    };
     for (std::size_t i = 0; i < n_slots; ++i) {
         auto next = (decode_cursor_ + i) % n_slots;
         // A run of adjacent slots that are ready, from the first one found.

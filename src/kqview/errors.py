@@ -107,7 +107,8 @@ class InvalidCapture(RequestError):
 class InvalidSampling(RequestError):
     """A sampling option is out of range or contradicts another; change that option.
 
-    A grammar or JSON schema that does not parse is one too. Not raised for legal values that make
+    A grammar or JSON schema that does not parse is one too, and one that takes too much time or
+    memory to follow, which shows while the text is generated. Not raised for legal values that make
     poor text.
     """
 

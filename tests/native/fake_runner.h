@@ -161,6 +161,7 @@ public:
     bool has_cache() const override { return true; }
     bool can_split_embedding() const override { return model_->options.can_split_embedding; }
     int n_chunk() const override { return model_->options.n_chunk; }
+    int n_vocab() const override { return 1; }
     bool is_end_of_generation(token_id id) const override { return id == end_token; }
     bool can_truncate() const override {
         const std::lock_guard lock(model_->mutex_);

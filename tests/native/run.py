@@ -1,12 +1,15 @@
 """Build and run the native tests under AddressSanitizer (with UBSan) and ThreadSanitizer.
 
-    python tests/native/run.py [BUILD_DIR] [--sanitize address thread none] [--kernel] [-- ARGS]
+    python tests/native/run.py [BUILD_DIR] [--sanitize address thread none] [--kernel] [--grammar]
+                               [-- ARGS]
     python tests/native/run.py [BUILD_DIR] --fuzz SECONDS
     python tests/native/run.py [BUILD_DIR] --soak SECONDS [--seed N]
 
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
 llama.cpp's source (vendor/fetch.py obtains it); with ``--sanitize none`` they also print its speed.
+``--grammar`` compares what grammars allow with llama.cpp's own matcher, which is one file of that
+source.
 ``--fuzz`` runs the readers of saved slots and of model files against inputs changed at random
 instead, guided by coverage, under ASan and UBSan, and shares its seconds between them; a line of
 each says how many inputs there were.
@@ -34,6 +37,7 @@ SANITIZERS = ("address", "thread", "none")
 FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
 FUZZERS = ("fuzz_ses1", "fuzz_gguf")
 KERNEL_PROGRAMS = "kernel_tests_*"
+GRAMMAR_PROGRAM = "grammar_tests"
 BUILD_LIMIT_S = 900
 RUN_LIMIT_S = 600
 FIGURES = re.compile(r"^(?:row_kernel|soak): .*", re.MULTILINE)
@@ -73,7 +77,12 @@ def run_command(
 
 
 def build(
-    build_dir: Path, sanitizer: str, jobs: int, llama_dir: str, target: str = "all"
+    build_dir: Path,
+    sanitizer: str,
+    jobs: int,
+    llama_dir: str,
+    target: str = "all",
+    grammar_dir: str = "",
 ) -> str | None:
     """Configure and build one variant; return the output if that failed, else None."""
     configure = [
@@ -84,6 +93,7 @@ def build(
         str(build_dir),
         f"-DKQVIEW_SANITIZE={sanitizer}",
         f"-DKQVIEW_LLAMA_CPP_DIR={llama_dir}",
+        f"-DKQVIEW_GRAMMAR_PEER_DIR={grammar_dir}",
     ]
     if doctest_dir := os.environ.get("KQVIEW_DOCTEST_DIR"):
         configure.append(f"-DKQVIEW_DOCTEST_DIR={doctest_dir}")
@@ -123,10 +133,16 @@ def run_program(
 
 
 def run_variant(
-    build_dir: Path, sanitizer: str, jobs: int, llama_dir: str, arguments: list[str]
+    build_dir: Path,
+    sanitizer: str,
+    jobs: int,
+    llama_dir: str,
+    grammar_dir: str,
+    arguments: list[str],
 ) -> bool:
     """Build one variant and run its programs; return whether all of them passed."""
-    if (failure := build(build_dir, sanitizer, jobs, llama_dir)) is not None:
+    failure = build(build_dir, sanitizer, jobs, llama_dir, grammar_dir=grammar_dir)
+    if failure is not None:
         print(failure)
         print(f"native: 0 passed, 1 failed ({sanitizer}): the build failed")
         return False
@@ -135,6 +151,8 @@ def run_variant(
     if llama_dir and sanitizer != "thread":
         programs = sorted(build_dir.glob(KERNEL_PROGRAMS))
         results += [run_program(path, f"{sanitizer}, {path.name}", arguments) for path in programs]
+    if grammar_dir:
+        results.append(run_program(build_dir / GRAMMAR_PROGRAM, "grammars", arguments))
     return all(results)
 
 
@@ -177,6 +195,7 @@ def main() -> int:
     )
     parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
+    parser.add_argument("--grammar", action="store_true", help="also the comparison of grammars")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
     parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzers, nothing else")
     parser.add_argument("--soak", type=int, metavar="SECONDS", help="the soak test, nothing else")
@@ -195,7 +214,7 @@ def main() -> int:
         ]
         return 0 if all(done) else 1
     llama_dir = ""
-    if options.kernel:
+    if options.kernel or options.grammar:
         status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)
         if status != 0:
             print(output)
@@ -203,7 +222,13 @@ def main() -> int:
         llama_dir = output.strip().splitlines()[-1]
     results = [
         run_variant(
-            options.build_dir / sanitizer, sanitizer, options.jobs, llama_dir, doctest_arguments
+            options.build_dir / sanitizer,
+            sanitizer,
+            options.jobs,
+            llama_dir if options.kernel else "",
+            # It has no sanitizer: once is enough.
+            llama_dir if options.grammar and sanitizer == options.sanitize[0] else "",
+            doctest_arguments,
         )
         for sanitizer in options.sanitize
     ]

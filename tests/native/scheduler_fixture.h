@@ -153,7 +153,8 @@ public:
         wanted->prompt = std::move(prompt);
         wanted->max_tokens = max_tokens;
         if (adjust) adjust(*wanted);
-        if (!wanted->only_attends) wanted->picker = std::make_unique<fake_picker>(model);
+        if (!wanted->only_attends && !wanted->picker)
+            wanted->picker = std::make_unique<fake_picker>(model);
         sched->submit(wanted);
         return wanted;
     }

@@ -106,8 +106,9 @@ class SlotStats:
 
     Attributes:
         id: Index in ``engine.slots``.
-        state: "idle"; "prefill", evaluating a prompt; "decode", generating; "paused", its consumer
-            is behind; "starved", the attention memory has no room for its next row.
+        state: "idle"; "prefill", evaluating a prompt; "decode", generating; "sampling", its next
+            token is being chosen under a grammar or schema; "paused", its consumer is behind;
+            "starved", the attention memory has no room for its next row.
         n_tokens: Ids in its KV cache.
         request_id: Whose generation works in it. None for an idle slot, and for a generation that
             was dropped and is about to end.

@@ -1,0 +1,131 @@
+// Which texts a grammar allows, one code point after the other. An automaton that is built as it is used: what has
+// been computed once is a look-up the next time.
+//
+// A state is the set of all stacks that the text so far leaves. Stacks share their tails: a frame stands for every
+// way in which a rule that began at one place may go on once it is done, so that an ambiguous grammar has few frames
+// where it has exponentially many stacks. Equal frames and equal states have one number.
+// Owns:    what it computed, up to n_bytes_max; beyond that it forgets all but the state in use.
+// Threads: one at a time.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "sample/grammar_rules.h"
+#include "sample/work_limit.h"
+
+namespace kqview {
+
+// A place in the grammar, and the frame that it returns to.
+struct grammar_item {
+    std::uint32_t position;
+    std::uint32_t frame;
+    bool operator==(const grammar_item&) const = default;
+    auto operator<=>(const grammar_item&) const = default;
+};
+
+// Numbers sets of items: equal sets have one number, which is above those of every set made before.
+class grammar_item_sets {
+public:
+    std::uint32_t add(std::span<const grammar_item> sorted);
+    std::span<const grammar_item> operator[](std::uint32_t id) const {
+        return {items_.data() + starts_[id], items_.data() + starts_[id + 1]};
+    }
+    std::size_t size() const { return starts_.size() - 1; }
+    std::size_t n_bytes() const;
+    void clear();
+
+private:
+    std::vector<grammar_item> items_;
+    std::vector<std::size_t> starts_{0};
+    std::unordered_multimap<std::size_t, std::uint32_t> ids_;
+};
+
+// A character of which not all bytes have come.
+struct partial_character {
+    std::uint32_t value = 0;     // of the bits so far
+    std::int32_t n_missing = 0;  // bytes; -1: it can be none any more
+};
+
+class grammar_automaton {
+public:
+    // Work beyond which a request's grammar is refused.
+    static constexpr std::size_t n_items_max = 20'000;                 // of one state
+    static constexpr std::size_t n_bytes_max = std::size_t{32} << 20;  // of frames and states
+
+    grammar_automaton(std::shared_ptr<const grammar> rules, work_limit& limit);
+
+    using state = std::uint32_t;
+    static constexpr state dead = 0;  // no stack is left
+
+    // Where the next token begins. States of before are valid until the next set_current().
+    state current() const { return current_; }
+    void set_current(state next);
+
+    // All of these raise invalid_sampling when the limit is spent, or one above is reached.
+    state after(state from, std::uint32_t code_point, work_limit& limit);
+    // By a token as such, and by characters.
+    state after_token(state from, std::uint32_t token, work_limit& limit);
+    state without_tokens(state from, work_limit& limit);
+    state either(state a, state b, work_limit& limit);
+
+    bool is_complete(state of) const { return states_of_[of].is_complete; }
+    bool has_token_items(state of) const { return states_of_[of].has_token_items; }
+    bool matches_token(state of, std::uint32_t token) const;
+    // May the code points that begin so come next? As llama.cpp has it.
+    bool matches_partial(state of, partial_character part) const;
+
+    std::size_t n_states() const { return states_.size(); }
+    std::size_t n_forgotten() const { return n_forgotten_; }
+
+private:
+    struct state_facts {
+        bool is_complete = false;
+        bool has_token_items = false;
+        std::unique_ptr<state[]>
+            next;  // by class of code points; unknown where it was not needed yet
+    };
+    struct call {
+        std::vector<grammar_item> returns;
+        bool is_done = false;
+    };
+    static constexpr state unknown = UINT32_MAX;
+
+    void find_classes(work_limit& limit);
+    std::uint32_t class_of(std::uint32_t code_point) const;
+    bool matches(const grammar_element& element, std::uint32_t code_point) const;
+
+    void push(grammar_item item) { pending_.push_back(item); }
+    state close(work_limit& limit);
+    void settle(work_limit& limit);
+    void settle_rule(grammar_item item, work_limit& limit);
+    void expand(std::uint32_t component, work_limit& limit);
+    state add_state(std::vector<grammar_item>& items);
+    std::size_t n_bytes() const;
+    void check_size(std::size_t n_bytes_allowed) const;
+    void forget();
+
+    const std::shared_ptr<const grammar> rules_;
+    std::vector<std::uint32_t> class_starts_;  // code points at which a class begins
+    std::vector<std::uint32_t> ascii_classes_;
+
+    grammar_item_sets frames_;
+    grammar_item_sets states_;
+    std::vector<state_facts> states_of_;
+    std::size_t n_tables_ = 0;
+    state current_ = dead;
+    std::size_t n_forgotten_ = 0;
+
+    // Of close(), kept for their memory.
+    std::vector<grammar_item> pending_;
+    std::vector<grammar_item> found_;
+    std::unordered_set<std::uint64_t> seen_;
+    std::unordered_map<std::uint32_t, call> calls_;
+    std::vector<std::uint32_t> uncalled_;  // a heap of components
+};
+
+}  // namespace kqview

@@ -1,0 +1,65 @@
+#include "sample/token_filters.h"
+
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "sample/grammar.h"
+
+namespace kqview {
+namespace {
+
+std::shared_ptr<const token_texts> read_texts(const model& source) {
+    std::vector<std::string> texts;
+    std::vector<bool> is_end;
+    texts.reserve(static_cast<std::size_t>(source.n_vocab()));
+    for (token_id id = 0; id < source.n_vocab(); ++id) {
+        texts.push_back(source.token_bytes(id));
+        is_end.push_back(llama_vocab_is_eog(source.vocab(), id));
+    }
+    return std::make_shared<const token_texts>(texts, std::move(is_end));
+}
+
+}  // namespace
+
+std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
+                                                  const std::string& llguidance_path) {
+    if (!params.grammar.empty()) return make_grammar(params.grammar);
+    if (params.constraint_kind.empty()) return nullptr;
+    std::shared_ptr<const constraint_vocabulary> vocabulary;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!constraints_) {
+            constraints_ = std::make_shared<const constraint_vocabulary>(llguidance_path, *source_);
+        }
+        vocabulary = constraints_;
+    }
+    return make_constraint(std::move(vocabulary), params.constraint_kind, params.constraint);
+}
+
+std::unique_ptr<token_filter> token_filters::make_grammar(const std::string& text) {
+    if (!source_->has_vocab()) {
+        throw error(errc::invalid_sampling,
+                    "generate: a grammar is given, none is allowed for a model without "
+                    "vocabulary; leave it out");
+    }
+    work_limit limit("generate: grammar", read_limit_s);
+    limit.restart();
+    const auto find_token = [this](std::string_view name) -> std::optional<token_id> {
+        const auto ids = source_->words().tokenize(name, false, true);
+        if (ids.size() != 1) return std::nullopt;
+        return ids.front();
+    };
+    auto rules = std::make_shared<const grammar>(read_grammar(text, find_token, limit));
+    std::shared_ptr<const token_texts> texts;
+    {
+        const std::lock_guard lock(mutex_);
+        if (!texts_) texts_ = read_texts(*source_);
+        texts = texts_;
+    }
+    return std::make_unique<grammar_filter>(std::move(texts), std::move(rules), limit);
+}
+
+}  // namespace kqview

@@ -1,0 +1,45 @@
+// A budget of CPU time that long computations check from inside, so that they end when it is spent or when another
+// thread says that nobody wants the result any more.
+// Threads: the one that computes; stop() from any.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <string>
+
+namespace kqview {
+
+class work_limit {
+public:
+    // `what` begins the error's message, as in "generate: grammar".
+    work_limit(std::string what, double limit_s) : what_(std::move(what)), limit_s_(limit_s) {}
+
+    // The budget is full again, for work on this thread.
+    void restart();
+
+    // One unit is about a tenth of a microsecond of work. Raises invalid_sampling when the budget is spent or after stop().
+    void spend(std::size_t n_units = 1) {
+        n_unchecked_ += n_units;
+        if (n_unchecked_ >= n_between_checks) check();
+    }
+    void check();
+
+    void stop() noexcept { is_stopped_.store(true, std::memory_order_relaxed); }
+    bool is_stopped() const noexcept { return is_stopped_.load(std::memory_order_relaxed); }
+    double limit_s() const { return limit_s_; }
+    const std::string& what() const { return what_; }
+
+private:
+    static constexpr std::size_t n_between_checks = 2048;
+
+    const std::string what_;
+    const double limit_s_;
+    double start_s_ = 0.0;
+    std::size_t n_unchecked_ = 0;
+    std::atomic<bool> is_stopped_{false};
+};
+
+// CPU time of the calling thread: what others make it wait for does not count.
+double thread_cpu_s();
+
+}  // namespace kqview
