@@ -65,6 +65,42 @@ def _close_engines() -> None:
         engine.close()
 
 
+def check_opening(
+    model: str | os.PathLike[str],
+    *,
+    n_ctx: int | None = None,
+    n_slots: int = 1,
+    n_threads: int | None = None,
+    n_gpu_layers: int = -1,
+    kv_type: str = "f16",
+) -> None:
+    """Raise what opening an Engine would raise, as far as that shows without the weights.
+
+    Costs the file's header and vocabulary; takes next to no memory.
+
+    Raises:
+        ModelLoadError: The file is missing or none that llama.cpp knows.
+        OutOfMemory: There is no room for the context, or on a device for its layers.
+        RequestError: An option is out of its range.
+    """
+    options = to_core_options(
+        n_ctx=n_ctx,
+        n_slots=n_slots,
+        n_batch=2048,
+        n_ubatch=512,
+        n_threads=default_threads() if n_threads is None else n_threads,
+        flash_attn="auto",
+        kv_type=kv_type,
+        swa_full=True,
+        pooling=None,
+    )
+    n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
+    try:
+        _core.check_opening(model_path(model), n_gpu_layers, options, physical_memory_bytes())
+    finally:
+        forward_log()
+
+
 def _seconds(who: str, name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise RequestError(f"{who}: {name} is {value!r}, seconds from 0 on are needed; change it")

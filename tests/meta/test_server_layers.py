@@ -19,9 +19,10 @@ TRANSPORT = (
 # Parts of the server, each of which may import only those before it; dialects come between the
 # last two, and may import all before `app`.
 ORDER = (
-    "errors", "settings", "tls", "peers", "budget", "workers", "attention", "wire", "models",
-    "caller", "run", "service", "security", "connection", "streaming", "endpoint", "sockets",
-    "metrics", "access", "openapi", "pages", "api", "app", "listening",
+    "supervisor", "watchdog", "errors", "settings", "tls", "peers", "budget", "workers",
+    "attention", "wire", "models", "caller", "run", "service", "security", "connection",
+    "streaming", "endpoint", "sockets", "metrics", "access", "worker", "openapi", "pages", "api",
+    "app", "listening",
 )  # fmt: skip
 
 

@@ -13,7 +13,14 @@ import pytest
 
 from kqview import Engine
 from kqview.demo import MODEL_PATH
-from kqview.errors import InvalidToken, ModelLoadError, PromptTooLong, QueueFull, RequestError
+from kqview.errors import (
+    InvalidToken,
+    KqviewError,
+    ModelLoadError,
+    PromptTooLong,
+    QueueFull,
+    RequestError,
+)
 from kqview.server import Settings, create_app
 from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
 from kqview.server.service import OFFLOAD_BYTES, Service
@@ -331,11 +338,61 @@ async def test_models_are_listed_and_without_a_folder_none_may_be_switched_to(mo
         await service.close()
 
 
-async def test_model_that_cannot_be_loaded_leaves_none_until_the_next_one(models: Path):
+@pytest.mark.parametrize(
+    ("name", "options", "error"),
+    [
+        ("broken.gguf", {}, ModelLoadError),
+        ("b.gguf", {"n_slots": 257}, RequestError),
+        ("b.gguf", {"n_ctx": 2**30}, KqviewError),
+    ],
+)
+async def test_model_that_is_refused_leaves_the_old_one_and_its_requests_alone(
+    models: Path, name: str, options: dict[str, int], error: type[Exception]
+):
+    # Issue 10: the old model was closed before the new one was looked at.
     service = await switching(models)
+    try:
+        before = service.engine
+        run = await service.start(request(max_tokens=30))
+        with pytest.raises(error):
+            await service.switch_model(name, **options)
+        assert service.engine is before
+        async with run:
+            assert len([step async for step in run]) == 30
+    finally:
+        await service.close()
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
+    models: Path, monkeypatch: pytest.MonkeyPatch, engine: Engine, *, is_own: bool
+):
+    settings = Settings(demo=True, models_dir=str(models), n_threads=1, n_ctx=512)
+    service = Service(None if is_own else engine, settings)
+    await service.open()
+    monkeypatch.setattr(service, "_check_engine", lambda *_, **__: None)
     try:
         with pytest.raises(ModelLoadError):
             await service.switch_model("broken.gguf")
+        assert (service.engine is engine) is not is_own
+        assert service.model_name == "kqview demo"
+        assert service.engine.n_ctx == (512 if is_own else engine.n_ctx)
+        async with await service.start(request(max_tokens=3)) as run:
+            assert len([step async for step in run]) == 3
+    finally:
+        await service.close()
+
+
+async def test_without_old_and_new_model_there_is_none_until_the_next_one(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    service = await switching(models)
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_check_engine", lambda *_, **__: None)
+        patch.setattr(service, "_path", str(models / "broken.gguf"))  # as if it had changed
+        with pytest.raises(ModelLoadError):
+            await service.switch_model("broken.gguf")
+    try:
         assert not service.is_ready
         with pytest.raises(NoModel):
             await service.start(request())

@@ -10,17 +10,18 @@ import logging
 import os
 import socket
 import sys
-from typing import Annotated, Any, Final, get_type_hints
+from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
 import typer
 
 from kqview.cli import hub
-from kqview.cli.loading import load_progress
 from kqview.cli.options import HubOption
 from kqview.errors import RequestError
+from kqview.server import supervisor
 from kqview.server.settings import Settings
 from kqview.server.tls import tls_context
 
+_SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog is to be first: it knows more
 _NEEDS_EXTRA: Final = 'kqview serve needs more packages; pip install "kqview[server]"'
 # Flags that the other commands have too, and lists that are given one by one.
 _FLAGS: Final = {
@@ -59,19 +60,38 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     settings.check_bind()
     tls_context(settings)
     try:
-        from kqview.cli.serving import keep_freed_memory, run
+        from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
         from kqview.server import create_app
+        from kqview.server.worker import Supervised
     except ModuleNotFoundError as error:
         raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
     if hf is not None:
         settings = dataclasses.replace(settings, model=hub.fetch(hf))
-    keep_freed_memory()
-    _log_to_stderr()
-    with _listen(settings.host, settings.port) as listener:
-        app = create_app(settings)
-        with load_progress() as progress:
-            app.service.load(progress)
-        run(app, settings, listener)
+    supervised = Supervised.from_env(os.environ)
+    listener = supervised.listener if supervised else _listen(settings.host, settings.port)
+    with listener:
+        app = create_app(settings)  # what it refuses is said before anything is started
+        if supervised is None and settings.supervise and hasattr(os, "fork"):
+            _become_supervisor(listener, settings, HUNG_FACTOR * settings.stall_timeout_s)
+        keep_freed_memory()
+        _log_to_stderr()
+        run(app, settings, listener, supervised)
+
+
+def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: float) -> NoReturn:
+    """Replace this program, with all that it has loaded, by the supervisor of a worker."""
+    listener.set_inheritable(True)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    limits = [
+        listener.fileno(),
+        settings.shutdown_grace_s,
+        hung_s + _SUPERVISOR_MARGIN_S if hung_s else 0,
+        int(settings.ssl_certfile is not None),
+    ]
+    script = [sys.executable, "-I", "-S", supervisor.__file__]
+    worker = [sys.executable, "-m", "kqview", *sys.argv[1:]]
+    os.execv(sys.executable, [*script, *map(str, limits), *worker])
 
 
 def _signature() -> inspect.Signature:

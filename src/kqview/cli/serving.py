@@ -1,12 +1,15 @@
 """Runs the app under uvicorn, and ends it so that every client hears of it.
 
 At SIGTERM or Ctrl-C: running requests end with an event, WebSockets close with code 1001, then the
-process ends with 0; at a second signal it ends at once.
+process ends with 0, all within one grace; at a second signal it ends at once.
 """
 
 import asyncio
 import ctypes
+import faulthandler
 import logging
+import os
+import signal
 import socket
 import sys
 from types import FrameType
@@ -14,10 +17,13 @@ from typing import Final
 
 import uvicorn
 
+from kqview.cli.loading import load_progress
 from kqview.server.app import App
 from kqview.server.listening import WebSocketProtocol, allow_files, http_protocol
 from kqview.server.settings import Settings
 from kqview.server.tls import tls_context
+from kqview.server.watchdog import STALLED, Watchdog
+from kqview.server.worker import Noted, Supervised
 
 # Parameters of glibc's mallopt (malloc.h), and the most that it takes for the first one.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -26,15 +32,50 @@ _KEPT_BYTES: Final = 256 * 2**20
 # How long a worker thread may go on when the event loop wants to: those that write rows or
 # logprobs are several, and Python's own 5 ms are for each of them.
 _SWITCH_S: Final = 0.0005
+HUNG_FACTOR: Final = 2.0
+"""After as many stall timeouts of silence the process ends; /health says 503 after one."""
+
+_BEAT_S: Final = 0.5
+_LEAST_FLUSH_S: Final = 0.2
+_MARGIN_S: Final = 2.0  # beyond the grace, for the engine and the interpreter to end
 _CUT: Final = "ASGI callable returned without completing response."
 
 
-def run(app: App, settings: Settings, listener: socket.socket) -> None:
-    """Serve *app* on *listener* until a signal ends it."""
+def run(
+    app: App, settings: Settings, listener: socket.socket, supervised: Supervised | None = None
+) -> None:
+    """Serve *app* on *listener* until a signal ends it; its model is loaded here.
+
+    What hangs, now or at the end, is ended by a `Watchdog`, with status `STALLED`.
+    """
+    faulthandler.enable()
     allow_files(settings)
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
-    _Server(app, configured(app, settings)).run(sockets=[listener])
+
+    is_orphan = False
+
+    def tick() -> None:
+        nonlocal is_orphan
+        if supervised is not None and not is_orphan and not supervised.tell_alive():
+            is_orphan = True
+            os.kill(os.getpid(), signal.SIGTERM)  # nobody would start it again, nor end it
+
+    watchdog = Watchdog(
+        HUNG_FACTOR * settings.stall_timeout_s,
+        trouble=lambda: app.service.stall(HUNG_FACTOR),
+        on_tick=tick,
+    )
+    watchdog.start()
+    with load_progress() as progress:
+        app.service.load(progress)
+    config = configured(app, settings)
+    if supervised is not None:
+        config.app = Noted(app, supervised)
+    _Server(app, config, watchdog, supervised).run(sockets=[listener])
+    watchdog.stop()
+    if app.service.is_engine_lost:  # its thread would run on while the interpreter goes
+        os._exit(STALLED)
 
 
 def keep_freed_memory() -> None:
@@ -82,15 +123,27 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
 class _Server(uvicorn.Server):
     """uvicorn, but it lets the app say goodbye before connections are closed."""
 
-    def __init__(self, app: App, config: uvicorn.Config) -> None:
+    def __init__(
+        self,
+        app: App,
+        config: uvicorn.Config,
+        watchdog: Watchdog,
+        supervised: Supervised | None = None,
+    ) -> None:
         super().__init__(config)
         self._service = app.service
+        self._watchdog = watchdog
+        self._supervised = supervised
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving: asyncio.Task[None] | None = None
+        self._has_asked = False  # a signal, for the end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        self._beat()
+        if self._supervised is not None:
+            self._supervised.tell_ready()
         for one in sockets or ():  # now, and not before, it answers and a signal ends it well
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
@@ -101,11 +154,16 @@ class _Server(uvicorn.Server):
                 flush=True,
             )
 
+    def _beat(self) -> None:
+        self._watchdog.beat()
+        asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The signal handler: main thread, between two bytecodes of whatever ran."""
-        if self._loop is None or self._leaving is not None:
-            self.force_exit = self.should_exit = True
-            return
+        if self._loop is None or self._has_asked:
+            os._exit(128 + sig)
+        self._has_asked = True
+        self._watchdog.end_within(self._service.settings.shutdown_grace_s + _MARGIN_S)
         self._loop.call_soon_threadsafe(self._leave)
 
     def _leave(self) -> None:
@@ -116,4 +174,7 @@ class _Server(uvicorn.Server):
         try:
             await self._service.drain(self._service.settings.shutdown_grace_s)
         finally:
+            # The rest of the grace is for last bytes; who was not told by now will not read them.
+            left_s = self._service.grace_left_s
+            self.config.timeout_graceful_shutdown = max(_LEAST_FLUSH_S, left_s)  # pyright: ignore[reportAttributeAccessIssue]
             self.should_exit = True

@@ -57,7 +57,7 @@ class Access:
             return
         started_s = time.monotonic()
         # A name the client may send, to find its request in our log.
-        request_id = _sent_id(scope) or uuid.uuid4().hex
+        request_id = sent_id(scope) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         status: list[int] = []
         n_bytes = 0
@@ -132,7 +132,8 @@ class Access:
             _log.info(msgspec.json.encode(line).decode())
 
 
-def _sent_id(scope: Scope) -> str | None:
+def sent_id(scope: Scope) -> str | None:
+    """The name that the client gave the request, None where it gave none that we take."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _NAME.fullmatch(value):
             return value.decode()

@@ -25,6 +25,7 @@ class Health(msgspec.Struct):
 
     status: str
     model: str | None = None
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # where it is stalled
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
@@ -58,8 +59,11 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
 
 
 async def health(call: Call) -> Reply:
-    """200 where requests are taken, 503 where not."""
+    """200 where requests are taken and get on, 503 where not."""
     try:
+        if (reason := call.service.stall()) is not None:
+            body = Health("stalled", call.service.model_name, reason)
+            return Reply(msgspec.json.encode(body), status=503)
         body = Health("ok", call.service.model_name)
     except KqviewError:
         status = "closing" if call.service.is_closing else "no model"

@@ -10,15 +10,16 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from kqview.engine import Engine
-from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
+from kqview.demo import MODEL_PATH
+from kqview.engine import Engine, check_opening
+from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, RequestError
 from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
@@ -42,6 +43,7 @@ _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON that take less than that to de
 _OFFLOAD_FIELDS: Final = 4 * 1024  # the same of a request's lists, each element of which is checked
 _OFFLOAD_ITEMS: Final = 4096  # ids and biases that a generation takes over
 _N_WORKERS: Final = 4
+_LEAST_CLOSE_S: Final = 1.0  # for an engine to end, whatever is left of the grace
 DECODED_TIMES: Final = 17
 """Bytes that a byte of JSON and what it becomes take at most."""
 # The same of a character and its ids, and of an id with its text.
@@ -78,6 +80,8 @@ class Service:
         self._engine = engine
         self._owns_engine = False
         self._path = settings.model
+        self._given: dict[str, int | None] = {}  # options of the model in place of the settings'
+        self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, texts that are tokenized, and requests that are read and
         # built: none of them waits for another kind.
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
@@ -119,20 +123,29 @@ class Service:
         progress: Callable[[float], object] | None = None,
         **given: int | None,
     ) -> Engine:
+        options = self._engine_options(given)
+        budget_bytes = self.settings.attention_budget_bytes
+        return Engine(
+            MODEL_PATH if path is None else path,
+            progress=progress,
+            attention_budget_bytes=budget_bytes,
+            **options,
+        )
+
+    def _check_engine(self, path: str, **given: int | None) -> None:
+        """Raise what `_open_engine` would, as far as it shows without the weights."""
+        check_opening(path, **self._engine_options(given))
+
+    def _engine_options(self, given: Mapping[str, int | None]) -> dict[str, Any]:
         s = self.settings
-        options: dict[str, Any] = {
-            "progress": progress,
+        return {
             "n_ctx": s.n_ctx,
             "n_slots": s.n_slots,
             "n_threads": s.n_threads,
             "n_gpu_layers": s.n_gpu_layers,
             "kv_type": s.kv_type,
-            "attention_budget_bytes": s.attention_budget_bytes,
             **{name: value for name, value in given.items() if value is not None},
         }
-        if path is None:
-            return Engine.demo(**options)
-        return Engine(path, **options)
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
         """End every run; their clients are told *error*."""
@@ -145,10 +158,12 @@ class Service:
         WebSockets that generate nothing are closed with code 1001.
         """
         self._is_closing = True
+        if self._leave_by_s is None:  # the first one counts: two graces are no grace
+            self._leave_by_s = time.monotonic() + grace_s
         self.end_runs(ShuttingDown("server.close: the server is shutting down; try again later"))
         # A client that reads nothing cannot be told; then the grace ends it.
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
+            async with asyncio.timeout(self.grace_left_s):
                 if self.runs:
                     self._is_idle.clear()
                     await self._is_idle.wait()
@@ -159,10 +174,32 @@ class Service:
         await self.drain(self.settings.shutdown_grace_s)
         async with self._switching:  # what it opens is ours to close
             if self._owns_engine and self._engine is not None:
-                await asyncio.to_thread(self._engine.close)
+                limit_s = max(_LEAST_CLOSE_S, self.grace_left_s)
+                await asyncio.to_thread(self._engine.close, timeout_s=limit_s)
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._tokenizers.shutdown()
         self._builders.shutdown()
+
+    @property
+    def grace_left_s(self) -> float:
+        """Seconds left for clients and engine once `drain` began; all of them before."""
+        if self._leave_by_s is None:
+            return self.settings.shutdown_grace_s
+        return max(0.0, self._leave_by_s - time.monotonic())
+
+    @property
+    def is_engine_lost(self) -> bool:
+        """Whether closing the engine gave its thread up."""
+        return self._engine is not None and self._engine.health().is_lost
+
+    def stall(self, factor: float = 1.0) -> str | None:
+        """Why requests get nowhere, None where they do; any thread.
+
+        Args:
+            factor: Of the settings' ``stall_timeout_s``.
+        """
+        engine, limit_s = self._engine, self.settings.stall_timeout_s
+        return engine.health().stall(factor * limit_s) if engine and limit_s else None
 
     # ---- the model
 
@@ -209,9 +246,12 @@ class Service:
     async def switch_model(self, name: str, **options: int | None) -> Engine:
         """Unload the model and load the GGUF file *name* of ``models_dir``.
 
-        Running requests end with ModelChanged. Where the new model cannot be opened there is none
-        afterwards, until the next switch. Switches come one after another, and one that began is
-        finished even if who asked for it is gone.
+        What shows without the new model's weights (a file that is none, options out of range, no
+        memory) is refused before anything changes: the old model serves on. Then running requests
+        end with ModelChanged, the old model is closed, as both may not fit, and the new one opened.
+        Where that fails after all, the old one is opened again and serves; there is none only where
+        that fails too. Switches come one after another, and one that began is finished even if who
+        asked for it is gone.
 
         Args:
             name: As `models` lists it.
@@ -235,8 +275,9 @@ class Service:
 
     async def _switch(self, name: str, path: Path, options: dict[str, int | None]) -> Engine:
         async with self._switching:
-            if self._is_closing:
-                raise ShuttingDown("service.switch: the server is shutting down")
+            self._check_stays()
+            await asyncio.to_thread(self._check_engine, str(path), **options)
+            self._check_stays()
             old, self._engine = self._engine, None
             self._absence = f"{name!r} is being loaded"
             self.end_runs(ModelChanged("service.switch: the model was switched; send it again"))
@@ -245,14 +286,39 @@ class Service:
                 if self._owns_engine:
                     await asyncio.to_thread(old.close)
                 self._past[-1] = old.stats()  # with its last steps
-            open_it = partial(self._open_engine, str(path), **options)
             try:
-                self._engine = engine = await asyncio.to_thread(open_it)
+                engine = await asyncio.to_thread(
+                    self._open_engine, str(path), self._check_loading, **options
+                )
             except BaseException:
                 self._absence = f"no model is loaded, {name!r} failed"
+                if not self._is_closing and old is not None:
+                    await self._take_back(old)
                 raise
-            self._owns_engine, self._path = True, str(path)
+            self._engine = engine
+            self._owns_engine, self._path, self._given = True, str(path), options
             return engine
+
+    async def _take_back(self, old: Engine) -> None:
+        """Serve with the model that was switched away."""
+        if not self._owns_engine:  # it was not closed
+            self._past.pop()
+            self._engine = old
+            return
+        try:
+            self._engine = await asyncio.to_thread(
+                self._open_engine, self._path, self._check_loading, **self._given
+            )
+        except KqviewError as error:
+            _log.error("the old model cannot be opened again: %s", error)
+
+    def _check_loading(self, fraction: float) -> None:
+        """What a load calls now and then: a server that ends does not wait for it."""
+        self._check_stays()
+
+    def _check_stays(self) -> None:
+        if self._is_closing:
+            raise ShuttingDown("service.switch: the server is shutting down")
 
     def _switched(self, switch: "asyncio.Task[Engine]") -> None:
         self._switches.discard(switch)

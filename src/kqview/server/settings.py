@@ -77,7 +77,9 @@ class Settings:
         (), "keys that may use the API; without any it is open", is_secret=True
     )
     admin_keys: tuple[str, ...] = _setting(
-        (), "keys that may switch the model too; without any nobody may", is_secret=True
+        (),
+        "keys that may switch the model too, and see what other keys made; without any nobody may",
+        is_secret=True,
     )
     query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
     cors_origins: tuple[str, ...] = _setting(
@@ -115,6 +117,12 @@ class Settings:
     request_timeout_s: float = _setting(3600.0, "longest request, its wait included; 0 for no end")
     idle_timeout_s: float = _setting(120.0, "longest wait for a client that reads or sends nothing")
     shutdown_grace_s: float = _setting(5.0, "time for running requests to end at SIGTERM")
+    stall_timeout_s: float = _setting(
+        60.0,
+        "silence of the engine after which /health says 503; after twice that the process ends; "
+        "0 for no limit",
+    )
+    supervise: bool = _setting(True, "start the server again when it crashed or hangs")
     access_log: bool = _setting(True, "one JSON line a request on the log kqview.access")
 
     def __post_init__(self) -> None:
@@ -188,14 +196,15 @@ _NUMBERS: Final[Mapping[str, float]] = {
     "max_context": 1, "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1,
     "max_connections_per_client": 1, "rate_limit": 0, "request_timeout_s": 0,
     "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
+    "stall_timeout_s": 0,
 }  # fmt: skip
 _FRACTIONAL: Final = frozenset(
-    {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s"}
+    {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s", "stall_timeout_s"}
 )
 _LISTS: Final = frozenset(
     {"api_keys", "admin_keys", "cors_origins", "allowed_hosts", "trusted_proxies"}
 )
-_SWITCHES: Final = frozenset({"demo", "public", "query_key", "access_log"})
+_SWITCHES: Final = frozenset({"demo", "public", "query_key", "supervise", "access_log"})
 _OPTIONAL: Final = frozenset(
     {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
      "memory_budget_bytes", "attention_values", "ssl_certfile", "ssl_keyfile"}

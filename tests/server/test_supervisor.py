@@ -1,0 +1,235 @@
+"""Supervision: a worker that crashes or hangs is replaced on its port, and clients are told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from kqview.server import supervisor
+from kqview.server.watchdog import STALLED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+WITHIN_S = 40.0
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+class Parent:
+    """A supervisor in a process of its own; what it and its workers say is in ``said``."""
+
+    def __init__(self, command: list[str], **options: Any) -> None:
+        clean = {name: value for name, value in os.environ.items() if name[:7] != "KQVIEW_"}
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean,
+            **options,
+        )  # fmt: skip
+        self.said: list[str] = []
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout is not None
+        self.said.extend(iter(self.process.stdout.readline, ""))
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            self.process.wait(WITHIN_S)
+        finally:
+            self.process.kill()
+            self._listener.join(WITHIN_S)  # until its workers are gone too
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+
+    def wait_for(self, pattern: str, n: int = 1) -> str:
+        """The *n*-th line with *pattern*."""
+        found: list[str] = []
+
+        def is_said() -> bool:
+            found[:] = [line for line in list(self.said) if re.search(pattern, line)]
+            return len(found) >= n
+
+        assert until(is_said), f"no {pattern!r} in {self.said}"
+        return found[n - 1]
+
+    def workers(self) -> list[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return [int(pid) for pid in children.read_text().split()]
+
+
+def until(is_true: Callable[[], bool]) -> bool:
+    end_s = time.monotonic() + WITHIN_S
+    while not is_true():
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+@contextlib.contextmanager
+def started(command: list[str], **options: Any) -> Iterator[Parent]:
+    parent = Parent(command, **options)
+    try:
+        yield parent
+    finally:
+        parent.close()
+
+
+def status_of(url: str) -> int:
+    try:
+        return httpx.get(url + "/health", timeout=5).status_code
+    except httpx.HTTPError:
+        return 0
+
+
+def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named():
+    serve = [sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1"]
+    with started([*serve, "--shutdown-grace-s", "2"]) as parent:
+        url = re.search(r"http://\S+", parent.wait_for("serves"))[0].rstrip(")")  # pyright: ignore[reportOptionalSubscript]
+        url = url.split(" ")[0]
+        (worker,) = parent.workers()
+        # Small: neither the core nor numpy.
+        maps = Path(f"/proc/{parent.process.pid}/maps").read_text()
+        assert "numpy" not in maps
+        assert "_core" not in maps
+        body = {"prompt": "Tom has", "max_length": 8000, "ban_eos_token": True}
+        with httpx.stream(
+            "POST", url + "/api/extra/generate/stream", json=body,
+            headers={"x-request-id": "the-poison"}, timeout=30,
+        ) as stream:  # fmt: skip
+            next(stream.iter_raw())
+            os.kill(worker, signal.SIGSEGV)
+            assert until(lambda: parent.workers() != [worker])
+            refused = httpx.get(url + "/health", timeout=30)
+        assert refused.status_code == 503
+        assert int(refused.headers["retry-after"]) >= 1
+        line = parent.wait_for("ended by SIGSEGV")
+        assert "the-poison" in line
+        parent.wait_for("serves", 2)
+        assert status_of(url) == 200
+        assert parent.workers() not in ([], [worker])
+        parent.process.send_signal(signal.SIGTERM)
+        assert parent.process.wait(WITHIN_S) == 0
+        assert status_of(url) == 0
+
+
+APP = """
+import os, socket, sys, time
+from kqview import EngineHealth
+from kqview.cli.serving import run
+from kqview.server import Settings, create_app
+from kqview.server.worker import Supervised
+
+supervised = Supervised.from_env(os.environ)
+settings = Settings(demo=True, n_threads=1, stall_timeout_s=1.5, shutdown_grace_s=2)
+app = create_app(settings)
+serve = app._asgi
+
+async def faulty(scope, receive, send):
+    if scope.get("path") == "/engine-hangs":
+        begin_s = time.monotonic() - 1.6
+        app.service.engine.health = lambda: EngineHealth(
+            "decoding", quiet_s=time.monotonic() - begin_s, n_steps=9, is_lost=False
+        )
+    if scope.get("path") == "/loop-hangs":
+        time.sleep(600)
+    await serve(scope, receive, send)
+
+app._asgi = faulty
+run(app, settings, supervised.listener, supervised)
+"""
+
+
+def test_worker_whose_engine_or_event_loop_hangs_is_replaced(tmp_path: Path):
+    script = tmp_path / "app.py"
+    script.write_text(APP)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        fd = listener.fileno()
+        command = [sys.executable, supervisor.__file__, str(fd), "2", "60", "0"]
+        with started([*command, sys.executable, str(script)], pass_fds=[fd]) as parent:
+            parent.wait_for("serves")
+            assert status_of(url + "/engine-hangs?") == 404
+            told = httpx.get(url + "/health", timeout=5)
+            assert (told.status_code, told.json()["status"]) == (503, "stalled")
+            assert "no sign of life" in told.json()["reason"]
+            parent.wait_for(f"with status {STALLED}")
+            assert "no sign of life" in parent.wait_for("kqview watchdog:")
+            parent.wait_for("serves", 2)
+            assert status_of(url) == 200
+            with pytest.raises(httpx.HTTPError):
+                httpx.get(url + "/loop-hangs", timeout=WITHIN_S)
+            parent.wait_for("event loop")
+            parent.wait_for("serves", 3)
+            assert status_of(url) == 200
+
+
+TOY = """
+import os, socket, sys, time
+listener, control, notes = map(int, os.environ["KQVIEW_WORKER"].split(","))
+control = socket.socket(fileno=control)
+control.send(b"r")
+print("up", flush=True)
+while True:
+    control.send(b"a")
+    time.sleep(0.1)
+"""
+
+
+def test_worker_that_gives_no_sign_of_life_at_all_is_killed_and_replaced():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        fd = listener.fileno()
+        command = [sys.executable, "-I", "-S", supervisor.__file__, str(fd), "1", "2", "0"]
+        with started([*command, sys.executable, "-c", TOY], pass_fds=[fd]) as parent:
+            parent.wait_for("up")
+            os.kill(parent.workers()[0], signal.SIGSTOP)
+            parent.wait_for("gave no sign of life")
+            parent.wait_for("up", 2)
+            # A worker of a supervisor that is asked to end is killed where it does not.
+            (worker,) = parent.workers()
+            os.kill(worker, signal.SIGSTOP)
+            parent.process.terminate()
+            assert parent.process.wait(WITHIN_S) == 128 + signal.SIGKILL
+
+
+def test_server_that_cannot_start_is_not_started_again(tmp_path: Path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + bytes(100))
+    serve = [sys.executable, "-m", "kqview", "serve", "--port", "0", "--model", str(broken)]
+    done = subprocess.run(serve, capture_output=True, text=True, timeout=WITHIN_S, check=False)
+    assert done.returncode != 0
+    assert done.stderr.count("error:") == 1
+    assert "supervisor" not in done.stderr
+
+
+def test_what_holds_the_gil_is_ended_without_it():
+    script = """
+        import re
+        from kqview.server.watchdog import Watchdog
+        Watchdog(0.4, trouble=lambda: None).start()
+        import time; time.sleep(0.3)
+        print("begins", flush=True)
+        re.match("(a+)+$", "a" * 60 + "b")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True, text=True, timeout=WITHIN_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "begins\n")
+    assert "__init__.py" in done.stderr  # the stack of what held it
