@@ -21,6 +21,9 @@ namespace kqview::bind {
 
 namespace nb = nanobind;
 
+// True where the process has imported the module before: it has everything then. Raises in a subinterpreter.
+bool is_bound_before(nb::module_& module);
+
 void bind_errors(nb::module_& module);
 void bind_log(nb::module_& module);
 void bind_model(nb::module_& module);

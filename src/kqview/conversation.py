@@ -120,8 +120,10 @@ class Conversation:
             template_options: Further variables of the template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: A message is not well-formed, or the template refuses it.
-            UnsupportedModel: The model has no chat template, or one that does not parse.
+            RequestError: A message is not well-formed, the template refuses it, or takes more than
+                5 s or makes more than 16 Mi characters of it.
+            UnsupportedModel: The model has no chat template, or one that does not parse, is nested
+                too deeply, or goes over these limits with any message.
             KqviewError: jinja2 is not installed.
         """
         self._core.check_open()

@@ -5,6 +5,7 @@ special token's text is replaced by a placeholder that nobody can guess (private
 128 random bits); after rendering, placeholders are special tokens and everything else is ordinary
 text. Contents pass through untouched, so a template may cut, trim, compare and search them as it
 likes, and what is lost on the way is read as text, never as a token.
+What runs a template is bounded: see `kqview.chat.sandbox`.
 A template that puts a token together from pieces while it runs is found out by a second run; see
 `ChatTemplate.render`.
 
@@ -24,11 +25,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension
-from jinja2.optimizer import optimize
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from kqview.chat.messages import ROLES
+from kqview.chat.sandbox import Exhausted, Sandbox
 from kqview.errors import RequestError, UnsupportedModel
 
 _NONCE_PLANE: Final = 0x100000  # the two planes of private use beyond the first
@@ -67,16 +67,20 @@ class ChatTemplate:
             f"{_VARIABLES.get(name, name)}_token": self._marks.mark(text)
             for name, text in special_tokens.items()
         }
-        environment = _environment()
+        self._environment = environment = _environment()
         try:
-            tree = optimize(environment.parse(source), environment)
+            tree = environment.bounded(source)
             for node in tree.find_all((nodes.TemplateData, nodes.Const)):
                 if isinstance(node, nodes.TemplateData):
                     node.data = self._marks.mark(node.data)
                 else:
                     node.value = self._marks.mark_all(node.value)
-            code = environment.compile(cast("nodes.Template", tree))
-        except TemplateError as error:
+            code = environment.compile(tree)
+        except RecursionError:
+            raise UnsupportedModel(
+                "chat: the template is nested too deeply; pass another as chat_template"
+            ) from None
+        except (TemplateError, SyntaxError, ValueError, MemoryError) as error:
             raise UnsupportedModel(
                 f"chat: the template does not parse: {error}; pass another as chat_template"
             ) from error
@@ -110,7 +114,9 @@ class ChatTemplate:
         try:
             text = self._render(wanted, tools, add_generation_prompt, options or {})
         except RequestError as error:
-            if isinstance(error.__cause__, _Refusal) or not any(map(_has_calls, wanted)):
+            if isinstance(error.__cause__, _Refusal | Exhausted) or not any(
+                map(_has_calls, wanted)
+            ):
                 raise
             try:
                 wanted = [_with_json_arguments(message) for message in wanted]
@@ -157,7 +163,13 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(variables)
+            with self._environment.limits():
+                return self._template.render(variables)
+        except Exhausted as error:
+            raise RequestError(
+                f"chat: the model's template is stopped: {error}; pass another chat_template, or "
+                "shorter messages"
+            ) from error
         except _Refusal as error:
             raise RequestError(
                 f"chat: the model's template refuses these messages: {error}"
@@ -172,7 +184,9 @@ class ChatTemplate:
         message = {"role": "user", "content": content}
         try:
             text = self._render([message], None, True, {})
-        except RequestError:
+        except RequestError as error:
+            if isinstance(error.__cause__, Exhausted):
+                raise UnsupportedModel(str(error)) from error.__cause__
             return False
         return _PROBE in text and "'text'" not in text
 
@@ -350,15 +364,9 @@ class _GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> Sandbox:
     """The dialect of transformers' apply_chat_template."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
-    )
-    environment.filters["tojson"] = _to_json
-    return environment
+    return Sandbox([_GenerationTag, "jinja2.ext.loopcontrols"], {"tojson": _to_json})
 
 
 def _to_json(
