@@ -30,9 +30,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """Settings with which the command would serve; it does not."""
     seen: list[Settings] = []
 
-    def run(app: App, settings: Settings, listener: socket.socket) -> None:
+    def run(app: App, settings: Settings, listener: socket.socket, supervised: object) -> None:
         seen.append(settings)
-        app.service.engine.close()
+        assert supervised is None
 
     monkeypatch.setattr(serving, "run", run)
     return seen

@@ -21,6 +21,9 @@ from kqview.server import supervisor
 from kqview.server.settings import Settings
 from kqview.server.tls import tls_context
 
+is_program = False
+"""Whether this process is the command's own, as its entry point says: only that one is replaced."""
+
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog is to be first: it knows more
 _NEEDS_EXTRA: Final = 'kqview serve needs more packages; pip install "kqview[server]"'
 # Flags that the other commands have too, and lists that are given one by one.
@@ -71,7 +74,7 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     listener = supervised.listener if supervised else _listen(settings.host, settings.port)
     with listener:
         app = create_app(settings)  # what it refuses is said before anything is started
-        if supervised is None and settings.supervise and hasattr(os, "fork"):
+        if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
             _become_supervisor(listener, settings, HUNG_FACTOR * settings.stall_timeout_s)
         keep_freed_memory()
         _log_to_stderr()

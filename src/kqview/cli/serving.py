@@ -48,7 +48,8 @@ def run(
 
     What hangs, now or at the end, is ended by a `Watchdog`, with status `STALLED`.
     """
-    faulthandler.enable()
+    if not faulthandler.is_enabled():
+        faulthandler.enable(2)
     allow_files(settings)
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
@@ -67,13 +68,15 @@ def run(
         on_tick=tick,
     )
     watchdog.start()
-    with load_progress() as progress:
-        app.service.load(progress)
-    config = configured(app, settings)
-    if supervised is not None:
-        config.app = Noted(app, supervised)
-    _Server(app, config, watchdog, supervised).run(sockets=[listener])
-    watchdog.stop()
+    try:
+        with load_progress() as progress:
+            app.service.load(progress)
+        config = configured(app, settings)
+        if supervised is not None:
+            config.app = Noted(app, supervised)
+        _Server(app, config, watchdog, supervised).run(sockets=[listener])
+    finally:
+        watchdog.stop()
     if app.service.is_engine_lost:  # its thread would run on while the interpreter goes
         os._exit(STALLED)
 
