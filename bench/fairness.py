@@ -51,7 +51,7 @@ class Server(Started):
             [
                 sys.executable, "-m", "kqview", "serve", "--demo", "--port", str(self.port),
                 "--threads", "1", "--slots", "4", "--api-key", VICTIM, "--api-key", ATTACKER,
-                "--no-access-log",
+                "--no-access-log", "--no-supervise",
             ]
         )  # fmt: skip
 

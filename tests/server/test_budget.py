@@ -203,7 +203,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     log: Path = tmp_path_factory.mktemp("log") / "stderr"
     command = [
         sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--api-key", "secret",
-        "--memory-budget-bytes", str(24 * MIB), "--slots", "16",
+        "--memory-budget-bytes", str(24 * MIB), "--slots", "16", "--no-supervise",
     ]  # fmt: skip
     with log.open("wb") as errors:
         running = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
