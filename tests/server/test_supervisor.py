@@ -18,8 +18,10 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kqview import Engine
 from kqview.server import supervisor
 from kqview.server.watchdog import STALLED
+from kqview.state import SessionStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -98,7 +100,18 @@ def status_of(url: str) -> int:
         return 0
 
 
-def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named():
+def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = SessionStore(tmp_path)
+    with Engine.demo(n_threads=1) as engine:
+        engine.generate("Tom has", max_tokens=4).read()
+        saved = engine.slots[0].tokens
+        store.save("kept", engine.slots[0])
+        store.flush()
+    files = sorted(tmp_path.rglob("*"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
     serve = [sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1"]
     with started([*serve, "--shutdown-grace-s", "2"]) as parent:
         url = re.search(r"http://\S+", parent.wait_for("serves"))[0].rstrip(")")  # pyright: ignore[reportOptionalSubscript]
@@ -127,6 +140,11 @@ def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named(
         parent.process.send_signal(signal.SIGTERM)
         assert parent.process.wait(WITHIN_S) == 0
         assert status_of(url) == 0
+    # Sessions on disk are there again, and nothing was left beside them.
+    assert sorted(tmp_path.rglob("*")) == files
+    with Engine.demo(n_threads=1) as engine:
+        store.restore("kept", engine.slots[0])
+        assert engine.slots[0].tokens == saved
 
 
 APP = """
