@@ -61,12 +61,6 @@ public:
         return value->integer(layer);
     }
 
-    // 1 for a scalar, the length of an array, 0 where it is missing.
-    std::size_t n_values(std::string_view name) const {
-        const auto* const value = find(name);
-        return value ? value->size() : 0;
-    }
-
 private:
     const gguf_header& head_;
     std::string_view arch_;
@@ -145,7 +139,7 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
     }
 }
 
-// What llama.cpp divides by without a look, in the models of some architectures.
+// What has to be 1 or more in the models of some architectures: llama.cpp divides by it without a look.
 struct divisor_rule {
     std::string_view name;
     bool may_be_missing;  // it has a default then
@@ -167,6 +161,7 @@ constexpr divisor_rule divisor_rules[] = {
     {"attention.output_group_count", true, {"deepseek4"}},
     {"experts_per_group", true, {"grovemoe"}},
     {"interleave_moe_layer_step", true, {"ernie4_5-moe"}},
+    {"attention.sliding_window", false, {"afmoe"}},  // no division: without it a null pointer
 };
 
 void check_divisors(const hyperparameters& model) {
@@ -175,8 +170,9 @@ void check_divisors(const hyperparameters& model) {
         const auto divisor = model.integer(rule.name);
         if (!divisor && rule.may_be_missing) continue;
         if (divisor.value_or(0) <= 0) {
-            model.fail(rule.name, "is " + std::to_string(divisor.value_or(0)) + ", a model of " +
-                                      std::string(model.arch()) + " needs 1 or more" + convert);
+            model.fail(rule.name, (divisor ? "is " + std::to_string(*divisor) : "is missing") +
+                                      ", a model of " + std::string(model.arch()) +
+                                      " needs 1 or more" + convert);
         }
     }
 }
@@ -212,13 +208,44 @@ struct head_names {
 constexpr head_names full_names{"attention.key_length", "rope.dimension_count"};
 constexpr head_names swa_names{"attention.key_length_swa", "rope.dimension_count_swa"};
 
+// Their attention rotates nothing, and some of their files say so with a 0.
+constexpr std::string_view unrotated_archs[] = {
+    "glm5-next", "kimi-linear",  "kimi-k3",   "bloom",      "gpt2",   "jais",
+    "jamba",     "jina-bert-v2", "mpt",       "nemotron_h", "refact", "nemotron_h_moe",
+    "bert",      "t5",           "t5encoder", "starcoder"};
+
 void check_head_size(const hyperparameters& model, std::int64_t head_size,
                      const head_names& names) {
     const auto n_rot = model.integer(names.rope);
-    if (n_rot && (*n_rot > head_size || *n_rot % 2 != 0)) {
-        model.fail(names.rope, "is " + std::to_string(*n_rot) + ", an even number up to " +
+    if (n_rot == 0 && is_one_of(model.arch(), unrotated_archs)) return;
+    if (n_rot && (*n_rot <= 0 || *n_rot > head_size || *n_rot % 2 != 0)) {
+        model.fail(names.rope, "is " + std::to_string(*n_rot) + ", an even number of 2.." +
                                    std::to_string(head_size) + ", the size of a head, is needed" +
                                    convert);
+    }
+}
+
+// Rotary positions in several sections: time, height, width. llama.cpp divides by the sum of their sizes.
+constexpr std::string_view sectioned_archs[] = {"qwen2vl", "paddleocr", "qwen3vl",  "qwen3vlmoe",
+                                                "qwen35",  "qwen35moe", "qwen4exp", "qwen3tts"};
+
+void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
+    constexpr std::string_view name = "rope.dimension_sections";
+    const auto* const value = model.find(name);
+    if (!value || !value->is_integer()) return;
+    std::int64_t sum = 0, n_first = 0;  // of all, of the three that count
+    for (std::size_t i = 0; i < value->size(); ++i) {
+        const auto size = value->integer(i);
+        if (size < 0 || size > head_size) {
+            model.fail(name, "has a section of " + std::to_string(size) + ", 0.." +
+                                 std::to_string(head_size) + " are possible" + convert);
+        }
+        sum += size;
+        if (i < 3) n_first += size;
+    }
+    if (sum > head_size || (n_first == 0 && is_one_of(model.arch(), sectioned_archs))) {
+        model.fail(name, "have " + std::to_string(sum) + " values together, 1.." +
+                             std::to_string(head_size) + " are possible" + convert);
     }
 }
 
@@ -279,9 +306,53 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
     }
     check_head_size(model, head_size, full_names);
     check_head_size(model, model.integer(swa_names.key_length).value_or(head_size), swa_names);
+    check_rope_sections(model, head_size);
 }
 
 // ---- tensors
+
+// What llama.cpp takes for optional by its name and reads all the same.
+struct tensor_rule {
+    std::string_view name;
+    std::array<std::string_view, 2> archs;
+};
+constexpr tensor_rule tensor_rules[] = {
+    {"enc.blk.0.attn_rel_b.weight", {"t5", "t5encoder"}},
+    {"dec.blk.0.attn_rel_b.weight", {"t5"}},
+};
+
+// A layer of experts has their way up, by itself or joined with the gate.
+void check_expert_tensors(const gguf_header& head, std::span<const gguf_tensor> tensors,
+                          std::size_t n_layer) {
+    std::vector<bool> goes_down(n_layer), goes_up(n_layer);
+    for (const auto& tensor : tensors) {
+        const auto found = layer_of(tensor.name);
+        if (!found || found->first >= n_layer) continue;
+        const auto& [layer, role] = *found;
+        if (role == ".ffn_down_exps.weight") goes_down[layer] = true;
+        if (role == ".ffn_up_exps.weight" || role == ".ffn_gate_up_exps.weight") {
+            goes_up[layer] = true;
+        }
+    }
+    for (std::size_t i = 0; i < n_layer; ++i) {
+        if (!goes_down[i] || goes_up[i]) continue;
+        head.fail("layer " + std::to_string(i) +
+                  " has ffn_down_exps.weight, but neither ffn_up_exps.weight nor "
+                  "ffn_gate_up_exps.weight" +
+                  convert);
+    }
+}
+
+void check_needed_tensors(const gguf_header& head, const hyperparameters& model,
+                          std::span<const gguf_tensor> tensors) {
+    for (const auto& rule : tensor_rules) {
+        if (!is_one_of(model.arch(), rule.archs)) continue;
+        if (std::ranges::find(tensors, rule.name, &gguf_tensor::name) == tensors.end()) {
+            head.fail("tensor " + quoted(rule.name) + " is missing, a model of " +
+                      std::string(model.arch()) + " needs it" + convert);
+        }
+    }
+}
 
 // What follows "blk.N." and the like, without ".weight": what a tensor is for.
 std::string_view role_of(std::string_view name) {
@@ -343,6 +414,8 @@ void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor>
     check_divisors(model);
     check_experts(model, static_cast<std::size_t>(n_layer));
     check_heads(model, tensors, static_cast<std::size_t>(n_layer));
+    check_needed_tensors(head, model, tensors);
+    check_expert_tensors(head, tensors, static_cast<std::size_t>(n_layer));
 }
 
 void check_tensor_types(const gguf_header& head, const gguf_header& part) {

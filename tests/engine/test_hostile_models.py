@@ -75,10 +75,11 @@ def widen(name: str, n: int, kind: int) -> Callable[[Gguf], None]:
 
 def as_architecture(arch: str, **values: int) -> Callable[[Gguf], None]:
     def change(file: Gguf) -> None:
+        old = file.arch()
         for value in file.values:
             if value.key == "general.architecture":
                 value.value = arch
-            value.key = value.key.replace("llama.", f"{arch}.")
+            value.key = value.key.replace(f"{old}.", f"{arch}.")
         for name, number in values.items():
             put(f"{arch}.{name.replace('__', '.')}", U32, number)(file)
         put(f"{arch}.attention.layer_norm_epsilon", F32, 1e-5)(file)
@@ -91,6 +92,13 @@ def token(i: int, text: str) -> Callable[[Gguf], None]:
         value = file.find("tokenizer.ggml.tokens")
         assert value
         value.value[i] = text
+
+    return change
+
+
+def without_tensor(name: str) -> Callable[[Gguf], None]:
+    def change(file: Gguf) -> None:
+        file.tensors = [tensor for tensor in file.tensors if tensor.name != name]
 
     return change
 
@@ -169,6 +177,30 @@ FATAL: dict[str, tuple[str, Callable[[Gguf], None], str, tuple[str, ...]]] = {
         "ModelLoadError",
         ("qwen3next.full_attention_interval is 0",),
     ),
+    "rope sections of no size": (
+        "qwen2",
+        both(
+            as_architecture("qwen2vl"),
+            put("qwen2vl.rope.dimension_sections", ARRAY, [0, 0, 0, 0], I32),
+        ),
+        "ModelLoadError",
+        ("qwen2vl.rope.dimension_sections", "0 values"),
+    ),
+    "rope sections beyond a head": (
+        "qwen2",
+        both(
+            as_architecture("qwen2vl"),
+            put("qwen2vl.rope.dimension_sections", ARRAY, [16, 1, 0, 0], I32),
+        ),
+        "ModelLoadError",
+        ("qwen2vl.rope.dimension_sections", "17 values", "16"),
+    ),
+    "T5 without relative positions": (
+        "t5",
+        without_tensor("dec.blk.0.attn_rel_b.weight"),
+        "ModelLoadError",
+        ("dec.blk.0.attn_rel_b.weight", "missing"),
+    ),
     "tokenizer for other files": (
         "llama",
         put("tokenizer.ggml.pre", STRING, "whitespace"),
@@ -196,6 +228,12 @@ FATAL: dict[str, tuple[str, Callable[[Gguf], None], str, tuple[str, ...]]] = {
 }
 # What llama.cpp refused itself, or an error without a type, in our words now.
 REFUSED: dict[str, tuple[str, Callable[[Gguf], None], str, tuple[str, ...]]] = {
+    "rope dimensions of none": (
+        "qwen2",
+        put("qwen2.rope.dimension_count", U32, 0),
+        "ModelLoadError",
+        ("qwen2.rope.dimension_count is 0", "2..16"),
+    ),
     "rope dimensions beyond a head": (
         "qwen2",
         put("qwen2.rope.dimension_count", U32, 18),

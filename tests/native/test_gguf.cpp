@@ -157,8 +157,9 @@ TEST_CASE("gguf: numbers that llama.cpp divides by or that have no meaning are r
     with("llama.attention.layer_norm_rms_epsilon", -1e-6f, {"epsilon", "0 or more"});
     with("llama.rope.freq_base", not_a_number, {"llama.rope.freq_base"});
     with("llama.logit_scale", not_a_number, {"llama.logit_scale"});
-    with("llama.rope.dimension_count", 6u, {"is 6", "up to 4"});
+    with("llama.rope.dimension_count", 6u, {"is 6", "2..4"});
     with("llama.rope.dimension_count", 3u, {"is 3", "even"});
+    with("llama.rope.dimension_count", 0u, {"is 0", "even"});
     with("llama.expert_count", 1025u, {"1025", "1024"});
     with("llama.expert_used_count", 1u, {"1 of 0 experts"});
     with("llama.vocab_size", 0xffffffffu, {"llama.vocab_size is 4294967295"});
@@ -174,7 +175,8 @@ TEST_CASE("gguf: numbers that llama.cpp divides by or that have no meaning are r
 TEST_CASE("gguf: what only some architectures divide by is refused for them alone") {
     for (const auto& [arch, name] :
          {std::pair{"rwkv6", "wkv.head_size"}, std::pair{"qwen3next", "full_attention_interval"},
-          std::pair{"mamba2", "ssm.time_step_rank"}}) {
+          std::pair{"mamba2", "ssm.time_step_rank"},
+          std::pair{"afmoe", "attention.sliding_window"}}) {
         const auto key = std::string(arch) + "." + name;
         check_refused(
             [&](auto& file) {
@@ -189,6 +191,52 @@ TEST_CASE("gguf: what only some architectures divide by is refused for them alon
         file.set("llama." + std::string(name), 0u);
         CHECK(refusal_of([&] { check_model(file); }) == "");
     }
+}
+
+TEST_CASE("gguf: sections of rotary positions lie within a head, and some models need them") {
+    const auto with = [](const char* arch, const std::vector<std::int32_t>& sections) {
+        auto file = build_model();
+        for (auto& value : file.values) {
+            if (value.key.starts_with("llama.")) value.key = arch + value.key.substr(5);
+        }
+        file.set("general.architecture", arch);
+        file.numbers(std::string(arch) + ".rope.dimension_sections", t_i32, sections);
+        return refusal_of([&] { check_model(file); });
+    };
+    CHECK(with("qwen2vl", {2, 1, 1, 0}) == "");
+    CHECK(with("llama", {0, 0, 0, 0}) == "");
+    CHECK(has(with("qwen2vl", {0, 0, 0, 4}), "dimension_sections have 4 values"));
+    CHECK(has(with("llama", {2, 2, 1, 0}), "dimension_sections have 5 values"));
+    CHECK(has(with("llama", {-1, 2, 1, 0}), "section of -1"));
+}
+
+TEST_CASE("gguf: a model that rotates nothing may say so") {
+    auto file = build_model();
+    file.set("general.architecture", "glm5-next");
+    file.set("glm5-next.block_count", 1u);
+    file.set("glm5-next.embedding_length", 8u);
+    file.set("glm5-next.attention.head_count", 2u);
+    file.set("glm5-next.rope.dimension_count", 0u);
+    CHECK(refusal_of([&] { check_model(file); }) == "");
+}
+
+TEST_CASE("gguf: a T5 model without relative positions is refused") {
+    auto file = build_model();
+    file.set("general.architecture", "t5encoder");
+    file.set("t5encoder.block_count", 1u);
+    file.set("t5encoder.embedding_length", 8u);
+    file.set("t5encoder.attention.head_count", 2u);
+    CHECK(has(refusal_of([&] { check_model(file); }), "'enc.blk.0.attn_rel_b.weight' is missing"));
+    add_tensor(file, "enc.blk.0.attn_rel_b.weight", {4, 8});
+    CHECK(refusal_of([&] { check_model(file); }) == "");
+}
+
+TEST_CASE("gguf: a layer of experts without their way up is refused") {
+    auto file = build_model();
+    add_tensor(file, "blk.0.ffn_down_exps.weight", {8, 8, 2});
+    CHECK(has(refusal_of([&] { check_model(file); }), "layer 0 has ffn_down_exps.weight"));
+    add_tensor(file, "blk.0.ffn_gate_up_exps.weight", {8, 16, 2});
+    CHECK(refusal_of([&] { check_model(file); }) == "");
 }
 
 TEST_CASE("gguf: layers without attention may have no heads") {
