@@ -207,6 +207,15 @@ FATAL: dict[str, tuple[str, Callable[[Gguf], None], str, tuple[str, ...]]] = {
         "ModelLoadError",
         ("tokenizer.ggml.pre",),
     ),
+    "no token to hash into": (
+        "llama",
+        both(
+            put("tokenizer.ggml.model", STRING, "test"),
+            put("tokenizer.ggml.tokens", ARRAY, [], STRING),
+        ),
+        "ModelLoadError",
+        ("tokenizer.ggml.tokens is empty",),
+    ),
     "token of a megabyte in a trie": (
         "rwkv",
         token(300, "y" * (1 << 20)),

@@ -305,6 +305,7 @@ TEST_CASE("gguf: vocabularies that tokenizers would not survive are refused") {
     check_refused(with_tokens({"a", std::string(2000, 'b')}), {"token 1", "2000 bytes", "1024"},
                   "rwkv");
     check_refused(with_tokens({}), {"tokenizer.ggml.tokens is empty"}, "gpt2");
+    check_refused(with_tokens({}), {"tokenizer.ggml.tokens is empty"}, "test");
     check_refused([](auto& file) { file.set("tokenizer.ggml.tokens", 1u); },
                   {"tokenizer.ggml.tokens", "u32"}, "gpt2");
     check_refused(
