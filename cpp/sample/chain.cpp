@@ -74,7 +74,7 @@ sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::i
       n_vocab_(llama_vocab_n_tokens(vocab)),
       filter_(std::move(filter)),
       limit_("generate: " + (params.constraint_kind.empty() ? "grammar" : params.constraint_kind),
-             filter_limit_s) {
+             filter_limit_s, filter_average_s) {
     check(params_, n_vocab_);
     collect_bans(vocab);
     build_penalties(vocab, n_ctx_train);
@@ -196,6 +196,7 @@ sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
     edit(row);
     sampled_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
     accept(token.id);
+    if (filter_) limit_.pause();
     if (has_logprobs) {
         token.logprob = logprob_of(token.id, row);
         token.top = logprobs_.top();

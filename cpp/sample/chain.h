@@ -31,8 +31,9 @@ struct sampled_token {
 
 class sampler {
 public:
-    // CPU time that the filter may use for one token.
+    // CPU time that the filter may use for one token, and for each one on average.
     static constexpr double filter_limit_s = 2.0;
+    static constexpr double filter_average_s = 0.1;
 
     // Raises what check() raises, and invalid_sampling for DRY without a vocabulary. -1 as a window
     // of the penalties means n_ctx_train tokens. `filter` is what make_filter() made of `params`.

@@ -2,6 +2,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cstdio>
 
 #include "base/error.h"
@@ -16,17 +17,27 @@ double thread_cpu_s() {
 
 void work_limit::restart() {
     start_s_ = thread_cpu_s();
+    left_s_ = std::min(limit_s_, left_s_ + refill_s_);
     n_unchecked_ = 0;
 }
+
+void work_limit::pause() { left_s_ -= thread_cpu_s() - start_s_; }
 
 void work_limit::check() {
     n_unchecked_ = 0;
     if (is_stopped()) throw error(errc::invalid_sampling, what_ + ": its request has ended");
     const double used_s = thread_cpu_s() - start_s_;
-    if (used_s <= limit_s_) return;
-    char figures[96];
-    std::snprintf(figures, sizeof figures, " has used %.2f s of CPU time, up to %.2f s are allowed",
-                  used_s, limit_s_);
+    if (used_s <= left_s_) return;
+    char figures[160];
+    if (refill_s_ < limit_s_) {
+        std::snprintf(figures, sizeof figures,
+                      " has used up its CPU time: %.2f s for one token, %.2f s a token on average "
+                      "are allowed",
+                      limit_s_, refill_s_);
+    } else {
+        std::snprintf(figures, sizeof figures,
+                      " has used %.2f s of CPU time, up to %.2f s are allowed", used_s, limit_s_);
+    }
     throw error(errc::invalid_sampling, what_ + figures + "; make it smaller or less ambiguous");
 }
 

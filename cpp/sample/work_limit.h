@@ -11,11 +11,17 @@ namespace kqview {
 
 class work_limit {
 public:
-    // `what` begins the error's message, as in "generate: grammar".
-    work_limit(std::string what, double limit_s) : what_(std::move(what)), limit_s_(limit_s) {}
+    // `what` begins the error's message, as in "generate: grammar". `refill_s` comes back with each restart, up to
+    // `limit_s`: what work may take on average.
+    work_limit(std::string what, double limit_s, double refill_s)
+        : what_(std::move(what)), limit_s_(limit_s), refill_s_(refill_s), left_s_(limit_s) {}
+    // All of it comes back.
+    work_limit(std::string what, double limit_s) : work_limit(std::move(what), limit_s, limit_s) {}
 
-    // The budget is full again, for work on this thread.
+    // A piece of work begins on this thread, with what is left and the refill.
     void restart();
+    // It ends, on the same thread; what it used is gone.
+    void pause();
 
     // One unit is about a tenth of a microsecond of work. Raises invalid_sampling when the budget is spent or after stop().
     void spend(std::size_t n_units = 1) {
@@ -34,6 +40,8 @@ private:
 
     const std::string what_;
     const double limit_s_;
+    const double refill_s_;
+    double left_s_;
     double start_s_ = 0.0;
     std::size_t n_unchecked_ = 0;
     std::atomic<bool> is_stopped_{false};

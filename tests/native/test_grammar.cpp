@@ -11,6 +11,7 @@
 #include "base/error.h"
 #include "sample/grammar.h"
 #include "sample/grammar_filter.h"
+#include "sample/work_limit.h"
 
 using namespace kqview;
 
@@ -149,4 +150,25 @@ TEST_CASE("grammar: what is too large or takes too long to read is refused") {
         chain += 'a' + std::to_string(i) + " ::= a" + std::to_string(i + 1) + '\n';
     }
     CHECK(read(chain + "a50000 ::= \"x\"")->members.size() > 50'000);
+}
+
+TEST_CASE("work_limit: what is used comes back slowly, up to the limit") {
+    work_limit limit("generate: grammar", 0.05, 0.01);
+    const auto work = [&](double duration_s) {
+        limit.restart();
+        const double start_s = thread_cpu_s();
+        while (thread_cpu_s() - start_s < duration_s) {
+        }
+        limit.check();
+        limit.pause();
+    };
+    work(0.03);  // 0.02 s are left
+    CHECK(code_of([&] { work(0.04); }) == errc::invalid_sampling);
+    work_limit rested("generate: grammar", 0.05, 0.01);
+    for (int i = 0; i < 100; ++i) {
+        rested.restart();
+        rested.pause();
+    }
+    rested.restart();
+    CHECK_NOTHROW(rested.check());
 }

@@ -101,8 +101,9 @@ class Sampling:
         stop_tokens: Token ids that end the generation.
         ignore_eos: Never choose a token that ends the text.
         grammar: GBNF that the output has to follow, as llama.cpp reads it: up to 1 MiB of text and
-            a million elements. One that needs more than 2 s of CPU time for a token, 20,000 open
-            readings or 32 MiB ends its generation with InvalidSampling; others go on meanwhile.
+            a million elements. One that needs more than 2 s of CPU time for a token or 0.1 s a
+            token on average, 20,000 open readings or 32 MiB ends its generation with
+            InvalidSampling; others go on meanwhile.
         json_schema: JSON schema, as text or mapping, that the output has to follow; kept as text.
             Needs llguidance, ``pip install "kqview[constraints]"``, which says what of JSON Schema
             it knows. Its key "x-guidance" says how much white space stands between values; left
