@@ -19,7 +19,7 @@ TRANSPORT = (
 # Parts of the server, each of which may import only those before it; dialects come between the
 # last two, and may import all before `app`.
 ORDER = (
-    "supervisor", "watchdog", "errors", "settings", "tls", "peers", "budget", "workers",
+    "supervisor", "watchdog", "errors", "settings", "tls", "peers", "budget", "body", "workers",
     "attention", "wire", "models", "caller", "run", "service", "security", "connection",
     "streaming", "endpoint", "sockets", "metrics", "access", "worker", "openapi", "pages", "api",
     "app", "listening",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import re
 import subprocess
 import sys
+import tempfile
 import time
+import tracemalloc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -267,6 +270,40 @@ def test_bodies_that_are_half_sent_are_bounded(process: Process):
             with contextlib.suppress(TimeoutError, ConnectionError):
                 answers.append(sock.recv(12))
     assert b"HTTP/1.1 429" in answers
+
+
+def test_large_bodies_wait_on_the_disk_until_they_are_whole():
+    settings = Settings(max_body_bytes=64 * MIB, memory_budget_bytes=1024 * MIB)
+    with serving_toy(settings) as served, contextlib.ExitStack() as stack:
+        budget = served.service.budget
+        tracemalloc.start()
+        stack.callback(tracemalloc.stop)
+        for i in range(1, 7):
+            sock = stack.enter_context(raw_connection(served))
+            length = str(12 * MIB + 100)
+            sock.sendall(request_bytes("POST", "/toy/tokenize", content_length=length))
+            sock.sendall(b" " * (12 * MIB))
+            served.wait_until(lambda n=i: budget.used_bytes == n * 12 * MIB)
+        assert tracemalloc.get_traced_memory()[0] < 24 * MIB
+
+
+def test_body_that_was_on_the_disk_is_read_whole():
+    with serving_toy(Settings()) as served, served.client() as client:
+        body = b" " * (3 * MIB) + b'{"text": "Tom"}' + b"\n" * MIB
+        reply = client.post("/toy/tokenize", content=body)
+        assert reply.status_code == 200
+        assert reply.json() == client.post("/toy/tokenize", json={"text": "Tom"}).json()
+
+
+def test_disk_without_room_for_a_body_is_said(monkeypatch: pytest.MonkeyPatch):
+    def full(self: object, part: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tempfile.SpooledTemporaryFile, "write", full)
+    with serving_toy(Settings()) as served, served.client() as client:
+        reply = client.post("/toy/tokenize", json={"text": "Tom"})
+    assert reply.status_code == 503
+    assert "No space left on device" in reply.text
 
 
 def test_body_without_a_key_is_not_read(process: Process):

@@ -19,6 +19,7 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import RequestError
+from kqview.server.body import Body
 from kqview.server.budget import Hold
 from kqview.server.caller import Caller
 from kqview.server.connection import Connection, connection_of
@@ -146,18 +147,24 @@ class Endpoint:
         if self._decoder is None:  # a body is neither expected nor kept
             return (), 0
         settings = self._service.settings
-        try:
-            async with asyncio.timeout(settings.request_timeout_s or None):
-                raw = await _read_body(
-                    headers, receive, settings.max_body_bytes, settings.idle_timeout_s, hold
-                )
-        except TimeoutError:
-            raise SlowBody(
-                f"request.body: not all came within {settings.request_timeout_s:g} s"
-            ) from None
-        body = await self._service.decoded(partial(decoded, self._decoder), raw, hold)
-        hold.put(len(raw))
-        return (body,), len(raw)
+        with Body() as raw:
+            try:
+                async with asyncio.timeout(settings.request_timeout_s or None):
+                    await _read_body(
+                        raw,
+                        headers,
+                        receive,
+                        settings.max_body_bytes,
+                        settings.idle_timeout_s,
+                        hold,
+                    )
+            except TimeoutError:
+                raise SlowBody(
+                    f"request.body: not all came within {settings.request_timeout_s:g} s"
+                ) from None
+            body = await self._service.decoded(partial(_decoded_body, self._decoder), raw, hold)
+            hold.put(len(raw))
+            return (body,), len(raw)
 
     async def _work(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
         reply = await self._operation.handler(call, *args)
@@ -211,7 +218,7 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
     return Reply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
-def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | bytearray | str) -> Any:
+def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
     """The typed request in *raw*; an empty body is ``{}``.
 
     Raises:
@@ -223,6 +230,10 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | bytearray | str) 
         return decoder.decode(raw or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"request.decode: {error}; correct the body") from None
+
+
+def _decoded_body(decoder: "msgspec.json.Decoder[Any]", body: Body) -> Any:
+    return decoded(decoder, body.read())
 
 
 class _Response:
@@ -280,14 +291,13 @@ class _Response:
 
 
 async def _read_body(
-    headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Hold
-) -> bytearray:
+    body: Body, headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Hold
+) -> None:
     declared = headers.get("content-length", "0")
     if declared.isdecimal():
         if int(declared) > limit:
             raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
         hold.check(int(declared))
-    body = bytearray()
     while True:
         try:
             async with asyncio.timeout(idle_s):
@@ -298,11 +308,11 @@ async def _read_body(
             raise ClientGone
         part = message.get("body", b"")
         hold.take(len(part))
-        body += part
+        body.add(part)
         if len(body) > limit:
             raise TooLarge(f"request.body: more than {limit} bytes, the limit; send less")
         if not message.get("more_body", False):
-            return body
+            return
 
 
 async def _disconnect(receive: Receive) -> None:

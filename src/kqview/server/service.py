@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -33,6 +33,7 @@ from kqview.server.workers import Workers
 from kqview.types import EngineStats, Usage
 
 _T = TypeVar("_T")
+_Raw = TypeVar("_Raw", bound=Sized)
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -547,10 +548,7 @@ class Service:
 
     # ---- other threads
 
-    async def decoded(
-        self, decode: Callable[[bytes | bytearray | str], _T], raw: bytes | bytearray | str,
-        hold: Hold,
-    ) -> _T:  # fmt: skip
+    async def decoded(self, decode: Callable[[_Raw], _T], raw: _Raw, hold: Hold) -> _T:
         """What *decode* makes of *raw*, counted in *hold*; it may live as long as that."""
         hold.take((DECODED_TIMES - 1) * len(raw))
         if len(raw) < _OFFLOAD_BODY:

@@ -26,7 +26,7 @@ _MOST_MEMBERS: Final = 2**18
 _FEW_BYTES: Final = 32 * 1024  # that cannot have too many
 
 
-def check_values(raw: bytes | bytearray | str, *, packs: bool = False) -> None:
+def check_values(raw: bytes | str, *, packs: bool = False) -> None:
     """Refuse what would become more objects than are made in the time of a few tokens.
 
     Whoever makes them keeps the interpreter's lock, in any thread. Texts may be as long as they
@@ -37,7 +37,7 @@ def check_values(raw: bytes | bytearray | str, *, packs: bool = False) -> None:
     """
     if len(raw) < _FEW_BYTES:
         return
-    data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else bytes(raw)
+    data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
     n_values, n_members = count_values(data, packs)
     if n_values > _MOST_VALUES or n_members > _MOST_MEMBERS:
         raise TooLarge(
