@@ -63,7 +63,7 @@ def main() -> int:
         for name in given.only
         if not run_one(name, given.minutes * 60 * SHARES[name] / whole, given.seed)
     ]
-    print(f"attack: {len(given.only) - len(failed)} passed, {len(failed)} failed {failed or ''}")
+    print(f"attack: {len(given.only) - len(failed)} passed, {len(failed)} failed", *failed)
     return 1 if failed else 0
 
 
