@@ -113,7 +113,7 @@ def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     serve = [sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1"]
-    with started([*serve, "--shutdown-grace-s", "2"]) as parent:
+    with started([*serve, "--ctx", "8192", "--shutdown-grace-s", "2"]) as parent:
         url = re.search(r"http://\S+", parent.wait_for("serves"))[0].rstrip(")")  # pyright: ignore[reportOptionalSubscript]
         url = url.split(" ")[0]
         (worker,) = parent.workers()
@@ -121,7 +121,9 @@ def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named(
         maps = Path(f"/proc/{parent.process.pid}/maps").read_text()
         assert "numpy" not in maps
         assert "_core" not in maps
-        body = {"prompt": "Tom has", "max_length": 8000, "ban_eos_token": True}
+        # Its client reads no more of the rows than the first ones, so that it stays in flight.
+        body = {"prompt": "Tom has", "max_length": 8000, "ban_eos_token": True,
+                "output_attentions": True}  # fmt: skip
         with httpx.stream(
             "POST", url + "/api/extra/generate/stream", json=body,
             headers={"x-request-id": "the-poison"}, timeout=30,
