@@ -77,7 +77,7 @@ class Client:
 
     def _one_stream(self) -> None:
         with self._running.connect(timeout_s=WORST_GAP_S * 3) as sock:
-            sock.sendall(post("/api/extra/generate/stream", STREAM))
+            sock.sendall(post("/api/extra/generate/stream", STREAM, "connection: close"))
             head = sock.recv(1 << 16)
             status = head[9:12]
             if status in (b"503", b"429"):
