@@ -190,7 +190,7 @@ bool grammar_automaton::matches_token(state of, std::uint32_t token) const {
     });
 }
 
-bool grammar_automaton::matches_partial(state of, partial_character part) const {
+bool grammar_automaton::matches_partial(state of, partial_character part, work_limit& limit) const {
     if (part.n_missing < 0 || (part.n_missing == 1 && part.value < 2)) return false;
     const auto n_bits = static_cast<std::uint32_t>(part.n_missing) * 6;
     std::uint32_t low = part.value << n_bits;
@@ -207,6 +207,7 @@ bool grammar_automaton::matches_partial(state of, partial_character part) const 
         if (type == kind::character) return overlaps(value, value);
         if (type != kind::set) return false;
         const character_set& set = rules_->sets[value];
+        limit.spend(1 + set.ranges.size());
         const bool is_in =
             std::any_of(set.ranges.begin(), set.ranges.end(),
                         [&](const auto& range) { return overlaps(range.first, range.second); });

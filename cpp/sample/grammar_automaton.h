@@ -77,7 +77,7 @@ public:
     bool has_token_items(state of) const { return states_of_[of].has_token_items; }
     bool matches_token(state of, std::uint32_t token) const;
     // May the code points that begin so come next? As llama.cpp has it.
-    bool matches_partial(state of, partial_character part) const;
+    bool matches_partial(state of, partial_character part, work_limit& limit) const;
 
     std::size_t n_states() const { return states_.size(); }
     std::size_t n_forgotten() const { return n_forgotten_; }

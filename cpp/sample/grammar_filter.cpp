@@ -82,8 +82,8 @@ bool grammar_filter::advance(cursor& at, char byte, work_limit& limit) {
     return at.state != grammar_automaton::dead && at.part.n_missing >= 0;
 }
 
-bool grammar_filter::fits(const cursor& at) const {
-    return at.part.n_missing == 0 || automaton_.matches_partial(at.state, at.part);
+bool grammar_filter::fits(const cursor& at, work_limit& limit) const {
+    return at.part.n_missing == 0 || automaton_.matches_partial(at.state, at.part, limit);
 }
 
 // Is the text UTF-8 but for its end, and more than a part of a character? No other one matches a <token>.
@@ -130,7 +130,7 @@ bool grammar_filter::allows(token_id id, work_limit& limit) {
     cursor at = start();
     const bool is_alive =
         std::all_of(text.begin(), text.end(), [&](char byte) { return advance(at, byte, limit); });
-    return (is_alive && fits(at)) || allows_as_token(id, text);
+    return (is_alive && fits(at, limit)) || allows_as_token(id, text);
 }
 
 grammar_filter::mask grammar_filter::make_mask(work_limit& limit) {
@@ -151,7 +151,7 @@ grammar_filter::mask grammar_filter::make_mask(work_limit& limit) {
             }
             path.push_back(at);
         }
-        if (n_alive == SIZE_MAX && fits(path.back())) set_bit(made, id);
+        if (n_alive == SIZE_MAX && fits(path.back(), limit)) set_bit(made, id);
     }
     const auto n_vocab = static_cast<token_id>(texts_->n_vocab());
     const bool is_complete = automaton_.is_complete(automaton_.current());

@@ -68,7 +68,7 @@ private:
     cursor start() const { return {automaton_.current(), partial_, 0, partial_.n_missing > 0}; }
     static bool decode(cursor& at, char byte);
     bool advance(cursor& at, char byte, work_limit& limit);
-    bool fits(const cursor& at) const;
+    bool fits(const cursor& at, work_limit& limit) const;
     bool is_whole(std::string_view text) const;
     bool allows_as_token(token_id id, std::string_view text) const;
     mask make_mask(work_limit& limit);

@@ -336,6 +336,7 @@ void step::publish_token(slot& target, picked_token picked, captured_rows rows,
     const bool is_stop_token =
         std::binary_search(active.stop_tokens.begin(), active.stop_tokens.end(), picked.id);
     if (is_stop_token || model_.is_end_of_generation(picked.id)) {
+        await_rows(rows, transfer);
         rows = {};  // before the consumer can see the end
         return finish(target, is_stop_token ? finish_reason::stop_token : finish_reason::stop);
     }
@@ -403,7 +404,9 @@ void step::release(slot& target) {
     target.picker.reset();
     if (target.ticket) lane_.abandon(*target.ticket);
     target.ticket.reset();
+    await_rows(target.coming, target.coming_transfer);
     target.coming = {};
+    target.coming_transfer = 0;
     target.fork_source.reset();
     target.starved_until.reset();
     change(target.state, slot_state::idle);

@@ -203,6 +203,7 @@ private:
     };
     void deliver(parcel one, transfer_id rows);
     void collect();
+    void await_rows(const captured_rows& dropped, transfer_id rows) noexcept;
     int n_on_the_way(const slot& target) const;
     void note_computed();
     void count_view();

@@ -42,30 +42,45 @@ void step::deliver(parcel one, transfer_id rows) {
                one.content);
 }
 
+// Before a block that nobody will see goes back to the pool: a device may still write into it.
+void step::await_rows(const captured_rows& dropped, transfer_id rows) noexcept {
+    if (!dropped.block || rows == 0) return;
+    try {
+        model_.await(rows);
+    } catch (...) {
+        // The next decode says what is wrong with the device.
+    }
+}
+
 // Waits for the rows of the last decode and hands out what belongs to them.
 void step::collect() {
     if (parcels_.empty()) return;
     auto parcels = std::exchange(parcels_, {});
-    std::optional<error> failure;
+    std::optional<error> lost;
     try {
         model_.await(rows_on_the_way_);
-    } catch (const error& why) {
-        failure = why;
-    } catch (const std::exception& why) {
-        failure = error(errc::decode, std::string("generate: ") + why.what());
+    } catch (...) {
+        lost = current_failure();
     }
     for (auto& one : parcels) {
+        const auto to = one.to;
+        const auto usage = one.end ? std::optional(one.end->usage) : std::nullopt;
+        std::optional<error> failure = lost;
         if (!failure) {
-            deliver(std::move(one), 0);
-            continue;
+            try {
+                deliver(std::move(one), 0);
+                continue;
+            } catch (...) {
+                failure = current_failure();
+            }
         }
         const auto running = std::find_if(slots_.begin(), slots_.end(), [&](const slot& candidate) {
-            return candidate.active == one.to;
+            return candidate.active == to;
         });
         if (running != slots_.end()) {
             finish(*running, finish_reason::error, failure);
-        } else if (one.end) {  // it had its last token and has left its slot
-            one.to->box->finish({finish_reason::error, one.end->usage, failure});
+        } else if (usage) {  // it had its last token and has left its slot
+            to->box->finish({finish_reason::error, *usage, failure});
         }
     }
 }

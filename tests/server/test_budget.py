@@ -19,6 +19,7 @@ import pytest
 
 from kqview.errors import CapacityError
 from kqview.server import Settings
+from kqview.server.body import Body
 from kqview.server.budget import Budget
 from kqview.server.errors import RateLimited, TooLarge
 from tests.server.clients import (
@@ -293,6 +294,37 @@ def test_body_that_was_on_the_disk_is_read_whole():
         reply = client.post("/toy/tokenize", content=body)
         assert reply.status_code == 200
         assert reply.json() == client.post("/toy/tokenize", json={"text": "Tom"}).json()
+
+
+def test_body_that_is_written_late_says_so_too(monkeypatch: pytest.MonkeyPatch):
+    def full(self: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Body() as body:
+        body.add(b"{}")
+        monkeypatch.setattr(tempfile.SpooledTemporaryFile, "seek", full)
+        with pytest.raises(CapacityError, match="No space left"):
+            body.read()
+
+
+def test_runs_of_one_websocket_give_back_what_they_held():
+    with serving_toy(Settings(n_slots=1)) as served:
+        asked = {"type": "generate", "prompt": "Tom has", "max_length": 8, "top_logprobs": 20}
+        used: list[int] = []
+        with websocket(served, "/api/v1/generate/stream") as ws:
+            for _ in range(3):
+                ws.send(json.dumps(asked))
+                while '"done"' not in ws.recv(timeout=10):
+                    pass
+                served.wait_until(lambda: not served.service.runs)
+                used.append(served.service.budget.used_bytes)
+            large = json.dumps({"type": "nothing", "filler": "x" * MIB})
+            ws.send(large)
+            ws.recv(timeout=10)
+            ws.send("{}")
+            ws.recv(timeout=10)
+            assert served.service.budget.used_bytes < MIB
+        assert used == used[:1] * 3
 
 
 def test_disk_without_room_for_a_body_is_said(monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.peers import Peers, client_name
+from kqview.server.peers import _FORWARDED, Peers, client_name
 from tests.server.clients import raw_connection, read_until, request_bytes, websocket
 from tests.server.toy_dialect import serving_toy
 
@@ -182,3 +182,8 @@ def test_requests_at_a_time_of_one_client_behind_a_proxy_are_bounded():
         for sock in socks:
             sock.close()
         served.wait_idle()
+
+
+def test_header_without_pairs_is_read_in_time_proportional_to_its_length():
+    # 60 kB took a minute where each character began a name of its own.
+    assert _FORWARDED.findall("a" * 60_000) == []

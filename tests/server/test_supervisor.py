@@ -253,3 +253,37 @@ def test_what_holds_the_gil_is_ended_without_it():
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (1, "begins\n")
     assert "__init__.py" in done.stderr  # the stack of what held it
+
+
+STOPPED_WHILE_IT_FORKS = """
+import os, signal, socket, sys
+from kqview.server.supervisor import Supervisor
+
+fork = os.fork
+
+def forks_late():
+    os.kill(os.getpid(), signal.SIGTERM)
+    return fork()
+
+os.fork = forks_late
+worker = [sys.executable, "-c", "import time; time.sleep(60)"]
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    Supervisor(listener, worker, grace_s=40, stall_s=0).run()
+"""
+
+
+def test_signal_that_comes_while_a_worker_is_started_ends_it():
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED_WHILE_IT_FORKS], capture_output=True, timeout=WITHIN_S
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_worker_imports_nothing_from_the_current_folder(tmp_path: Path):
+    (tmp_path / "typer.py").write_text("raise SystemExit('the current folder was imported')")
+    script = Path(sys.executable).with_name("kqview")
+    if not script.exists():
+        pytest.skip("the command is not installed beside this Python")
+    command = [str(script), "serve", "--demo", "--port", "0", "--threads", "1"]
+    with started(command, cwd=tmp_path) as parent:
+        parent.wait_for("serves")

@@ -93,7 +93,8 @@ def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: floa
         int(settings.ssl_certfile is not None),
     ]
     script = [sys.executable, "-I", "-S", supervisor.__file__]
-    worker = [sys.executable, "-m", "kqview", *sys.argv[1:]]
+    # "-m" alone would import from the current folder first, whatever lies in it.
+    worker = [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", "kqview", *sys.argv[1:]]
     os.execv(sys.executable, [*script, *map(str, limits), *worker])
 
 

@@ -4,6 +4,7 @@ Clients may take their time over megabytes; until the whole is there nothing of 
 memory. It belongs to the event loop, `read` to any thread.
 """
 
+import contextlib
 import tempfile
 from typing import Final
 
@@ -33,19 +34,26 @@ class Body:
         try:
             self._file.write(part)
         except OSError as error:
-            raise CapacityError(
-                f"request.body: {self.n_bytes} bytes do not fit into the folder for temporary "
-                f"files ({error.strerror}); make room in it, or set TMPDIR to another one"
-            ) from error
+            raise self._no_room(error) from error
 
     def read(self) -> bytes:
-        """All of it."""
-        self._file.seek(0)
-        return self._file.read()
+        """All of it; raises as `add`, for what was written late."""
+        try:
+            self._file.seek(0)
+            return self._file.read()
+        except OSError as error:
+            raise self._no_room(error) from error
 
     def close(self) -> None:
         """Let go of it; idempotent."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # what was not written does not matter any more
+            self._file.close()
+
+    def _no_room(self, error: OSError) -> CapacityError:
+        return CapacityError(
+            f"request.body: {self.n_bytes} bytes do not fit into the folder for temporary files "
+            f"({error.strerror}); make room in it, or set TMPDIR to another one"
+        )
 
     def __enter__(self) -> "Body":
         return self

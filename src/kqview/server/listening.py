@@ -89,7 +89,7 @@ def allow_files(settings: Settings) -> None:
     except ModuleNotFoundError:  # Windows has no such limit
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = settings.max_connections + _SPARE_FILES
+    wanted = 2 * settings.max_connections + _SPARE_FILES  # a large body has a file of its own
     if hard != resource.RLIM_INFINITY:
         wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

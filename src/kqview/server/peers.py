@@ -19,7 +19,9 @@ _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _IPV6_BITS: Final = 64  # a client of IPv6 has a whole network to call from
 _SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 # A pair of Forwarded (RFC 7239), or the comma between what two proxies wrote.
-_FORWARDED: Final = re.compile(r"""([\w!#$%&'*+.^`|~-]+)=(?:"((?:[^"\\]|\\.)*)"|([^;,\s"]*))|(,)""")
+_FORWARDED: Final = re.compile(
+    r"""(?<![\w!#$%&'*+.^`|~-])([\w!#$%&'*+.^`|~-]+)=(?:"((?:[^"\\]|\\.)*)"|([^;,\s"]*))|(,)"""
+)
 
 
 def client_name(address: str) -> str:

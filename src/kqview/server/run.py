@@ -218,6 +218,7 @@ class Run:
             if self.deadline is not None:
                 self.deadline.cancel()
             self._on_close(self)
+            self.hold.close()
 
     async def __aenter__(self) -> "Run":
         return self

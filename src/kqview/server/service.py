@@ -399,7 +399,7 @@ class Service:
             raise (late if limit.expired() else TimeoutError) from None
         finally:
             self._starting.discard(name)
-        run = Run(request, generations, hold, on_close=self._ended, owner=caller.owner)
+        run = Run(request, generations, hold.part(), on_close=self._ended, owner=caller.owner)
         self.runs[name] = run
         self.n_runs += 1
         self._n_runs_of[caller.owner] += 1

@@ -131,8 +131,10 @@ class Socket:
         n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
         if n_bytes > limit:
             raise TooLarge(f"socket.receive: {n_bytes} bytes, the limit is {limit}; send less")
-        if self._messages is not None:  # a run may keep the largest one to its end
-            self._messages.set(max(self._messages.n_bytes, DECODED_TIMES * n_bytes))
+        if self._messages is not None:
+            # What runs may keep the largest message to its end.
+            kept_bytes = self._messages.n_bytes if self._n_pumps else 0
+            self._messages.set(max(kept_bytes, DECODED_TIMES * n_bytes))
         return data
 
     async def send(self, frames: Frames) -> None:

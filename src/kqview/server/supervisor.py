@@ -176,18 +176,25 @@ class Supervisor:
         control, theirs = socket.socketpair()
         inherited = (self._listener.fileno(), theirs.fileno(), self._notes)
         os.pwrite(self._notes, b" " * NOTES_BYTES, 0)
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._become_worker(inherited)
-        theirs.close()
-        if self._stop:  # asked for between the last worker and this one
-            self._signal(signal.SIGTERM)
-        control.setblocking(False)
-        self._control = control
-        self._selector.register(control, selectors.EVENT_READ, self._hear)
         self._started_s = self._sign_s = time.monotonic()
         self._is_ready = False
         self._kill_at_s = None
+        # Held back, a signal that comes now reaches the worker once it is to be ended by it, and
+        # this process once it knows the worker: its handler forwards it and sets the time limit.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
+        try:
+            self._pid = os.fork()
+            if self._pid == 0:
+                self._become_worker(inherited)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
+        if self._stop:  # asked for between the last worker and this one
+            self._signal(signal.SIGTERM)
+            self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
+        theirs.close()
+        control.setblocking(False)
+        self._control = control
+        self._selector.register(control, selectors.EVENT_READ, self._hear)
         self._accept(wanted=True)
 
     def _become_worker(self, inherited: tuple[int, int, int]) -> None:
@@ -198,6 +205,7 @@ class Supervisor:
             for number in (signal.SIGCHLD, *_STOPS):
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             for descriptor in inherited:
                 os.set_inheritable(descriptor, True)
             environment = {**os.environ, ENVIRONMENT: ",".join(map(str, inherited))}
