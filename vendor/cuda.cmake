@@ -1,10 +1,13 @@
-# Makes ggml's CUDA backend build with what cuda_find.cmake found. Included before llama.cpp is added, by the package
-# and by bench/peers. It changes three of ggml's defaults, so that the result imports on a machine without a GPU,
-# without a driver and without a toolkit, and there runs on the CPU:
+# Makes ggml's CUDA backend build with what cuda_find.cmake found. Included before llama.cpp is
+# added, by the package and by bench/peers. It changes three of ggml's defaults, so that the result
+# imports on a machine without a GPU, without a driver and without a toolkit, and there runs on the
+# CPU:
 # - libcudart is linked statically. Nothing else needs it: libcublas has its own.
-# - No virtual memory management (GGML_CUDA_NO_VMM): it links libcuda, which only a driver brings. What it would give
-#   is less waste in ggml's scratch memory. With a driver or its stub, -C cmake.define.GGML_CUDA_NO_VMM=OFF has it back.
-# - No NCCL, which would be one more library to find; it matters to several GPUs that share one layer.
+# - No virtual memory management (GGML_CUDA_NO_VMM): it links libcuda, which only a driver brings.
+#   What it would give is less waste in ggml's scratch memory. With a driver or its stub, -C
+#   cmake.define.GGML_CUDA_NO_VMM=OFF has it back.
+# - No NCCL, which would be one more library to find; it matters to several GPUs that share one
+#   layer.
 
 include(${CMAKE_CURRENT_LIST_DIR}/cuda_find.cmake)
 
@@ -45,8 +48,8 @@ if(NOT GGML_CUDA_NO_VMM AND NOT TARGET CUDA::cuda_driver)
         "Leave GGML_CUDA_NO_VMM out, or install the stub (package cuda-driver-dev).")
 endif()
 
-# Where the module looks for libcublas at run time: beside kqview in site-packages, where the wheel puts it (the extra
-# "cuda"); then, in a build for this machine, where it was found now.
+# Where the module looks for libcublas at run time: beside kqview in site-packages, where the wheel
+# puts it (the extra "cuda"); then, in a build for this machine, where it was found now.
 get_filename_component(kqview_cublas_dir "${KQVIEW_CUBLAS_LIBRARY}" DIRECTORY)
 if(KQVIEW_CUDA_VERSION VERSION_LESS 13)
     set(KQVIEW_CUDA_RPATH "$ORIGIN/../nvidia/cublas/lib")

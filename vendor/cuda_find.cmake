@@ -1,9 +1,10 @@
-# Finds what GGML_CUDA=ON needs, or says what is missing: nvcc, cuBLAS of the same major version, a C++ compiler that
-# nvcc takes. Only looks and sets variables, so tests/meta/test_cuda_build.py runs it as a script, with a made-up nvcc.
+# Finds what GGML_CUDA=ON needs, or says what is missing: nvcc, cuBLAS of the same major version, a
+# C++ compiler that nvcc takes. Only looks and sets variables, so tests/meta/test_cuda_build.py runs
+# it as a script, with a made-up nvcc.
 #
-# cuBLAS is in the toolkit or in NVIDIA's wheels: those that the building interpreter sees. pip's isolated build has
-# another sys.path but the same interpreter, so its site-packages are asked for by name; for every other place there is
-# KQVIEW_NVIDIA_DIR.
+# cuBLAS is in the toolkit or in NVIDIA's wheels: those that the building interpreter sees. pip's
+# isolated build has another sys.path but the same interpreter, so its site-packages are asked for
+# by name; for every other place there is KQVIEW_NVIDIA_DIR.
 
 if(NOT DEFINED KQVIEW_SYSTEM_ROOT)
     set(KQVIEW_SYSTEM_ROOT /usr)  # where distributions put theirs, and NVIDIA's packages in local/cuda
@@ -76,7 +77,8 @@ function(kqview_find_nvcc nvidia_dirs)
     set(KQVIEW_CUDA_ROOT "${root}" PARENT_SCOPE)
 endfunction()
 
-# Takes cuBLAS from these folders if it is there in the wanted major version; else adds to `seen` what it found.
+# Takes cuBLAS from these folders if it is there in the wanted major version; else adds to `seen`
+# what it found.
 macro(kqview_try_cublas wanted_major source include_dirs library_dirs)
     if(NOT KQVIEW_CUBLAS_LIBRARY)
         find_file(header NAMES cublas_api.h PATHS ${include_dirs} NO_DEFAULT_PATH NO_CACHE)
@@ -108,7 +110,8 @@ macro(kqview_try_cublas wanted_major source include_dirs library_dirs)
     endif()
 endmacro()
 
-# Sets KQVIEW_CUBLAS_{LIBRARY,INCLUDE_DIR,VERSION,SOURCE} and KQVIEW_CUBLASLT_LIBRARY; SOURCE is toolkit or wheels.
+# Sets KQVIEW_CUBLAS_{LIBRARY,INCLUDE_DIR,VERSION,SOURCE} and KQVIEW_CUBLASLT_LIBRARY; SOURCE is
+# toolkit or wheels.
 function(kqview_find_cublas nvidia_dirs)
     string(REGEX MATCH "^[0-9]+" major "${KQVIEW_CUDA_VERSION}")
     set(KQVIEW_CUBLAS_LIBRARY)
@@ -149,8 +152,9 @@ function(kqview_find_cublas nvidia_dirs)
     endforeach()
 endfunction()
 
-# Sets KQVIEW_CUDA_HOST_COMPILER: the build's own if nvcc takes it, else the newest g++ that it takes. Proof is a
-# kernel that compiles, which also finds headers that are missing. `arch_flag` is what "native" becomes, or empty.
+# Sets KQVIEW_CUDA_HOST_COMPILER: the build's own if nvcc takes it, else the newest g++ that it
+# takes. Proof is a kernel that compiles, which also finds headers that are missing. `arch_flag` is
+# what "native" becomes, or empty.
 function(kqview_find_host_compiler work_dir arch_flag)
     set(given "${CMAKE_CUDA_HOST_COMPILER}")
     if(NOT given)
@@ -194,7 +198,8 @@ function(kqview_find_host_compiler work_dir arch_flag)
         "Install a g++ that this toolkit takes, or name one: -C cmake.define.CMAKE_CUDA_HOST_COMPILER=/path/to/g++")
 endfunction()
 
-# All of the above. `work_dir` gets a few small files; `is_native`: build for the GPU of this machine.
+# All of the above. `work_dir` gets a few small files; `is_native`: build for the GPU of this
+# machine.
 macro(kqview_find_cuda work_dir is_native)
     kqview_nvidia_dirs(KQVIEW_NVIDIA_DIRS)
     kqview_find_nvcc("${KQVIEW_NVIDIA_DIRS}")

@@ -1,8 +1,9 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
-# libraries. The tap hooks into it by renaming four calls of the `llama` target, see cpp/tap/hook.cpp; its RPC
-# client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its aborts become exceptions, see cpp/llama/backend.h; keys
-# are moved without the rotation that not every cache has, see kv_cache_rotation.h; its regular expressions are matched
-# by ours, see unicode_regex.h.
+# libraries. The tap hooks into it by renaming four calls of the `llama` target, see
+# cpp/tap/hook.cpp; its RPC client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its
+# aborts become exceptions, see cpp/llama/backend.h; keys are moved without the rotation that not
+# every cache has, see kv_cache_rotation.h; its regular expressions are matched by ours, see
+# unicode_regex.h.
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -30,7 +31,8 @@ else()
     set(KQVIEW_CPU_FLAGS -march=native)
 endif()
 
-# Layers on other machines. RDMA would be a run-time dependency wherever its library lies on the build machine.
+# Layers on other machines. RDMA would be a run-time dependency wherever its library lies on the
+# build machine.
 set(GGML_RPC ON CACHE BOOL "" FORCE)
 set(GGML_RPC_RDMA OFF CACHE BOOL "" FORCE)
 if(GGML_CUDA)
@@ -52,7 +54,8 @@ target_compile_definitions(llama PRIVATE
     ggml_backend_sched_reserve=kqview_sched_reserve
     ggml_backend_sched_reserve_size=kqview_sched_reserve_size)
 
-# The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends the process.
+# The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends
+# the process.
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-rpc/ggml-rpc.cpp
     TARGET_DIRECTORY ggml-rpc PROPERTIES COMPILE_DEFINITIONS socket_t=kqview_rpc_socket_t)
 
@@ -62,8 +65,9 @@ set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/llama-kv-cache.cpp
     COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h"
     OBJECT_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h)
 
-# An abort of ggml is an exception on our threads (cpp/llama/backend.h): it has to cross what is written in C. Not what
-# the CPU's compute threads share, so their backend computes through a function of ours that says so.
+# An abort of ggml is an exception on our threads (cpp/llama/backend.h): it has to cross what is
+# written in C. Not what the CPU's compute threads share, so their backend computes through a
+# function of ours that says so.
 foreach(target ggml-base ggml-cpu)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endforeach()

@@ -1,4 +1,5 @@
-// What the engine thread does at this moment and when it last gave a sign of life; and the word that it shall stop.
+// What the engine thread does at this moment and when it last gave a sign of life; and the word
+// that it shall stop.
 // Owner:   shared by the scheduler, its runner, and who watches.
 // Threads: the engine thread writes phases and signs of life, or, within a decode, the compute thread that asks
 //          is_stopped(); anyone reads, anyone stops.
@@ -37,7 +38,8 @@ public:
         state_.store(packed(phase), std::memory_order_release);
     }
 
-    // Within a phase. The clock is read now and then: llama.cpp calls this for each node of a graph.
+    // Within a phase. The clock is read now and then: llama.cpp calls this for each node of a
+    // graph.
     void note_progress() noexcept {
         const auto n = n_signs_.load(std::memory_order_relaxed) + 1;
         n_signs_.store(n, std::memory_order_relaxed);

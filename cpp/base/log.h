@@ -35,7 +35,8 @@ public:
     // A position for `errors_since`.
     std::uint64_t position() const;
 
-    // What this thread logged as warning or error since `position`, joined by "; ", newest `n_lines`.
+    // What this thread logged as warning or error since `position`, joined by "; ", newest
+    // `n_lines`.
     std::string errors_since(std::uint64_t position, std::size_t n_lines = 4) const;
 
 private:

@@ -406,7 +406,8 @@ token_regex::token_regex(std::unique_ptr<const program> compiled) : program_(std
 token_regex::~token_regex() = default;
 
 std::shared_ptr<const token_regex> token_regex::of(const std::u32string& pattern) {
-    // As many as llama.cpp has patterns; never destroyed, as a thread may tokenize while the process exits.
+    // As many as llama.cpp has patterns; never destroyed, as a thread may tokenize while the
+    // process exits.
     static auto& known = *new std::map<std::u32string, std::shared_ptr<const token_regex>>;
     static auto& mutex = *new std::mutex;
     const std::lock_guard lock(mutex);
@@ -462,8 +463,8 @@ bool token_search<Char>::next(token_match& found) {
     return false;
 }
 
-// The end of a lookahead, and of a match, whose open choices are given up. All that a failed one came by fails; a
-// successful one matches from each fork whose first way it is on.
+// The end of a lookahead, and of a match, whose open choices are given up. All that a failed one
+// came by fails; a successful one matches from each fork whose first way it is on.
 template <typename Char>
 void token_search<Char>::learn(std::size_t first_choice, std::size_t first_passed, bool is_match) {
     if (is_match && passed_.size() > first_passed) {

@@ -21,7 +21,8 @@ namespace kqview::bind {
 
 namespace nb = nanobind;
 
-// True where the process has imported the module before: it has everything then. Raises in a subinterpreter.
+// True where the process has imported the module before: it has everything then. Raises in a
+// subinterpreter.
 bool is_bound_before(nb::module_& module);
 
 void bind_errors(nb::module_& module);
@@ -35,12 +36,14 @@ void bind_state(nb::module_& module);
 void bind_test_device(nb::module_& module);
 void bind_system(nb::module_& module);
 
-// Text of llama.cpp or of a file, which may be no UTF-8 or cut inside a character: such bytes become U+FFFD.
+// Text of llama.cpp or of a file, which may be no UTF-8 or cut inside a character: such bytes
+// become U+FFFD.
 nb::str to_text(std::string_view bytes);
 
-// What was captured as Python sees it: (attention, positions, hidden), or None without a block. Attention
-// and positions are one array, a tuple of arrays where layers keep different numbers of heads, or None.
-// `has_query_axis`: rows of several queries. bind_rows.cpp is the only file that makes ndarrays.
+// What was captured as Python sees it: (attention, positions, hidden), or None without a block.
+// Attention and positions are one array, a tuple of arrays where layers keep different numbers of
+// heads, or None. `has_query_axis`: rows of several queries. bind_rows.cpp is the only file that
+// makes ndarrays.
 nb::object rows_to_python(const captured_rows& rows, bool has_query_axis);
 
 // (None, None, values) with values of shape (n_rows, n_values), the caller's own.
@@ -78,8 +81,9 @@ struct engine_core {
     }
 };
 
-// Process exit begins, on this thread: others that wait without the GIL and would take it again wait for
-// ever instead, because CPython ends such a thread by unwinding it, which C++ destructors do not survive.
+// Process exit begins, on this thread: others that wait without the GIL and would take it again
+// wait for ever instead, because CPython ends such a thread by unwinding it, which C++ destructors
+// do not survive.
 void stop_waking() noexcept;
 void stay_if_exiting() noexcept;
 

@@ -53,8 +53,8 @@ private:
     std::atomic<bool>& taken_;
 };
 
-// (id, logprob or None, top or None, rows or None, is_last, n_discarded) of a token, (start, n_rows, rows or None) of
-// prompt rows, or None at the end, whose error is raised.
+// (id, logprob or None, top or None, rows or None, is_last, n_discarded) of a token, (start,
+// n_rows, rows or None) of prompt rows, or None at the end, whose error is raised.
 nb::object to_python(generation_handle& self, mailbox::item item) {
     if (item.end && !self.end) self.end = std::make_shared<const end_event>(*item.end);
     if (item.prompt) {

@@ -1,5 +1,6 @@
-// One set of classes in a process, whoever imports the module how often. nanobind ends the process where a class is
-// registered twice, and classes that belong to a subinterpreter are of no use to the main one.
+// One set of classes in a process, whoever imports the module how often. nanobind ends the process
+// where a class is registered twice, and classes that belong to a subinterpreter are of no use to
+// the main one.
 #include <nanobind/stl/string_view.h>
 
 #include <stdexcept>

@@ -1,5 +1,6 @@
-// Saving and restoring slots. A blob is written straight into the bytes object that Python gets, and read
-// from the one it passes: bytes cannot change while the engine thread checks and then reads them.
+// Saving and restoring slots. A blob is written straight into the bytes object that Python gets,
+// and read from the one it passes: bytes cannot change while the engine thread checks and then
+// reads them.
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>

@@ -64,7 +64,8 @@ nb::dict build_info() {
     return info;
 }
 
-// `options` are those of Engine.open; what does not change how much memory a context takes is not read.
+// `options` are those of Engine.open; what does not change how much memory a context takes is not
+// read.
 context_options context_options_of(const nb::dict& options) {
     const auto number = [&](const char* name) { return nb::cast<int>(options[name]); };
     const nb::object flash = options["flash_attn"];

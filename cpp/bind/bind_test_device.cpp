@@ -1,4 +1,5 @@
-// The device of tests/device and the stock word splitter of tests/native, which developer builds alone have.
+// The device of tests/device and the stock word splitter of tests/native, which developer builds
+// alone have.
 #include "bind/bind.h"
 
 #ifdef KQVIEW_FAKE_DEVICE

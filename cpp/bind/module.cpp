@@ -5,8 +5,8 @@
 NB_MODULE(_core, module) {
     using namespace kqview::bind;
     if (is_bound_before(module)) return;
-    // What a program holds to its end (a generation in a global, a view in a cycle) is no leak of ours.
-    // The tests switch the check on and drop everything first.
+    // What a program holds to its end (a generation in a global, a view in a cycle) is no leak of
+    // ours. The tests switch the check on and drop everything first.
     nb::set_leak_warnings(std::getenv("KQVIEW_LEAK_CHECK") != nullptr);
     module.doc() = "Native core of kqview; use the classes of the kqview package.";
     bind_errors(module);

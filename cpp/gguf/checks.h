@@ -1,9 +1,9 @@
-// What a sound GGUF file may still say that llama.cpp does not survive: numbers that it divides by, types
-// that it cannot compute with, vocabularies that its tokenizers trust. Knows what the keys and tensors of
-// models are called, and nothing of llama.cpp itself; README.md beside this file says which of its functions
-// each check stands in front of.
-// Threads: pure functions. Each raises model_load, or unsupported_model for what is sound elsewhere, and names
-// the key or the tensor, what it is, the limit and a remedy.
+// What a sound GGUF file may still say that llama.cpp does not survive: numbers that it divides by,
+// types that it cannot compute with, vocabularies that its tokenizers trust. Knows what the keys
+// and tensors of models are called, and nothing of llama.cpp itself; README.md beside this file
+// says which of its functions each check stands in front of.
+// Threads: pure functions. Each raises model_load, or unsupported_model for what is sound
+// elsewhere, and names the key or the tensor, what it is, the limit and a remedy.
 #pragma once
 
 #include <span>

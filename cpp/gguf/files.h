@@ -5,8 +5,8 @@
 
 namespace kqview {
 
-// Raises model_load or unsupported_model for a file that llama.cpp would not survive; of a model in several
-// files, which is opened by its first, for each of them.
+// Raises model_load or unsupported_model for a file that llama.cpp would not survive; of a model in
+// several files, which is opened by its first, for each of them.
 void check_model_file(const std::string& path);
 
 void check_adapter_file(const std::string& path);

@@ -116,7 +116,8 @@ private:
         return {reinterpret_cast<const char*>(text.data()), text.size()};
     }
 
-    // A key, or the name of a tensor: printable ASCII, which the format says of keys and all converters keep to.
+    // A key, or the name of a tensor: printable ASCII, which the format says of keys and all
+    // converters keep to.
     std::string_view take_name(const char* what, std::uint64_t n_max) {
         const auto name_at = at_;
         const auto name = take_string(what);

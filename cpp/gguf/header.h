@@ -3,8 +3,8 @@
 //   a tensor each:  string name | u32 n_dims | n_dims x u64 | u32 type | u64 offset
 //   padding to the alignment, then the tensors' data, one behind the other, each padded alike
 // A string is u64 n | n bytes; all is little endian. Offsets are from the start of the data.
-// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number before it is
-// checked; memory is at most a multiple of the header's own bytes.
+// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number
+// before it is checked; memory is at most a multiple of the header's own bytes.
 #pragma once
 
 #include <array>
@@ -46,7 +46,8 @@ struct gguf_value {
     std::vector<std::string_view> strings;  // one where it is no array
 
     std::size_t size() const;
-    // Element `i` of a type that is an integer or a boolean; 64-bit numbers above the largest i64 are that.
+    // Element `i` of a type that is an integer or a boolean; 64-bit numbers above the largest i64
+    // are that.
     std::int64_t integer(std::size_t i = 0) const;
     // Element `i` of f32 or f64.
     double real(std::size_t i = 0) const;
@@ -79,8 +80,8 @@ struct gguf_header {
     [[noreturn]] void fail(const std::string& what) const;
 };
 
-// Reads the header of a file of these bytes, and checks that its tensors lie in it. Raises model_load for
-// bytes that are no sound file, and says where.
+// Reads the header of a file of these bytes, and checks that its tensors lie in it. Raises
+// model_load for bytes that are no sound file, and says where.
 gguf_header read_gguf(std::span<const std::byte> bytes, std::string file);
 
 // A text of a file, fit for a message: cut after a few characters, without control characters.

@@ -1,4 +1,5 @@
-// A file's bytes, mapped read-only: what is not looked at is not read, so the header of 50 GB costs nothing.
+// A file's bytes, mapped read-only: what is not looked at is not read, so the header of 50 GB costs
+// nothing.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +10,8 @@ namespace kqview {
 
 class mapped_file {
 public:
-    // Raises model_load, in words for the caller of Engine, where there is no regular file that can be read.
+    // Raises model_load, in words for the caller of Engine, where there is no regular file that can
+    // be read.
     explicit mapped_file(const std::string& path);
     ~mapped_file();
     mapped_file(const mapped_file&) = delete;

@@ -51,8 +51,8 @@ public:
         head_.fail(key(name) + " " + what);
     }
 
-    // An integer of a layer: the value itself, or the layer's where it is an array; nothing where it is
-    // missing or of another type.
+    // An integer of a layer: the value itself, or the layer's where it is an array; nothing where
+    // it is missing or of another type.
     std::optional<std::int64_t> integer(std::string_view name, std::size_t layer = 0) const {
         const auto* const value = find(name);
         if (!value || !value->is_integer()) return std::nullopt;
@@ -139,7 +139,8 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
     }
 }
 
-// What has to be 1 or more in the models of some architectures: llama.cpp divides by it without a look.
+// What has to be 1 or more in the models of some architectures: llama.cpp divides by it without a
+// look.
 struct divisor_rule {
     std::string_view name;
     bool may_be_missing;  // it has a default then
@@ -225,7 +226,8 @@ void check_head_size(const hyperparameters& model, std::int64_t head_size,
     }
 }
 
-// Rotary positions in several sections: time, height, width. llama.cpp divides by the sum of their sizes.
+// Rotary positions in several sections: time, height, width. llama.cpp divides by the sum of their
+// sizes.
 constexpr std::string_view sectioned_archs[] = {"qwen2vl", "paddleocr", "qwen3vl",  "qwen3vlmoe",
                                                 "qwen35",  "qwen35moe", "qwen4exp", "qwen3tts"};
 
@@ -249,7 +251,8 @@ void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
     }
 }
 
-// The tensor's layer and role, "3" and "attn_q" of "blk.3.attn_q.weight"; nothing of tensors of no layer.
+// The tensor's layer and role, "3" and "attn_q" of "blk.3.attn_q.weight"; nothing of tensors of no
+// layer.
 std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_view name) {
     if (!name.starts_with("blk.")) return std::nullopt;
     name.remove_prefix(4);
@@ -259,7 +262,8 @@ std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_vie
     return std::pair{layer, name.substr(static_cast<std::size_t>(end - name.data()))};
 }
 
-// Layers whose tensors say that they have attention with heads. A recurrent one has some of the same names.
+// Layers whose tensors say that they have attention with heads. A recurrent one has some of the
+// same names.
 std::vector<bool> layers_with_attention(std::span<const gguf_tensor> tensors, std::size_t n_layer) {
     std::vector<bool> has_attention(n_layer), is_recurrent(n_layer);
     for (const auto& tensor : tensors) {
@@ -366,8 +370,8 @@ std::string_view role_of(std::string_view name) {
     return name;
 }
 
-// Roles, besides those that end with "norm", that ggml adds, multiplies by element, convolves with or scans:
-// on the CPU it does so with F32 alone, and ends the process otherwise.
+// Roles, besides those that end with "norm", that ggml adds, multiplies by element, convolves with
+// or scans: on the CPU it does so with F32 alone, and ends the process otherwise.
 constexpr std::string_view f32_roles[] = {
     "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short", "attn_sinks", "ffn.act",
     "layer_output_scale", "altup_correct_scale", "exp_probs_b", "exp_probs_b_vl", "attn_norm_2",

@@ -221,7 +221,8 @@ private:
         return hex_byte("<0x" + std::string(text.substr(2)) + ">");
     }
 
-    // The id of a role, as llama.cpp chooses it: the file's where it is in the vocabulary, else its default.
+    // The id of a role, as llama.cpp chooses it: the file's where it is in the vocabulary, else its
+    // default.
     std::optional<std::int64_t> special(const char* name, std::int64_t otherwise) const {
         const auto key = "tokenizer.ggml." + std::string(name);
         const auto n = static_cast<std::int64_t>(tokens_->size());

@@ -74,8 +74,8 @@ llama_context_params params_of(const model& source, const context_options& optio
     const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
     auto params = llama_context_default_params();
     params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);
-    // Whole slots: llama.cpp reserves the same number of tokens for each of them, and where it pools every
-    // one of those has to be an output.
+    // Whole slots: llama.cpp reserves the same number of tokens for each of them, and where it
+    // pools every one of those has to be an output.
     const int n_batch = (std::max(n_ubatch, n_slots) + n_slots - 1) / n_slots * n_slots;
     params.n_batch = static_cast<std::uint32_t>(n_batch);
     params.n_ubatch = params.n_batch;
@@ -100,7 +100,8 @@ llama_context_params params_of(const model& source, const context_options& optio
     return params;
 }
 
-// Where llama.cpp copies the outputs of a step to; it takes that memory when the first such step comes.
+// Where llama.cpp copies the outputs of a step to; it takes that memory when the first such step
+// comes.
 double output_bytes(const llama_model* source, const llama_context_params& params) {
     const double n_floats = llama_vocab_n_tokens(llama_model_get_vocab(source));
     return 4.0 * params.n_outputs_max * (n_floats + llama_model_n_embd_out(source));
@@ -117,8 +118,8 @@ double largest_need_bytes(const llama_model* source, const llama_context_params&
 
 using context_handle = std::unique_ptr<llama_context, void (*)(llama_context*)>;
 
-// A context without a cache (an encoder, a diffusion model) computes every token of a batch in one step
-// and gives an output for each. That a model has none shows in the context alone.
+// A context without a cache (an encoder, a diffusion model) computes every token of a batch in one
+// step and gives an output for each. That a model has none shows in the context alone.
 context_handle open_context(llama_model* source, llama_context_params params) {
     context_handle handle(llama_init_from_model(source, params), llama_free);
     if (!handle || llama_get_memory(handle.get()) || params.n_outputs_max >= params.n_ubatch) {
@@ -130,8 +131,9 @@ context_handle open_context(llama_model* source, llama_context_params params) {
     return handle;
 }
 
-// What a context takes of the host (first) and of each device as llama.cpp plans it, without what it keeps about
-// each cell; with the model's weights on devices. Nothing where llama.cpp refuses: the real one says why.
+// What a context takes of the host (first) and of each device as llama.cpp plans it, without what
+// it keeps about each cell; with the model's weights on devices. Nothing where llama.cpp refuses:
+// the real one says why.
 std::vector<device_need> planned_at(model& weightless, llama_context_params params,
                                     std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
@@ -161,8 +163,8 @@ std::vector<device_need> planned_at(model& weightless, llama_context_params para
     return needs;
 }
 
-// A plan costs time and memory for each cell. Beyond this many every part of a context grows evenly: it
-// is more than a sliding window.
+// A plan costs time and memory for each cell. Beyond this many every part of a context grows
+// evenly: it is more than a sliding window.
 constexpr std::uint32_t n_planned_max = 1 << 16;
 constexpr double bytes_of_cell = 64;
 
@@ -325,8 +327,8 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
                     " tokens: " + log_ring::instance().errors_since(log_position));
 }
 
-// What breaks off is llama.cpp's own way to fail: some keys and values are written, rows are due, and it takes the
-// tokens back.
+// What breaks off is llama.cpp's own way to fail: some keys and values are written, rows are due,
+// and it takes the tokens back.
 int context::decode_until_stopped() {
     const bool aborts =
         std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);

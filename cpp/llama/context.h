@@ -31,7 +31,8 @@ struct context_options {
     bool swa_full = true;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = what the model's file says
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
-    // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU only.
+    // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU
+    // only.
     std::vector<std::uint64_t> aborted_decodes;
 };
 
@@ -42,28 +43,29 @@ struct batch_token {
     bool wants_logits;
 };
 
-// Raises request for options out of range, and out_of_memory when host memory cannot hold the context.
-// llama.cpp writes to a cache as it makes it, and a system that promises more memory than it has would
-// then kill the process.
+// Raises request for options out of range, and out_of_memory when host memory cannot hold the
+// context. llama.cpp writes to a cache as it makes it, and a system that promises more memory than
+// it has would then kill the process.
 void check_memory(const model& source, const context_options& options);
 
 // Raises request for a name that is none of context_options::pooling.
 enum llama_pooling_type pooling_type_of(const std::string& name);
 
-// What a model's weights and file say that llama.cpp's public interface does not (context_embedding.cpp).
+// What a model's weights and file say that llama.cpp's public interface does not
+// (context_embedding.cpp).
 struct embedding_facts {
     bool pools;     // its file names a way of pooling
     int n_classes;  // values of its classifier head, 0 = it has none
     int n_positions;  // that it learned a vector for; llama.cpp ends the process beyond. 0 = any position works
 };
 embedding_facts embedding_facts_of(const model& source);
-// Raises out_of_memory when a device cannot hold its part of the model and the context, before any of it is
-// loaded: llama.cpp plans both without weights. Reads the file's header, and only where there is a device.
-// Otherwise as the constructor of model, and request for options out of range.
+// Raises out_of_memory when a device cannot hold its part of the model and the context, before any
+// of it is loaded: llama.cpp plans both without weights. Reads the file's header, and only where
+// there is a device. Otherwise as the constructor of model, and request for options out of range.
 void check_device_memory(const model_options& wanted, const context_options& options);
 
-// Raises what opening this model and context would raise, as far as that shows without the weights: a file that is none,
-// options out of range, no memory. Allocates next to nothing.
+// Raises what opening this model and context would raise, as far as that shows without the weights:
+// a file that is none, options out of range, no memory. Allocates next to nothing.
 void check_opening(const model_options& wanted, const context_options& options);
 
 class context {
@@ -83,7 +85,8 @@ public:
                !llama_model_has_encoder(model_->get());
     }
 
-    // Signs of life come from within a decode on CPUs, one a node of the graph; once stopped, a decode breaks off.
+    // Signs of life come from within a decode on CPUs, one a node of the graph; once stopped, a
+    // decode breaks off.
     void watch(std::shared_ptr<heartbeat> heart) { heart_ = std::move(heart); }
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
@@ -95,22 +98,23 @@ public:
     // Valid, and writable, until the next decode.
     float* logits(int i_token);
 
-    // F32 ne=[n_values, n_rows] of the last decode, which must have been of `n_tokens` tokens of this slot and
-    // for its embedding: a row for each of them where nothing pools, else one.
+    // F32 ne=[n_values, n_rows] of the last decode, which must have been of `n_tokens` tokens of
+    // this slot and for its embedding: a row for each of them where nothing pools, else one.
     std::vector<float> embedding(slot_id slot, int n_tokens);
 
     // Makes `to` hold what `from` holds; llama.cpp copies the whole stream before the next decode.
     void copy(slot_id from, slot_id to);
 
-    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail, or would lack what
-    // a sliding window sees from there; nothing has changed.
+    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail, or
+    // would lack what a sliding window sees from there; nothing has changed.
     bool truncate(slot_id slot, std::int32_t n_keep);
 
-    // Does a query see only what is before it? Else keys depend on what followed them when they were computed.
+    // Does a query see only what is before it? Else keys depend on what followed them when they
+    // were computed.
     bool is_causal() const;
 
-    // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot be saved
-    // and restored whole: no cache, recurrent state, sliding windows, several caches.
+    // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot
+    // be saved and restored whole: no cache, recurrent state, sliding windows, several caches.
     struct cache_facts {
         std::uint32_t n_stream;
         bool has_cell_extra;  // cells carry more than a position
@@ -120,21 +124,22 @@ public:
     // What keeps positions of this context from being moved; empty when they can be. Any thread.
     std::string shift_obstacle() const;
 
-    // Removes these positions, which are in order and do not overlap, and moves those that follow down, keys
-    // re-rotated; the cells keep the gaps. False: this cache cannot, and nothing has changed. An error leaves
-    // the slot in no known state.
+    // Removes these positions, which are in order and do not overlap, and moves those that follow
+    // down, keys re-rotated; the cells keep the gaps. False: this cache cannot, and nothing has
+    // changed. An error leaves the slot in no known state.
     bool discard(slot_id slot, std::span<const token_range> gone);
 
-    // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does not.
+    // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does
+    // not.
     void flush_shifts();
 
     // A slot's cache in llama.cpp's own bytes, exactly state_bytes() of them.
     std::size_t state_bytes(slot_id slot);
     void write_state(slot_id slot, std::span<std::byte> out);
 
-    // Replaces a slot's cache by `n_tokens` cells from bytes that were checked (state/ses1.h); llama.cpp
-    // keeps the pointer during the call only. False: it refused them, or put cells elsewhere than at
-    // their positions; the slot is in no known state then.
+    // Replaces a slot's cache by `n_tokens` cells from bytes that were checked (state/ses1.h);
+    // llama.cpp keeps the pointer during the call only. False: it refused them, or put cells
+    // elsewhere than at their positions; the slot is in no known state then.
     bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
     // Drops every graph that llama.cpp keeps and reserves memory for the worst case again.
@@ -142,8 +147,8 @@ public:
 
     std::int32_t n_graphs_reused() const;
 
-    // After llama_abort: llama.cpp's context stays as it is, because freeing it waits for its devices, and ends the
-    // process where they failed. Only to be destroyed then.
+    // After llama_abort: llama.cpp's context stays as it is, because freeing it waits for its
+    // devices, and ends the process where they failed. Only to be destroyed then.
     void abandon() noexcept { (void)handle_.release(); }
 
 private:

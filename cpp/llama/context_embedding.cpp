@@ -1,6 +1,6 @@
-// What of a context gives embeddings. Like context.cpp this file sees internal headers of llama.cpp: its
-// public interface tells neither whether a model has a classifier head or learned positions, nor whether
-// its graph has an embedding at all; without one llama.cpp ends the process.
+// What of a context gives embeddings. Like context.cpp this file sees internal headers of
+// llama.cpp: its public interface tells neither whether a model has a classifier head or learned
+// positions, nor whether its graph has an embedding at all; without one llama.cpp ends the process.
 #include <llama-context.h>
 #include <llama-model.h>
 
@@ -53,7 +53,8 @@ embedding_facts embedding_facts_of(const model& source) {
     return facts;
 }
 
-// An encoder can embed whatever its file says; other models, where the file or the caller names a pooling.
+// An encoder can embed whatever its file says; other models, where the file or the caller names a
+// pooling.
 void context::open_embeddings(const context_options& options) {
     const bool is_encoder = !has_cache() && !llama_model_is_diffusion(model_->get());
     const auto facts = embedding_facts_of(*model_);

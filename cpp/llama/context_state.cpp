@@ -1,5 +1,6 @@
-// A sequence's part of the cache as bytes. Like context.cpp this file sees internal headers of llama.cpp:
-// its public interface neither applies a pending shift nor tells one kind of cache from another.
+// A sequence's part of the cache as bytes. Like context.cpp this file sees internal headers of
+// llama.cpp: its public interface neither applies a pending shift nor tells one kind of cache from
+// another.
 #include <llama-context.h>
 #include <llama-kv-cache-iswa.h>
 #include <llama-kv-cache.h>
@@ -16,9 +17,9 @@ namespace kqview {
 
 namespace {
 
-// What this context keeps in place of the cache whose bytes are known; empty for that cache. llama.cpp leaves
-// out of a window's cache what no later token sees, so columns would be no positions any more; of several
-// caches in a row it may restore the first and fail at the second.
+// What this context keeps in place of the cache whose bytes are known; empty for that cache.
+// llama.cpp leaves out of a window's cache what no later token sees, so columns would be no
+// positions any more; of several caches in a row it may restore the first and fail at the second.
 std::string other_than_plain(const llama_memory_i* memory) {
     if (!memory) return "no KV cache";
     if (dynamic_cast<const llama_kv_cache*>(memory)) return "";
@@ -26,8 +27,9 @@ std::string other_than_plain(const llama_memory_i* memory) {
     return "recurrent state or several caches";
 }
 
-// What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when nothing does.
-// tests/engine/test_shift_models.py compares moved keys of every architecture with fresh ones.
+// What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when
+// nothing does. tests/engine/test_shift_models.py compares moved keys of every architecture with
+// fresh ones.
 std::string rotation_obstacle(const llama_model& source, ggml_type type) {
     if (source.pos_embd) return "learned positions";
     switch (source.arch) {

@@ -1,4 +1,5 @@
-// What ggml's devices say of themselves, and what NVIDIA's driver adds. Any thread, after start_llama().
+// What ggml's devices say of themselves, and what NVIDIA's driver adds. Any thread, after
+// start_llama().
 #pragma once
 
 #include <ggml-backend.h>
@@ -17,8 +18,8 @@ enum class capture_path {
     plain,      // one copy into memory that the device cannot reach by itself
 };
 
-// The one place that decides it, from what a device says it can do. What a block really is, its buffer's type
-// says after allocation.
+// The one place that decides it, from what a device says it can do. What a block really is, its
+// buffer's type says after allocation.
 capture_path capture_path_of(ggml_backend_dev_t device);
 const char* name_of(capture_path path);
 

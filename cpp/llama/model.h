@@ -41,8 +41,8 @@ struct model_options {
 
 class model {
 public:
-    // Raises model_load with llama.cpp's own last words when the file cannot be used, out_of_memory when they
-    // speak of an allocation.
+    // Raises model_load with llama.cpp's own last words when the file cannot be used, out_of_memory
+    // when they speak of an allocation.
     explicit model(const model_options& options);
     ~model();
     model(const model&) = delete;
@@ -54,7 +54,8 @@ public:
     const vocabulary& words() const { return words_; }
     const llama_vocab* vocab() const { return words_.get(); }
 
-    // Where layers are computed beside this machine. `rpc().leave()` when no engine uses the model any more.
+    // Where layers are computed beside this machine. `rpc().leave()` when no engine uses the model
+    // any more.
     rpc_devices& rpc() { return rpc_; }
     const rpc_devices& rpc() const { return rpc_; }
 

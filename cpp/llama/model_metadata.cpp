@@ -1,5 +1,5 @@
-// The key-value pairs of a model's file. llama.cpp's public call for the i-th pair walks there from the first one, so
-// this file looks at the pairs themselves.
+// The key-value pairs of a model's file. llama.cpp's public call for the i-th pair walks there from
+// the first one, so this file looks at the pairs themselves.
 #include <llama-model.h>
 
 #include <algorithm>

@@ -11,8 +11,9 @@ namespace kqview {
 
 namespace {
 
-// The signatures below are those of cuda.h and nvml.h, whose functions return 0 for success and keep them over
-// versions (a changed one gets another name). The libraries stay open: unloading them is not safe.
+// The signatures below are those of cuda.h and nvml.h, whose functions return 0 for success and
+// keep them over versions (a changed one gets another name). The libraries stay open: unloading
+// them is not safe.
 class shared_library {
 public:
     explicit shared_library(const char* name) {

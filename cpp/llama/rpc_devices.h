@@ -1,6 +1,6 @@
 // The RPC servers of one model, and the devices of llama.cpp that stand for them.
-// Owner:   the model. Threads: made on the loading thread; `check`, `take_turn` on the engine thread;
-//          `leave` and `states` on any.
+// Owner:   the model. Threads: made on the loading thread; `check`, `take_turn` on the engine
+//          thread; `leave` and `states` on any.
 #pragma once
 
 #include <ggml-backend.h>
@@ -20,8 +20,8 @@ class rpc_devices {
 public:
     // No servers: nothing here does anything.
     rpc_devices() = default;
-    // Raises model_load, naming endpoint and reason, and request where llama.cpp has no room for so many
-    // devices. `wait`: the longest time that a server may take over one answer.
+    // Raises model_load, naming endpoint and reason, and request where llama.cpp has no room for so
+    // many devices. `wait`: the longest time that a server may take over one answer.
     rpc_devices(const std::vector<rpc_endpoint>& endpoints, std::chrono::milliseconds wait);
     ~rpc_devices();
     rpc_devices(const rpc_devices&) = delete;
@@ -32,8 +32,8 @@ public:
     // What a model is spread over: the servers' devices, then this machine's GPUs, then null.
     std::vector<ggml_backend_dev_t> list() const;
 
-    // Raise decode, or model_load, naming the server that is lost; closed after `leave`. Nothing that was
-    // computed may be used before this was asked.
+    // Raise decode, or model_load, naming the server that is lost; closed after `leave`. Nothing
+    // that was computed may be used before this was asked.
     void check() const;
     void check_loading() const;
 

@@ -1,5 +1,6 @@
-// The socket of llama.cpp's RPC client, with rpc/link.h behind it. vendor/llama.cmake compiles ggml-rpc.cpp
-// with `socket_t` renamed to `kqview_rpc_socket_t`, so that it finds this class and not its own.
+// The socket of llama.cpp's RPC client, with rpc/link.h behind it. vendor/llama.cmake compiles
+// ggml-rpc.cpp with `socket_t` renamed to `kqview_rpc_socket_t`, so that it finds this class and
+// not its own.
 #include <ggml-rpc.h>
 
 #define socket_t kqview_rpc_socket_t

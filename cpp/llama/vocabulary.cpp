@@ -158,8 +158,9 @@ std::vector<token_id> vocabulary::tokenize_whole(std::string_view text, bool add
     return ids;
 }
 
-// llama.cpp cuts a text at its special tokens first, and tokenizes each piece for itself; but to find its place in
-// the list of pieces it walks there from the start, which takes minutes for a text of 300,000 special tokens.
+// llama.cpp cuts a text at its special tokens first, and tokenizes each piece for itself; but to
+// find its place in the list of pieces it walks there from the start, which takes minutes for a
+// text of 300,000 special tokens.
 std::vector<token_id> vocabulary::tokenize_apart(std::string_view text, bool add_special,
                                                  bool parse_special) const {
     auto around = add_special ? tokenize_whole({}, true, false) : std::vector<token_id>{};
@@ -179,10 +180,11 @@ std::vector<token_id> vocabulary::tokenize_apart(std::string_view text, bool add
     return ids;
 }
 
-// SentencePiece's tokenizer in llama.cpp copies all ids that it has so far for each character that is no token, so
-// that a text of line ends takes it minutes. It gets parts of the text, cut between characters that no token has side
-// by side: nothing is ever merged across such a cut. A sign in front of a part keeps the space away that
-// llama.cpp puts in front of a text; the ids of both are left out again.
+// SentencePiece's tokenizer in llama.cpp copies all ids that it has so far for each character that
+// is no token, so that a text of line ends takes it minutes. It gets parts of the text, cut between
+// characters that no token has side by side: nothing is ever merged across such a cut. A sign in
+// front of a part keeps the space away that llama.cpp puts in front of a text; the ids of both are
+// left out again.
 void vocabulary::append_ids(std::string_view text, bool parse_special,
                             std::vector<token_id>& ids) const {
     auto size = end_of_part(text);

@@ -1,5 +1,5 @@
-// Text to ids and back, for one model. Whatever text comes: no recursion, time in proportion to its length, and what
-// llama.cpp aborts or throws at is a typed error.
+// Text to ids and back, for one model. Whatever text comes: no recursion, time in proportion to its
+// length, and what llama.cpp aborts or throws at is a typed error.
 // Threads: immutable; any thread, while the engine thread decodes.
 #pragma once
 
@@ -29,8 +29,8 @@ public:
     int size() const { return size_; }
     bool exists() const { return llama_vocab_type(handle_) != LLAMA_VOCAB_TYPE_NONE; }
 
-    // Raise unsupported_model without a vocabulary and where llama.cpp cannot go on with this one, invalid_token for
-    // ids outside it, request for a text that is too long, out_of_memory.
+    // Raise unsupported_model without a vocabulary and where llama.cpp cannot go on with this one,
+    // invalid_token for ids outside it, request for a text that is too long, out_of_memory.
     // `apart_bytes` is long_text_bytes but for tests: the ids do not depend on it.
     std::vector<token_id> tokenize(std::string_view text, bool add_special, bool parse_special,
                                    std::size_t apart_bytes = long_text_bytes) const;

@@ -40,8 +40,9 @@ void check_device_needs(std::span<const device_need> needs, int n_layers) {
 }
 
 bool says_out_of_memory(std::string_view log) {
-    // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory", "CUBLAS_STATUS_ALLOC_FAILED";
-    // llama.cpp: "unable to allocate ... buffer". Where a message only contains "alloc" it is about memory as well.
+    // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory",
+    // "CUBLAS_STATUS_ALLOC_FAILED"; llama.cpp: "unable to allocate ... buffer". Where a message
+    // only contains "alloc" it is about memory as well.
     return log.find("alloc") != std::string_view::npos ||
            log.find("Malloc") != std::string_view::npos ||
            log.find("ALLOC_FAILED") != std::string_view::npos ||

@@ -1,5 +1,5 @@
-// What a model and its context would take of each device, beside what is free there, and the error that follows.
-// Figures come from the llama layer; nothing here knows ggml. Any thread.
+// What a model and its context would take of each device, beside what is free there, and the error
+// that follows. Figures come from the llama layer; nothing here knows ggml. Any thread.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +21,9 @@ struct device_need {
     bool fits() const { return total_bytes == 0 || needed_bytes() <= free_bytes; }
 };
 
-// Raises out_of_memory for the first device that cannot hold its part, with needed, free, and what to lower.
-// `n_layers` is how many layers the model can put on devices, its output counted; the message says about how many
-// of them would fit.
+// Raises out_of_memory for the first device that cannot hold its part, with needed, free, and what
+// to lower. `n_layers` is how many layers the model can put on devices, its output counted; the
+// message says about how many of them would fit.
 void check_device_needs(std::span<const device_need> needs, int n_layers);
 
 // Do these lines of llama.cpp's log speak of an allocation that failed?

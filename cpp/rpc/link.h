@@ -1,9 +1,9 @@
 // A session with one RPC server that outlives the server.
 //
-// llama.cpp aborts the process when a server does not answer, and its destructors send requests too. So its
-// socket is ours (llama/rpc_transport.cpp): while the server is there a link passes requests and answers
-// on; once it is lost, for whatever reason, requests are swallowed and answers made up. Nothing aborts,
-// nothing waits, and whoever uses a result asks `is_lost` first.
+// llama.cpp aborts the process when a server does not answer, and its destructors send requests
+// too. So its socket is ours (llama/rpc_transport.cpp): while the server is there a link passes
+// requests and answers on; once it is lost, for whatever reason, requests are swallowed and answers
+// made up. Nothing aborts, nothing waits, and whoever uses a result asks `is_lost` first.
 #pragma once
 
 #include <atomic>
@@ -41,7 +41,8 @@ public:
     // This process needs the server no more.
     void hang_up() noexcept { lose("is not in use any more"); }
 
-    // The longest time that a server may take over one answer; the larger one of what was set counts.
+    // The longest time that a server may take over one answer; the larger one of what was set
+    // counts.
     void raise_limit(tcp_connection::limit wait) noexcept;
 
 private:
@@ -56,8 +57,8 @@ private:
     void greet();
     void write(rpc_command command, std::span<const std::byte> payload);
 
-    // A server keeps the graph that a device computed last, and drops it whenever a buffer is freed, of
-    // whatever graph that was. llama.cpp does not know of that.
+    // A server keeps the graph that a device computed last, and drops it whenever a buffer is
+    // freed, of whatever graph that was. llama.cpp does not know of that.
     struct kept_graph {
         std::vector<std::byte> payload;
         bool is_dropped = false;
@@ -72,8 +73,8 @@ private:
     std::string loss_;
 };
 
-// llama.cpp's end of a link, one for each of its sockets: turns its calls, which come in a fixed order
-// (command, size, payload, then size of the answer, answer), into exchanges. One thread.
+// llama.cpp's end of a link, one for each of its sockets: turns its calls, which come in a fixed
+// order (command, size, payload, then size of the answer, answer), into exchanges. One thread.
 class rpc_session {
 public:
     explicit rpc_session(std::shared_ptr<rpc_link> link) : link_(std::move(link)) {}

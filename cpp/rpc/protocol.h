@@ -1,7 +1,8 @@
-// What kqview knows of ggml's RPC protocol (ggml/src/ggml-rpc of llama.cpp). Pure: no sockets, no state.
+// What kqview knows of ggml's RPC protocol (ggml/src/ggml-rpc of llama.cpp). Pure: no sockets, no
+// state.
 //
-// A request is a command (1 byte), the size of its payload (8 bytes) and the payload. Some requests are
-// answered, by a size (8 bytes) and so many bytes; numbers are in the machine's byte order.
+// A request is a command (1 byte), the size of its payload (8 bytes) and the payload. Some requests
+// are answered, by a size (8 bytes) and so many bytes; numbers are in the machine's byte order.
 #pragma once
 
 #include <cstddef>
@@ -50,12 +51,12 @@ struct rpc_request {
 
 rpc_request read_rpc_request(rpc_command command, std::span<const std::byte> payload);
 
-// What is wrong with an answer, in words that follow "RPC server host:port "; empty if llama.cpp can
-// work with it. llama.cpp aborts the process over some of these.
+// What is wrong with an answer, in words that follow "RPC server host:port "; empty if llama.cpp
+// can work with it. llama.cpp aborts the process over some of these.
 std::string rpc_answer_fault(const rpc_request& request, std::span<const std::byte> answer);
 
-// The answer of a server that is gone: values are 0, memory is there, nothing makes llama.cpp stop. Whoever
-// reads results asks the link before using them.
+// The answer of a server that is gone: values are 0, memory is there, nothing makes llama.cpp stop.
+// Whoever reads results asks the link before using them.
 void write_stand_in(const rpc_request& request, std::span<std::byte> answer);
 
 }  // namespace kqview

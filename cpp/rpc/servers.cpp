@@ -10,7 +10,8 @@ namespace kqview {
 namespace {
 
 struct server_table {
-    // Held while a connection is made: of two at once to one server the second would not be answered.
+    // Held while a connection is made: of two at once to one server the second would not be
+    // answered.
     std::mutex joining_mutex;
     std::mutex mutex;  // guards what follows, and the users of each server
     std::map<std::string, std::weak_ptr<rpc_server>> servers;  // by endpoint

@@ -28,8 +28,9 @@ constexpr int send_flags = MSG_NOSIGNAL;
 constexpr int send_flags = 0;  // macOS: SO_NOSIGPIPE below
 #endif
 
-// A host that vanished (power, cable) while an answer was due: the kernel gives the connection up after
-// about half a minute, before the limit. A host that is there but busy is not touched by this.
+// A host that vanished (power, cable) while an answer was due: the kernel gives the connection up
+// after about half a minute, before the limit. A host that is there but busy is not touched by
+// this.
 constexpr int idle_before_probe_s = 15;
 constexpr int between_probes_s = 5;
 constexpr int n_probes = 4;

@@ -1,5 +1,6 @@
 // One TCP connection that never keeps its caller waiting longer than a limit.
-// Owner:   rpc_link. Threads: one at a time sends and receives; `set_limit` and `shut_down` from any.
+// Owner:   rpc_link. Threads: one at a time sends and receives; `set_limit` and `shut_down` from
+//          any.
 // Never:   raises SIGPIPE; is inherited by a program that this process starts.
 #pragma once
 
@@ -23,8 +24,8 @@ class tcp_connection {
 public:
     using limit = std::chrono::milliseconds;
 
-    // Raises connection_lost. `wait` is the limit of this and, until it is set anew, of every later call; a
-    // host name is looked up first, for as long as the system takes for that.
+    // Raises connection_lost. `wait` is the limit of this and, until it is set anew, of every later
+    // call; a host name is looked up first, for as long as the system takes for that.
     tcp_connection(const std::string& host, int port, limit wait);
     ~tcp_connection();
     tcp_connection(const tcp_connection&) = delete;
@@ -38,7 +39,8 @@ public:
     void send(std::span<const std::byte> head, std::span<const std::byte> body);
     void receive(std::span<std::byte> out);
 
-    // Nothing came in, no end either. While no answer is due, false means that the connection is gone.
+    // Nothing came in, no end either. While no answer is due, false means that the connection is
+    // gone.
     bool is_quiet() const noexcept;
 
     // Ends the connection, also for a call that waits in another thread and for forked children.

@@ -15,7 +15,8 @@ constexpr std::size_t n_message_max = 300;
 // llguidance's mark of a special token: no text matches it.
 constexpr char special_mark = '\xff';
 
-// llguidance explains over several lines, with the whole grammar at the end. Cut between characters.
+// llguidance explains over several lines, with the whole grammar at the end. Cut between
+// characters.
 std::string one_line(const char* message) {
     std::string line;
     for (const char* c = message ? message : "no reason given"; *c != '\0'; ++c) {

@@ -1,5 +1,6 @@
-// Reads GBNF text into the rules that llama.cpp would build of it. llama.cpp's own parser prints errors to stderr
-// without a place, and runs without end, overflows the stack or aborts on grammars that this refuses.
+// Reads GBNF text into the rules that llama.cpp would build of it. llama.cpp's own parser prints
+// errors to stderr without a place, and runs without end, overflows the stack or aborts on grammars
+// that this refuses.
 // Threads: any. Never: keeps state.
 #pragma once
 
@@ -12,7 +13,8 @@
 
 namespace kqview {
 
-// The one token that a <text>, brackets included, is of the vocabulary; none when it is no token or several.
+// The one token that a <text>, brackets included, is of the vocabulary; none when it is no token or
+// several.
 using token_finder = std::function<std::optional<token_id>(std::string_view)>;
 
 // Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF, what

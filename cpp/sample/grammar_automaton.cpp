@@ -215,7 +215,8 @@ bool grammar_automaton::matches_partial(state of, partial_character part, work_l
     });
 }
 
-// ---- closing: from places behind what was matched to all the places where something can be matched next
+// ---- closing: from places behind what was matched to all the places where something can be
+// matched next
 
 grammar_automaton::state grammar_automaton::close(work_limit& limit) {
     seen_.clear();
@@ -270,7 +271,8 @@ void grammar_automaton::settle_rule(grammar_item item, work_limit& limit) {
         std::push_heap(uncalled_.begin(), uncalled_.end());
     }
     const bool is_last = rules_->elements[item.position + 1].type == kind::end;
-    // A component that calls itself does so in tail position: it returns to where it returns anyway.
+    // A component that calls itself does so in tail position: it returns to where it returns
+    // anyway.
     if (!is_done) {
         if (is_last) {  // nothing is left to come back for
             const auto frame = frames_[item.frame];

@@ -53,8 +53,8 @@ std::string_view token_texts::of(token_id id) const {
 
 // ---- bytes
 
-// Adds a byte to `part`. True: a character is complete. As llama.cpp does it, only what an earlier token began has to
-// go on with continuation bytes. No text goes on after n_missing is -1.
+// Adds a byte to `part`. True: a character is complete. As llama.cpp does it, only what an earlier
+// token began has to go on with continuation bytes. No text goes on after n_missing is -1.
 bool grammar_filter::decode(cursor& at, char byte) {
     const auto bits = static_cast<std::uint32_t>(static_cast<unsigned char>(byte));
     auto& [value, n_missing] = at.part;
@@ -86,7 +86,8 @@ bool grammar_filter::fits(const cursor& at, work_limit& limit) const {
     return at.part.n_missing == 0 || automaton_.matches_partial(at.state, at.part, limit);
 }
 
-// Is the text UTF-8 but for its end, and more than a part of a character? No other one matches a <token>.
+// Is the text UTF-8 but for its end, and more than a part of a character? No other one matches a
+// <token>.
 bool grammar_filter::is_whole(std::string_view text) const {
     cursor at = start();
     for (const char byte : text) {

@@ -1,5 +1,6 @@
-// Tokens that a GBNF grammar allows, by the same rules as llama.cpp's own matcher, with two exceptions: a token that
-// matcher allows and then fails to accept is not allowed, and rules that begin with themselves in tail position are.
+// Tokens that a GBNF grammar allows, by the same rules as llama.cpp's own matcher, with two
+// exceptions: a token that matcher allows and then fails to accept is not allowed, and rules that
+// begin with themselves in tail position are.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +27,8 @@ public:
     // Up to a zero byte, as llama.cpp reads it.
     std::string_view of(token_id id) const;
 
-    // Tokens with a text that end no text, sorted by it; n_shared: bytes that one begins with like the one before it.
+    // Tokens with a text that end no text, sorted by it; n_shared: bytes that one begins with like
+    // the one before it.
     struct entry {
         token_id id;
         std::uint32_t n_shared;

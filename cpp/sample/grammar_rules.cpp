@@ -21,8 +21,8 @@ struct left_corner {
 
 using left_corner_graph = std::vector<std::vector<left_corner>>;
 
-// Tarjan's strongly connected components, without recursion: chains of rules may be long. A component's number is
-// above those that it reaches.
+// Tarjan's strongly connected components, without recursion: chains of rules may be long. A
+// component's number is above those that it reaches.
 class component_finder {
 public:
     component_finder(const left_corner_graph& graph, work_limit& limit)

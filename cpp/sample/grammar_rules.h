@@ -30,7 +30,8 @@ struct grammar_element {
     std::uint32_t value;
 };
 
-// [a-z0] or [^a-z0]; a single character is a range of one. A range whose ends are swapped matches nothing.
+// [a-z0] or [^a-z0]; a single character is a range of one. A range whose ends are swapped matches
+// nothing.
 struct character_set {
     std::vector<std::pair<std::uint32_t, std::uint32_t>> ranges;
     bool is_negated = false;
@@ -49,8 +50,8 @@ struct grammar {
     std::vector<std::uint32_t> starts;
     std::vector<std::uint32_t> first_start;
     std::vector<bool> is_nullable;
-    // Rules that can begin with one another, all in tail position, have one component; a rule that another one can
-    // begin with has a lower component than that.
+    // Rules that can begin with one another, all in tail position, have one component; a rule that
+    // another one can begin with has a lower component than that.
     std::vector<std::uint32_t> component;
     std::vector<std::vector<std::uint32_t>> members;  // of a component
     std::uint32_t root = 0;
@@ -65,8 +66,8 @@ public:
 
     std::size_t n_rules() const { return bases_.size(); }
 
-    // Raises invalid_sampling for a rule that is missing ("root" among them) or can never end, and for left
-    // recursion that grows without end.
+    // Raises invalid_sampling for a rule that is missing ("root" among them) or can never end, and
+    // for left recursion that grows without end.
     grammar finish(work_limit& limit);
 
 private:

@@ -20,8 +20,8 @@ public:
 
     explicit token_filters(std::shared_ptr<const model> source) : source_(std::move(source)) {}
 
-    // Null where `params` ask for none. `llguidance_path` is for a constraint. Raises invalid_sampling, and what
-    // constraint_vocabulary raises.
+    // Null where `params` ask for none. `llguidance_path` is for a constraint. Raises
+    // invalid_sampling, and what constraint_vocabulary raises.
     std::unique_ptr<token_filter> make(const sampling_params& params,
                                        const std::string& llguidance_path);
 

@@ -1,5 +1,5 @@
-// A budget of CPU time that long computations check from inside, so that they end when it is spent or when another
-// thread says that nobody wants the result any more.
+// A budget of CPU time that long computations check from inside, so that they end when it is spent
+// or when another thread says that nobody wants the result any more.
 // Threads: the one that computes; stop() from any.
 #pragma once
 
@@ -11,8 +11,8 @@ namespace kqview {
 
 class work_limit {
 public:
-    // `what` begins the error's message, as in "generate: grammar". `refill_s` comes back with each restart, up to
-    // `limit_s`: what work may take on average.
+    // `what` begins the error's message, as in "generate: grammar". `refill_s` comes back with each
+    // restart, up to `limit_s`: what work may take on average.
     work_limit(std::string what, double limit_s, double refill_s)
         : what_(std::move(what)), limit_s_(limit_s), refill_s_(refill_s), left_s_(limit_s) {}
     // All of it comes back.
@@ -23,7 +23,8 @@ public:
     // It ends, on the same thread; what it used is gone.
     void pause();
 
-    // One unit is about a tenth of a microsecond of work. Raises invalid_sampling when the budget is spent or after stop().
+    // One unit is about a tenth of a microsecond of work. Raises invalid_sampling when the budget
+    // is spent or after stop().
     void spend(std::size_t n_units = 1) {
         n_unchecked_ += n_units;
         if (n_unchecked_ >= n_between_checks) check();

@@ -1,4 +1,5 @@
-// A slot that works for nobody, as the work of an order sees it (slot_orders.h). Engine thread only.
+// A slot that works for nobody, as the work of an order sees it (slot_orders.h). Engine thread
+// only.
 #pragma once
 
 #include <cstddef>
@@ -16,13 +17,14 @@ inline constexpr std::size_t all_exact = std::numeric_limits<std::size_t>::max()
 struct idle_slot {
     slot_id id;
     runner& model;
-    // Ids in the slot's cache. Whoever changes the cache writes here what it holds then and sets the flag, also
-    // where the work ends with an error.
+    // Ids in the slot's cache. Whoever changes the cache writes here what it holds then and sets
+    // the flag, also where the work ends with an error.
     std::vector<token_id> tokens;
     bool has_changed = false;
-    // The tokens from here on keep what was computed for them while others, which are gone, stood before them, or
-    // came out of a blob of which nobody says what it holds, or saw what followed them: a request that wants exact reuse evaluates them again.
-    // all_exact: there are none, and what is decoded next is exact too.
+    // The tokens from here on keep what was computed for them while others, which are gone, stood
+    // before them, or came out of a blob of which nobody says what it holds, or saw what followed
+    // them: a request that wants exact reuse evaluates them again. all_exact: there are none, and
+    // what is decoded next is exact too.
     std::size_t n_exact = all_exact;
 };
 

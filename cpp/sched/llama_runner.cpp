@@ -19,9 +19,9 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
 
 llama_runner::~llama_runner() {
     if (broken_) {
-        // Of what an abort left nobody knows whether it can be freed: that waits for streams which may be in the
-        // middle of something, and ggml would abort again, out of a destructor. So it stays allocated. The model
-        // goes, as always, unless its devices failed.
+        // Of what an abort left nobody knows whether it can be freed: that waits for streams which
+        // may be in the middle of something, and ggml would abort again, out of a destructor. So it
+        // stays allocated. The model goes, as always, unless its devices failed.
         context_->abandon();
         (void)tap_.release();
         return;

@@ -1,5 +1,6 @@
 // The real runner: a llama.cpp context with its tap and samplers.
-// Owner:   the scheduler. Threads: made on a Python thread, then the engine thread alone; `layers` any.
+// Owner:   the scheduler. Threads: made on a Python thread, then the engine thread alone; `layers`
+//          any.
 #pragma once
 
 #include <atomic>
@@ -44,8 +45,8 @@ public:
 
     void watch(std::shared_ptr<heartbeat> heart) override { context_->watch(std::move(heart)); }
 
-    // What calls llama.cpp below raises decode, or out_of_memory, where ggml could not go on; after that always
-    // decode, because nothing of the context can be used any more.
+    // What calls llama.cpp below raises decode, or out_of_memory, where ggml could not go on; after
+    // that always decode, because nothing of the context can be used any more.
     void want(const graph_plan& plan) override;
     int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,

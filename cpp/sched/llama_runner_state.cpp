@@ -35,8 +35,9 @@ const kv_layout& llama_runner::layout_from(std::span<const std::byte> kv_data) {
     return *layout_;
 }
 
-// Learned from bytes that this context writes: the layers, which of them keep values, and the row sizes are
-// then llama.cpp's own, whatever rules it has for them. An empty slot gets one token for that; once.
+// Learned from bytes that this context writes: the layers, which of them keep values, and the row
+// sizes are then llama.cpp's own, whatever rules it has for them. An empty slot gets one token for
+// that; once.
 const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     if (layout_) return *layout_;
     (void)state_shape();  // a model that cannot be saved is not decoded for it

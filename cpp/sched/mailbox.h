@@ -1,4 +1,5 @@
-// Tokens of one request, and rows of its prompt, on their way from the engine thread to one consumer.
+// Tokens of one request, and rows of its prompt, on their way from the engine thread to one
+// consumer.
 // Owner:   shared by the request and the consumer's handle.
 // Threads: "producer" members on the engine thread, "consumer" members on one consumer at a time.
 // Never:   blocks the producer. The bound is kept by the producer asking has_room() first.
@@ -23,16 +24,17 @@ public:
     // `engine` is rung when the consumer makes room or starts to wait.
     explicit mailbox(std::shared_ptr<doorbell> engine) : engine_(std::move(engine)) {}
 
-    // Producer: may another token, or run of prompt rows, be computed? With nothing left to take it may whenever the consumer
-    // waits, even with run_ahead 0. After a false the engine is rung on the next change.
+    // Producer: may another token, or run of prompt rows, be computed? With nothing left to take it
+    // may whenever the consumer waits, even with run_ahead 0. After a false the engine is rung on
+    // the next change.
     bool has_room(int run_ahead);
 
     // Producer: nothing is left to take and the consumer waits: no view of ours can come back.
     // After a false the engine is rung on the next change.
     bool is_starving();
 
-    // Producer: adds a token, together with the end when it is the last one. Once the consumer cancelled the token
-    // is dropped, and the end is that of a cancelled request.
+    // Producer: adds a token, together with the end when it is the last one. Once the consumer
+    // cancelled the token is dropped, and the end is that of a cancelled request.
     void put(token_event token, std::optional<end_event> end);
     void put(prompt_event rows);
     void finish(end_event end);
@@ -64,15 +66,15 @@ public:
     std::vector<request_id> take_stall();
     void forget_stall();
 
-    // Consumer: asks that `waiter` is signalled at the next change. True: something is there already.
-    // Several may wait: one for the next item, others for a cancellation.
+    // Consumer: asks that `waiter` is signalled at the next change. True: something is there
+    // already. Several may wait: one for the next item, others for a cancellation.
     bool arm(std::shared_ptr<wake_handle> waiter);
     // As arm(), for the end of a cancellation. True: it was carried out.
     bool arm_settled(std::shared_ptr<wake_handle> waiter);
     void disarm(const wake_handle* waiter = nullptr);  // null: all of them
 
-    // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to do,
-    // it was cancelled before or its end was taken.
+    // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to
+    // do, it was cancelled before or its end was taken.
     bool cancel();
     // Consumer: blocks until the engine carried a cancellation out.
     void wait_settled() const;

@@ -1,5 +1,6 @@
-// What a caller asks for and what comes back: plain values between the Python threads and the engine
-// thread. A request is shared by both sides; only its mailbox and its flags change after submission.
+// What a caller asks for and what comes back: plain values between the Python threads and the
+// engine thread. A request is shared by both sides; only its mailbox and its flags change after
+// submission.
 #pragma once
 
 #include <atomic>
@@ -82,10 +83,11 @@ struct request {
     std::chrono::duration<double> pick_limit{20.0};  // for one token of a slow picker, by the clock
     int run_ahead = 8;                               // tokens computed before they are taken
     int priority = 0;                                // larger first, then order of arrival
-    // Tokens in a row that a cache must have behind others that the prompt has not, for it to be shifted.
-    // 0: only what both begin with is reused.
+    // Tokens in a row that a cache must have behind others that the prompt has not, for it to be
+    // shifted. 0: only what both begin with is reused.
     int n_reuse_min = 0;
-    // When the slot is full and tokens are due: discarded behind the first n_keep. 0: the request ends then.
+    // When the slot is full and tokens are due: discarded behind the first n_keep. 0: the request
+    // ends then.
     int n_discard = 0;
     int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;  // the slot it must run in, -1 = any

@@ -17,7 +17,8 @@ constexpr std::size_t nowhere = std::numeric_limits<std::size_t>::max();
 // Places in the cache that are followed at a time for one place in the prompt.
 constexpr std::size_t n_active_max = 32;
 
-// Where in a sequence each run of n tokens begins, found by its hash; the caller compares the tokens.
+// Where in a sequence each run of n tokens begins, found by its hash; the caller compares the
+// tokens.
 class run_index {
 public:
     run_index(std::span<const token_id> tokens, std::size_t first, std::size_t n) {
@@ -64,8 +65,8 @@ struct run {
     std::size_t start;
 };
 
-// Goes through the prompt once. For each of its places `cached_end` is the least part of the cache that can
-// make up the prompt up to there: less of it used leaves more for what follows.
+// Goes through the prompt once. For each of its places `cached_end` is the least part of the cache
+// that can make up the prompt up to there: less of it used leaves more for what follows.
 class run_search {
 public:
     run_search(const ids& cached, const ids& prompt, std::size_t n_prefix, std::size_t n_run_min)

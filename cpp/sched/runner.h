@@ -44,8 +44,8 @@ class runner {
 public:
     virtual ~runner() = default;
 
-    // Told once, before the first step: gives signs of life from within a decode, and breaks one off, with
-    // errc::closed, once it is stopped.
+    // Told once, before the first step: gives signs of life from within a decode, and breaks one
+    // off, with errc::closed, once it is stopped.
     virtual void watch(std::shared_ptr<heartbeat> /*heart*/) {}
 
     virtual int n_slots() const = 0;
@@ -67,8 +67,8 @@ public:
     // Queries of a prompt whose rows one step can provide, for the plan that is wanted.
     virtual int n_prompt_rows() const { return std::numeric_limits<int>::max(); }
 
-    // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt. Throws error; the
-    // caches are then as before. Rows of devices may be on their way still: see await.
+    // Tokens of one step: one token each of adjacent slots, or a run of one slot's prompt. Throws
+    // error; the caches are then as before. Rows of devices may be on their way still: see await.
     // `embeds`: the tokens are a run of one slot, and its embedding is wanted in place of logits.
     virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                                bool embeds) = 0;
@@ -76,29 +76,33 @@ public:
     // Of the last step, which embedded `n_tokens` of this slot.
     virtual text_embedding embedding(slot_id slot, int n_tokens) = 0;
 
-    // Blocks until the rows of a step, and of all before, are in their blocks. Throws error: they are not.
+    // Blocks until the rows of a step, and of all before, are in their blocks. Throws error: they
+    // are not.
     virtual void await(transfer_id /*rows*/) {}
 
-    // Makes slot `to` hold what slot `from` holds. Costs its whole cache. After an error `to` holds anything.
+    // Makes slot `to` hold what slot `from` holds. Costs its whole cache. After an error `to` holds
+    // anything.
     virtual void copy(slot_id from, slot_id to) = 0;
 
-    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state). Throws nothing.
+    // Keeps the first n_keep tokens of a slot; false when the cache cannot (recurrent state).
+    // Throws nothing.
     virtual bool truncate(slot_id slot, int n_keep) = 0;
 
-    // Removes ranges of tokens, in order and apart, and gives those that follow the positions that close the
-    // gaps; write_state and read_state then close them in memory too. False: the cache cannot, and nothing has
-    // changed. An error leaves the slot in no known state.
+    // Removes ranges of tokens, in order and apart, and gives those that follow the positions that
+    // close the gaps; write_state and read_state then close them in memory too. False: the cache
+    // cannot, and nothing has changed. An error leaves the slot in no known state.
     virtual bool discard(slot_id slot, std::span<const token_range> gone) = 0;
 
-    // A slot's cache as llama.cpp's bytes (state/ses1.h). All raise unsupported_model where a cache cannot
-    // be saved whole.
-    // What those bytes look like: from some of an own slot with tokens, or found by means of an idle slot.
+    // A slot's cache as llama.cpp's bytes (state/ses1.h). All raise unsupported_model where a cache
+    // cannot be saved whole. What those bytes look like: from some of an own slot with tokens, or
+    // found by means of an idle slot.
     virtual const kv_layout& layout_from(std::span<const std::byte> kv_data) = 0;
     virtual const kv_layout& layout_for(slot_id slot, bool is_empty) = 0;
     // Exactly what write_state writes, with pending shifts carried out.
     virtual std::size_t state_bytes(slot_id slot) = 0;
     virtual void write_state(slot_id slot, std::span<std::byte> out) = 0;
-    // Replaces the slot's cache by checked bytes with this many cells. False: the cache is unknown now.
+    // Replaces the slot's cache by checked bytes with this many cells. False: the cache is unknown
+    // now.
     virtual bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) = 0;
 };
 

@@ -93,7 +93,8 @@ void sampler_lane::work() {
         const bool is_wanted = !one->is_abandoned_;
         lock.unlock();
         if (is_wanted) engine_->ring();
-        // Not under the lock: it may be the last one to hold the picker, which takes its time to die.
+        // Not under the lock: it may be the last one to hold the picker, which takes its time to
+        // die.
         one.reset();
         lock.lock();
     }

@@ -1,9 +1,13 @@
-// Picks tokens away from the engine thread where that can take long: under a grammar or a schema. The engine thread
-// hands a row of logits over, goes on with other slots, and is rung when the token is there.
-// Owner:   step. A ticket is one request's place in the lane; it owns the request's picker, and is shared by its slot
-//          and the worker that picks, so that a slot can leave while its picker works.
-// Threads: all of it on the engine thread, but the workers, which never touch a slot, a mailbox or the llama_context.
-// Never:   makes the engine thread wait for a picker, but for await_quick(), and close() for one that was stopped.
+// Picks tokens away from the engine thread where that can take long: under a grammar or a schema.
+// The engine thread hands a row of logits over, goes on with other slots, and is rung when the
+// token is there.
+// Owner:   step. A ticket is one request's place in the lane; it owns the request's picker, and is
+//          shared by its slot and the worker that picks, so that a slot can leave while its picker
+//          works.
+// Threads: all of it on the engine thread, but the workers, which never touch a slot, a mailbox or
+// the llama_context.
+// Never:   makes the engine thread wait for a picker, but for await_quick(), and close() for one
+//          that was stopped.
 #pragma once
 
 #include <chrono>
@@ -62,7 +66,8 @@ public:
     // The ticket's slot leaves: its picker is stopped, and nobody waits for it.
     void abandon(ticket& one) noexcept;
 
-    // Waits until no token of a ticket is under way, but for none longer than `bound` since its start.
+    // Waits until no token of a ticket is under way, but for none longer than `bound` since its
+    // start.
     void await_quick(clock::duration bound);
 
     // Stops every picker and ends the threads.

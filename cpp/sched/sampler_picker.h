@@ -11,7 +11,8 @@
 
 namespace kqview {
 
-// Raises invalid_sampling. `source` must outlive the picker. `filter` is what token_filters made of `params`.
+// Raises invalid_sampling. `source` must outlive the picker. `filter` is what token_filters made of
+// `params`.
 std::unique_ptr<token_picker> make_sampler_picker(const model& source,
                                                   const sampling_params& params,
                                                   std::span<const token_id> prompt,

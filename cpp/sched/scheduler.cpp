@@ -54,7 +54,8 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
 
 scheduler::~scheduler() {
     if (fork_.is_forked()) {
-        // The thread, its locks and the compute threads are the parent's: leave everything as it is.
+        // The thread, its locks and the compute threads are the parent's: leave everything as it
+        // is.
         (void)thread_.release();
         (void)step_.release();
         (void)runner_.release();
@@ -142,8 +143,8 @@ void scheduler::close(std::chrono::duration<double> limit) {
     is_lost_ = false;
 }
 
-// What close_requests does, without the thread that hangs. Who waits for its work on a slot waits on: the thread may
-// be at it.
+// What close_requests does, without the thread that hangs. Who waits for its work on a slot waits
+// on: the thread may be at it.
 void scheduler::abandon() {
     if (is_lost_.exchange(true)) return;
     slot_orders_.close(slot_closed_error);
@@ -258,8 +259,8 @@ void scheduler::admit_queued() {
     }
 }
 
-// When every slot waits for its consumer, that may be the thread which waits for a queued request here.
-// Only the consumers can know.
+// When every slot waits for its consumer, that may be the thread which waits for a queued request
+// here. Only the consumers can know.
 void scheduler::tell_stalled() {
     std::deque<std::shared_ptr<request>> queued;
     {

@@ -1,10 +1,10 @@
 // The engine thread and the door to it: submit, cancel, close.
-// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine. Held by a scheduler_handle:
-//          a thread that hangs for good keeps what it uses.
+// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine. Held by a
+//          scheduler_handle: a thread that hangs for good keeps what it uses.
 // Threads: public members from any thread, without the GIL where they wait. The engine thread runs `loop`,
 //          with every signal blocked, and never takes the GIL.
-// Never:   lets an error end the thread: each one reaches the request that caused it, and one that no request
-//          caused reaches all that run.
+// Never:   lets an error end the thread: each one reaches the request that caused it, and one that
+//          no request caused reaches all that run.
 #pragma once
 
 #include <atomic>
@@ -48,15 +48,17 @@ public:
     // Blocks until a cancellation was carried out.
     void wait_settled(const std::shared_ptr<request>& wanted) const;
 
-    // Does `work` on the engine thread between two steps, while the caller waits; raises what it raises, and
-    // busy for a slot in use. `goes_on` as in slot_orders::run. False: the caller gave up.
+    // Does `work` on the engine thread between two steps, while the caller waits; raises what it
+    // raises, and busy for a slot in use. `goes_on` as in slot_orders::run. False: the caller gave
+    // up.
     bool run_on_slot(
         slot_id id, const slot_work& work,
         const std::function<bool()>& goes_on = [] { return true; });
 
-    // Ends the thread, in the middle of a decode too; running and queued requests end with errc::closed.
-    // A thread that does not end within the limit is lost: its requests end all the same, and what it uses
-    // (this object, the runner, the blocks) stays, until a later close() finds that it did end. Idempotent.
+    // Ends the thread, in the middle of a decode too; running and queued requests end with
+    // errc::closed. A thread that does not end within the limit is lost: its requests end all the
+    // same, and what it uses (this object, the runner, the blocks) stays, until a later close()
+    // finds that it did end. Idempotent.
     void close(std::chrono::duration<double> limit = close_limit);
     static constexpr std::chrono::seconds close_limit{30};
 

@@ -1,6 +1,7 @@
-// Work on idle slots (save, restore, truncate, shift) that Python threads order and the engine thread does
-// between two steps. A slot in use is not waited for: the caller gets errc::busy.
-// Owner:   the scheduler. Threads: run() and close() on any thread, carry_out() on the engine thread.
+// Work on idle slots (save, restore, truncate, shift) that Python threads order and the engine
+// thread does between two steps. A slot in use is not waited for: the caller gets errc::busy.
+// Owner:   the scheduler. Threads: run() and close() on any thread, carry_out() on the engine
+//          thread.
 // Why the caller waits to the end: the work may write into memory of the caller.
 #pragma once
 
@@ -17,10 +18,10 @@ namespace kqview {
 
 class slot_orders {
 public:
-    // Queues the work, calls `ring` and blocks until it was done; raises what it raised. Raises closed after
-    // close(), whose error it passes on. Call it without the GIL.
-    // `goes_on` is asked each time a signal handler ran on the waiting thread. Once it says no, false is
-    // returned: the work was not begun, or it was and is done now, whatever came of it.
+    // Queues the work, calls `ring` and blocks until it was done; raises what it raised. Raises
+    // closed after close(), whose error it passes on. Call it without the GIL. `goes_on` is asked
+    // each time a signal handler ran on the waiting thread. Once it says no, false is returned: the
+    // work was not begun, or it was and is done now, whatever came of it.
     bool run(slot_id slot, const slot_work& work, const std::function<void()>& ring,
              const std::function<bool()>& goes_on);
 

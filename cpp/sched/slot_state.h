@@ -1,4 +1,5 @@
-// The states of a slot and which may follow which. The engine thread changes them, any thread may look.
+// The states of a slot and which may follow which. The engine thread changes them, any thread may
+// look.
 #pragma once
 
 #include <atomic>

@@ -83,16 +83,17 @@ void step::admit(const std::shared_ptr<request>& wanted) {
     }
 }
 
-// Tokens at the end of the prompt that are decoded even when they are cached: the last one, whose logits are
-// wanted; those whose rows are, as no query of theirs is kept; and for an embedding all of them.
+// Tokens at the end of the prompt that are decoded even when they are cached: the last one, whose
+// logits are wanted; those whose rows are, as no query of theirs is kept; and for an embedding all
+// of them.
 std::size_t step::n_decoded_anew(const request& wanted) {
     if (wanted.embeds) return wanted.prompt.size();
     return static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows));
 }
 
 void step::want_union(const request* added) {
-    // A request that ended keeps its nodes until the next one comes: alternating requests of one plan
-    // then share their graphs.
+    // A request that ended keeps its nodes until the next one comes: alternating requests of one
+    // plan then share their graphs.
     graph_plan all;
     const auto add = [&all](const request& one) {
         if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0);

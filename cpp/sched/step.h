@@ -1,8 +1,10 @@
-// One step of the engine over its slots: admit, fill, decode, sample, publish. Each phase is a short
-// function; the order is `run`.
-// Owner:   the scheduler. Threads: the engine thread, except `counters` and what stands with `tokens_of`.
-// Why one ubatch a decode: with a KV stream per slot llama.cpp splits a batch into equal runs of adjacent
-// sequences; a step is therefore one token each of adjacent slots, or one prompt chunk of one slot.
+// One step of the engine over its slots: admit, fill, decode, sample, publish. Each phase is a
+// short function; the order is `run`.
+// Owner:   the scheduler. Threads: the engine thread, except `counters` and what stands with
+//          `tokens_of`.
+// Why one ubatch a decode: with a KV stream per slot llama.cpp splits a batch into equal runs of
+// adjacent sequences; a step is therefore one token each of adjacent slots, or one prompt chunk of
+// one slot.
 #pragma once
 
 #include <atomic>
@@ -43,8 +45,9 @@ struct step_counters {
     std::atomic<std::uint64_t> decode_ns{0};   // in steps that generate
     std::atomic<std::uint64_t> n_attention_bytes{0};
     std::atomic<std::uint64_t> n_dropped_rows{0};
-    // Steps that handed attention out, and for them the time from when the compute was known to have ended to
-    // when the last row went into its mailbox. Without those that leave rows on a device and sample nothing.
+    // Steps that handed attention out, and for them the time from when the compute was known to
+    // have ended to when the last row went into its mailbox. Without those that leave rows on a
+    // device and sample nothing.
     std::atomic<std::uint64_t> n_captured_steps{0};
     std::atomic<std::uint64_t> step_to_view_ns{0};
 };
@@ -70,23 +73,26 @@ public:
     // Gives a request to a free slot; can_admit() must hold.
     void admit(const std::shared_ptr<request>& wanted);
 
-    // Carries a cancellation out (its mailbox is cancelled already), for a running request or one whose slot still holds its tokens.
+    // Carries a cancellation out (its mailbox is cancelled already), for a running request or one
+    // whose slot still holds its tokens.
     void cancel(const std::shared_ptr<request>& wanted);
 
     // Ends every running request with `failure`.
     void fail_all(const error& failure);
 
-    // Any thread, when the engine thread is lost: its requests end with `failure`, the slots stay as they are.
+    // Any thread, when the engine thread is lost: its requests end with `failure`, the slots stay
+    // as they are.
     void abandon(const error& failure);
 
     // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
 
-    // Decodes once and publishes what came of it. False: nothing could run, and no slot became free.
+    // Decodes once and publishes what came of it. False: nothing could run, and no slot became
+    // free.
     bool run();
 
-    // The requests in the slots that `wanted` may run in when each of them waits for its consumer; empty
-    // when any can go on.
+    // The requests in the slots that `wanted` may run in when each of them waits for its consumer;
+    // empty when any can go on.
     std::vector<request_id> stalled_on(const request& wanted) const;
 
     // Ends the sampler lane's threads; no request runs any more.
@@ -230,7 +236,8 @@ private:
     std::vector<work> work_;
     std::vector<parcel> parcels_;  // of the last decode, while its rows are on their way
     transfer_id rows_on_the_way_ = 0;
-    // When the last step was known to be computed, or when its newest view went out; empty: not known.
+    // When the last step was known to be computed, or when its newest view went out; empty: not
+    // known.
     std::optional<clock::time_point> computed_;
     bool is_counted_ = false;  // as one that handed attention out
     bool prefilled_last_ = false;

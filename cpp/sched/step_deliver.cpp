@@ -1,5 +1,6 @@
-// Tokens and prompt rows on their way to their mailboxes. Rows of the CPU are there when a decode returns;
-// those of a device arrive while the next step computes, and so does the token they belong to.
+// Tokens and prompt rows on their way to their mailboxes. Rows of the CPU are there when a decode
+// returns; those of a device arrive while the next step computes, and so does the token they belong
+// to.
 // Threads: the engine thread.
 #include <algorithm>
 #include <string>
@@ -21,8 +22,8 @@ void put(mailbox& box, prompt_event content, std::optional<end_event> /*end*/) {
 
 }  // namespace
 
-// What a request gets of this step has to wait for this: what comes without rows must not overtake what comes
-// with them.
+// What a request gets of this step has to wait for this: what comes without rows must not overtake
+// what comes with them.
 transfer_id step::awaited(const request& to, const step_result& result) const {
     const bool has_rows = std::any_of(rows_.begin(), rows_.end(),
                                       [&](const auto& row) { return row.plan == to.capture; });

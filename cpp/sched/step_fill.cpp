@@ -17,7 +17,8 @@ constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's
 
 }  // namespace
 
-// Adds what `add` does for one slot to the step. Where that fails its request ends and the step is as before.
+// Adds what `add` does for one slot to the step. Where that fails its request ends and the step is
+// as before.
 bool step::try_add(slot& target, bool (step::*add)(slot&)) {
     const auto n_batch = batch_.size();
     const auto n_rows = rows_.size();
@@ -72,8 +73,8 @@ void step::make_place(slot& target, std::size_t n_tokens) {
     target.tokens.reserve(std::max(n_needed, 2 * target.tokens.capacity()));
 }
 
-// As much of the prompt as one step takes; less where the rows of all its tokens would fill more than
-// a part of the pool, so that a consumer can hold some blocks and more come.
+// As much of the prompt as one step takes; less where the rows of all its tokens would fill more
+// than a part of the pool, so that a consumer can hold some blocks and more come.
 step::chunk step::next_chunk(const slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(active.prompt.size());

@@ -1,5 +1,5 @@
-// Requests whose prompts begin alike share one evaluation: a slot takes over what another one has, by a
-// copy of its cache.
+// Requests whose prompts begin alike share one evaluation: a slot takes over what another one has,
+// by a copy of its cache.
 // Threads: the engine thread.
 #include <algorithm>
 
@@ -42,8 +42,8 @@ bool step::await_fork(slot& target) {
     const auto& source = slots_[static_cast<std::size_t>(*target.fork_source)];
     const auto n_shared = std::min(
         {common_prefix(source.tokens, target.active->prompt), source.n_exact, target.n_fork});
-    // Only from a request admitted before this one, so that no two wait for each other; and not from one that
-    // waits for its consumer.
+    // Only from a request admitted before this one, so that no two wait for each other; and not
+    // from one that waits for its consumer.
     const bool is_coming = source.active && source.active->id == target.fork_request &&
                            source.state == slot_state::prefill && is_in_prompt(source) &&
                            n_shared == source.tokens.size();

@@ -1,5 +1,5 @@
-// Which tokens a slot keeps: what a new prompt takes over, what makes room in a full slot, and what a
-// cancellation takes back.
+// Which tokens a slot keeps: what a new prompt takes over, what makes room in a full slot, and what
+// a cancellation takes back.
 // Threads: the engine thread.
 #include <algorithm>
 #include <new>
@@ -126,8 +126,8 @@ void step::drop_unknown(slot& target) {
     forget_tail(target, 0);
 }
 
-// Back to the prompt and the tokens taken, less the last one, of what the slot's last request has fed. What it
-// discarded stays gone, also where that made room for tokens that nobody took.
+// Back to the prompt and the tokens taken, less the last one, of what the slot's last request has
+// fed. What it discarded stays gone, also where that made room for tokens that nobody took.
 void step::roll_back(slot& target, int n_taken) {
     const auto n_fed = target.last.n_prompt + static_cast<std::size_t>(std::max(n_taken - 1, 0));
     const auto n_kept = static_cast<std::size_t>(target.last.n_keep);

@@ -1,6 +1,6 @@
-// What chooses the tokens of one request. Made and fed the prompt on the thread that submits the request,
-// because that can take long (a grammar, DRY); then used by the engine thread, or by its sampler lane where picking
-// can take long too.
+// What chooses the tokens of one request. Made and fed the prompt on the thread that submits the
+// request, because that can take long (a grammar, DRY); then used by the engine thread, or by its
+// sampler lane where picking can take long too.
 #pragma once
 
 #include <memory>
@@ -26,7 +26,8 @@ public:
 
     // Can pick() keep the engine thread from other requests' tokens?
     virtual bool is_slow() const { return false; }
-    // Any thread: a running pick(), and every later one, ends soon, with a token or an error that nobody sees.
+    // Any thread: a running pick(), and every later one, ends soon, with a token or an error that
+    // nobody sees.
     virtual void stop() noexcept {}
 };
 

@@ -1,5 +1,5 @@
-// Wakes a waiter through a file descriptor: asyncio adds it as a reader, a synchronous wait polls it and
-// so notices signals, which a condition variable would sleep through.
+// Wakes a waiter through a file descriptor: asyncio adds it as a reader, a synchronous wait polls
+// it and so notices signals, which a condition variable would sleep through.
 // Threads: signal() from any thread; wait() and drain() from the one waiter.
 #pragma once
 

@@ -1,4 +1,5 @@
-// Takes little-endian numbers off a span of bytes and says where it was when one is not what it must be.
+// Takes little-endian numbers off a span of bytes and says where it was when one is not what it
+// must be.
 #pragma once
 
 #include <bit>

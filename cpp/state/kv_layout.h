@@ -1,5 +1,5 @@
-// What one sequence's part of a KV cache looks like in llama.cpp's own bytes, as plain numbers: the live
-// context is described by them, and a blob from outside must equal them.
+// What one sequence's part of a KV cache looks like in llama.cpp's own bytes, as plain numbers: the
+// live context is described by them, and a blob from outside must equal them.
 #pragma once
 
 #include <cstddef>
@@ -21,8 +21,8 @@ enum class kv_type : std::int32_t {
     bf16 = 30,
 };
 
-// Keys, or values, of one layer. Rows: `unit_bytes` is a row, one a cell. Columns (transposed values):
-// `unit_bytes` is an element, `n_columns` runs of one element a cell.
+// Keys, or values, of one layer. Rows: `unit_bytes` is a row, one a cell. Columns (transposed
+// values): `unit_bytes` is an element, `n_columns` runs of one element a cell.
 struct kv_block {
     kv_type type = kv_type::f32;
     std::uint64_t unit_bytes = 0;

@@ -57,8 +57,8 @@ std::optional<std::size_t> find_number(std::span<const std::byte> data, word lar
     return {};
 }
 
-// A block of n_quant numbers: an F16 scale, for some types an F16 minimum, then integers. A number is
-// scale * level + minimum, computed in F32 as ggml does.
+// A block of n_quant numbers: an F16 scale, for some types an F16 minimum, then integers. A number
+// is scale * level + minimum, computed in F32 as ggml does.
 constexpr std::size_t n_quant = 32;
 
 // The level of each of the integers 0..15 of iq4_nl.
@@ -123,8 +123,8 @@ bool are_numbers_sound(const quant_block& block, const std::byte* at) {
     return true;
 }
 
-// No level is above 128, and where there is a minimum none above 31: below these no number is above 65504,
-// and the integers need not be looked at. Scales of real caches are far below.
+// No level is above 128, and where there is a minimum none above 31: below these no number is above
+// 65504, and the integers need not be looked at. Scales of real caches are far below.
 constexpr std::uint16_t f16_safe_scale = 0x5c00;    // 256
 constexpr std::uint16_t f16_safe_minimum = 0x77ff;  // 32752
 

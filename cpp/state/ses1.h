@@ -6,10 +6,10 @@
 //   a layer each:  i32 type | u64 row bytes | rows of K
 //   a layer each:  i32 type | u64 row bytes | rows of V
 //     transposed:  i32 type | u32 element bytes | u32 n_columns | n_columns runs of n_cells elements
-// We save with one stream, whatever the context has, and accept any number of which one at most has cells:
-// so blobs move between engines with other numbers of slots.
-// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number before it is
-// checked; sums are 64-bit.
+// We save with one stream, whatever the context has, and accept any number of which one at most has
+// cells: so blobs move between engines with other numbers of slots.
+// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number
+// before it is checked; sums are 64-bit.
 #pragma once
 
 #include <cstddef>
@@ -43,16 +43,17 @@ enum class ses1_source { foreign, own };
 // state_mismatch for those of another context; each names the field and its offset.
 ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, ses1_source source);
 
-// The layers of kv_data that llama.cpp itself has just written for a sequence with at least one cell.
-// Raises unsupported_model where these are not the bytes described above.
+// The layers of kv_data that llama.cpp itself has just written for a sequence with at least one
+// cell. Raises unsupported_model where these are not the bytes described above.
 kv_layout learn_layout(std::span<const std::byte> kv_data, const kv_shape& shape);
 
-// Where to let llama.cpp write kv_data of stream `i_stream` in a blob's buffer, so that `seal_ses1` finds
-// the cells in their final place.
+// Where to let llama.cpp write kv_data of stream `i_stream` in a blob's buffer, so that `seal_ses1`
+// finds the cells in their final place.
 std::size_t ses1_write_offset(std::size_t n_tokens, std::uint32_t i_stream);
 
-// Makes a blob of `buffer`, into which kv_data was written at ses1_write_offset: writes the header and
-// leaves one stream. Returns the blob's size, at most the buffer's, which ends where kv_data ends.
+// Makes a blob of `buffer`, into which kv_data was written at ses1_write_offset: writes the header
+// and leaves one stream. Returns the blob's size, at most the buffer's, which ends where kv_data
+// ends.
 std::size_t seal_ses1(std::span<std::byte> buffer, std::span<const token_id> tokens,
                       std::uint32_t i_stream);
 

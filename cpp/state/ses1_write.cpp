@@ -121,7 +121,8 @@ kv_layout learn_layout(std::span<const std::byte> kv_data, const kv_shape& shape
 }
 
 std::size_t ses1_write_offset(std::size_t n_tokens, std::uint32_t i_stream) {
-    // Empty streams in front of ours are 4 bytes each, which the header overwrites where it is long enough.
+    // Empty streams in front of ours are 4 bytes each, which the header overwrites where it is long
+    // enough.
     const auto n_header = ses1_header_bytes(n_tokens);
     const auto n_front = n_count * i_stream;
     return n_header >= n_front ? n_header - n_front : n_header;

@@ -16,7 +16,8 @@ std::size_t query_floats(const row_target& target) {
            static_cast<std::size_t>(target.layout.n_columns);
 }
 
-// Columns [first, n_columns) of a row: tokens that are not decoded yet, for which the graph has no cells.
+// Columns [first, n_columns) of a row: tokens that are not decoded yet, for which the graph has no
+// cells.
 void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_kind kind,
                  std::size_t element_bytes) {
     const float unseen = kind == row_kind::probs ? 0.0f : -std::numeric_limits<float>::infinity();
@@ -66,7 +67,8 @@ std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
     return pieces;
 }
 
-// Where the rows of a target go: to its block, or where one of them is not as it is handed out, all to memory of ours.
+// Where the rows of a target go: to its block, or where one of them is not as it is handed out, all
+// to memory of ours.
 void device_copies::place(std::vector<piece> pieces) {
     if (pieces.empty()) return;
     const auto& target = table_.targets[pieces.front().i_target];

@@ -1,5 +1,5 @@
-// Which bytes of a step's results on devices go where, and what the host does with those that are not handed
-// out as they are.
+// Which bytes of a step's results on devices go where, and what the host does with those that are
+// not handed out as they are.
 // Threads: the engine thread, after the step's compute was started.
 #pragma once
 
@@ -37,11 +37,13 @@ public:
     // Raises internal where rows that the targets want are not in the graph.
     device_copies(row_table& table, const device_part& part);
 
-    // The copies out of one device that this step's targets want; counts rows that need no more work as written.
-    // Fills what the graph has no columns for. Raises internal where a query is not in the graph.
+    // The copies out of one device that this step's targets want; counts rows that need no more
+    // work as written. Fills what the graph has no columns for. Raises internal where a query is
+    // not in the graph.
     std::vector<row_copy> of(const device_part::share& share);
 
-    // Rows that are to be reduced, converted or cut once they have arrived: into memory of ours first.
+    // Rows that are to be reduced, converted or cut once they have arrived: into memory of ours
+    // first.
     bool has_work_left() const { return !work_.empty(); }
     void finish();
 

@@ -88,7 +88,8 @@ ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_r
     return add(product);
 }
 
-// What enters the softmax, but for the mask. Without flash attention llama.cpp has capped it already.
+// What enters the softmax, but for the mask. Without flash attention llama.cpp has capped it
+// already.
 ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_rows) {
     auto* scores = site.flash ? product_of(site, n_rows)
                               : contiguous(last_queries(site.softmax->src[0], n_rows));
@@ -111,8 +112,8 @@ ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_row
     return add(probs);
 }
 
-// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Columns that a query does not see hold anything but for
-// probs: see `masked`.
+// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Columns that a query does not see hold
+// anything but for probs: see `masked`.
 ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind kind, int n_rows) {
     switch (kind) {
         case row_kind::probs: return probs_of(site, n_rows);
@@ -122,8 +123,8 @@ ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind
     return product_of(site, n_rows);
 }
 
-// Over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. A pool over an image whose rows are heads, so that
-// nothing has to be permuted; heads that do not count are not in the image.
+// Over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. A pool over an image whose rows
+// are heads, so that nothing has to be permuted; heads that do not count are not in the image.
 ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want& want) {
     auto* heads = add(ggml_reshape_3d(tensors_, values, values->ne[0] * values->ne[1],
                                       values->ne[2], values->ne[3]));
@@ -152,8 +153,8 @@ ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_
                             height, 1, height, 0, 0));
 }
 
-// A column that the query does not see is -inf, in logits too. After a reduction, because the mask is the same for
-// all heads, and a pool's maximum begins at the least finite number.
+// A column that the query does not see is -inf, in logits too. After a reduction, because the mask
+// is the same for all heads, and a pool's maximum begins at the least finite number.
 ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_site& site,
                                          row_kind kind, int n_rows, bool is_reduced) {
     auto* const mask = kind == row_kind::probs ? nullptr : mask_of(site, n_rows);

@@ -1,6 +1,6 @@
-// Rows of layers whose keys are not in host memory: stock ggml nodes that compute them where the keys are.
-// A device leaves the rows of the last queries of each stream, head by head, padded to the graph's cells;
-// tap/transfer.h brings them to the host.
+// Rows of layers whose keys are not in host memory: stock ggml nodes that compute them where the
+// keys are. A device leaves the rows of the last queries of each stream, head by head, padded to
+// the graph's cells; tap/transfer.h brings them to the host.
 // Threads: the one that builds the graph (the engine thread, or the constructor's).
 #pragma once
 
@@ -24,8 +24,8 @@ int n_heads_reduced(const device_want& want, const attention_site& site);
 // The device that holds these keys, or their weights where no cache keeps them; null: host memory.
 ggml_backend_dev_t device_of(const ggml_tensor* keys);
 
-// What one node leaves on its device, in memory as ne=[n_cells, n_rows, n_head, n_stream], contiguous; n_head is 1
-// where heads were reduced.
+// What one node leaves on its device, in memory as ne=[n_cells, n_rows, n_head, n_stream],
+// contiguous; n_head is 1 where heads were reduced.
 struct device_rows {
     std::vector<int> layers;  // one, or those that were joined here
     device_want want;
@@ -37,8 +37,8 @@ struct device_rows {
     int n_heads_reduced = 0;  // of all `layers` together
 };
 
-// Layers that are joined to one row each query: they share their mask and how many heads count. Their rows are
-// computed at neighbouring places of `stack` and reduced when the last one is there.
+// Layers that are joined to one row each query: they share their mask and how many heads count.
+// Their rows are computed at neighbouring places of `stack` and reduced when the last one is there.
 struct joined_layers {
     device_want want;
     const ggml_tensor* mask = nullptr;
@@ -46,14 +46,14 @@ struct joined_layers {
     std::vector<const attention_site*> sites;  // in the graph's order
     // F32 ne=[n_cells * n_rows * n_stream, n_layers]; memory, computed by no node.
     ggml_tensor* stack = nullptr;
-    // The newest part of the stack. Each names the one before as a source that it does not read, and so does what
-    // joins them: no backend may change their order then.
+    // The newest part of the stack. Each names the one before as a source that it does not read,
+    // and so does what joins them: no backend may change their order then.
     ggml_tensor* last_part = nullptr;
     int n_rows = 0;
 };
 
-// Builds the nodes of one graph on one device. A node that the device cannot compute is never added to a
-// graph: ggml would abort, or carry all keys to the host at every step.
+// Builds the nodes of one graph on one device. A node that the device cannot compute is never added
+// to a graph: ggml would abort, or carry all keys to the host at every step.
 class device_node_builder {
 public:
     // `lists` must have the heads that are picked; null: only to ask what the device can compute.
@@ -63,8 +63,8 @@ public:
     // The rows of the last `n_rows` queries. Null tensor: see failure().
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
 
-    // One layer's part of a stack, a tensor that belongs there; null: see failure(). And, when all parts are made,
-    // the joined row.
+    // One layer's part of a stack, a tensor that belongs there; null: see failure(). And, when all
+    // parts are made, the joined row.
     ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
     device_rows join(const joined_layers& joined);
 

@@ -1,6 +1,7 @@
-// The tap's part for layers whose keys are on a device: which nodes a graph gets there, how much room their
-// results need, and how rows get from there into the blocks.
-// Owner:   the tap. Threads: the engine thread (and the constructor's thread before that thread starts).
+// The tap's part for layers whose keys are on a device: which nodes a graph gets there, how much
+// room their results need, and how rows get from there into the blocks.
+// Owner:   the tap. Threads: the engine thread (and the constructor's thread before that thread
+//          starts).
 #pragma once
 
 #include <ggml-backend.h>
@@ -47,7 +48,8 @@ public:
     // Queries of a prompt whose rows one step can leave.
     int n_prompt_rows() const { return n_prompt_rows_; }
 
-    // Makes the nodes that `plan` wants of a graph's sites. What cannot be is said in the result, else empty.
+    // Makes the nodes that `plan` wants of a graph's sites. What cannot be is said in the result,
+    // else empty.
     std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
                     const graph_plan& plan, ggml_context* tensors, std::vector<placed_node>& placed,
                     device_part& part);
@@ -57,7 +59,8 @@ public:
     // A graph is about to run: who computes what.
     static void find_backends(ggml_backend_sched_t sched, device_part& part);
 
-    // Sends the rows that the targets want off. The id to await, 0 where everything is there. Raises decode.
+    // Sends the rows that the targets want off. The id to await, 0 where everything is there.
+    // Raises decode.
     transfer_id start(row_table& table, const device_part& part);
     void note_computed();
     void await(transfer_id id);

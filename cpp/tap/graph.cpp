@@ -51,8 +51,8 @@ consumers first_consumers(ggml_cgraph* graph) {
     return first;
 }
 
-// Flash attention has no name of its own. The first name behind it is `kqv_out-<il>`, or what a model
-// calls the same tensor when it goes on to gate it (`attn_pregate-<il>` and the like).
+// Flash attention has no name of its own. The first name behind it is `kqv_out-<il>`, or what a
+// model calls the same tensor when it goes on to gate it (`attn_pregate-<il>` and the like).
 std::optional<int> layer_behind(const ggml_tensor* flash, const consumers& readers) {
     const ggml_tensor* node = flash;
     for (int i = 0; i < 12; ++i) {
@@ -135,8 +135,9 @@ const ggml_tensor* gather_behind(const ggml_tensor* rows) {
     return rows->op == GGML_OP_GET_ROWS ? rows : nullptr;
 }
 
-// minimax-m3 lays (KV head, stream) on the stream dimension, KV heads innermost. A single token gathers
-// its keys by row number of the cache, which holds n_head_kv rows a cell; a prompt has a mask a KV head.
+// minimax-m3 lays (KV head, stream) on the stream dimension, KV heads innermost. A single token
+// gathers its keys by row number of the cache, which holds n_head_kv rows a cell; a prompt has a
+// mask a KV head.
 std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     auto site = site_of_flash(flash, il);
     if (!site) return std::nullopt;
@@ -163,7 +164,8 @@ std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     return is_readable(*site) ? site : std::nullopt;
 }
 
-// glm5-next gathers keys for every query of a small batch and lays the queries on the last dimension.
+// glm5-next gathers keys for every query of a small batch and lays the queries on the last
+// dimension.
 std::optional<attention_site> site_of_gathered_softmax(ggml_tensor* softmax, int il) {
     const ggml_tensor* const kq = softmax->src[0];
     if (kq->op != GGML_OP_MUL_MAT) return std::nullopt;
@@ -222,7 +224,8 @@ std::optional<attention_site> site_of(ggml_tensor* node, const consumers& reader
     return std::nullopt;
 }
 
-// Are these keys a part of the cache? Those of cross attention are computed from the encoder's output.
+// Are these keys a part of the cache? Those of cross attention are computed from the encoder's
+// output.
 bool is_cached(const attention_site& site) {
     const ggml_tensor* const k = site.flash ? site.k : site.kq->src[0];
     return k->view_src && k->view_src->op == GGML_OP_NONE;
@@ -245,7 +248,8 @@ attention_sites find_attention(ggml_cgraph* graph) {
     for (std::size_t i = 0; i < found.size();) {
         auto end = i + 1;
         while (end < found.size() && found[end].il == found[i].il) ++end;
-        // minimax-m3 attends to each stream of a prompt by itself; only one stream is ever captured.
+        // minimax-m3 attends to each stream of a prompt by itself; only one stream is ever
+        // captured.
         const bool is_msa = found[i].flash && has_stem(found[i].flash, "msa_fattn");
         const auto first = found.begin() + static_cast<std::ptrdiff_t>(i);
         const auto last = found.begin() + static_cast<std::ptrdiff_t>(end);
@@ -278,7 +282,8 @@ std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
 
 bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     const int n_before = ggml_graph_n_nodes(graph);
-    // The scheduler's tables hold nodes and leafs together and are as large as the graph's capacity.
+    // The scheduler's tables hold nodes and leafs together and are as large as the graph's
+    // capacity.
     std::unordered_set<const ggml_tensor*> leafs;
     for (int i = 0; i < n_before; ++i) {
         for (const auto* source : ggml_graph_node(graph, i)->src) {
@@ -296,7 +301,8 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     ggml_tensor** const nodes = ggml_graph_nodes(graph);
     std::unordered_map<const ggml_tensor*, int> position;
     for (int i = 0; i < n_before; ++i) position.emplace(nodes[i], i);
-    // Behind the anchor and behind every source: the mask of a sparse layer comes after its product.
+    // Behind the anchor and behind every source: the mask of a sparse layer comes after its
+    // product.
     std::vector<std::vector<ggml_tensor*>> behind(static_cast<std::size_t>(n_before));
     for (const auto& [anchor, node] : placed) {
         int last = position.at(anchor);

@@ -1,5 +1,6 @@
-// Finds the attention nodes of a llama.cpp graph and adds nodes beside them. The only file pair that
-// knows llama.cpp's graph names; tests/engine/test_graph_names.py fails when upstream renames them.
+// Finds the attention nodes of a llama.cpp graph and adds nodes beside them. The only file pair
+// that knows llama.cpp's graph names; tests/engine/test_graph_names.py fails when upstream renames
+// them.
 // Threads: the one that builds the graph (the engine thread, or the constructor's).
 #pragma once
 
@@ -12,8 +13,8 @@
 
 namespace kqview {
 
-// Byte offsets between neighbours in an operand. `token` is a query, or a cell of the cache; `head` a
-// query head in q, a KV head elsewhere. 0 where all share one.
+// Byte offsets between neighbours in an operand. `token` is a query, or a cell of the cache; `head`
+// a query head in q, a KV head elsewhere. 0 where all share one.
 struct operand_strides {
     std::size_t token = 0;
     std::size_t head = 0;
@@ -43,8 +44,8 @@ struct attention_site {
     operand_strides q_strides;
     operand_strides k_strides;
     int n_extra_cells = 0;  // in k behind the cells: keys that are no tokens (deepseek4)
-    // Sparse attention gathers the keys that a query sees: k and mask are the gathered ones, n_cells
-    // counts them, and cell j is column `gathered[j] / rows_per_cell % n_cells_max`.
+    // Sparse attention gathers the keys that a query sees: k and mask are the gathered ones,
+    // n_cells counts them, and cell j is column `gathered[j] / rows_per_cell % n_cells_max`.
     ggml_tensor* gathered = nullptr;  // I32, or null
     operand_strides gathered_strides;
     int rows_per_cell = 1;
@@ -74,9 +75,9 @@ struct hidden_site {
 // In order of layer; a layer whose output has no name of llama.cpp's is left out.
 std::vector<hidden_site> find_hidden(ggml_cgraph* graph);
 
-// Adds each node to the graph directly behind its anchor, so that nothing the anchor read has to stay
-// alive longer than it did; behind its last source where that comes later. Every source of a node must
-// already be in the graph.
+// Adds each node to the graph directly behind its anchor, so that nothing the anchor read has to
+// stay alive longer than it did; behind its last source where that comes later. Every source of a
+// node must already be in the graph.
 struct placed_node {
     ggml_tensor* anchor;
     ggml_tensor* node;

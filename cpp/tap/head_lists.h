@@ -1,5 +1,7 @@
-// Lists of heads in the memory of one device: what nodes read that pick heads before they reduce them.
-// Owner:   device_tap. Threads: the engine thread (and the constructor's thread before that thread starts).
+// Lists of heads in the memory of one device: what nodes read that pick heads before they reduce
+// them.
+// Owner:   device_tap. Threads: the engine thread (and the constructor's thread before that thread
+//          starts).
 #pragma once
 
 #include <ggml-backend.h>
@@ -15,8 +17,8 @@ class head_lists {
 public:
     explicit head_lists(ggml_backend_dev_t device) : device_(device) {}
 
-    // Keeps these lists, each for `n_streams` streams, and no others: graphs that read one of the others may not
-    // run any more. Raises out_of_memory.
+    // Keeps these lists, each for `n_streams` streams, and no others: graphs that read one of the
+    // others may not run any more. Raises out_of_memory.
     void keep(std::set<std::vector<int>> lists, int n_streams);
 
     // I32 ne=[n_heads, n_streams], the same list for each stream; null where it is not kept.

@@ -1,7 +1,7 @@
-// The four calls of llama.cpp into ggml's scheduler that vendor/llama.cmake renames to these. Each does
-// its part for the thread's current tap and then calls the real one. Without a current tap they pass
-// through, and a tap without a plan adds nothing.
-// This file must not be compiled with the renaming definitions: it calls the real functions.
+// The four calls of llama.cpp into ggml's scheduler that vendor/llama.cmake renames to these. Each
+// does its part for the thread's current tap and then calls the real one. Without a current tap
+// they pass through, and a tap without a plan adds nothing. This file must not be compiled with the
+// renaming definitions: it calls the real functions.
 #include <ggml-backend.h>
 
 #include "tap/tap.h"

@@ -1,5 +1,5 @@
-// Where one query's operands lie in a row node's sources, in whatever layout the model uses: its part of
-// q, one KV head's keys and their mask, and how gathered keys go back to columns.
+// Where one query's operands lie in a row node's sources, in whatever layout the model uses: its
+// part of q, one KV head's keys and their mask, and how gathered keys go back to columns.
 // Threads: ggml's compute threads; nothing is written but their own scratch.
 #pragma once
 
@@ -32,8 +32,8 @@ struct seen_keys {
 };
 seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, int head_kv);
 
-// The logit that stands for what takes part in the softmax and has no column: the model's own sink and
-// every key that is no token. Empty where there is neither.
+// The logit that stands for what takes part in the softmax and has no column: the model's own sink
+// and every key that is no token. Empty where there is neither.
 std::optional<float> sink_of(const row_op& op, const ggml_tensor* node, const seen_keys& seen,
                              const float* q, int head, row_scratch& scratch);
 

@@ -1,5 +1,5 @@
-// What to capture: the rows one request asked for, how they lie in memory, and the union that a graph
-// must provide. Pure values; no ggml, no threads.
+// What to capture: the rows one request asked for, how they lie in memory, and the union that a
+// graph must provide. Pure values; no ggml, no threads.
 #pragma once
 
 #include <compare>
@@ -48,8 +48,9 @@ enum class row_reduction : std::uint8_t {
     max,
 };
 
-// What a graph leaves of a layer's rows on their device; what is still to be done, such as finding the k largest
-// values, is done when they have arrived. (The host's kernel makes every form of row itself.)
+// What a graph leaves of a layer's rows on their device; what is still to be done, such as finding
+// the k largest values, is done when they have arrived. (The host's kernel makes every form of row
+// itself.)
 struct device_want {
     row_kind kind = row_kind::logits;
     row_type type = row_type::f32;
@@ -115,7 +116,8 @@ public:
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
     bool has_device_rows() const { return has_device_rows_; }
-    // Do a layer's rows arrive from their device as they are handed out? Else the host finishes them.
+    // Do a layer's rows arrive from their device as they are handed out? Else the host finishes
+    // them.
     bool is_direct(const layer_rows& rows) const;
     // Index of a layer in hidden(), -1 where it is not asked for.
     int find_hidden(int il) const;
@@ -145,8 +147,8 @@ private:
 // The nodes a graph needs: per layer, what is read from it. Empty means no node at all.
 class graph_plan {
 public:
-    // `with_prompt`: rows of several queries of a prompt are wanted. The host's kernel finds those by
-    // itself; what a device computes is part of the graph.
+    // `with_prompt`: rows of several queries of a prompt are wanted. The host's kernel finds those
+    // by itself; what a device computes is part of the graph.
     void add(const capture_plan& plan, bool with_prompt = false);
     bool wants(int il, row_kind kind) const;
     std::span<const device_want> device_wants(int il) const;

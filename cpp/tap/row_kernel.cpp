@@ -97,8 +97,9 @@ vec add_even_odd(vec a, vec b, std::integer_sequence<int, i...>) {
            __builtin_shufflevector(a, b, (2 * i + 1)...);
 }
 
-// Horizontal sums of `lanes` vectors at once: lane i of the result is the sum of values[i]. A tree of
-// pairwise additions, so that the adds and shuffles of 16 sums are shared instead of done 16 times.
+// Horizontal sums of `lanes` vectors at once: lane i of the result is the sum of values[i]. A tree
+// of pairwise additions, so that the adds and shuffles of 16 sums are shared instead of done 16
+// times.
 template <int n>
 vec sum_each(const vec* values) {
     if constexpr (n == 1) {

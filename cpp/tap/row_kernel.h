@@ -1,7 +1,7 @@
-// Arithmetic of attention rows on the CPU: K·q for a few heads that share their keys, and what turns
-// the products into scores or probabilities. Vectorised by width (16, 8 or 4 lanes by the compiler's
-// target); `dot_rows_scalar` is its twin for tests.
-// Stateless; ggml's compute threads call it.
+// Arithmetic of attention rows on the CPU: K·q for a few heads that share their keys, and what
+// turns the products into scores or probabilities. Vectorised by width (16, 8 or 4 lanes by the
+// compiler's target); `dot_rows_scalar` is its twin for tests. Stateless; ggml's compute threads
+// call it.
 #pragma once
 
 #include <ggml.h>
@@ -62,7 +62,8 @@ void logits_to_scores(float* row, int n_columns, const score_params& params, con
 // `sink`: an extra logit that takes part in the sum and has no column; null = none.
 void scores_to_probs(float* row, int n_columns, const float* sink);
 
-// ALiBi's slope of a head as in the paper (Press et al., 2022) and in ggml's softmax; 1 without ALiBi.
+// ALiBi's slope of a head as in the paper (Press et al., 2022) and in ggml's softmax; 1 without
+// ALiBi.
 float alibi_slope(float max_bias, int n_head, int head);
 
 }  // namespace kqview

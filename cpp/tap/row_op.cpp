@@ -184,7 +184,8 @@ void run_hidden_op(ggml_tensor* node, int ith, int, void* data) {
     }
 }
 
-// The result is one float that nobody reads: rows leave through the table, not through ggml's memory.
+// The result is one float that nobody reads: rows leave through the table, not through ggml's
+// memory.
 ggml_tensor* make_node(ggml_context* tensors, std::vector<ggml_tensor*>& sources,
                        ggml_custom_op_t run, int n_tasks, row_op& op) {
     ggml_tensor* const node = ggml_custom_4d(tensors, GGML_TYPE_F32, 1, 1, 1, 1, sources.data(),

@@ -1,5 +1,5 @@
-// The custom ops that read a graph while it runs: attention rows, and hidden states. One node per layer
-// and source.
+// The custom ops that read a graph while it runs: attention rows, and hidden states. One node per
+// layer and source.
 // Threads: ggml's compute threads run them, between begin_step and the end of the decode; the table they
 //          read is set before by the engine thread and does not change meanwhile.
 #pragma once
@@ -23,7 +23,8 @@ struct row_op {
     attention_site site;  // its numbers; its tensors are the node's sources
 };
 
-// A node that computes K·q for the wanted rows itself (flash attention keeps no product), in any kind.
+// A node that computes K·q for the wanted rows itself (flash attention keeps no product), in any
+// kind.
 ggml_tensor* make_flash_row_node(ggml_context* tensors, const attention_site& site, row_op& op);
 
 // A node that reads rows llama.cpp computes anyway: kq, the softmax's input or its result.

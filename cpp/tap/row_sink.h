@@ -1,5 +1,6 @@
-// Where finished rows go: into the block as they are, as float16, as their k largest values, or summed up
-// over heads and layers first. A float16 saturates: one beyond +-65504 would be infinite, which reads as masked. One sink is one compute thread's work for one target in one layer.
+// Where finished rows go: into the block as they are, as float16, as their k largest values, or
+// summed up over heads and layers first. A float16 saturates: one beyond +-65504 would be infinite,
+// which reads as masked. One sink is one compute thread's work for one target in one layer.
 // Threads: ggml's compute threads; what they share lies in row_table and is joined by atomics, and by
 //          ggml's barrier between two nodes.
 #pragma once
@@ -53,7 +54,8 @@ class row_sink {
 public:
     row_sink(row_table& table, std::size_t i_target, const capture_plan::layer_rows& rows, int ith);
 
-    // Rows of query `i_query` follow; with one query each thread brings some of its heads, else all.
+    // Rows of query `i_query` follow; with one query each thread brings some of its heads, else
+    // all.
     void begin_query(int i_query);
 
     // Where to compute head `i_head` (index into the wanted ones); i_lane < max_heads_at_once.
@@ -62,7 +64,8 @@ public:
     // A row is complete: n_columns values.
     void finish(int i_head, const float* row);
 
-    // A row of several whole layers: the sum or the maximum of all their heads, for a plan that reduces layers.
+    // A row of several whole layers: the sum or the maximum of all their heads, for a plan that
+    // reduces layers.
     void finish_layers(const float* row, int n_layers);
 
     // Every head of this thread was finished. `nth` threads bring the heads of a single query.

@@ -29,8 +29,8 @@ public:
     tap(const tap&) = delete;
     tap& operator=(const tap&) = delete;
 
-    // Makes this tap the thread's current one while it lives. Needed around every llama.cpp call that
-    // builds, reserves or runs a graph.
+    // Makes this tap the thread's current one while it lives. Needed around every llama.cpp call
+    // that builds, reserves or runs a graph.
     class scope {
     public:
         explicit scope(tap& current) noexcept;
@@ -47,8 +47,8 @@ public:
     const capture_source& source() const { return source_; }
 
     // Sets what the graphs must provide from now on. True when that changed: the caller then drops
-    // llama.cpp's graphs (context::reserve) before the next decode. Raises out_of_memory where a device has
-    // no room for the rows; nothing is wanted then.
+    // llama.cpp's graphs (context::reserve) before the next decode. Raises out_of_memory where a
+    // device has no room for the rows; nothing is wanted then.
     bool want(const graph_plan& plan);
 
     // The first device that rows come from, or null where all are computed on the CPU.
@@ -60,8 +60,8 @@ public:
     // The targets of the next decode; valid until end_step.
     void begin_step(std::vector<row_target> targets);
 
-    // Sends the rows of devices off and forgets the targets. Raises internal when a row that was asked for
-    // was not written: a buffer with old content must never be handed out.
+    // Sends the rows of devices off and forgets the targets. Raises internal when a row that was
+    // asked for was not written: a buffer with old content must never be handed out.
     step_result end_step();
     void abandon_step() noexcept;
 

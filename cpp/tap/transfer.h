@@ -1,7 +1,7 @@
-// One device's results on their way to the host. A step's results lie in one buffer on the device, at
-// addresses that never change while a plan is wanted: graphs that were recorded (CUDA graphs) or sent
-// before (RPC) stay valid. Behind the compute they are copied within the device to one of two staging
-// buffers, and from there by a stream of its own to the host, while the next step computes.
+// One device's results on their way to the host. A step's results lie in one buffer on the device,
+// at addresses that never change while a plan is wanted: graphs that were recorded (CUDA graphs) or
+// sent before (RPC) stay valid. Behind the compute they are copied within the device to one of two
+// staging buffers, and from there by a stream of its own to the host, while the next step computes.
 // Owner:   device_tap. Threads: the engine thread; the copies run on the device's.
 // Never:   reuses a staging buffer, or frees one, before the copies out of it have ended.
 #pragma once
@@ -46,12 +46,14 @@ public:
     std::size_t n_placed() const { return n_placed_; }
     std::size_t offset_of(const ggml_tensor* result) const;
 
-    // Sends the first `n_used` bytes off behind what `compute` has queued. True: `await` says when they have
-    // arrived; false: they are there, because the device copies in order or not beside its work.
+    // Sends the first `n_used` bytes off behind what `compute` has queued. True: `await` says when
+    // they have arrived; false: they are there, because the device copies in order or not beside
+    // its work.
     bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                const std::vector<row_copy>& copies);
 
-    // What `start` queued behind is known to be done: copies on their way count their time from here.
+    // What `start` queued behind is known to be done: copies on their way count their time from
+    // here.
     void note_computed();
 
     // Blocks until the copies of this transfer, and of all before, have ended. Raises decode.

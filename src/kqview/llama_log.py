@@ -19,7 +19,7 @@ def forward_log() -> None:
     for level, text in _core.drain_log():
         try:
             _logger.log(level, "%s", text)
-        except Exception:
+        except Exception:  # printed: it is of a handler, not of who happens to call
             _report()
 
 

@@ -1,5 +1,5 @@
-// The device of fake_device.h for tests in Python, in developer builds alone. No part of kqview._core, whose stub
-// says what every build has: tests find it in sys.modules.
+// The device of fake_device.h for tests in Python, in developer builds alone. No part of
+// kqview._core, whose stub says what every build has: tests find it in sys.modules.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 

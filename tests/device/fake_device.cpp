@@ -30,7 +30,8 @@ std::size_t pinned_bytes = 0;
 
 // ---- streams
 
-// What a stream was told and has not done. Shared: events outlive the backend whose stream they mark.
+// What a stream was told and has not done. Shared: events outlive the backend whose stream they
+// mark.
 struct stream {
     std::deque<std::function<void()>> queue;
     std::uint64_t n_told = 0;
@@ -234,7 +235,8 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
 }
 void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
 
-// At once, behind what the stream has to do before: llama.cpp may build the next graph in its place.
+// At once, behind what the stream has to do before: llama.cpp may build the next graph in its
+// place.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     synchronize(backend);
     abort_at("graph");

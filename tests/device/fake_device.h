@@ -1,6 +1,7 @@
-// A device for tests that is no hardware: its memory is the host's but says it is not, its streams do what
-// they were told as late as order allows, and its new memory holds NaN. Whoever reads a copy before it was
-// waited for, or lets a buffer be overwritten too soon, gets wrong values every time, not once a week.
+// A device for tests that is no hardware: its memory is the host's but says it is not, its streams
+// do what they were told as late as order allows, and its new memory holds NaN. Whoever reads a
+// copy before it was waited for, or lets a buffer be overwritten too soon, gets wrong values every
+// time, not once a week.
 // Threads: streams belong to the thread that uses their backend; the settings are for any thread.
 #pragma once
 
@@ -17,8 +18,9 @@ struct fake_device_settings {
     std::size_t pinned_bytes = std::size_t{1} << 30;  // page-locked memory there is
     std::string refused_op;                           // ggml's name of one it cannot compute
     double copy_s = 0;                                // that each copy to the host takes
-    // ggml aborts, as CUDA's backend does, in the so many-th call from now on of this kind: "graph", "buffer",
-    // "copy", "wait", or "thread", which is a graph on a thread that is none of ours; what it logs before.
+    // ggml aborts, as CUDA's backend does, in the so many-th call from now on of this kind:
+    // "graph", "buffer", "copy", "wait", or "thread", which is a graph on a thread that is none of
+    // ours; what it logs before.
     std::string abort_at;
     std::int64_t abort_in = 0;
     std::string abort_log;

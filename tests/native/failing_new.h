@@ -1,4 +1,5 @@
-// Makes one allocation of a thread fail: operator new of this program counts down and throws bad_alloc at zero.
+// Makes one allocation of a thread fail: operator new of this program counts down and throws
+// bad_alloc at zero.
 // Threads: each has a count of its own.
 #pragma once
 

@@ -260,7 +260,8 @@ public:
         return true;
     }
 
-    // Saved as llama.cpp would: one layer, a float each of K and V (the id / 32, exact), a stream a slot.
+    // Saved as llama.cpp would: one layer, a float each of K and V (the id / 32, exact), a stream a
+    // slot.
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override {
         check_thread();
         layout_ = learn_layout(kv_data, {static_cast<std::uint32_t>(n_slots()), false, 1u << 30,

@@ -1,6 +1,6 @@
-// Changes model and LoRA files at random and checks them, for as long as it is told: fuzz_gguf SECONDS [SEED].
-// Anything but a typed refusal ends it, and so do a header that points out of its file and memory out of
-// proportion to it.
+// Changes model and LoRA files at random and checks them, for as long as it is told: fuzz_gguf
+// SECONDS [SEED]. Anything but a typed refusal ends it, and so do a header that points out of its
+// file and memory out of proportion to it.
 #include <cstring>
 #include <iterator>
 #include <string>

@@ -1,6 +1,6 @@
-// What fuzzers share: coverage without a fuzzer's library, changes of bytes, and the loop. The compiler
-// (-fsanitize-coverage=trace-pc) calls us at each branch of the code under test; an input that reached a new
-// one is kept and changed further. Built under AddressSanitizer and UBSan.
+// What fuzzers share: coverage without a fuzzer's library, changes of bytes, and the loop. The
+// compiler (-fsanitize-coverage=trace-pc) calls us at each branch of the code under test; an input
+// that reached a new one is kept and changed further. Built under AddressSanitizer and UBSan.
 #pragma once
 
 #include <chrono>
@@ -22,8 +22,9 @@ void change_bytes(std::vector<std::byte>& bytes, std::mt19937_64& random);
 // Ends the program with the input that did it.
 [[noreturn]] void fail_fuzz(const char* what, const std::vector<std::byte>& bytes);
 
-// Runs `is_sound(input)` on changed inputs of `corpus`, all of which have to be sound, for SECONDS with SEED:
-// the program's two arguments. `input` has `bytes`; `change(input, random)` changes one thing of it.
+// Runs `is_sound(input)` on changed inputs of `corpus`, all of which have to be sound, for SECONDS
+// with SEED: the program's two arguments. `input` has `bytes`; `change(input, random)` changes one
+// thing of it.
 template <class input, class test, class changer>
 int fuzz(const char* what, std::vector<input> corpus, int n_arguments, char** arguments,
          test&& is_sound, changer&& change) {

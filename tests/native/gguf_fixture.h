@@ -1,5 +1,5 @@
-// GGUF files written by hand, field by field, independent of the code under test: small models with every
-// kind of vocabulary, and a LoRA adapter.
+// GGUF files written by hand, field by field, independent of the code under test: small models with
+// every kind of vocabulary, and a LoRA adapter.
 #pragma once
 
 #include <cstddef>

@@ -20,7 +20,8 @@ struct blob_options {
     std::uint32_t i_stream = 0;
     bool is_transposed = false;
     bool has_extra = false;
-    // One quantised block a row, of this type and size, in place of four F32 numbers; not transposed.
+    // One quantised block a row, of this type and size, in place of four F32 numbers; not
+    // transposed.
     kv_type type = kv_type::f32;
     std::uint32_t block_bytes = 0;
 };

@@ -1,4 +1,5 @@
-// grammar_filter: what bounds it. What it allows is compared with llama.cpp's matcher in test_grammar_llama.cpp.
+// grammar_filter: what bounds it. What it allows is compared with llama.cpp's matcher in
+// test_grammar_llama.cpp.
 #include <doctest/doctest.h>
 
 #include <limits>

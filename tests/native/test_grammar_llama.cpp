@@ -1,6 +1,6 @@
-// grammar_filter against llama.cpp's own matcher: random grammars, random vocabularies with broken UTF-8, random
-// outputs. After each token both have to allow the same ones. llama.cpp's file is compiled as it is; only the
-// vocabulary that it asks is ours.
+// grammar_filter against llama.cpp's own matcher: random grammars, random vocabularies with broken
+// UTF-8, random outputs. After each token both have to allow the same ones. llama.cpp's file is
+// compiled as it is; only the vocabulary that it asks is ours.
 #include <doctest/doctest.h>
 #include <llama-grammar.h>
 #include <llama-vocab.h>
@@ -246,8 +246,8 @@ TEST_CASE("grammar_filter: allows what llama.cpp's matcher allows and accepts") 
                 CAPTURE(id);
                 CAPTURE(token);
                 CAPTURE(n_tokens);
-                // The peer lets a <token> match the end of a token that began as text, and then does not look
-                // whether the last, partial character can be completed.
+                // The peer lets a <token> match the end of a token that began as text, and then
+                // does not look whether the last, partial character can be completed.
                 if (is_expected && has_tokens && ends_partially(token)) continue;
                 REQUIRE(by_mask.allows(id, limit) == is_expected);
                 REQUIRE(one_by_one.allows(id, limit) == is_expected);

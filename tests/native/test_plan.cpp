@@ -199,7 +199,8 @@ TEST_CASE("graph_plan: the same needs compare equal whatever heads and order the
 
 namespace {
 
-// Layers 0 and 1 are on devices, layer 2 is the host's; and two devices, of which one cannot reduce.
+// Layers 0 and 1 are on devices, layer 2 is the host's; and two devices, of which one cannot
+// reduce.
 const kqview::capture_source on_devices{
     {{0, 4, 2, 1.0f, true, true}, {1, 4, 2, 1.0f, true, true}, {2, 4, 2, 1.0f}}, {}, 0};
 const kqview::capture_source partly_reducible{

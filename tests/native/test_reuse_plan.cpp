@@ -39,8 +39,8 @@ ids without(ids tokens, const std::vector<token_range>& gaps) {
     return tokens;
 }
 
-// The most tokens of the prompt that any runs make up: every place of the cache that each of its places can
-// be reached at.
+// The most tokens of the prompt that any runs make up: every place of the cache that each of its
+// places can be reached at.
 std::size_t most(const ids& cached, const ids& prompt, std::size_t n_run_min) {
     std::vector<std::set<std::size_t>> ends(prompt.size() + 1);
     for (std::size_t i = 0; i <= common_prefix(cached, prompt); ++i) ends[i].insert(i);

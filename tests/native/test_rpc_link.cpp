@@ -1,4 +1,5 @@
-// rpc_link and rpc_session: what llama.cpp's RPC client gets while a server is there, and once it is not.
+// rpc_link and rpc_session: what llama.cpp's RPC client gets while a server is there, and once it
+// is not.
 #include <arpa/inet.h>
 #include <doctest/doctest.h>
 #include <netinet/in.h>

@@ -1,4 +1,5 @@
-// scheduler: pickers that take long work in the sampler lane. What one of them does holds up no other request.
+// scheduler: pickers that take long work in the sampler lane. What one of them does holds up no
+// other request.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -1,6 +1,7 @@
-// scheduler under injected failures: a decode, an admission, a copy, a sampler, or an allocation fails at every
-// point of one scenario, in which slots share batches, fork, capture and queue. Whoever was hit ends with a typed
-// error, everybody else has the right tokens, and the slots work afterwards.
+// scheduler under injected failures: a decode, an admission, a copy, a sampler, or an allocation
+// fails at every point of one scenario, in which slots share batches, fork, capture and queue.
+// Whoever was hit ends with a typed error, everybody else has the right tokens, and the slots work
+// afterwards.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -28,8 +29,8 @@ struct asked {
     std::function<void(request&)> adjust;
 };
 
-// The second one's prompt is a copy of the first one's for the most part, the fourth captures its prompt, the
-// last one waits for a slot.
+// The second one's prompt is a copy of the first one's for the most part, the fourth captures its
+// prompt, the last one waits for a slot.
 std::vector<asked> make_scenario() {
     const auto captures = [](request& r) {
         r.run_ahead = 64;
@@ -85,7 +86,8 @@ fake_options make_options(bool leaves_tokens = false) {
     return options;
 }
 
-// All of the scenario: the engine is held in the first request's first decode until all are submitted.
+// All of the scenario: the engine is held in the first request's first decode until all are
+// submitted.
 std::vector<ended> run(test_engine& engine) {
     std::vector<ended> all;
     engine.model->allow(0);
@@ -276,7 +278,8 @@ TEST_CASE(
     MESSAGE("allocations that failed, one a run: " << i_failed - 1);
 }
 
-// Nothing else happens that would wake the engine: the request which holds the memory ends between two decodes.
+// Nothing else happens that would wake the engine: the request which holds the memory ends between
+// two decodes.
 TEST_CASE("scheduler: a request that ends for want of memory leaves its slot to one that waits") {
     test_engine engine({}, 4096);
     consumer keeper(

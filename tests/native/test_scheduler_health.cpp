@@ -1,4 +1,5 @@
-// scheduler: what a watcher sees of the engine thread, and an engine thread that hangs when it is closed.
+// scheduler: what a watcher sees of the engine thread, and an engine thread that hangs when it is
+// closed.
 
 #include <doctest/doctest.h>
 

@@ -27,7 +27,8 @@ fake_options small(int n_ctx, int n_slots = 1) {
     return options;
 }
 
-// Generates with room made behind the first n_keep tokens: what a model says that sees only what is left.
+// Generates with room made behind the first n_keep tokens: what a model says that sees only what is
+// left.
 struct shifted {
     ids left;
     ids generated;

@@ -1,6 +1,7 @@
-// scheduler for as long as KQVIEW_SOAK_S says (3 s): many threads do at random what callers may do, while decodes,
-// admissions and samplers fail now and then. Every request ends, with right tokens and right rows, nothing is left
-// over, and the sanitizer has nothing to say. KQVIEW_SOAK_SEED repeats the choices, not the threads' timing.
+// scheduler for as long as KQVIEW_SOAK_S says (3 s): many threads do at random what callers may do,
+// while decodes, admissions and samplers fail now and then. Every request ends, with right tokens
+// and right rows, nothing is left over, and the sanitizer has nothing to say. KQVIEW_SOAK_SEED
+// repeats the choices, not the threads' timing.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -171,7 +172,8 @@ private:
     }
 
     void take(const std::shared_ptr<request>& wanted, random& rng, std::deque<held_row>& held) {
-        // Some stop halfway: by a cancellation that is waited for, by one that is not, or by closing.
+        // Some stop halfway: by a cancellation that is waited for, by one that is not, or by
+        // closing.
         const int n_most = one_in(rng, 3) ? below(rng, 20) : 1000;
         ids taken;
         consumer taker(wanted);
@@ -257,7 +259,8 @@ private:
         random rng(seed_ + 1);
         std::uint64_t n_seen = 0;
         while (!is_over()) {
-            // Never while the engine stands still: a cancellation would set going again what got stuck.
+            // Never while the engine stands still: a cancellation would set going again what got
+            // stuck.
             if (std::exchange(n_seen, engine_.sched->counters().n_decodes.load()) ==
                 engine_.sched->counters().n_decodes) {
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));

@@ -1,4 +1,5 @@
-// That it finds what std::regex finds for the expressions of llama.cpp is tests/engine/test_long_texts.py.
+// That it finds what std::regex finds for the expressions of llama.cpp is
+// tests/engine/test_long_texts.py.
 #include <doctest/doctest.h>
 
 #include <regex>
