@@ -118,8 +118,10 @@ def build(folder: Path, targets: list[str], source: str, defines: list[str], job
     configure = [cmake, "-S", str(staged), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"]
     configure += [f"-DPython_EXECUTABLE={sys.executable}"]
     configure += [f"-DKQVIEW_LLAMA_CPP_DIR={source}", *(f"-D{define}" for define in defines)]
-    if not cache.is_file() and shutil.which("ninja"):
-        configure += ["-G", "Ninja"]
+    if ninja := shutil.which("ninja"):
+        configure += [] if cache.is_file() else ["-G", "Ninja"]
+        # The cache names the ninja of an earlier run, whose virtual environment may be gone.
+        configure += [f"-DCMAKE_MAKE_PROGRAM={ninja}"]
     for command in (
         configure,
         [cmake, "--build", str(folder), "-j", str(jobs), "--target", *targets],
