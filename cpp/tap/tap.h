@@ -15,9 +15,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "tap/device_tap.h"
+#include "tap/device/device_tap.h"
+#include "tap/host/row_op.h"
 #include "tap/plan.h"
-#include "tap/row_op.h"
 #include "tap/step_result.h"
 
 namespace kqview {

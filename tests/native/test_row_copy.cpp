@@ -5,7 +5,7 @@
 #include <numeric>
 #include <vector>
 
-#include "tap/row_copy.h"
+#include "tap/device/row_copy.h"
 
 using kqview::add_copy;
 using kqview::pack_copies;
@@ -21,7 +21,7 @@ struct fixture {
     std::vector<std::byte> host = std::vector<std::byte>(4096);
     fixture() { std::iota(device.begin(), device.end(), static_cast<unsigned char>(1)); }
 
-    // Rows of `heads` of each layer of a step of n_slots slots, as tap/device_copies asks for them.
+    // Rows of `heads` of each layer of a step of n_slots slots, as device_copies asks for them.
     std::vector<row_copy> of_slot(std::size_t slot, std::size_t n_slots, std::size_t n_layers,
                                   std::size_t n_head, const std::vector<std::size_t>& heads) {
         std::vector<row_copy> copies;

@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "tap/row_kernel.h"
+#include "tap/host/row_kernel.h"
 
 using namespace kqview;
 

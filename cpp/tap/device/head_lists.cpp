@@ -1,4 +1,4 @@
-#include "tap/head_lists.h"
+#include "tap/device/head_lists.h"
 
 #include <ggml-alloc.h>
 

@@ -1,4 +1,4 @@
-#include "tap/transfer.h"
+#include "tap/device/transfer.h"
 
 #include <algorithm>
 #include <cstring>

@@ -9,9 +9,9 @@
 #include <cstddef>
 #include <vector>
 
-#include "tap/device_nodes.h"
-#include "tap/row_sink.h"
-#include "tap/transfer.h"
+#include "tap/device/device_nodes.h"
+#include "tap/device/transfer.h"
+#include "tap/host/row_sink.h"
 
 namespace kqview {
 

@@ -1,4 +1,4 @@
-#include "tap/device_copies.h"
+#include "tap/device/device_copies.h"
 
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-#include "tap/row_copy.h"
+#include "tap/device/row_copy.h"
 
 #include <utility>
 

@@ -17,8 +17,8 @@
 #include <optional>
 #include <vector>
 
-#include "tap/copy_counters.h"
-#include "tap/row_copy.h"
+#include "tap/device/copy_counters.h"
+#include "tap/device/row_copy.h"
 #include "tap/step_result.h"
 
 namespace kqview {

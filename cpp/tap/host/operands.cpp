@@ -1,4 +1,4 @@
-#include "tap/operands.h"
+#include "tap/host/operands.h"
 
 #include <algorithm>
 #include <cmath>

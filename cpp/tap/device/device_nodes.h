@@ -1,6 +1,6 @@
 // Rows of layers whose keys are not in host memory: stock ggml nodes that compute them where the
 // keys are. A device leaves the rows of the last queries of each stream, head by head, padded to
-// the graph's cells; tap/transfer.h brings them to the host.
+// the graph's cells; tap/device/transfer.h brings them to the host.
 // Threads: the one that builds the graph (the engine thread, or the constructor's).
 #pragma once
 
@@ -12,8 +12,8 @@
 #include <unordered_map>
 #include <vector>
 
+#include "tap/device/head_lists.h"
 #include "tap/graph.h"
-#include "tap/head_lists.h"
 #include "tap/plan.h"
 
 namespace kqview {

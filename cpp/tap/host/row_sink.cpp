@@ -1,4 +1,4 @@
-#include "tap/row_sink.h"
+#include "tap/host/row_sink.h"
 
 #include <algorithm>
 #include <cstring>

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "tap/host/row_kernel.h"
 #include "tap/plan.h"
-#include "tap/row_kernel.h"
 
 namespace kqview {
 

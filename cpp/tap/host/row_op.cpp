@@ -1,10 +1,10 @@
-#include "tap/row_op.h"
+#include "tap/host/row_op.h"
 
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
-#include "tap/operands.h"
+#include "tap/host/operands.h"
 
 namespace kqview {
 

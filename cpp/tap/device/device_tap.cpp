@@ -1,4 +1,4 @@
-#include "tap/device_tap.h"
+#include "tap/device/device_tap.h"
 
 #include <algorithm>
 #include <exception>
@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "tap/device_copies.h"
+#include "tap/device/device_copies.h"
 
 namespace kqview {
 

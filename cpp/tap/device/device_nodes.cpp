@@ -1,4 +1,4 @@
-#include "tap/device_nodes.h"
+#include "tap/device/device_nodes.h"
 
 #include <utility>
 

@@ -13,14 +13,14 @@
 #include <unordered_map>
 #include <vector>
 
-#include "tap/copy_counters.h"
-#include "tap/device_copies.h"
-#include "tap/device_nodes.h"
+#include "tap/device/copy_counters.h"
+#include "tap/device/device_copies.h"
+#include "tap/device/device_nodes.h"
+#include "tap/device/head_lists.h"
+#include "tap/device/transfer.h"
 #include "tap/graph.h"
-#include "tap/head_lists.h"
+#include "tap/host/row_sink.h"
 #include "tap/plan.h"
-#include "tap/row_sink.h"
-#include "tap/transfer.h"
 
 namespace kqview {
 

@@ -5,8 +5,8 @@
 
 #include <optional>
 
-#include "tap/row_kernel.h"
-#include "tap/row_op.h"
+#include "tap/host/row_kernel.h"
+#include "tap/host/row_op.h"
 
 namespace kqview {
 

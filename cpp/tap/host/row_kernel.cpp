@@ -1,4 +1,4 @@
-#include "tap/row_kernel.h"
+#include "tap/host/row_kernel.h"
 
 #include <algorithm>
 #include <cmath>

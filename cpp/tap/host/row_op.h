@@ -7,7 +7,7 @@
 #include <ggml.h>
 
 #include "tap/graph.h"
-#include "tap/row_sink.h"
+#include "tap/host/row_sink.h"
 
 namespace kqview {
 
