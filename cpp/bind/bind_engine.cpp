@@ -71,29 +71,29 @@ std::shared_ptr<generation_handle> submit(
     int n_prompt_rows, bool only_attends, bool embeds, slot_id slot,
     const std::string& constraint_library, int n_reuse_min, int n_keep, int n_discard) {
     check(sampling, self->source->n_vocab());
-    auto wanted = std::make_shared<request>();
-    wanted->prompt = std::move(prompt);
-    if (!only_attends && !embeds) {
+    request_options options;
+    options.prompt = std::move(prompt);
+    options.max_tokens = max_tokens;
+    options.stop_tokens = std::move(stop_tokens);
+    // A copy: the engine thread drops it, and Python's own would take the GIL for that.
+    if (capture) options.capture = std::make_shared<const capture_plan>(*capture);
+    options.on_full = on_full;
+    options.wait_limit = std::chrono::duration<double>(wait_s);
+    options.run_ahead = run_ahead;
+    options.priority = priority;
+    options.n_prompt_rows = n_prompt_rows;
+    options.only_attends = only_attends || embeds;
+    options.embeds = embeds;
+    options.wanted_slot = slot;
+    options.n_reuse_min = n_reuse_min;
+    options.n_keep = n_keep;
+    options.n_discard = n_discard;
+    auto wanted = std::make_shared<request>(std::move(options));
+    if (!wanted->only_attends) {
         const nb::gil_scoped_release release;  // a grammar or DRY takes its time
         wanted->picker = make_sampler_picker(*self->source, sampling, wanted->prompt,
                                              self->filters->make(sampling, constraint_library));
     }
-    wanted->max_tokens = max_tokens;
-    std::sort(stop_tokens.begin(), stop_tokens.end());
-    wanted->stop_tokens = std::move(stop_tokens);
-    // A copy: the engine thread drops it, and Python's own would take the GIL for that.
-    if (capture) wanted->capture = std::make_shared<const capture_plan>(*capture);
-    wanted->on_full = on_full;
-    wanted->wait_limit = std::chrono::duration<double>(wait_s);
-    wanted->run_ahead = run_ahead;
-    wanted->priority = priority;
-    wanted->n_prompt_rows = n_prompt_rows;
-    wanted->only_attends = only_attends || embeds;
-    wanted->embeds = embeds;
-    wanted->wanted_slot = slot;
-    wanted->n_reuse_min = n_reuse_min;
-    wanted->n_keep = n_keep;
-    wanted->n_discard = n_discard;
     self->sched->submit(wanted);
     auto handle = std::make_shared<generation_handle>();
     handle->core = self;

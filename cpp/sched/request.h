@@ -3,16 +3,19 @@
 // submission.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/ids.h"
 #include "memory/block_pool.h"
+#include "sample/params.h"
 #include "sched/token_picker.h"
 #include "tap/plan.h"
 
@@ -68,29 +71,40 @@ struct end_event {
 
 class mailbox;
 
-struct request {
-    request_id id = 0;
+// What a caller asks for, as plain values.
+struct request_options {
     std::vector<token_id> prompt;
+    sampling_params sampling;
+    std::string constraint_library;  // path of llguidance's, for a json_schema or a regex
     int max_tokens = 256;
-    std::unique_ptr<token_picker> picker;         // null when only_attends; moves to the slot
-    std::vector<token_id> stop_tokens;            // sorted
+    std::vector<token_id> stop_tokens;
     std::shared_ptr<const capture_plan> capture;  // null: nothing is captured
     int n_prompt_rows = 0;      // of the prompt's last tokens, whose rows are captured too
     bool only_attends = false;  // ends with the prompt: no token is sampled
     bool embeds = false;        // and its embedding is wanted; needs only_attends
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
-    std::chrono::duration<double> pick_limit{20.0};  // for one token of a slow picker, by the clock
     int run_ahead = 8;                               // tokens computed before they are taken
     int priority = 0;                                // larger first, then order of arrival
-    // Tokens in a row that a cache must have behind others that the prompt has not, for it to be
-    // shifted. 0: only what both begin with is reused.
+    // Shortest run of tokens that is kept by a shift: equal in cache and prompt, behind others that
+    // differ. 0: only what both begin with is reused.
     int n_reuse_min = 0;
     // When the slot is full and tokens are due: discarded behind the first n_keep. 0: the request
     // ends then.
     int n_discard = 0;
     int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
+};
+
+struct request : request_options {
+    request() = default;
+    explicit request(request_options wanted) : request_options(std::move(wanted)) {
+        std::sort(stop_tokens.begin(), stop_tokens.end());  // they are searched for every token
+    }
+
+    request_id id = 0;
+    std::unique_ptr<token_picker> picker;            // null when only_attends; moves to the slot
+    std::chrono::duration<double> pick_limit{20.0};  // for one token of a slow picker, by the clock
     std::shared_ptr<mailbox> box;
     std::atomic<slot_id> slot{-1};  // set at admission
 };
