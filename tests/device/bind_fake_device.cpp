@@ -15,7 +15,8 @@ void bind_fake_device(nb::module_& module) {
     nb::module_::import_("sys").attr("modules")["kqview._fake_device"] = part;
     nb::delattr(module, "_fake_device");
     part.def("register", &register_fake_devices, "n_devices"_a,
-             "Registers devices with ggml, once in a process.");
+             "Registers that many devices with ggml, for engines opened from then on.");
+    part.def("unregister", &unregister_fake_devices, "Takes them back; open engines keep theirs.");
     part.def(
         "set",
         [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,

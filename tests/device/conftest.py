@@ -1,19 +1,14 @@
-"""Tests that run on the devices of fake_device.cpp, two of them, in a process of their own.
-
-tests/engine/test_fake_device.py starts that process; by hand:
-
-    KQVIEW_TEST_FAKE_DEVICES=2 pytest tests/device
-"""
+"""Tests that open engines on two fake devices: fake_device.h."""
 
 from __future__ import annotations
 
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from tests.engine.conftest import (  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from tests.engine.conftest import (
+    FAKE_DEVICE,
+    fake_devices,
     make_engine,
     tiny_llama,
     tiny_qwen2,
@@ -22,27 +17,18 @@ from tests.engine.conftest import (  # noqa: F401  # pyright: ignore[reportUnuse
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Developer builds alone have it.
-fake_device: Any = sys.modules.get("kqview._fake_device")
+__all__ = ["make_engine", "tiny_llama", "tiny_qwen2"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = None
-    if "KQVIEW_TEST_FAKE_DEVICES" not in os.environ:
-        reason = "in a process of its own: tests/engine/test_fake_device.py starts it"
-    elif fake_device is None:
-        reason = "not a developer build (-C cmake.define.KQVIEW_DEV=ON)"
-    if reason:
-        for item in items:
-            if "tests/device" in str(item.path):
-                item.add_marker(pytest.mark.skip(reason=reason))
+@pytest.fixture(scope="module", autouse=True)
+def _registered() -> Iterator[None]:
+    with fake_devices():
+        yield
 
 
 @pytest.fixture(autouse=True)
-def device() -> Iterator[Any]:
-    """The fake device, as it is by default before and after each test."""
-    if fake_device is None:
-        pytest.skip("not a developer build")
-    fake_device.set()
-    yield fake_device
-    fake_device.set()
+def device(_registered: None) -> Iterator[Any]:
+    """The fake device, with its default settings before and after each test."""
+    FAKE_DEVICE.set()
+    yield FAKE_DEVICE
+    FAKE_DEVICE.set()

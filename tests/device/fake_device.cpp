@@ -262,7 +262,8 @@ struct fake_device {
     ggml_backend_buffer_type host_type;
     ggml_backend_device handle;
 };
-std::deque<fake_device> devices;  // their addresses stay
+std::deque<fake_device> devices;  // their addresses stay: engines may outlive the registration
+std::size_t n_registered = 0;
 ggml_backend_reg registry;
 
 fake_device& of(ggml_backend_dev_t device) { return *static_cast<fake_device*>(device->context); }
@@ -335,44 +336,47 @@ ggml_backend_t device_init(ggml_backend_dev_t device, const char*) {
 }
 
 const char* registry_name(ggml_backend_reg_t) { return "FAKE"; }
-std::size_t device_count(ggml_backend_reg_t) { return devices.size(); }
+std::size_t device_count(ggml_backend_reg_t) { return n_registered; }
 ggml_backend_dev_t device_at(ggml_backend_reg_t, std::size_t i) { return &devices[i].handle; }
 
 }  // namespace
 
 void register_fake_devices(int n_devices) {
-    static std::once_flag once;
-    std::call_once(once, [n_devices] {
-        registry.api_version = GGML_BACKEND_API_VERSION;
-        registry.iface = {registry_name, device_count, device_at, nullptr};
-        ggml_backend_device_i calls{};
-        calls.get_name = device_name;
-        calls.get_description = device_description;
-        calls.get_memory = device_memory;
-        calls.get_type = device_type;
-        calls.get_props = device_props;
-        calls.init_backend = device_init;
-        calls.get_buffer_type = device_buffer_type;
-        calls.get_host_buffer_type = device_host_type;
-        calls.supports_op = device_supports_op;
-        calls.supports_buft = device_supports_type;
-        calls.event_new = event_new;
-        calls.event_free = event_free;
-        calls.event_synchronize = event_synchronize;
-        for (int i = 0; i < n_devices; ++i) {
-            auto& device = devices.emplace_back();
-            device.name = "FAKE" + std::to_string(i);
-            device.handle = {calls, &registry, &device};
-            device.type = {{type_name, type_alloc, type_alignment, nullptr, nullptr, nullptr},
-                           &device.handle,
-                           nullptr};
-            device.host_type = {{host_type_name, host_type_alloc, type_alignment, nullptr, nullptr,
-                                 host_type_is_host},
-                                &device.handle,
-                                nullptr};
-        }
-        ggml_backend_register(&registry);
-    });
+    registry.api_version = GGML_BACKEND_API_VERSION;
+    registry.iface = {registry_name, device_count, device_at, nullptr};
+    ggml_backend_device_i calls{};
+    calls.get_name = device_name;
+    calls.get_description = device_description;
+    calls.get_memory = device_memory;
+    calls.get_type = device_type;
+    calls.get_props = device_props;
+    calls.init_backend = device_init;
+    calls.get_buffer_type = device_buffer_type;
+    calls.get_host_buffer_type = device_host_type;
+    calls.supports_op = device_supports_op;
+    calls.supports_buft = device_supports_type;
+    calls.event_new = event_new;
+    calls.event_free = event_free;
+    calls.event_synchronize = event_synchronize;
+    while (devices.size() < static_cast<std::size_t>(n_devices)) {
+        auto& device = devices.emplace_back();
+        device.name = "FAKE" + std::to_string(devices.size() - 1);
+        device.handle = {calls, &registry, &device};
+        device.type = {{type_name, type_alloc, type_alignment, nullptr, nullptr, nullptr},
+                       &device.handle,
+                       nullptr};
+        device.host_type = {
+            {host_type_name, host_type_alloc, type_alignment, nullptr, nullptr, host_type_is_host},
+            &device.handle,
+            nullptr};
+    }
+    n_registered = static_cast<std::size_t>(n_devices);
+    ggml_backend_register(&registry);
+}
+
+void unregister_fake_devices() {
+    ggml_backend_unload(&registry);
+    n_registered = 0;
 }
 
 void set_fake_device(const fake_device_settings& wanted) {

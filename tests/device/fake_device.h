@@ -33,8 +33,10 @@ struct fake_device_counts {
     std::size_t used_bytes = 0;  // of all devices
 };
 
-// Registers `n_devices` with ggml, once in a process; engines opened from then on find them.
+// Registers the first `n_devices` with ggml: engines opened from then on find them, until
+// `unregister_fake_devices`. Engines that are open keep theirs.
 void register_fake_devices(int n_devices);
+void unregister_fake_devices();
 void set_fake_device(const fake_device_settings& settings);
 fake_device_counts count_fake_device();
 

@@ -5,6 +5,7 @@ Engines use one thread: the models are so small that more only wait for each oth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
@@ -21,11 +22,11 @@ from tests.support import archs, encoder_gguf, stock, tiny_gguf
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Engines of this process put their layers on devices that only pretend to be some: tests/device.
-if n_fake := int(os.environ.get("KQVIEW_TEST_FAKE_DEVICES", "0")):
-    sys.modules["kqview._fake_device"].register(n_fake)
-# Layers on a device in the engines of these tests; without it Engine's own default, all that there
-# are. What runs in processes of its own keeps the default.
+# Two devices that are no hardware (tests/device/fake_device.h), in developer builds.
+FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
+N_FAKE_DEVICES = 2
+# bench/cuda.sh sets the layers that engines of these tests have on devices; without it they have
+# Engine's default, all. Tests that start processes always use the default.
 if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
     assert Engine.__init__.__kwdefaults__ is not None
     Engine.__init__.__kwdefaults__["n_gpu_layers"] = int(n_gpu_layers)
@@ -44,6 +45,32 @@ class MakeEngine(Protocol):
     """Opens an Engine; the options are those of Engine, closed when the test ends."""
 
     def __call__(self, model: str | os.PathLike[str], **options: Any) -> Engine: ...
+
+
+@pytest.fixture(scope="module", params=["default", "fake"])
+def backend(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the tests of a module on the devices of this machine, and again on fake ones.
+
+    A module asks for it with ``pytestmark = pytest.mark.usefixtures("backend")``. Module fixtures
+    that open an engine name it as a parameter, so that they are made for each backend.
+    """
+    if request.param == "default":
+        yield "default"
+        return
+    with fake_devices():
+        yield "fake"
+
+
+@contextlib.contextmanager
+def fake_devices() -> Iterator[None]:
+    """Engines opened inside have their layers on fake devices."""
+    if FAKE_DEVICE is None:
+        pytest.skip("not a developer build (-C cmake.define.KQVIEW_DEV=ON)")
+    FAKE_DEVICE.register(N_FAKE_DEVICES)
+    try:
+        yield
+    finally:
+        FAKE_DEVICE.unregister()
 
 
 @pytest.fixture(scope="session")

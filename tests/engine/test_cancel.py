@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from tests.engine.conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(16)
 N_TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": N_TOKENS}
@@ -35,7 +36,7 @@ EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_llama: Path) -> Iterator[list[int]]:
+def expected(tiny_llama: Path, backend: str) -> Iterator[list[int]]:
     """What the prompt goes on with on an engine that never cancelled anything."""
     with Engine(tiny_llama, n_ctx=512, n_threads=1, **EXACT) as engine:
         yield [token.id for token in engine.generate(PROMPT, **GREEDY)]

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, system_info
+from kqview import Capture, Engine
+from tests.support.devices import has_device
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,10 +20,10 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+pytestmark = pytest.mark.usefixtures("backend")
 N_PROMPT, N_TOKENS = 40, 8
 # Another order of sums on both sides, and with flash attention keys of float16.
 TOLERANCE = 2e-3
-HAS_DEVICE = any(device["type"] in ("GPU", "IGPU") for device in system_info()["devices"])
 
 
 def relative_errors(got: NDArray[Any], expected: NDArray[Any]) -> NDArray[Any]:
@@ -58,7 +59,7 @@ def test_rows_of_a_prompt_on_a_device_are_those_of_the_host(
 ) -> None:
     device, host = (engine.attend(prompt, kind).array() for engine in engines)
     assert device.shape == host.shape
-    assert relative_errors(device, host).max() <= (TOLERANCE if HAS_DEVICE else 0)
+    assert relative_errors(device, host).max() <= (TOLERANCE if has_device() else 0)
 
 
 @pytest.mark.parametrize(
@@ -86,14 +87,14 @@ def test_rows_of_generated_tokens_on_a_device_are_those_of_the_host(
         list(engine.generate(prompt, max_tokens=N_TOKENS, temperature=0, capture=capture))
         for engine in engines
     ]
-    tolerance = TOLERANCE if HAS_DEVICE else 0
+    tolerance = TOLERANCE if has_device() else 0
     n_compared = 0
     for device, host in zip(*runs, strict=True):
         assert device.attention is not None
         assert host.attention is not None
         assert device.attention.shape == host.attention.shape
         got, expected = (np.asarray(t.attention, np.float64) for t in (device, host))
-        rounding = 2e-3 if capture.dtype == "float16" and HAS_DEVICE else 0
+        rounding = 2e-3 if capture.dtype == "float16" and has_device() else 0
         assert relative_errors(got, expected).max() <= tolerance + rounding
         n_compared += 1
         if device.id != host.id:  # logits were nearly equal: from here on the texts differ

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tests.engine.conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from kqview import Capture
+from tests.support.devices import has_device
 from tests.support.rows import (
     KINDS,
-    ON_DEVICES,
     Kind,
     forward,
     largest_error,
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(29)
 N_LAYER, N_HEAD = 3, 4
 
@@ -143,7 +144,7 @@ def test_200_alternating_requests_have_the_rows_of_engines_that_never_alternate(
         capture, n_nodes = ALTERNATIVES[chosen]
         tokens = run(engine, prompts[turn % 2], 3, capture=capture)
         # A device takes several stock nodes for each of ours.
-        assert engine.stats().graph_nodes_added == n_nodes or (ON_DEVICES and n_nodes)
+        assert engine.stats().graph_nodes_added == n_nodes or (has_device() and n_nodes)
         alone = expected[turn % 2][chosen]
         assert [token.id for token in tokens] == [token.id for token in alone]
         if capture is None:

@@ -10,7 +10,8 @@ import pytest
 
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.rows import KINDS, ON_DEVICES, Kind, random_ids, reference_of, same_rows
+from tests.support.devices import has_device
+from tests.support.rows import KINDS, Kind, random_ids, reference_of, same_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(70)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 UNSEEN = {"logits": -np.inf, "scores": -np.inf, "probs": 0.0}
@@ -150,7 +152,7 @@ def test_generation_hands_out_prompt_rows_and_the_same_tokens(
     blocks = list(generation.prompt_attention)
     tokens = list(generation)
     assert [t.id for t in tokens] == [t.id for t in plain]
-    if ON_DEVICES:  # their product of many rows sums in another order than that of one
+    if has_device():  # their product of many rows sums in another order than that of one
         for one, other in zip(tokens, plain, strict=True):
             np.testing.assert_allclose(
                 np.asarray(one.attention), np.asarray(other.attention), atol=1e-6

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(40)
 Array = np.ndarray[Any, Any]
 REDUCTIONS: dict[Any, Callable[[Array], Array]] = {

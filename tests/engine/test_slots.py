@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 N_SLOTS = 4
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False, "n_slots": N_SLOTS}
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}

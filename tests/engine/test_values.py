@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 EXACT = 1e-5
 ROUNDED = 2e-3
 FLASH_SUMS = 5e-2  # what F16 sums of V do to the layers above them

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from .conftest import MakeEngine
 
+pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(20)
 BLOCK_BYTES = 4096  # smallest block: rows of the tiny models up to 85 columns
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from kqview import system_info
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
     from tests.engine.conftest import MakeEngine
 
 CLOSE = 2e-5  # the same product, summed in another order
+
+
+def has_device() -> bool:
+    """Can engines have layers anywhere but on the CPU? Devices round in another way."""
+    return any(device["type"] in ("GPU", "IGPU") for device in system_info()["devices"])
 
 
 def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:

@@ -6,7 +6,6 @@ Never: tolerates anything; tolerances stand in the tests.
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from .stock import Run
 
 Kind = Literal["logits", "scores", "probs"]
-# Layers are on devices, whose kernels round in another way: tests/device.
-ON_DEVICES = "KQVIEW_TEST_FAKE_DEVICES" in os.environ
 KINDS: tuple[Kind, ...] = ("logits", "scores", "probs")
 
 reference_of = lru_cache(maxsize=None)(Reference.load)
