@@ -1,58 +1,280 @@
-"""Figures: where matplotlib is imported, and what all pictures share."""
+"""Heat map: one head's attention as a matplotlib figure, with the tokens' texts at its sides."""
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+# matplotlib's own annotations leave keyword arguments open.
+# pyright: reportUnknownMemberType=false
 
-from kqview.durable import WholeFile
-from kqview.errors import KqviewError
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.types import Token
+from kqview.types.capture import Kind
+from kqview.types.token import Attention
+from kqview.viz.figures import FAINT, INK, new_figure, require_matplotlib
+from kqview.viz.heads import probabilities, select_head
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-DPI: Final = 150
-INK: Final = "#1f2933"  # text
-FAINT: Final = "#9aa5b1"  # text of lesser weight, lines
+Values = NDArray[np.floating[Any]]
+
+_WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
+_BEYOND: Final = "#f0f1f3"  # cells of tokens that a query cannot see
+_GRID: Final = "#e4e7eb"
+_N_LABEL_CHARACTERS: Final = 14
+_MAX_INCHES: Final = 15.0  # of the cells; beyond it they shrink
+_CELL_INCHES: Final = 0.22
+_LEAST_LABEL_INCHES: Final = 0.12  # a cell below this has its label only every few cells
 
 
-def require_matplotlib(name: str) -> Any:
-    """matplotlib.figure, imported for the function or option *name*.
+class HasArray(Protocol):
+    """What can be turned into an array of attention, such as that of a prompt."""
+
+    def array(self) -> Attention:
+        """``(n_layers, n_heads, n_query, n_context)``, or a tuple of layers."""
+        ...
+
+
+def heatmap(
+    attention: Sequence[Token] | Values | HasArray,
+    tokens: Sequence[str | Token] | None = None,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    kind: Kind | None = None,
+    causal: bool = True,
+    title: str | None = None,
+) -> "Figure":
+    """Draw one head: a row for each query, a column for each token that it may look at.
+
+    The figure is the caller's: ``heatmap(...).savefig("head.png")``. A notebook shows it once
+    matplotlib.pyplot has been imported. Values are copied, nothing is kept.
+
+    Args:
+        attention: Tokens of a generation, whose rows grow; those without attention are left out.
+            Or an array of shape ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` (of
+            one token) or ``(n_layers, n_heads, n_query, n_context)``, whose queries are the last
+            n_query of the n_context tokens; or anything with such an array as its ``array()``.
+        tokens: Texts of the context from its first token on, or Token objects. The texts of a
+            generation's own tokens may be left out, they are known. None shows positions.
+        layer: Index into the layers of the array; None with head None for the head that looks most
+            sharply at something neither first nor recent, as `kqview demo` chooses it.
+        head: Index into the heads.
+        kind: What the values are; None for what tokens say of themselves, "probs" for an array.
+            "probs" are drawn from white at 0 to dark at the largest value, others from blue over
+            white at 0 to red.
+        causal: Whether a query of an array sees only itself and what is before it; the cells
+            beyond are left out of the picture.
+        title: Line above the picture, None for the layer and head.
 
     Raises:
-        KqviewError: It is not installed.
-    """
-    try:
-        return importlib.import_module("matplotlib.figure")
-    except ModuleNotFoundError as missing:
-        if (missing.name or "").partition(".")[0] != "matplotlib":
-            raise
-        raise KqviewError(
-            f'{name}: matplotlib is not installed, pictures need it; run pip install "kqview[viz]"'
-        ) from missing
-
-
-def new_figure(name: str, width: float, height: float) -> "Figure":
-    """A figure of *width* x *height* inches for the function *name*.
-
-    It belongs to the caller alone: pyplot, with its list of open figures and its choice of a
-    window system, is not involved.
-
-    Raises:
+        ValueError: The shape is another one, there is nothing to draw, or tokens are too few.
+        IndexError: *layer* or *head* is out of range.
         KqviewError: matplotlib is not installed.
     """
-    figure: Figure = require_matplotlib(name).Figure(
-        figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white"
+    require_matplotlib("heatmap")
+    generated: list[Token] | None = None
+    if isinstance(attention, Sequence):
+        generated = [token for token in attention if token.attention is not None]
+        rows = _rows_of_tokens(generated)
+        kind = kind or next((t.capture.kind for t in generated if t.capture is not None), None)
+        n_seen = [row[0].shape[-1] for row in rows]
+    else:
+        array = attention if isinstance(attention, np.ndarray) else attention.array()
+        rows, n_seen = _rows_of_array(array, causal)
+    if not rows or not max(n_seen):
+        raise ValueError("heatmap: no row of attention, 1 is needed; generate with capture='probs'")
+    kind = kind or "probs"
+    heading = ""
+    if rows[0][0].ndim == 1:  # reduced to one row, or a matrix: there is nothing to choose
+        if layer is not None or head is not None:
+            raise ValueError("heatmap: layer or head is given, the rows have none; leave both out")
+        drawn = [row[0] for row in rows]
+    else:
+        i_layer, i_head = _choose(rows, kind, layer, head)
+        drawn = [row[i_layer][i_head] for row in rows]
+        heading = _name(generated, i_layer, i_head)
+    values = np.full((len(rows), max(n_seen)), np.nan)
+    for i, row in enumerate(drawn):
+        values[i, : n_seen[i]] = row[: n_seen[i]]
+    columns = _texts(tokens, generated, n_seen)
+    if generated is None:
+        first = values.shape[1] - len(rows)
+        labels = columns[first:]
+    else:
+        labels = [_text(token) for token in generated]
+    if title is None:
+        what = "query" if generated is None else "generated token"
+        title = f"{heading}: " if heading else ""
+        title += f"a row is a {what}, a column a token before it"
+    return _draw(values, labels, columns, kind, title, n_seen[0] if generated else None)
+
+
+def _rows_of_tokens(tokens: Sequence[Token]) -> list[list[Values]]:
+    """For each token its layers, each ``(n_heads, n_context)``; one ``(n_context,)`` if reduced."""
+    rows: list[list[Values]] = []
+    for token in tokens:
+        attention = token.attention
+        if token.attention_positions is not None:
+            raise ValueError(
+                "heatmap: the rows hold their largest values only (top_k), whole rows are needed; "
+                "capture without top_k"
+            )
+        if isinstance(attention, tuple):
+            rows.append(list(attention))
+        elif attention is not None:
+            if attention.ndim == 2:  # heads are reduced: a layer has one row
+                attention = attention[:, None]
+            rows.append([attention] if attention.ndim == 1 else list(attention))
+    return rows
+
+
+def _rows_of_array(array: Attention, causal: bool) -> tuple[list[list[Values]], list[int]]:
+    """The same for each query of an array, and the number of columns that it sees."""
+    if isinstance(array, tuple):
+        rows, n_seen = _rows_of_array(array[0][None], causal)
+        return [[layer[:, i] for layer in array] for i in range(len(rows))], n_seen
+    if array.ndim not in (2, 3, 4):
+        raise ValueError(
+            f"heatmap: an array of shape {array.shape}; (n_query, n_context), "
+            "(n_layers, n_heads, n_context) or (n_layers, n_heads, n_query, n_context) is needed"
+        )
+    if array.ndim == 3:
+        array = array[:, :, None]
+    n_query, n_context = array.shape[-2:]
+    if n_query > n_context:
+        raise ValueError(
+            f"heatmap: {n_query} queries and {n_context} tokens, each query is one of the tokens; "
+            "transpose the array"
+        )
+    if array.ndim == 2:
+        rows = [[array[i]] for i in range(n_query)]
+    else:
+        rows = [list(array[:, :, i]) for i in range(n_query)]
+    first = n_context - n_query + 1
+    return rows, [first + i if causal else n_context for i in range(n_query)]
+
+
+def _name(generated: list[Token] | None, i_layer: int, i_head: int) -> str:
+    """Layer and head as the model counts them, where the tokens say what was captured."""
+    capture = generated[0].capture if generated else None
+    layers = capture.layers if capture else None
+    heads = capture.heads if capture else None
+    layer = layers[i_layer] if layers else i_layer
+    return f"layer {layer}, head {heads[i_head] if heads else i_head}"
+
+
+def _choose(
+    rows: list[list[Values]], kind: Kind, layer: int | None, head: int | None
+) -> tuple[int, int]:
+    if layer is not None and head is not None:
+        return layer, head
+    # Only a choice among heads: the model's scale, which logits lack, hardly changes it.
+    softened = "probs" if kind == "probs" else "scores"
+    return select_head(
+        [[probabilities(heads, softened, 1.0) for heads in row] for row in rows],
+        layer=layer,
+        head=head,
     )
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12)  # pyright: ignore
+
+
+def _texts(
+    tokens: Sequence[str | Token] | None, generated: list[Token] | None, n_seen: list[int]
+) -> list[str]:
+    """A label for each column."""
+    n_columns = max(n_seen)
+    texts = [_text(token) for token in tokens or ()]
+    if generated is None and tokens is not None and len(texts) < n_columns:
+        raise ValueError(
+            f"heatmap: {len(texts)} tokens, the rows have {n_columns} columns; pass all of them"
+        )
+    labels = [str(i) for i in range(n_columns)]
+    # A generated token is the column after those that its own row has.
+    for token, place in zip(generated or (), n_seen, strict=False):
+        if place < n_columns:
+            labels[place] = _text(token)
+    labels[: len(texts)] = texts[:n_columns]
+    return labels
+
+
+def _text(token: str | Token) -> str:
+    """What a token looks like in a label: one line, short, spaces before a word not shown."""
+    text = token if isinstance(token, str) else (token.text or f"#{token.id}")
+    shown = text.strip(" ") or "␣"
+    shown = shown.replace("\n", "↵").replace("\t", "⇥")
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
+    if len(shown) > _N_LABEL_CHARACTERS:
+        shown = shown[: _N_LABEL_CHARACTERS - 1] + "…"
+    return shown
+
+
+def _draw(
+    values: NDArray[np.float64],
+    row_labels: Sequence[str],
+    column_labels: Sequence[str],
+    kind: Kind,
+    title: str,
+    n_prompt: int | None,
+) -> "Figure":
+    n_rows, n_columns = values.shape
+    cell = min(_CELL_INCHES, _MAX_INCHES / max(n_rows, n_columns))
+    step = max(1, math.ceil(_LEAST_LABEL_INCHES / cell))
+    size = float(np.clip(cell * step * 72 * 0.62, 5.0, 9.0))
+    has_parts = n_prompt is not None and n_prompt < n_columns
+    figure = new_figure(
+        "heatmap",
+        max(4.5, cell * n_columns + _label_inches(row_labels, size) + 1.3),
+        max(1.8, cell * n_rows + _label_inches(column_labels, size) + (0.78 if has_parts else 0.6)),
+    )
+    axes: Axes = figure.add_subplot()
+    image = axes.imshow(
+        np.ma.masked_invalid(values),
+        interpolation="nearest",
+        aspect="equal",
+        **_colours(values, kind),
+    )
+    # Token texts are no formulas: "$x$" stands for itself.
+    text: dict[str, Any] = {"fontsize": size, "color": INK, "parse_math": False}
+    axes.set_xticks(range(0, n_columns, step), column_labels[::step], rotation=90, **text)
+    axes.set_yticks(range(0, n_rows, step), row_labels[::step], **text)
+    axes.tick_params(length=0, pad=3)
+    axes.set_xticks([i - 0.5 for i in range(n_columns + 1)], minor=True)
+    axes.set_yticks([i - 0.5 for i in range(n_rows + 1)], minor=True)
+    axes.grid(which="minor", color=_GRID, linewidth=min(0.5, cell * 2.5))
+    axes.tick_params(which="minor", length=0)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    if n_prompt is not None and has_parts:
+        axes.axvline(n_prompt - 0.5, color=FAINT, linewidth=1.0)
+        for place, part in ((-0.5, "prompt"), (n_prompt - 0.5, "generated")):
+            axes.text(place, -0.75, part, fontsize=8, color=FAINT, va="bottom")
+    # The figure's title, not the axes': a small picture is narrower than its title.
+    figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
+    axes.set_anchor("NW")
+    bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=18, shrink=0.9)
+    bar.set_label("probability" if kind == "probs" else kind, fontsize=8.5, color=INK)
+    bar.ax.tick_params(labelsize=8, colors=INK, length=2, labelfontfamily="sans-serif")
+    bar.outline.set_visible(False)  # pyright: ignore
     return figure
 
 
-def save_figure(figure: "Figure", path: "Path") -> None:
-    """Write *figure* to *path*, whose ending says in which format; png without one.
+def _label_inches(labels: Sequence[str], size: float) -> float:
+    return 0.1 + max(map(len, labels)) * size * 0.62 / 72
 
-    Raises:
-        OSError: *path* cannot be written; what was there before still is.
-    """
-    with WholeFile(path) as file:
-        figure.savefig(file.stream, format=path.suffix[1:] or "png")  # pyright: ignore[reportUnknownMemberType]
+
+def _colours(values: NDArray[np.float64], kind: Kind) -> dict[str, Any]:
+    from matplotlib import colormaps
+    from matplotlib.colors import LinearSegmentedColormap
+
+    finite = values[np.isfinite(values)]
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    largest = largest or 1.0  # a picture of nothing but zeros is white
+    if kind == "probs":
+        colours = LinearSegmentedColormap.from_list("kqview", _WHITE_TO_DARK)
+        return {"cmap": colours.with_extremes(bad=_BEYOND), "vmin": 0.0, "vmax": largest}
+    colours = colormaps["RdBu_r"].with_extremes(bad=_BEYOND)
+    return {"cmap": colours, "vmin": -largest, "vmax": largest}
