@@ -16,8 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from settings import Settings, add_options, settings_of
 
-from kqview.bench.lines import append
-from kqview.bench.rows import CELL_LEGEND, LeftOut, SweepRow, by_reason, tables
+from kqview.bench.records import CELL_LEGEND, LeftOut, SweepRow, append_record, by_reason, tables
 from kqview.bench.sweep import is_failure
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def collect(
                         continue
                     outcome.rows.append(row)
                     if settings.save:
-                        append(save_file(settings.save, about), to_record(row, about))
+                        append_record(save_file(settings.save, about), to_record(row, about))
             except Exception as error:
                 names = settings.chosen(rows)
                 done = {chosen_name(row, names) for row in settled}

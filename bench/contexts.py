@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut, SweepRow
+    from kqview.bench.records import LeftOut, SweepRow
 
 # name -> (flash attention, tokens of context)
 CASES = {

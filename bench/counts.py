@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
-    from kqview.bench.runs import DecodeRuns
+    from kqview.bench.records import LeftOut
+    from kqview.bench.sweep import DecodeRuns
 
 TEN_HEADS = Capture(layers=(0,), heads=(0,))  # stands for heads that depend on the model
 CASES: dict[str, tuple[str, bool, Capture | None]] = {

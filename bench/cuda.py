@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine, ModelInfo
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 CONTEXTS, QUICK_CONTEXTS = (1024, 4096, 16384), (64, 128, 256)
 SLOTS = (1, 8)

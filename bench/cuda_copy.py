@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import EngineStats
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 # name -> most that the ratio's bound may be: 80 % of the bandwidth; the limit itself
 COPY_CASES = {"cuda-copy": 1 / 0.8, "cuda-step-to-view": 1.0}

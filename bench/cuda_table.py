@@ -11,7 +11,7 @@ from pathlib import Path
 from cuda import WEIGHTS
 from report import from_record, markdown, newest, replace_marked
 
-from kqview.bench.lines import read
+from kqview.bench.records import read_records
 
 README = Path(__file__).resolve().parent / "README.md"
 MARKERS = ("<!-- cuda: begin -->", "<!-- cuda: end -->")
@@ -23,7 +23,7 @@ def main() -> None:
     parser.add_argument("source", type=Path, metavar="FILE.jsonl")
     parser.add_argument("--flags", help="of the rows to take; those of the newest row")
     args = parser.parse_args()
-    records = [record for record in read(args.source) if record.get("row") in WEIGHTS]
+    records = [record for record in read_records(args.source) if record.get("row") in WEIGHTS]
     if not records:
         raise SystemExit(f"bench: {args.source} has no row of bench/cuda.py")
     found, notes = newest(records, args.flags or records[-1]["flags"])

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
-    from kqview.bench.runs import DecodeRuns
+    from kqview.bench.records import LeftOut
+    from kqview.bench.sweep import DecodeRuns
 
 
 @dataclass(frozen=True)

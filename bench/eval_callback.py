@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-    from kqview.bench.runs import PrefillRuns
+    from kqview.bench.sweep import PrefillRuns
 
 CALLBACK = "eval callback (stock build); flash attention off"
 PLAIN = "stock build without callback; flash attention off"

@@ -20,7 +20,7 @@ from runs import decode_runs, open_engine, prefill_runs
 
 from kqview import Capture
 from kqview.bench.pairs import Pairs, rounds, step_ms
-from kqview.bench.runs import prompt_ids
+from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
     Ways = tuple[Callable[[], float], Callable[[], float]]  # without and with the tap
 

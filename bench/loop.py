@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-    from kqview.bench.rows import LeftOut
-    from kqview.bench.runs import DecodeRuns
+    from kqview.bench.records import LeftOut
+    from kqview.bench.sweep import DecodeRuns
 
 OWN_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "loop-sampled": (

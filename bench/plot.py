@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kqview.bench.lines import read
+from kqview.bench.records import read_records
 from kqview.viz import overhead_plot
 
 
@@ -19,7 +19,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="picture")
     parser.add_argument("--title", help="line above the picture (the processor and the commit)")
     args = parser.parse_args()
-    overhead_plot(read(args.source), title=args.title).savefig(args.out)
+    overhead_plot(read_records(args.source), title=args.title).savefig(args.out)
     print(f"wrote {args.out}")
 
 

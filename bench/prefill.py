@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-    from kqview.bench.rows import LeftOut
-    from kqview.bench.runs import PrefillRuns
+    from kqview.bench.records import LeftOut
+    from kqview.bench.sweep import PrefillRuns
 
 
 @dataclass(frozen=True)

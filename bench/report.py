@@ -9,9 +9,8 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from kqview.bench.facts import facts as machine_facts
 from kqview.bench.pairs import Pairs, Spread
-from kqview.bench.rows import CELL_LEGEND, SweepRow, tables
+from kqview.bench.records import CELL_LEGEND, SweepRow, machine_facts, tables
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

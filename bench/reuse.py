@@ -18,7 +18,7 @@ from report import Timing
 from runs import open_engine
 
 from kqview.bench.pairs import Pairs, alternate
-from kqview.bench.runs import prompt_ids
+from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 # Name: flash attention
 REUSE = {"reuse-shift-flash": True, "reuse-shift-plain": False}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from models import model_path
 
 from kqview import Engine
-from kqview.bench.runs import DecodeRuns, PrefillRuns, prompt_ids
+from kqview.bench.sweep import DecodeRuns, PrefillRuns, prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 N_ROWS, QUICK_ROWS = 512, 4
 MOST_ROUNDS = 6  # 3.5 GB a run

@@ -20,7 +20,7 @@ from runs import open_engine
 from server_runs import ServerRuns
 
 from kqview.bench.pairs import Pairs, alternate
-from kqview.bench.runs import prompt_ids
+from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 N_CONTEXT = 256
 N_SLOTS = 4

@@ -17,7 +17,7 @@ from report import Timing
 from runs import open_engine
 
 from kqview.bench.pairs import Pairs, alternate
-from kqview.bench.runs import prompt_ids
+from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview import Engine
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut
 
 BLOB_BYTES = 100_000_000
 QUICK_BLOB_BYTES = 1_000_000

@@ -27,7 +27,7 @@ from console import collect, show
 from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
 from settings import add_options, settings_of
 
-from kqview.bench.lines import read
+from kqview.bench.records import read_records
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ def main() -> None:
     settings = settings_of(args)
     has_failed = False
     if args.source:
-        rows, notes, abouts = saved(read(args.source), settings.flags)
+        rows, notes, abouts = saved(read_records(args.source), settings.flags)
     else:
         about = facts(settings)
         outcome = collect(BENCHMARKS, settings, about)

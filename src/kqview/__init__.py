@@ -7,8 +7,8 @@ from kqview import errors
 from kqview.engine import Engine
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.machine import system_info
 from kqview.slot import Slot
-from kqview.system import system_info
 from kqview.types import (
     Capture,
     Classification,

@@ -9,7 +9,7 @@ _CLI_EXTRA: Final = frozenset({"typer", "rich"})
 def main() -> None:
     """Run the command line and exit with its code; a missing ``cli`` extra is one line and 1."""
     try:
-        from kqview.cli import serve
+        from kqview.cli import serve_command
         from kqview.cli.main import app
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -21,7 +21,7 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
-    serve.is_program = True
+    serve_command.is_program = True
     app(prog_name="kqview")
 
 

@@ -24,7 +24,7 @@ from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.llama_log import forward_log
-from kqview.machine import default_threads, physical_memory_bytes
+from kqview.machine import default_threads, engine_info, physical_memory_bytes
 from kqview.model_info import model_info
 from kqview.request_options import (
     SamplingOptions,
@@ -42,9 +42,8 @@ from kqview.request_options import (
 from kqview.requests import Requests
 from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
 from kqview.slot import Slot
+from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
-from kqview.state.trailer import StateFacts
-from kqview.system import engine_info
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo, Sampling
 from kqview.vocabulary import Vocabulary
 
@@ -263,10 +262,10 @@ class Engine(Vocabulary, Conversation, Embedding):
         return EngineHealth(**self._core.health())
 
     def system_info(self) -> dict[str, Any]:
-        """`kqview.system_info`, and how rows of this engine reach a view; the state of its servers.
+        """`kqview.system_info`, how rows of this engine reach a view, and its RPC servers.
 
-        Keys besides: capture and zero_copy (see `kqview.system`), rpc_servers (endpoint, n_devices,
-        lost: why it is gone, None while it is there).
+        Further keys: capture and zero_copy (see `kqview.machine.engine_info`), rpc_servers
+        (endpoint, n_devices, and lost: why it is gone, None while it is there).
         """
         return {**engine_info(self._n_gpu_layers), "rpc_servers": server_states(self._model)}
 

@@ -7,8 +7,15 @@ from typing import Final
 from kqview import _core
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.request_options import whole_number
-from kqview.state.files import read_marked, write_state
-from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts, check_trailer, split
+from kqview.state.files import (
+    NO_MARKS,
+    SlotMarks,
+    StateFacts,
+    check_trailer,
+    read_marked,
+    split,
+    write_state,
+)
 
 _ALL: Final = 2**63 - 1
 

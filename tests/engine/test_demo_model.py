@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+from gguf import GGUFReader
 
 from kqview import Engine
 from kqview.demo import MODEL_PATH, PROMPT
-from kqview.demo.words import made_up_name
+from vendor.demo.bpe import BytePairVocabulary
+from vendor.demo.corpus import made_up_name, vocabulary_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -122,3 +124,15 @@ def test_demo_vocabulary_of_any_text_detokenizes_to_the_same_text(
     engine: Engine, text: str
 ) -> None:
     assert engine.detokenize(engine.tokenize(text)) == text
+
+
+def test_demo_vocabulary_is_the_one_of_its_training_text(engine: Engine) -> None:
+    reader = GGUFReader(MODEL_PATH)
+
+    def texts(name: str) -> list[str]:
+        field = reader.fields[f"tokenizer.ggml.{name}"]
+        return [bytes(field.parts[i]).decode() for i in field.data]
+
+    trained = BytePairVocabulary.train(vocabulary_text(seed=20), engine.model.n_vocab)
+    assert trained.tokens == texts("tokens")
+    assert [" ".join(pair) for pair in trained.merges] == texts("merges")

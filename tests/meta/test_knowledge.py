@@ -68,7 +68,7 @@ def test_module_cpp_only_calls_the_parts_in_order():
 
 
 def test_files_are_written_by_one_module():
-    # Elsewhere a crash or a full disk would leave parts: a module that writes uses kqview.durable.
+    # Elsewhere a crash or a full disk would leave parts: writers use kqview.state.durable.
     writes = re.compile(
         r"write_(?:text|bytes)\(|mkstemp\(|NamedTemporaryFile\(|(?:O_WRONLY|O_RDWR|O_CREAT)\b"
         r"|\bopen\([^()]*[\"'][wax]b?\+?[\"']|\.savefig\((?!file\.stream)|\bos\.(?:replace|rename)\("
@@ -81,4 +81,4 @@ def test_files_are_written_by_one_module():
         if writes.search(line) and "_zip.open" not in line and "``" not in line
     }
     # bench only looks whether it may append; main points stdout at /dev/null.
-    assert found == {"durable.py", "cli/bench.py", "cli/main.py"}
+    assert found == {"state/durable.py", "cli/bench_command.py", "cli/main.py"}

@@ -24,20 +24,12 @@ CPP_LAYERS = (
     {"bind"},
 )
 PYTHON_LAYERS = (
-    {"durable"},
-    {"errors", "demo", "machine"},
+    {"errors", "demo"},
     {"types"},
     {"_core"},
-    {"generation", "chat", "mods", "state", "trace", "store"}
-    | {
-        "model_info",
-        "request_options",
-        "capture_plan",
-        "constraints",
-        "llama_log",
-        "rpc",
-        "system",
-    },
+    {"machine"},
+    {"generation", "chat", "mods", "state", "trace", "store", "rpc"}
+    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log"},
     {"requests", "vocabulary", "conversation", "slot", "engine_stats"},
     {"embedding"},
     {"engine"},

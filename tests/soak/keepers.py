@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview import Slot
-    from kqview.state.trailer import SlotMarks
+    from kqview.state.files import SlotMarks
 
     from .world import World
 

@@ -1,4 +1,4 @@
-"""A disk that loses things: every call of `kqview.durable` is seen, and a crash may come at each.
+"""A disk that loses things: each call of `kqview.state.durable` is seen and may be a crash.
 
 `SeenOs` stands in for the module ``os`` there. A process that dies keeps what it has written; a
 machine that dies keeps what was synced, and of the rest anything: `Disk.states_after_power_loss`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kqview.state.trailer import NO_MARKS, SlotMarks, StateFacts
+from kqview.state.files import NO_MARKS, SlotMarks, StateFacts
 
 FACTS = StateFacts("model", "f16")
 BLOB = b"SES1" + bytes(100)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kqview import durable
 from kqview.errors import RequestError
-from kqview.state import SessionStore
+from kqview.state import SessionStore, durable
 from tests.support.crash_disk import SeenOs
 from tests.support.fake_slot import FakeSlot, blob_of
 

@@ -1,12 +1,16 @@
-"""Messages and tools: what is refused, and that the caller's own objects stay as they are."""
+"""Messages of a chat as they are checked, and tool calls read from an answer."""
 
 from __future__ import annotations
 
+import json
 from collections import UserDict
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from kqview.chat import Reply, ToolCall, parse_tool_calls
 from kqview.chat.messages import checked_messages, checked_options, checked_tools
 from kqview.errors import RequestError
 
@@ -93,3 +97,118 @@ def test_options_have_names():
     assert checked_options("chat", None) == {}
     with pytest.raises(RequestError, match="template_options"):
         checked_options("chat", [1])
+
+
+# ---- tool calls
+
+
+ADD = ToolCall("add", {"a": 1, "b": [2, "}"]})
+GET = ToolCall("get_weather", {"city": "Zürich </tool_call>"})
+
+
+def call_json(call: ToolCall, key: str = "arguments") -> str:
+    return json.dumps({"name": call.name, key: dict(call.arguments)}, ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    ("text", "reply"),
+    [
+        (f"<tool_call>\n{call_json(ADD)}\n</tool_call>", Reply("", (ADD,))),
+        (
+            f"Let me see. <tool_call>{call_json(GET)}</tool_call>\n"
+            f"<tool_call>\n{call_json(ADD)}</tool_call>",
+            Reply("Let me see.", (GET, ADD)),
+        ),
+        (f"<tool_call>{call_json(ADD)}", Reply("", (ADD,))),  # cut at max_tokens
+        (f"<tool_call>{{bad}}</tool_call> <tool_call>{call_json(ADD)}</tool_call>",
+         Reply("<tool_call>{bad}</tool_call>", (ADD,))),
+        (f"[TOOL_CALLS][{call_json(ADD)}, {call_json(GET)}]", Reply("", (ADD, GET))),
+        (f"Well. [TOOL_CALLS] [{call_json(ADD)}]", Reply("Well.", (ADD,))),
+        ('[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123def"}]',
+         Reply("", (ToolCall("f", {}, "abc123def"),))),
+        ('[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]g[CALL_ID]x9[ARGS]{}',
+         Reply("", (ToolCall("f", {"a": 1}), ToolCall("g", {}, "x9")))),
+        (call_json(ADD, "parameters"), Reply("", (ADD,))),
+        ("<|python_tag|>" + call_json(ADD, "parameters") + "; " + call_json(GET, "parameters"),
+         Reply("", (ADD, GET))),
+        ('{"name": "f", "parameters": "{\\"a\\": 1}"}', Reply("", (ToolCall("f", {"a": 1}),))),
+    ],
+)  # fmt: skip
+def test_calls_of_each_family_are_found(text: str, reply: Reply):
+    assert parse_tool_calls(text) == reply
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "Hello",
+        "<tool_call>",
+        '<tool_call>{"name": "f"}</tool_call>',
+        '<tool_call>{"name": 1, "arguments": {}}</tool_call>',
+        '<tool_call>["f"]</tool_call>',
+        "[TOOL_CALLS]",
+        '[TOOL_CALLS][{"name": "f"}]',
+        "[TOOL_CALLS][]",
+        "[TOOL_CALLS]f[ARGS]7",
+        '{"name": "f", "parameters": {}} and more',
+        '{"answer": 42}',
+        "[" * 100_000,
+        "<tool_call>" + '{"a":' * 100_000,
+    ],
+)
+def test_text_without_a_call_stays_text(text: str):
+    reply = parse_tool_calls(text)
+    assert reply.tool_calls == ()
+    assert reply.content.strip() == text.strip()
+
+
+def test_family_decides_what_is_a_call():
+    text = call_json(ADD, "parameters")
+    assert parse_tool_calls(text, "hermes") == Reply(text)
+    assert parse_tool_calls(text, "mistral") == Reply(text)
+    assert parse_tool_calls(text, "llama").tool_calls == (ADD,)
+    with pytest.raises(RequestError, match="hermes, mistral, llama"):
+        parse_tool_calls(text, "gpt")  # type: ignore[arg-type]
+
+
+def test_reply_becomes_the_next_message():
+    message = parse_tool_calls(f"Ok. <tool_call>{call_json(ADD)}</tool_call>").to_message()
+    assert message == {
+        "role": "assistant",
+        "content": "Ok.",
+        "tool_calls": [
+            {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": [2, "}"]}}}
+        ],
+    }
+    assert Reply("Hi").to_message() == {"role": "assistant", "content": "Hi"}
+
+
+ARGUMENTS = st.dictionaries(
+    st.text(max_size=5),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=12),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+        max_leaves=5,
+    ),
+    max_size=3,
+)
+
+
+@given(st.lists(st.tuples(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), ARGUMENTS), min_size=1))
+def test_calls_written_in_a_family_come_back(calls: list[tuple[str, dict[str, Any]]]):
+    wanted = tuple(ToolCall(name, arguments) for name, arguments in calls)
+    hermes = "".join(f"<tool_call>\n{call_json(call)}\n</tool_call>\n" for call in wanted)
+    assert parse_tool_calls(hermes) == Reply("", wanted)
+    mistral = "[TOOL_CALLS][" + ", ".join(call_json(call) for call in wanted) + "]"
+    assert parse_tool_calls(mistral, "mistral") == Reply("", wanted)
+    llama = "; ".join(call_json(call, "parameters") for call in wanted)
+    assert parse_tool_calls(llama, "llama") == Reply("", wanted)
+
+
+@given(st.text() | st.lists(st.sampled_from(
+    ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "f", '{"name": "f", ', "{}", "}",
+     '"arguments": {}', "[", "]", " ", "<|python_tag|>"]), max_size=12).map("".join))  # fmt: skip
+def test_any_text_is_taken_apart_without_an_error(text: str):
+    reply = parse_tool_calls(text)
+    assert all(call.name for call in reply.tool_calls)

@@ -1,20 +1,43 @@
-"""The command line against a fake engine: what it asks for, prints, saves and exits with."""
+"""The command line: what each command asks of a fake engine, prints, saves and exits with."""
 
+from __future__ import annotations
+
+import contextlib
+import gc
+import io
 import json
+import os
+import re
+import socket
+import subprocess
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 import kqview
 from kqview import errors
+from kqview.cli import serving
+from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
+from kqview.cli.options import fetch
+from kqview.state import durable, write_state
+from kqview.state.files import SlotMarks, StateFacts
+from kqview.state.fingerprint import ModelFiles
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage
+from tests.support import ses1
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from pathlib import Path
+
+    from kqview.server.app import App
+    from kqview.server.settings import Settings
 
 TEXTS = ["<s>", "Anna", " has", " a", " red", " ball", "\n", "é"]
 MODEL = ModelInfo(
@@ -29,7 +52,7 @@ MODEL = ModelInfo(
 class FakeGeneration:
     """Tokens one after the other, with attention that says which token it belongs to."""
 
-    def __init__(self, engine: "FakeEngine", ids: list[int], options: dict[str, Any]) -> None:
+    def __init__(self, engine: FakeEngine, ids: list[int], options: dict[str, Any]) -> None:
         self.engine, self.ids, self.options = engine, ids, options
         self.finish_reason = "length"
         self.closed = False
@@ -64,7 +87,7 @@ class FakeGeneration:
 class FakeEngine:
     """Records what the commands ask of an engine."""
 
-    made: list["FakeEngine"] = []  # noqa: RUF012, emptied by the fixture
+    made: list[FakeEngine] = []  # noqa: RUF012, emptied by the fixture
     failure: BaseException = errors.PoolExhausted("pool.lease: full, 0 bytes left; drop views")
     fail_at: int | None = None
     load_failure: BaseException | None = None
@@ -82,7 +105,7 @@ class FakeEngine:
         self.made.append(self)
 
     @classmethod
-    def demo(cls, **options: Any) -> "FakeEngine":
+    def demo(cls, **options: Any) -> FakeEngine:
         return cls("<demo>", **options)
 
     def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True):
@@ -384,3 +407,483 @@ def test_demo_draws_a_line_a_token_and_measures_both_ways(
     plan = Capture(kind)  # pyright: ignore[reportArgumentType]
     assert captures == [plan, None, plan, None, plan, None, plan]
     assert all(g.options["temperature"] == 0 for g in engine_class.made[0].generations)
+
+
+# ---- start, help and the hub
+
+
+def test_hub_fetch_splits_owner_repository_and_file(monkeypatch: pytest.MonkeyPatch):
+    calls: list[dict[str, str]] = []
+    module = types.ModuleType("huggingface_hub")
+    module.hf_hub_download = lambda **options: calls.append(options) or "/cache/file"  # pyright: ignore
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    assert fetch("me/models/q8/m.gguf") == "/cache/file"
+    assert calls == [{"repo_id": "me/models", "filename": "q8/m.gguf"}]
+
+
+def test_hub_fetch_failure_says_what_and_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    def fail(**options: str) -> str:
+        raise ConnectionError("no route\nsecond line")
+
+    module = types.ModuleType("huggingface_hub")
+    module.hf_hub_download = fail  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    with pytest.raises(errors.ModelLoadError, match=r"ConnectionError: no route, .*local file$"):
+        fetch("me/models/m.gguf")
+
+
+def test_hub_fetch_without_its_extra_gives_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(errors.ModelLoadError, match=r'pip install "kqview\[hf\]"'):
+        fetch("me/models/m.gguf")
+
+
+def test_version_is_printed():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout.startswith("kqview")
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["bench", "demo", "generate", "info", "serve", "tokenize", "state check", "state inspect"],
+)
+def test_help_has_an_example(command: str):
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0
+    assert f"• kqview {command}" in result.stdout
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_entry_point_without_the_cli_extra_is_one_line(missing: str):
+    code = f"import sys; sys.modules[{missing!r}] = None; import kqview.__main__ as m; m.main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"error: the command line needs {missing}, which is not installed; "
+        'pip install "kqview[cli]"\n'
+    )
+
+
+# ---- info about the build
+
+
+CPU = {
+    "name": "CPU", "description": "some processor", "type": "CPU", "backend": "CPU",
+    "memory_free_bytes": 2**33, "memory_total_bytes": 2**34, "compute_capability": None,
+    "capture": "zero-copy",
+}  # fmt: skip
+GPU = {
+    "name": "CUDA0", "description": "some accelerator", "type": "GPU", "backend": "CUDA",
+    "memory_free_bytes": 70 * 2**30, "memory_total_bytes": 80 * 2**30,
+    "compute_capability": "9.0", "capture": "pinned",
+}  # fmt: skip
+REMOTE = {**GPU, "name": "RPC0", "backend": "RPC", "memory_total_bytes": 0, "capture": "plain",
+          "compute_capability": None}  # fmt: skip
+BUILD_INFO: dict[str, Any] = {
+    "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
+    "cuda_version": "13.0", "cuda_architectures": "80,90", "backends": ["CUDA", "CPU"],
+    "backend_features": {"CUDA": {"ARCHS": "800,900"}, "CPU": {}}, "devices": [GPU, CPU],
+    "nvidia_driver": "580.1", "nvidia_driver_cuda": "13.0", "cpu_features": "",
+    "n_threads_default": 2,
+}  # fmt: skip
+
+
+def show_info(monkeypatch: pytest.MonkeyPatch, *arguments: str, **changes: Any) -> str:
+    monkeypatch.setattr(kqview, "system_info", lambda: {**BUILD_INFO, **changes})
+    result = CliRunner().invoke(app, ["info", *arguments], env={"COLUMNS": "120"})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest.MonkeyPatch):
+    text = show_info(monkeypatch)
+    assert "1.2.3" in text
+    assert "this kind of CPU; CUDA 13.0 for 80,90" in text
+    assert "ARCHS=800,900" in text
+    assert "580.1, runs CUDA 13.0" in text
+    (gpu,) = [line for line in text.splitlines() if line.strip().startswith("CUDA0")]
+    assert "some accelerator" in gpu
+    assert "70.0 of 80.0 GiB" in gpu
+    assert gpu.split()[-2:] == ["9.0", "pinned"]
+
+
+def test_info_without_driver_or_cuda_says_so(monkeypatch: pytest.MonkeyPatch):
+    text = show_info(
+        monkeypatch,
+        cuda_version=None,
+        nvidia_driver=None,
+        nvidia_driver_cuda=None,
+        is_portable=True,
+        devices=[CPU],
+    )
+    assert "any x86-64-v3 or ARMv8 machine; no CUDA" in text
+    (driver,) = [line for line in text.splitlines() if "NVIDIA driver" in line]
+    assert driver.split()[-1] == "none"
+
+
+def test_info_shows_a_device_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch):
+    text = show_info(monkeypatch, devices=[REMOTE])
+    (remote,) = [line for line in text.splitlines() if line.strip().startswith("RPC0")]
+    assert "unknown" in remote
+    assert remote.split()[-1] == "plain"
+
+
+def test_info_json_without_a_model_is_system_info(monkeypatch: pytest.MonkeyPatch):
+    assert json.loads(show_info(monkeypatch, "--json")) == BUILD_INFO
+
+
+# ---- the file of generate --save
+
+
+ROWS_ENGINE: Any = SimpleNamespace(model=SimpleNamespace(attention_layers=(0, 1)))
+
+
+def row_token(index: int) -> Any:
+    rows = np.full((2, 4, 1000 + index), index, np.float32)
+    return SimpleNamespace(id=index, text=f"t{index}", index=index, attention=rows)
+
+
+def rows_file(path: Path) -> RowsFile:
+    return RowsFile(path, ROWS_ENGINE, Capture("probs"), [1, 2, 3])
+
+
+def write_until(path: Path, n_tokens: int, error: BaseException | None = None) -> None:
+    with rows_file(path) as file:
+        for i in range(n_tokens):
+            file.add(row_token(i))
+        if error is not None:
+            raise error
+
+
+def ids_in(path: Path) -> list[int]:
+    with np.load(path) as rows:
+        assert all(rows[name] is not None for name in rows.files)
+        return rows["ids"].tolist()
+
+
+def test_old_file_stays_until_the_new_one_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.npz"
+    write_until(path, 2)
+    before = path.read_bytes()
+    with rows_file(path) as file:
+        for i in range(3):
+            file.add(row_token(i))
+            assert path.read_bytes() == before
+    assert ids_in(path) == [0, 1, 2]
+    assert os.listdir(tmp_path) == ["rows.npz"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), BrokenPipeError(32, "x"), ValueError()])
+def test_interruption_keeps_the_rows_before_it(tmp_path: Path, error: BaseException) -> None:
+    path = tmp_path / "rows.npz"
+    write_until(path, 2)
+    with pytest.raises(type(error)):
+        write_until(path, 0, error)
+    assert ids_in(path) == [0, 1]  # no row came: nothing worth the old file
+    with pytest.raises(type(error)):
+        write_until(path, 1, error)
+    assert ids_in(path) == [0]
+    assert os.listdir(tmp_path) == ["rows.npz"]
+
+
+def test_disk_that_is_full_at_any_write_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.npz"
+    write_until(path, 1)
+    before = path.read_bytes()
+    real = os.write
+    n_left = 10**9
+
+    def write(handle: int, data: Any) -> int:
+        nonlocal n_left
+        n_left -= 1
+        if n_left < 0:
+            raise OSError(28, "No space left on device")
+        return real(handle, data)
+
+    monkeypatch.setattr(durable.os, "write", write)
+    n_left = n_writes = 0
+    while True:
+        with contextlib.suppress(OSError):
+            write_until(path, 2)
+            break
+        assert path.read_bytes() == before
+        assert os.listdir(tmp_path) == ["rows.npz"]
+        n_writes += 1
+        n_left = n_writes
+    gc.collect()  # nothing that was given up writes or complains when it is collected
+    assert n_writes > 3
+    assert ids_in(path) == [0, 1]
+
+
+def test_leftover_of_a_killed_run_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".kqview-0123456789abcdef.part").write_bytes(b"x")
+    write_until(tmp_path / "rows.npz", 1)
+    assert os.listdir(tmp_path) == ["rows.npz"]
+
+
+def test_rows_go_through_a_pipe() -> None:
+    script = """
+import sys
+from pathlib import Path
+from tests.unit.test_cli import write_until
+write_until(Path("/dev/stdout"), 2)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
+    with np.load(io.BytesIO(done.stdout)) as rows:
+        assert rows["ids"].tolist() == [0, 1]
+
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_FSIZE, (5_000, 5_000))
+from kqview.cli.main import app
+app(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "n_tokens"),
+    [
+        (["generate", "--demo", "Anna has", "--capture", "probs", "--save"], 8),
+        (["demo", "--runs", "1", "--png"], 4),
+    ],
+    ids=["generate", "demo"],
+)
+def test_command_on_a_full_disk_says_so_and_leaves_the_old_file(
+    tmp_path: Path, arguments: list[str], n_tokens: int
+) -> None:
+    path = tmp_path / "old.png"
+    path.write_bytes(b"old")
+    command = [sys.executable, "-c", LIMITED, *arguments, str(path), "-n", str(n_tokens)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"error: {path}: File too large; nothing was changed, make room for it"
+    )
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["old.png"]
+
+
+# ---- serve
+
+
+def serve(*words: str, env: dict[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, ["serve", *words], env=env)
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """Settings with which the command would serve; it does not."""
+    seen: list[Settings] = []
+
+    def run(app: App, settings: Settings, listener: socket.socket, supervised: object) -> None:
+        seen.append(settings)
+        assert supervised is None
+
+    monkeypatch.setattr(serving, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("words", [(), ("--demo", "--model", "m.gguf")])
+def test_not_exactly_one_model_is_wrong_usage(words: tuple[str, ...]):
+    result = serve(*words)
+    assert result.exit_code == 2
+    assert "name one model" in result.output
+
+
+def test_public_address_without_a_key_is_refused():
+    result = serve("--demo", "--host", "0.0.0.0", "--port", "0")
+    assert result.exit_code == 2
+    assert re.search(r"0\.0\.0\.0 can be reached .*--api-key", result.output)
+
+
+@pytest.mark.parametrize("words", [("--api-key", "k"), ("--public",)])
+def test_public_address_is_allowed_with_a_key_or_by_order(
+    words: tuple[str, ...], served: list[Settings]
+):
+    assert serve("--demo", "--host", "0.0.0.0", "--port", "0", *words).exit_code == 0
+    assert served[0].host == "0.0.0.0"
+
+
+def test_taken_port_is_said_before_the_model_is_opened():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = serve("--model", "missing.gguf", "--port", str(port))
+    assert result.exit_code == 1
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in result.output
+
+
+def test_missing_model_is_one_line_and_the_exit_code_of_models():
+    result = serve("--model", "missing.gguf", "--port", "0")
+    assert result.exit_code == 3
+    assert "missing.gguf" in result.output
+    assert "Traceback" not in result.output
+
+
+def test_flags_win_over_the_environment(served: list[Settings]):
+    env = {"KQVIEW_SHUTDOWN_GRACE_S": "2.5", "KQVIEW_MAX_TOKENS": "7", "KQVIEW_API_KEYS": "a, b"}
+    result = serve("--demo", "--port", "0", "--max-tokens", "9", "--slots", "2", env=env)
+    assert result.exit_code == 0, result.output
+    (settings,) = served
+    assert settings.max_tokens == 9
+    assert settings.shutdown_grace_s == 2.5
+    assert settings.api_keys == ("a", "b")
+    assert settings.n_slots == 2
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"KQVIEW_PORT": "x"}, "port is 'x', a number is needed"),
+        ({"KQVIEW_DEMO": "maybe"}, "demo is 'maybe', true or false is needed"),
+        ({"KQVIEW_MAX_TOKENS": "0"}, "max_tokens is 0, the least is 1"),
+        ({"KQVIEW_ATTENTION_VALUES": "raw"}, "known are logits, scores, probs"),
+    ],
+)
+def test_wrong_value_of_the_environment_is_named(
+    env: dict[str, str], message: str, served: list[Settings]
+):
+    result = serve(env={"KQVIEW_MODEL": "m.gguf", **env})
+    assert not served
+    assert result.exit_code == 2
+    assert message in result.output
+
+
+# ---- state
+
+
+STATE_ROWS = [ses1.Rows(np.ones((5, 16), np.float16))]
+STATE_BLOB = ses1.Blob(
+    [1, 2, 3, 4, 5], STATE_ROWS * 3, STATE_ROWS * 3, False, list(range(5))
+).encode()
+
+
+def run_state(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["state", *map(str, arguments)])
+
+
+@pytest.fixture
+def model_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"weights" * 1000)
+    return path
+
+
+def saved_state(path: Path, model_file: Path, adapters: Sequence[tuple[str, float]] = ()) -> Path:
+    files = ModelFiles(str(model_file), adapters)
+    facts = StateFacts(files.fingerprint(), "f16", files.sampled_fingerprint())
+    write_state(path, STATE_BLOB, facts, SlotMarks(n_exact=4))
+    return path
+
+
+def test_whole_file_is_said_to_be_one(tmp_path: Path, model_file: Path) -> None:
+    path = saved_state(tmp_path / "a.ses1", model_file)
+    result = run_state("check", path)
+    n_bytes = path.stat().st_size
+    assert result.stdout == f"{path}: whole, 5 tokens, {n_bytes:,} bytes, checksum right\n"
+    assert result.exit_code == 0
+    result = run_state("check", path, "--model", model_file)
+    assert result.stdout.endswith("checksum right, of this model\n")
+    assert result.exit_code == 0
+
+
+def test_each_byte_that_is_altered_or_missing_is_found(tmp_path: Path, model_file: Path) -> None:
+    path = saved_state(tmp_path / "a.ses1", model_file)
+    data = path.read_bytes()
+    bad: list[Path] = []
+    for at in range(0, len(data), 7):
+        for kind, content in (
+            ("changed", data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]),
+            ("cut", data[:at]),
+        ):
+            bad.append(tmp_path / f"{kind}-{at}")
+            bad[-1].write_bytes(content)
+    result = run_state("check", path, *bad)
+    assert result.exit_code == 1
+    good, *lines = result.stdout.splitlines()
+    assert "whole" in good
+    for name, line in zip(bad, lines, strict=True):
+        assert line.startswith(f"{name}: NOT GOOD: ")
+
+
+def test_file_of_another_model_or_other_adapters_is_named(tmp_path: Path, model_file: Path) -> None:
+    other, adapter = tmp_path / "other.gguf", tmp_path / "lora=x.gguf"
+    other.write_bytes(b"WEIGHTS" * 1000)
+    adapter.write_bytes(b"lora")
+    plain = saved_state(tmp_path / "plain.ses1", model_file)
+    adapted = saved_state(tmp_path / "adapted.ses1", model_file, [(str(adapter), 0.5)])
+    half, whole = ["--lora", f"{adapter}=0.5"], ["--lora", adapter]
+    for path, options, is_of_model in (
+        (plain, ["--model", model_file], True),
+        (plain, ["--model", other], False),
+        (plain, ["--model", model_file, *half], False),
+        (adapted, ["--model", model_file], False),
+        (adapted, ["--model", model_file, *half], True),
+        (adapted, ["--model", model_file, *whole], False),
+    ):
+        result = run_state("check", path, *options)
+        assert result.exit_code == (0 if is_of_model else 1)
+        assert ("are not those it was saved with" in result.stdout) is not is_of_model
+        assert json.loads(run_state("check", path, *options, "--json").stdout)[0][
+            "is_of_model"
+        ] == (is_of_model)
+
+
+def test_raw_blob_is_whole_but_not_known_to_be_of_a_model(tmp_path: Path, model_file: Path) -> None:
+    path = tmp_path / "raw"
+    path.write_bytes(STATE_BLOB)
+    result = run_state("check", path)
+    assert result.exit_code == 0
+    assert result.stdout.endswith("no checksum, a raw blob\n")
+    result = run_state("check", path, "--model", model_file)
+    assert result.exit_code == 1
+    assert "nothing says of which model" in result.stdout
+
+
+def test_every_file_gets_its_line_and_one_that_is_bad_the_status(
+    tmp_path: Path, model_file: Path
+) -> None:
+    good = saved_state(tmp_path / "good.ses1", model_file)
+    (tmp_path / "text").write_text("no blob")
+    files = [good, tmp_path / "none", tmp_path, tmp_path / "text"]
+    result = run_state("check", *files)
+    assert result.exit_code == 1
+    lines = result.stdout.splitlines()
+    assert [line.startswith(f"{file}: ") for file, line in zip(files, lines, strict=True)]
+    assert ["NOT GOOD" in line for line in lines] == [False, True, True, True]
+    assert "No such file" in lines[1]
+    assert run_state("check", good, "--model", tmp_path / "none").exit_code == 1
+    assert run_state("check", good, "--lora", good).exit_code == 2
+    assert run_state("check").exit_code == 2
+
+
+def test_inspect_shows_what_is_in_a_file(tmp_path: Path, model_file: Path) -> None:
+    path = saved_state(tmp_path / "a.ses1", model_file)
+    (shown,) = json.loads(run_state("inspect", path, "--json").stdout)
+    expected = {
+        **{"n_tokens": 5, "tokens": [1, 2, 3, 4, 5], "n_layer": 3, "kv_type": "f16"},
+        **{"flash_attn": True, "n_exact": 4, "trailer_version": 2, "problems": []},
+        **{"n_bytes": path.stat().st_size, "model": ModelFiles(str(model_file), []).fingerprint()},
+    }
+    assert expected.items() <= shown.items()
+    text = run_state("inspect", path).stdout
+    for part in ("3 layers of f16", "flash attention", "trailer of version 2", expected["model"]):
+        assert part in text
+    path.write_bytes(STATE_BLOB[:-1])
+    result = run_state("inspect", path)
+    assert result.exit_code == 1
+    assert "problem" in result.stdout
+
+
+def test_structure_that_claims_billions_of_layers_is_refused_at_once(tmp_path: Path) -> None:
+    changed = bytearray(STATE_BLOB)
+    at = ses1.offsets(STATE_BLOB)["n_layer"]
+    changed[at : at + 4] = b"\xff" * 4
+    path = tmp_path / "many"
+    path.write_bytes(changed)
+    assert run_state("check", path).exit_code == 1

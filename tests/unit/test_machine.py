@@ -1,12 +1,15 @@
-"""Threads and memory as a container grants them, read from files laid out like Linux's."""
+"""What a process may use of a machine, from files laid out like Linux's; how its rows travel."""
 
 from pathlib import Path
 
 import pytest
 
-from kqview.machine import default_threads, physical_memory_bytes
+from kqview.machine import capture_path, default_threads, physical_memory_bytes
 
 MIB = 2**20
+CPU = {"type": "CPU", "capture": "zero-copy"}
+GPU = {"type": "GPU", "capture": "pinned"}
+REMOTE = {"type": "GPU", "capture": "plain"}
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -108,3 +111,21 @@ def test_physical_memory_ignores_the_huge_number_that_means_no_limit(tmp_path: P
 
 def test_physical_memory_here_is_positive():
     assert physical_memory_bytes() > MIB
+
+
+@pytest.mark.parametrize(
+    ("devices", "n_gpu_layers", "expected"),
+    [
+        ([CPU], -1, "zero-copy"),
+        ([GPU, CPU], -1, "pinned"),
+        ([GPU, CPU], 12, "pinned"),
+        ([GPU, CPU], 0, "zero-copy"),
+        ([GPU, REMOTE, CPU], -1, "plain"),
+        ([{**GPU, "type": "IGPU"}, CPU], -1, "pinned"),
+        ([{**CPU, "type": "ACCEL"}, CPU], -1, "zero-copy"),
+    ],
+)
+def test_capture_path_is_the_slowest_of_the_devices_with_layers(
+    devices: list[dict[str, str]], n_gpu_layers: int, expected: str
+):
+    assert capture_path(devices, n_gpu_layers) == expected

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kqview.cli.serve import flag_of
+from kqview.cli.serve_command import flag_of
 from kqview.server.settings import PREFIX, Settings
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")

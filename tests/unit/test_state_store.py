@@ -1,164 +1,30 @@
-"""state files and SessionStore: what is written when, and what is refused when read."""
+"""Sessions in memory and in files, and what crashes of the process or the machine leave of them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import stat
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
-from typing import TYPE_CHECKING
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kqview import durable, errors
-from kqview.state import SessionStore, read_state, write_state
-from kqview.state.trailer import SlotMarks, StateFacts
-from tests.support.fake_slot import BLOB, FACTS, FakeSlot, blob_of
+from kqview import errors
+from kqview.state import SessionStore, durable, read_state
+from kqview.state.files import SlotMarks, StateFacts
+from tests.support.crash_disk import Disk, SeenOs
+from tests.support.fake_slot import BLOB, FakeSlot, blob_of
+from tests.support.state_crashes import SCENARIOS, version_in
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
-
-
-# ---- files
-
-
-def test_file_is_the_blob_and_a_trailer_for_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "slot.ses1"
-    n_bytes = write_state(path, BLOB, FACTS)
-    data = path.read_bytes()
-    assert len(data) == n_bytes
-    assert data.startswith(BLOB)
-    assert data.endswith(b"KQVIEW01")
-    (n_text,) = struct.unpack("<I", data[-12:-8])
-    text = json.loads(data[-12 - n_text : -12])
-    assert (text["model"], text["kv_type"]) == ("model", "f16")
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert os.listdir(tmp_path) == ["slot.ses1"]
-    assert read_state(path, FACTS) == read_state(path) == BLOB
-
-
-def test_file_without_a_trailer_is_read_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "slot.ses1"
-    assert write_state(path, BLOB) == len(BLOB)
-    assert path.read_bytes() == read_state(path, FACTS) == BLOB
-
-
-def test_any_changed_byte_is_found(tmp_path: Path) -> None:
-    path = tmp_path / "slot.ses1"
-    write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
-    data = path.read_bytes()
-    for at in range(len(data) - 8):  # without the mark at the end it is a file without a trailer
-        changed = bytearray(data)
-        changed[at] ^= 1
-        path.write_bytes(changed)
-        with pytest.raises(errors.StateError):
-            read_state(path, FACTS)
-
-
-@pytest.mark.parametrize("facts", [StateFacts("other", "f16"), StateFacts("model", "f32")])
-def test_file_of_another_model_or_type_is_a_mismatch(tmp_path: Path, facts: StateFacts) -> None:
-    write_state(tmp_path / "slot", BLOB, FACTS)
-    with pytest.raises(errors.StateMismatch, match=r"another model|kv_type='f16'"):
-        read_state(tmp_path / "slot", facts)
-
-
-def trailer_of(content: dict[str, object]) -> bytes:
-    text = json.dumps(content, separators=(",", ":")).encode()
-    return text + struct.pack("<I", len(text)) + b"KQVIEW01"
-
-
-def test_trailer_of_version_1_is_read_with_its_own_fingerprint(tmp_path: Path) -> None:
-    path = tmp_path / "old"
-    content = {"version": 1, "model": "sampled", "kv_type": "f16"}
-    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(BLOB).hexdigest()}))
-    assert read_state(path) == read_state(path, StateFacts("whole", "f16", "sampled")) == BLOB
-    for facts in (StateFacts("sampled", "f16", "other"), StateFacts("sampled", "f16")):
-        with pytest.raises(errors.StateMismatch, match="another model"):
-            read_state(path, facts)
-    path.write_bytes(BLOB + trailer_of({**content, "sha256": hashlib.sha256(b"").hexdigest()}))
-    with pytest.raises(errors.StateFormatError, match="checksum"):
-        read_state(path)
-
-
-def test_checksum_covers_the_fields_of_the_trailer(tmp_path: Path) -> None:
-    path = tmp_path / "slot"
-    write_state(path, BLOB, FACTS, SlotMarks(n_exact=12))
-    data = path.read_bytes()
-    for old, new in ((b'"n_exact":12', b'"n_exact":99'), (b'"n_exact":12', b'"n_other":12')):
-        assert old in data
-        path.write_bytes(data.replace(old, new))
-        with pytest.raises(errors.StateFormatError, match="checksum"):
-            read_state(path)
-
-
-@pytest.mark.parametrize("n_exact", [-1, True, 1.5, "1"])
-def test_mark_that_is_no_count_is_refused(tmp_path: Path, n_exact: object) -> None:
-    path = tmp_path / "slot"
-    write_state(path, BLOB, FACTS, SlotMarks(n_exact=n_exact))  # type: ignore[arg-type]
-    with pytest.raises(errors.StateFormatError, match="n_exact"):
-        read_state(path)
-
-
-@pytest.mark.parametrize(
-    "content", [[], 1, None, {"version": 2, "x": []}, {"version": 2, "x": {}}, {"version": 3}, {}]
-)
-def test_trailer_of_another_kind_is_refused(tmp_path: Path, content: object) -> None:
-    path = tmp_path / "slot"
-    path.write_bytes(BLOB + trailer_of(content))  # type: ignore[arg-type]
-    with pytest.raises(errors.StateFormatError, match="trailer"):
-        read_state(path)
-
-
-def test_old_file_stays_when_writing_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "slot"
-    write_state(path, BLOB)
-    for name in ("fsync", "replace"):
-        with monkeypatch.context() as patch:
-
-            def fail(*_: object) -> None:
-                raise OSError("disk full")
-
-            patch.setattr(durable.os, name, fail)
-            with pytest.raises(OSError, match="disk full"):
-                write_state(path, blob_of(1))
-        assert path.read_bytes() == BLOB
-        assert os.listdir(tmp_path) == ["slot"]
-
-
-def test_bytes_are_on_the_disk_before_they_get_their_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[str] = []
-    for name in ("fsync", "replace"):
-        real = getattr(os, name)
-
-        def note(*args: object, name: str = name, real: object = real) -> None:
-            calls.append(name)
-            real(*args)  # type: ignore[operator]
-
-        monkeypatch.setattr(durable.os, name, note)
-    write_state(tmp_path / "slot", BLOB)
-    assert calls[:2] == ["fsync", "replace"]
-
-
-def test_what_is_no_blob_or_no_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(errors.StateFormatError, match="magic"):
-        write_state(tmp_path / "slot", b"GGSQ")
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(errors.StateFormatError, match="regular file"):
-        read_state(tmp_path / "pipe")
-    with pytest.raises(OSError, match="No such file"):
-        read_state(tmp_path / "missing")
-
-
-# ---- sessions
 
 
 def test_marks_of_a_slot_stay_with_its_blob(tmp_path: Path) -> None:
@@ -550,3 +416,94 @@ def test_any_run_of_calls_and_crashes_loses_nothing_that_was_flushed(
         in_memory = [info for info in store.sessions() if info.path is None]
         assert len(in_memory) <= limits["max_sessions"]
         assert sum(info.n_bytes for info in in_memory) <= limits["max_bytes"]
+
+
+# ---- crashes
+
+
+def test_process_killed_at_any_call_leaves_one_whole_version(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.support.state_crashes", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    versions: dict[str, list[object]] = defaultdict(list)
+    for found in json.loads(done.stdout):
+        versions[found["name"]].append(found["version"])
+    for name, scenario in SCENARIOS.items():
+        if scenario.before == scenario.after:  # nothing is written
+            assert versions[name] == []
+            continue
+        # The old one up to some call, from there on the new one.
+        n_old = versions[name].count(scenario.before)
+        n_new = versions[name].count(scenario.after)
+        assert versions[name] == [scenario.before] * n_old + [scenario.after] * n_new
+        assert n_old > 0
+        assert n_new > 0
+
+
+def states_after_power_loss(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[bool, dict[str, bytes]]]:
+    """(Is the action over?, a folder that may be found) for a loss of power at every call."""
+    folder = root / "disk"
+    folder.mkdir()
+    store = SCENARIOS[name].prepare(folder)
+    disk = Disk(folder)
+    states = [*disk.states_after_power_loss()]
+
+    def tell(moment: str, call: str, *arguments: Any) -> None:
+        if moment == "after":
+            disk.apply(call, *arguments)
+            states.extend(disk.states_after_power_loss())
+
+    monkeypatch.setattr(durable, "os", SeenOs(tell))
+    SCENARIOS[name].act(store)
+    monkeypatch.setattr(durable, "os", os)
+    for state in states:
+        yield False, state
+    for state in disk.states_after_power_loss():
+        yield True, state
+
+
+def versions_after_power_loss(
+    name: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[set[object], set[object]]:
+    """Versions found after a loss of power at any call, and after the action was over."""
+    found: tuple[set[object], set[object]] = set(), set()
+    for i, (is_over, state) in enumerate(states_after_power_loss(name, root, monkeypatch)):
+        folder = root / f"state-{i}"
+        folder.mkdir()
+        for file, content in state.items():
+            (folder / file).write_bytes(content)
+        found[is_over].add(version_in(folder))
+    return found
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_power_lost_at_any_call_leaves_one_whole_version(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = SCENARIOS[name]
+    during, after = versions_after_power_loss(name, tmp_path, monkeypatch)
+    assert during == {scenario.before, scenario.after}
+    assert after == {scenario.after}
+
+
+def test_disk_finds_a_writer_that_does_not_sync(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The model itself: without the sync of the file parts of it are found, without that of the
+    # folder the old version although the call was over.
+    name = "flush of a second version"
+    real = SeenOs.fsync
+    for what in ("file", "folder"):
+        (tmp_path / what).mkdir()
+
+        def fsync(self: SeenOs, handle: int, what: str = what) -> None:
+            if os.path.isdir(f"/proc/self/fd/{handle}") is (what == "file"):
+                real(self, handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(SeenOs, "fsync", fsync)
+            during, after = versions_after_power_loss(name, tmp_path / what, patch)
+        expected = {SCENARIOS[name].before, SCENARIOS[name].after}
+        assert not during <= expected if what == "file" else after == expected

@@ -1,8 +1,8 @@
 """A byte-level BPE vocabulary, trained from text: the tokenizer of the demo model.
 
-Owns the merges and the token texts in the form a GGUF file stores them (tokenizer model "gpt2",
-pre-tokenizer "qwen2"). Encoding follows llama.cpp for ASCII text; the runtime itself tokenizes with
-llama.cpp, so this class is used for training only. It needs nothing beyond the standard library.
+Holds the merges and the token texts in the form a GGUF file stores them (tokenizer model "gpt2",
+pre-tokenizer "qwen2"). Encoding follows llama.cpp for ASCII text. Only training uses this class:
+kqview tokenizes with llama.cpp. It needs nothing beyond the standard library.
 """
 
 from __future__ import annotations

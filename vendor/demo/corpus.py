@@ -1,8 +1,7 @@
-"""The stories that the demo model is trained on, in which names come back.
+"""The text that the demo model is trained on: small stories in which names come back, and chats.
 
-Owns the world of one story and the events that link its people, places and things. Every draw
-comes from the `random.Random` it is given, so a seed repeats a text exactly. Needs nothing beyond
-the standard library.
+Every draw comes from the `random.Random` it is given, so a seed repeats a text exactly. Needs
+nothing beyond the standard library.
 
 A story keeps a world state (who is where, who holds what), so that its sentences, and the answers
 to questions about it, follow from what was told before: that is what makes a head look back.
@@ -11,15 +10,130 @@ to questions about it, follow from what was told before: that is what makes a he
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from random import Random
 from typing import TYPE_CHECKING
-
-from kqview.demo import words
-from kqview.demo.cast import Person, Thing
-from kqview.demo.words import made_up_name, with_article
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from random import Random
+
+# ---- words
+
+# fmt: off
+# Pieces of names that training sees.
+STARTS: tuple[str, ...] = (
+    "b", "d", "f", "g", "h", "k", "l", "m", "n", "p", "r", "s", "t", "v", "br", "dr", "fl",
+    "gl", "gr", "st", "th", "sh", "tr",
+)
+VOWELS: tuple[str, ...] = ("a", "e", "i", "o", "u")
+MIDDLES: tuple[str, ...] = (
+    "b", "d", "l", "m", "n", "r", "s", "t", "v", "rd", "rl", "lm", "nd", "sk",
+)
+ENDS: tuple[str, ...] = (
+    "a", "o", "in", "en", "ar", "el", "is", "or", "ia", "an", "on", "el", "une", "isa", "ora",
+    "etta",
+)
+# Pieces of names that it never sees: no start starts a seen name, no end ends one.
+UNSEEN_STARTS: tuple[str, ...] = (
+    "z", "j", "y", "w", "x", "zh", "vr", "kw", "gw", "vl", "sn", "kr", "pl", "sk",
+)
+UNSEEN_MIDDLES: tuple[str, ...] = ("z", "zz", "p", "k", "pp", "ck", "x", "gg", "ft", "lk")
+UNSEEN_ENDS: tuple[str, ...] = ("ub", "ox", "eek", "ap", "iff", "ozz", "ym", "up", "eg", "oosh")
+# The people, places and things of the stories.
+PEOPLE: tuple[str, ...] = (
+    "Anna", "Tom", "Maria", "Ben", "Lena", "Sam", "Clara", "Jack", "Nina", "Paul", "Emma",
+    "Leo", "Rosa", "Max", "Ida", "Otto", "Eva", "Hugo", "Mia", "Finn", "Alice", "Bob", "John",
+    "Mary", "Lily", "David", "Sarah", "Peter", "Lucy", "Mark",
+)
+ROLES: tuple[str, ...] = (
+    "baker", "farmer", "fisher", "teacher", "miller", "painter", "gardener", "doctor", "sailor",
+    "tailor", "hunter", "singer", "potter", "carpenter", "shepherd", "clockmaker",
+)
+TOWN_KINDS: tuple[str, ...] = ("village", "town", "valley", "city")
+SPOTS: tuple[str, ...] = (
+    "mill", "market", "old bridge", "river", "harbor", "school", "tower", "garden", "forest",
+    "well", "bakery", "hill", "library", "barn", "lake", "church",
+)
+ADJECTIVES: tuple[str, ...] = (
+    "silver", "golden", "small", "red", "blue", "green", "old", "wooden", "round", "broken",
+    "shiny", "heavy", "strange", "little",
+)
+NOUNS: tuple[str, ...] = (
+    "key", "ring", "book", "lamp", "cup", "map", "bell", "box", "coin", "letter", "clock",
+    "flute", "stone", "hat", "knife", "mirror", "boat", "doll",
+)
+ANIMALS: tuple[str, ...] = ("dog", "cat", "horse", "goat", "bird", "fox")
+FOODS: tuple[str, ...] = ("bread", "soup", "apples", "cheese", "honey cake", "fish")
+WEATHERS: tuple[str, ...] = (
+    "It was raining.", "The sun was warm.", "It began to snow.", "The wind was cold.",
+)
+TIMES: tuple[str, ...] = (
+    "One morning", "One day", "One evening", "Early one morning", "One summer day",
+    "One winter day",
+)
+NEXT: tuple[str, ...] = (
+    "Then", "After that", "Soon", "Later", "The next day", "In the evening", "A little later",
+)
+# fmt: on
+
+
+def made_up_name(rng: Random, *, unseen: bool = False) -> str:
+    """Return a made-up name, capitalised, of two or three syllables.
+
+    Args:
+        rng: Source of randomness.
+        unseen: Build it from pieces that training never uses, so that it was never seen.
+    """
+    if unseen:
+        starts, middles, ends = UNSEEN_STARTS, UNSEEN_MIDDLES, UNSEEN_ENDS
+    else:
+        starts, middles, ends = STARTS, MIDDLES, ENDS
+    parts = [rng.choice(starts)]
+    for _ in range(rng.choice((1, 1, 1, 2))):
+        parts += [rng.choice(VOWELS), rng.choice(middles)]
+    return "".join([*parts, rng.choice(ends)]).capitalize()
+
+
+def with_article(noun: str) -> str:
+    """Return *noun* with "a" or "an" before it."""
+    return ("an " if noun[0] in "aeiou" else "a ") + noun
+
+
+# ---- stories
+
+
+@dataclass(eq=False)
+class Person:
+    """Someone in a story: who they are and where they are now."""
+
+    name: str
+    role: str
+    is_woman: bool
+    spot: str = ""
+    introduced: bool = False
+
+    @property
+    def pronoun(self) -> str:
+        """Return "She" or "He"."""
+        return "She" if self.is_woman else "He"
+
+    @property
+    def their(self) -> str:
+        """Return "her" or "his"."""
+        return "her" if self.is_woman else "his"
+
+
+@dataclass(eq=False)
+class Thing:
+    """An object of a story and who holds it now (None: nobody has found it yet)."""
+
+    name: str
+    holder: Person | None = None
+    is_known: bool = False
+
+    @property
+    def found(self) -> str:
+        """Return its name with "a" or "an" at the first find, with "the" later."""
+        return f"the {self.name}" if self.is_known else with_article(self.name)
 
 
 @dataclass
@@ -50,17 +164,17 @@ class Story:
         n_people = max(len(names), rng.choice((2, 2, 2, 3)))
         pool = list(names)
         while len(pool) < n_people:
-            name = made_up_name(rng) if rng.random() < 0.75 else rng.choice(words.PEOPLE)
+            name = made_up_name(rng) if rng.random() < 0.75 else rng.choice(PEOPLE)
             if name not in pool:
                 pool.append(name)
-        roles = rng.sample(words.ROLES, n_people)
-        objects = [f"{rng.choice(words.ADJECTIVES)} {noun}" for noun in rng.sample(words.NOUNS, 2)]
+        roles = rng.sample(ROLES, n_people)
+        objects = [f"{rng.choice(ADJECTIVES)} {noun}" for noun in rng.sample(NOUNS, 2)]
         if thing is not None:
             objects = [
                 thing,
                 *(other for other in objects if other.split()[-1] != thing.split()[-1]),
             ][:2]
-        spots = rng.sample(words.SPOTS, 4)
+        spots = rng.sample(SPOTS, 4)
         people = [
             Person(name, role, rng.random() < 0.5, rng.choice(spots))
             for name, role in zip(pool, roles, strict=True)
@@ -68,11 +182,11 @@ class Story:
         return cls(
             rng=rng,
             town=made_up_name(rng),
-            kind=rng.choice(words.TOWN_KINDS),
+            kind=rng.choice(TOWN_KINDS),
             far_town=made_up_name(rng),
             people=people,
             things=[Thing(name) for name in objects],
-            animal=rng.choice(words.ANIMALS),
+            animal=rng.choice(ANIMALS),
             pet=made_up_name(rng),
             spots=spots,
         )
@@ -101,7 +215,7 @@ class Story:
         mover.spot = host.spot
         intro = "" if mover.introduced else f", the {mover.role},"
         mover.introduced = True
-        then = self.rng.choice(words.NEXT)
+        then = self.rng.choice(NEXT)
         self.say(
             mover,
             f"{{P}}{intro} came to the {host.spot} too.",
@@ -144,7 +258,7 @@ class Story:
             person,
             f"{{P}} walked to the {person.spot}.",
             f"{{P}} went to the {person.spot} in {self.town}.",
-            f"{self.rng.choice(words.NEXT)}, {{P}} went to the {person.spot}.",
+            f"{self.rng.choice(NEXT)}, {{P}} went to the {person.spot}.",
             f"{{P}} ran to the {person.spot} with {person.their} friends.",
         )
 
@@ -159,7 +273,7 @@ class Story:
         where = self.rng.choice(("near", "behind", "by"))
         self.say(
             person,
-            f"{self.rng.choice(words.TIMES)}, {{P}} found {found} {where} the {person.spot}.",
+            f"{self.rng.choice(TIMES)}, {{P}} found {found} {where} the {person.spot}.",
             f"{{P}} looked down and found {found} {where} the {person.spot}.",
             f"{where.capitalize()} the {person.spot}, {{P}} found {found}.",
         )
@@ -291,10 +405,10 @@ class Story:
     def rest(self) -> None:
         """Weather, food and animals between the events."""
         person, other = self.pair()
-        food = self.rng.choice(words.FOODS)
+        food = self.rng.choice(FOODS)
         choice = self.rng.randrange(4)
         if choice == 0:
-            self.say(None, *words.WEATHERS)
+            self.say(None, *WEATHERS)
             self.say(
                 person,
                 f"{{P}} and {other.name} went inside and ate {food}.",
@@ -378,3 +492,113 @@ class Story:
                 (f"Who has the {thing.name}?", f"{thing.holder.name} has the {thing.name}.")
             ] * 2
         return self.rng.choice(options)
+
+
+# ---- chats
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+SYSTEM = (
+    "You are a helpful assistant.",
+    "You tell small stories.",
+    "You are the kqview demo. Answer in one or two sentences.",
+)
+SMALL_TALK = (
+    (
+        ("Hello!", "Hi", "Hello", "Hi there!", "Good morning!"),
+        "Hello! I tell small stories. Give me a name and I will tell you one.",
+    ),
+    (
+        ("Who are you?", "What are you?", "What is your name?"),
+        "I am the kqview demo, a very small model that tells stories.",
+    ),
+    (
+        ("What can you do?", "Can you help me?", "How do you work?"),
+        "I can tell a small story about people, places and things.",
+    ),
+    (
+        ("Thank you!", "Thanks", "Thank you very much."),
+        "You are welcome! Shall I tell you one more story?",
+    ),
+    (
+        ("What is the capital of France?", "What is two plus two?", "Why is the sky blue?"),
+        "I do not know. I only know small stories about people and places.",
+    ),
+    (
+        ("Who is the king?", "What time is it?", "Write some code."),
+        "I do not know. I only know small stories about people and places.",
+    ),
+)
+ASKS = (
+    "Tell me a story about",
+    "Tell me about",
+    "Write a story about",
+    "Please tell a story about",
+)
+
+
+def chat_message(role: str, content: str) -> str:
+    """Return one message as CHAT_TEMPLATE writes it."""
+    return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+
+def _any_name(rng: Random) -> str:
+    return made_up_name(rng) if rng.random() < 0.6 else rng.choice(PEOPLE)
+
+
+def _exchange(rng: Random) -> tuple[str, str]:
+    """Return one user message and its answer."""
+    kind = rng.random()
+    if kind < 0.45:
+        story = Story.start(rng)
+        told = story.tell(rng.choice((1, 2, 3)))
+        question, answer = story.question()
+        return rng.choice((f"{told}\n\n{question}", f"{told} {question}")), answer
+    if kind < 0.75:
+        first, second = _any_name(rng), _any_name(rng)
+        names, thing, about = [first], None, first
+        if first != second and rng.random() < 0.4:
+            names, about = [first, second], f"{first} and {second}"
+        elif rng.random() < 0.4:
+            thing = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
+            about = f"{first} and {with_article(thing)}"
+        told = Story.start(rng, names, thing).tell(rng.choice((2, 3)))
+        return f"{rng.choice(ASKS)} {about}{rng.choice(('.', '.', '', '!'))}", told
+    if kind < 0.85:
+        name = _any_name(rng)
+        hello = rng.choice((f"My name is {name}.", f"Hello, I am {name}.", f"I am {name}"))
+        return hello, f"Hello, {name}! Shall I tell you a story, {name}?"
+    if kind < 0.9:
+        return rng.choice(("Tell me a story.", "Tell me a story", "Write a story.")), Story.start(
+            rng
+        ).tell(2)
+    questions, answer = rng.choice(SMALL_TALK)
+    return rng.choice(questions), answer
+
+
+def chat_document(rng: Random) -> str:
+    """Return a conversation of one or two exchanges, at times with a system message."""
+    parts = [chat_message("system", rng.choice(SYSTEM))] if rng.random() < 0.35 else []
+    for _ in range(rng.choice((1, 1, 2))):
+        question, answer = _exchange(rng)
+        parts += [chat_message("user", question), chat_message("assistant", answer)]
+    return "".join(parts)
+
+
+def story_document(rng: Random) -> str:
+    """Return one story of two to nine events."""
+    return Story.start(rng).tell(rng.randint(2, 9))
+
+
+def vocabulary_text(seed: int) -> str:
+    """Return the text that the vocabulary is made from: 1500 documents without special tokens."""
+    rng = Random(seed)
+    text = "\n".join(chat_document(rng) if i % 5 == 0 else story_document(rng) for i in range(1500))
+    for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>"):
+        text = text.replace(token, "\n")
+    return text

@@ -1,19 +1,26 @@
-# pyright: basic, reportMissingImports=false
 """The demo model as a torch module: a llama (RMSNorm, interleaved RoPE, GQA, SwiGLU).
 
-Owns the architecture and its sizes; computes what llama.cpp's "llama" graph computes, so weights
-go into a GGUF file as they are, without permutation. Needs torch; only the training script
-imports it.
+It computes what llama.cpp's "llama" graph computes, so its weights go into a GGUF file without
+permutation. `induction_score` measures how much each head is an induction head: how often its
+largest weight falls on the token after the earlier mention of the current token.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from bpe import SPECIAL_TOKENS
+from corpus import made_up_name
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from random import Random
+
+    from bpe import BytePairVocabulary
 
 
 @dataclass(frozen=True)
@@ -169,10 +176,58 @@ class Net(nn.Module):
             x = layer(x, cos, sin, attention)
         return self.output(self.output_norm(x))
 
-    @torch.no_grad()
-    def continue_greedily(self, ids: list[int], n_tokens: int) -> list[int]:
-        """Return the *n_tokens* ids that follow *ids* when the likeliest is taken each time."""
-        sequence = list(ids)
-        for _ in range(n_tokens):
-            sequence.append(int(self(torch.tensor([sequence]))[0, -1].argmax()))
-        return sequence[len(ids) :]
+
+@dataclass(frozen=True)
+class InductionScore:
+    """The best head's rate, the rate of a head that looks anywhere, and which head it is."""
+
+    rate: float
+    chance: float
+    layer: int
+    head: int
+
+    def __str__(self) -> str:
+        return f"{self.rate:.3f} (layer {self.layer}, head {self.head}; chance {self.chance:.3f})"
+
+
+def random_probe(rng: Random, n_vocab: int, length: int = 24) -> list[int]:
+    """Return distinct random ids followed by a part of the same ids again."""
+    ids = rng.sample(range(len(SPECIAL_TOKENS), n_vocab), length)
+    return ids + ids[: rng.randint(2, length - 1)]
+
+
+def name_probe(rng: Random, vocabulary: BytePairVocabulary) -> list[int]:
+    """Return a sentence with an unseen name that stops inside the name's second mention."""
+    name, other = made_up_name(rng, unseen=True), made_up_name(rng, unseen=True)
+    told = (
+        f"<|endoftext|>One day, {name} found a silver key near the old bridge. "
+        f"Then {other} came to the bridge too. {other} took the key and thanked"
+    )
+    mention = vocabulary.encode(f" {name}")
+    return vocabulary.encode(told) + mention[: rng.randint(1, len(mention) - 1)]
+
+
+def induction_score(net: Net, probes: list[list[int]]) -> InductionScore:
+    """Return the score of the head that most often looks right after the earlier mention.
+
+    Args:
+        net: The model.
+        probes: Token ids; those whose last id did not occur exactly once before are left out.
+    """
+    hits = torch.zeros(net.config.n_layer, net.config.n_head)
+    chance = n_used = 0.0
+    for ids in probes:
+        if ids.count(ids[-1]) != 2:
+            continue
+        attention: list[torch.Tensor] = []
+        with torch.no_grad():
+            net(torch.tensor([ids]), attention)
+        rows = torch.stack([layer[0, :, -1] for layer in attention])
+        hits += rows.argmax(-1) == ids.index(ids[-1]) + 1
+        chance += 1 / len(ids)
+        n_used += 1
+    rates = hits / n_used
+    best = int(rates.argmax())
+    return InductionScore(
+        float(rates.max()), chance / n_used, best // net.config.n_head, best % net.config.n_head
+    )

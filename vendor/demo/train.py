@@ -1,10 +1,10 @@
-# pyright: basic, reportMissingImports=false
-"""Trains the bundled demo model from nothing and writes its GGUF file.
+"""Trains the bundled demo model from scratch and writes its GGUF file.
 
-    python -m kqview.demo.train --out model.gguf
+    pip install torch gguf
+    python vendor/demo/train.py --out model.gguf
 
-Owns the mix of documents, the schedule and the report. Every source of randomness is seeded.
-Needs torch and gguf, which kqview itself does not: `pip install torch gguf`.
+Holds the mix of documents, the schedule, the export and the report. Every source of randomness is
+seeded.
 """
 
 from __future__ import annotations
@@ -15,29 +15,19 @@ import sys
 import time
 from pathlib import Path
 from random import Random
-from types import ModuleType
-
-if not __package__:  # run by path: stand in for the package, which may not be built yet
-    package = ModuleType("kqview")
-    package.__path__ = [str(Path(__file__).resolve().parents[1])]
-    sys.modules["kqview"] = package
 
 try:
+    import gguf
+    import numpy as np
     import torch
     import torch.nn.functional as F
-
-    from kqview.demo.bpe import SPECIAL_TOKENS, BytePairVocabulary
-    from kqview.demo.chat import chat_document, story_document
-    from kqview.demo.export import write_gguf
-    from kqview.demo.induction import induction_score, name_probe, random_probe
-    from kqview.demo.net import Net, NetConfig
-    from kqview.durable import WholeFile
+    from bpe import SPECIAL_TOKENS, BytePairVocabulary
+    from corpus import CHAT_TEMPLATE, chat_document, story_document, vocabulary_text
+    from net import Net, NetConfig, induction_score, name_probe, random_probe
 except ModuleNotFoundError as error:
-    if error.name not in {"torch", "gguf"}:
+    if error.name not in {"torch", "gguf", "numpy"}:
         raise
-    sys.exit(
-        f"demo.train: {error.name} is not installed, training needs it; pip install torch gguf"
-    )
+    sys.exit(f"{error.name} is not installed; run pip install torch gguf")
 
 SEED = 20
 SHORT_ROW, LONG_ROW = 128, 512  # tokens a row: the long ones come last, they cost more
@@ -126,6 +116,57 @@ def train(net: Net, vocabulary: BytePairVocabulary, n_steps: int, seed: int) -> 
     return sum(losses[-50:]) / len(losses[-50:])
 
 
+def write_gguf(path: Path, net: Net, vocabulary: BytePairVocabulary) -> None:
+    """Write *net* and *vocabulary* to *path*.
+
+    The first special token begins a text and ends it (bos, eos and padding), the last one ends a
+    chat message. The tensors' torch names are the GGUF names already.
+    """
+    c = net.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_name("kqview demo")
+    # The bundled file says this; another text would make another file.
+    writer.add_description("Tiny story model whose names come back; trained by kqview.demo.train")
+    writer.add_license("MIT")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_vocab_size(c.n_vocab)
+    writer.add_context_length(c.n_ctx_train)
+    writer.add_embedding_length(c.n_embd)
+    writer.add_block_count(c.n_layer)
+    writer.add_feed_forward_length(c.n_ff)
+    writer.add_head_count(c.n_head)
+    writer.add_head_count_kv(c.n_head_kv)
+    writer.add_key_length(c.n_embd_head)
+    writer.add_value_length(c.n_embd_head)
+    writer.add_rope_dimension_count(c.n_embd_head)
+    writer.add_rope_freq_base(c.rope_freq_base)
+    writer.add_layer_norm_rms_eps(c.norm_eps)
+
+    begin, _, end_of_message = range(len(SPECIAL_TOKENS))
+    kinds = [gguf.TokenType.CONTROL] * len(SPECIAL_TOKENS)
+    kinds += [gguf.TokenType.NORMAL] * (c.n_vocab - len(SPECIAL_TOKENS))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([f"{a} {b}" for a, b in vocabulary.merges])
+    writer.add_bos_token_id(begin)
+    writer.add_eos_token_id(begin)
+    writer.add_pad_token_id(begin)
+    writer.add_eot_token_id(end_of_message)
+    writer.add_add_bos_token(True)
+    writer.add_add_eos_token(False)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+    for name, tensor in net.state_dict().items():
+        dtype = np.float32 if tensor.dim() == 1 else np.float16
+        writer.add_tensor(name, tensor.numpy().astype(dtype))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def main() -> None:
     """Parse the command line, train, round the weights to the file's precision, report, write."""
     parser = argparse.ArgumentParser(description="Train the kqview demo model.")
@@ -140,14 +181,8 @@ def main() -> None:
     torch.manual_seed(options.seed)
     started = time.monotonic()
 
-    rng = Random(options.seed)
-    corpus = "\n".join(
-        chat_document(rng) if i % 5 == 0 else story_document(rng) for i in range(1500)
-    )
-    for token in SPECIAL_TOKENS:
-        corpus = corpus.replace(token, "\n")
     net = Net(NetConfig())
-    vocabulary = BytePairVocabulary.train(corpus, net.config.n_vocab)
+    vocabulary = BytePairVocabulary.train(vocabulary_text(options.seed), net.config.n_vocab)
     print(
         f"{len(vocabulary.tokens)} tokens, {sum(p.numel() for p in net.parameters())} weights",
         flush=True,
@@ -165,8 +200,9 @@ def main() -> None:
     names = [name_probe(rng, vocabulary) for _ in range(300)]
     print(f"induction on random tokens: {induction_score(net, randoms)}")
     print(f"induction on unseen names:  {induction_score(net, names)}")
-    with WholeFile(options.out) as file:
-        write_gguf(Path(file.temporary), net, vocabulary)
+    unfinished = options.out.with_suffix(".part")
+    write_gguf(unfinished, net, vocabulary)
+    unfinished.replace(options.out)
     print(f"wrote {options.out}, {options.out.stat().st_size / 1e6:.2f} MB")
 
 

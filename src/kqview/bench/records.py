@@ -1,11 +1,21 @@
-"""Rows: what a sweep found, as values, as JSON and as the cells of a table."""
+"""Records: what a sweep found, as values, JSON lines and the cells of a table; and the facts about
+the machine and the commits that the figures belong to.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import platform
+import subprocess
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kqview import __version__, _core
 from kqview.bench.pairs import Pairs, Spread
+from kqview.state.durable import append_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -132,3 +142,103 @@ def byte_text(n_bytes: int) -> str:
 def _baseline(rows: Iterable[SweepRow], n_context: int) -> str:
     times_ms = [ms for r in rows if r.n_context == n_context for ms in r.pairs.baseline_ms]
     return f"{Spread.of(times_ms).median:.2f}"
+
+
+# ---- JSON lines
+
+
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one line to *path*, on the disk when this returns; a run that is stopped keeps it.
+
+    Raises:
+        OSError: *path* cannot be written; it is as it was.
+        ValueError: *record* holds what JSON does not know.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_line(path, json.dumps(record, allow_nan=False))
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of *path*, oldest first; lines that were cut short are left out.
+
+    Raises:
+        OSError: *path* cannot be read.
+        ValueError: It holds no record at all.
+    """
+    records: list[dict[str, Any]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict):
+            records.append(record)  # pyright: ignore[reportUnknownArgumentType]
+    if not records:
+        raise ValueError(f"{path} has no line of JSON; name a file that --save wrote")
+    return records
+
+
+# ---- facts
+
+
+_PACKAGE: Final = Path(__file__).resolve().parents[1]
+
+
+def machine_facts() -> dict[str, Any]:
+    """What has to be known to read a time.
+
+    Keys: date (UTC, ISO 8601), machine, system, cpu, n_cores, devices (other than the CPU),
+    nvidia_driver (None without one), load_average (of the minute before, None where the system has
+    none), kqview, kqview_commit, llama_cpp_commit.
+    """
+    build = _core.build_info()
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "cpu": cpu_name(),
+        "n_cores": os.cpu_count(),
+        "devices": [d["description"] for d in build["devices"] if d["type"] != "CPU"],
+        "nvidia_driver": build["nvidia_driver"],
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
+        "kqview": __version__,
+        "kqview_commit": _commit(),
+        "llama_cpp_commit": build["llama_cpp_commit"],
+    }
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The processor's name, with family, model and vectors: virtual machines may hide it."""
+    fields: dict[str, str] = {}
+    try:
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value.strip())
+    except OSError:
+        return platform.processor() or "unknown processor"
+    name = fields.get("model name") or platform.processor() or "unknown processor"
+    flags = fields.get("flags", "").split()
+    widest = next((flag for flag in ("avx512f", "avx2", "avx") if flag in flags), "")
+    family, model = fields.get("cpu family"), fields.get("model")
+    return name + (f" (family {family}, model {model}, {widest})" if family and widest else "")
+
+
+def _commit() -> str:
+    """Commit of the checkout that the package lies in, "-dirty" where files differ from it.
+
+    An installed package may lie inside somebody else's repository, which is not asked.
+    """
+    root = _PACKAGE.parents[1]
+    if _PACKAGE.parent.name != "src" or not (root / ".git").exists():
+        return "unknown"
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:  # no git here
+        return "unknown"
+    return done.stdout.strip() or "unknown"

@@ -3,7 +3,6 @@
 Everything here is pure Python on text; what needs a model is in `kqview.conversation`.
 """
 
-from kqview.chat.messages import Message
-from kqview.chat.tool_calls import Reply, ToolCall, parse_tool_calls
+from kqview.chat.messages import Message, Reply, ToolCall, parse_tool_calls
 
 __all__ = ["Message", "Reply", "ToolCall", "parse_tool_calls"]

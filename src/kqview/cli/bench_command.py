@@ -18,7 +18,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kqview.cli.loading import open_engine
 from kqview.cli.options import (
     DemoOption,
     FlashAttention,
@@ -26,6 +25,7 @@ from kqview.cli.options import (
     HubOption,
     ModelArgument,
     ThreadsOption,
+    open_engine,
     parse_indices,
 )
 from kqview.machine import default_threads
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from kqview import Engine, ModelInfo
-    from kqview.bench.rows import LeftOut, SweepRow
+    from kqview.bench.records import LeftOut, SweepRow
     from kqview.bench.sweep import SweepPlan
 
 _QUICK: Final = {"contexts": (64, 128), "n_rounds": 5, "n_tokens": 8}
@@ -104,8 +104,7 @@ def bench(
     - `kqview bench model.gguf --contexts 1024 --captures logits,10-heads --flash-attn on`
     - `kqview bench --demo --quick --json rows.jsonl --plot rows.png`
     """
-    from kqview.bench.lines import append
-    from kqview.bench.rows import LeftOut
+    from kqview.bench.records import LeftOut, append_record
     from kqview.bench.sweep import SweepPlan, fitting_contexts, sweep
 
     if plot is not None:
@@ -141,7 +140,7 @@ def bench(
                 continue
             rows.append(row)
             if json_file is not None:
-                append(json_file, {**about, **row.to_record()})
+                append_record(json_file, {**about, **row.to_record()})
     _show(info, rows, left_out)
     if plot is not None and rows:
         from kqview.viz import overhead_plot
@@ -178,10 +177,10 @@ def _check_picture(plot: Path) -> None:
 
 def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[str, Any]:
     """What every JSON line begins with."""
-    from kqview.bench.facts import facts
+    from kqview.bench.records import machine_facts
 
     return {
-        **facts(),
+        **machine_facts(),
         "model": model.name or model.architecture,
         "model_bytes": model.size_bytes,
         "file_type": model.file_type,
@@ -210,7 +209,7 @@ def _progress_line(n_runs: int) -> "Generator[Callable[[str, int], None]]":
 
 
 def _show(model: "ModelInfo", rows: "Sequence[SweepRow]", left_out: "Sequence[LeftOut]") -> None:
-    from kqview.bench.rows import CELL_LEGEND, by_reason, tables
+    from kqview.bench.records import CELL_LEGEND, by_reason, tables
 
     console = Console()
     for found in tables(rows):

@@ -10,12 +10,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kqview.cli.loading import open_engine
-from kqview.cli.options import Kind, ThreadsOption
+from kqview.cli.options import Kind, ThreadsOption, open_engine
 from kqview.viz import heatmap
 from kqview.viz.figures import require_matplotlib, save_figure
 from kqview.viz.heads import probabilities, select_head
-from kqview.viz.terminal import heat_map
+from kqview.viz.terminal import terminal_heatmap
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, ModelInfo, Token
@@ -123,7 +122,7 @@ def _draw(
         highlight=False,
     )
     drawn = [layers[i_layer][i_head] for layers in weights]
-    console.print(heat_map(drawn, labels[-len(rows) :], labels, width=console.width))
+    console.print(terminal_heatmap(drawn, labels[-len(rows) :], labels, width=console.width))
     console.print()
     return i_layer, i_head
 

@@ -1,7 +1,8 @@
-"""``kqview info``: the machine and this build, or what a model file says about itself."""
+"""``kqview info`` and ``kqview tokenize``: facts about the build, a model and its vocabulary."""
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -9,9 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kqview.cli.loading import open_engine
-from kqview.cli.options import DemoOption, HubOption, ModelArgument
-from kqview.cli.system import show_system
+from kqview.cli.options import DemoOption, HubOption, ModelArgument, open_engine, take_text
 
 if TYPE_CHECKING:
     from kqview import ModelInfo
@@ -42,7 +41,7 @@ def info(
     if model is None and hf is None and not demo:
         if metadata:
             raise typer.BadParameter("--metadata is about a model; name one: MODEL, --hf or --demo")
-        show_system(as_json=as_json)
+        _show_system(as_json=as_json)
         return
     with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
         facts = engine.model
@@ -57,7 +56,7 @@ def info(
         typer.echo(json.dumps(content, indent=2, default=str))
         return
     table = Table(show_header=False, box=None)
-    for name, value in _rows(facts):
+    for name, value in _model_rows(facts):
         table.add_row(name, Text(value))
     table.add_row(
         f"bytes per token at {_N_CONTEXT}", Text(f"{capture_bytes:,} (every layer and head)")
@@ -69,7 +68,7 @@ def info(
     Console(soft_wrap=True).print(table)
 
 
-def _rows(facts: "ModelInfo") -> list[tuple[str, str]]:
+def _model_rows(facts: "ModelInfo") -> list[tuple[str, str]]:
     rows = [
         (field.name, _to_text(getattr(facts, field.name)))
         for field in dataclasses.fields(facts)
@@ -94,3 +93,110 @@ def _to_text(value: object) -> str:
 def _to_json(value: object) -> object:
     # dataclasses.asdict would deep-copy, which read-only mappings do not allow.
     return dict(value) if hasattr(value, "keys") else value  # pyright: ignore
+
+
+# ---- the build
+
+
+_GIB = 2**30
+
+
+def _show_system(*, as_json: bool) -> None:
+    """Print `kqview.system_info` as tables or as JSON."""
+    from kqview import system_info
+
+    info = system_info()
+    if as_json:
+        typer.echo(json.dumps(info, indent=2))
+        return
+    console = Console(soft_wrap=True)
+    about = Table(show_header=False, box=None)
+    for name, value in _build_rows(info):
+        about.add_row(name, Text(value))
+    console.print(about)
+    console.print()
+    devices = Table(
+        "device", "type", "description", "memory free", "compute capability", "capture", box=None
+    )
+    for device in info["devices"]:
+        devices.add_row(*(Text(cell) for cell in _device_cells(device)))
+    console.print(devices)
+
+
+def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
+    cuda = "no CUDA"
+    if info["cuda_version"] is not None:
+        cuda = f"CUDA {info['cuda_version']} for {info['cuda_architectures']}"
+    cpu = "any x86-64-v3 or ARMv8 machine" if info["is_portable"] else "this kind of CPU"
+    driver = info["nvidia_driver"] or "none"
+    if info["nvidia_driver_cuda"] is not None:
+        driver = f"{info['nvidia_driver'] or 'unknown'}, runs CUDA {info['nvidia_driver_cuda']}"
+    rows = [
+        ("kqview", info["kqview_version"]),
+        ("llama.cpp", info["llama_cpp_commit"]),
+        ("built for", f"{cpu}; {cuda}"),
+    ]
+    for backend in info["backends"]:
+        flags = " ".join(f"{k}={v}" for k, v in info["backend_features"][backend].items())
+        rows.append((f"backend {backend}", flags))
+    return [*rows, ("NVIDIA driver", driver), ("threads", str(info["n_threads_default"]))]
+
+
+def _device_cells(device: Mapping[str, Any]) -> list[str]:
+    total = device["memory_total_bytes"]
+    memory = f"{device['memory_free_bytes'] / _GIB:.1f} of {total / _GIB:.1f} GiB"
+    return [
+        device["name"],
+        device["type"],
+        device["description"],
+        memory if total else "unknown",
+        device["compute_capability"] or "",
+        device["capture"],
+    ]
+
+
+# ---- tokens
+
+
+def tokenize(
+    model: ModelArgument = None,
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="Text; - reads standard input.")
+    ] = None,
+    hf: HubOption = None,
+    demo: DemoOption = False,
+    add_special: Annotated[
+        bool, typer.Option("--add-special", help="Add the tokens that start a text.")
+    ] = False,
+    parse_special: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special/--no-parse-special", help="Read special tokens in the text as such."
+        ),
+    ] = True,
+    ids_only: Annotated[bool, typer.Option("--ids", help="Print the ids alone.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show the tokens of a text: one line a token, its id and its piece.
+
+    Examples:
+
+    - `kqview tokenize model.gguf "The capital of France is"`
+    - `kqview tokenize --demo --ids - < prompt.txt`
+    """
+    model, text = take_text(model, text, has_source=demo or hf is not None, name="TEXT")
+    with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
+        ids = engine.tokenize(text, add_special=add_special, parse_special=parse_special)
+        pieces = [] if ids_only else [_piece(engine.token_bytes(i)) for i in ids]
+    if as_json:
+        typer.echo(json.dumps({"ids": ids} if ids_only else {"ids": ids, "pieces": pieces}))
+    elif ids_only:
+        typer.echo(" ".join(map(str, ids)))
+    else:
+        for token_id, piece in zip(ids, pieces, strict=True):
+            typer.echo(f"{token_id:>7}  {piece!r}")
+
+
+def _piece(data: bytes) -> str:
+    # Part of a character shows as escapes, so that different tokens look different.
+    return data.decode("utf-8", "backslashreplace")

@@ -13,13 +13,12 @@ from typing import Annotated, Any, Final
 import typer
 from typer.core import TyperGroup
 
-from kqview.cli.bench import bench
-from kqview.cli.demo import demo
-from kqview.cli.generate import generate
-from kqview.cli.info import info
-from kqview.cli.serve import serve
-from kqview.cli.state import app as state
-from kqview.cli.tokenize import tokenize
+from kqview.cli.bench_command import bench
+from kqview.cli.demo_command import demo
+from kqview.cli.generate_command import generate
+from kqview.cli.info_command import info, tokenize
+from kqview.cli.serve_command import serve
+from kqview.cli.state_command import app as state
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
 
 _EXIT_CODES: Final[Mapping[type, int]] = {

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Final, NoReturn, get_type_hints
 
 import typer
 
-from kqview.cli import hub
-from kqview.cli.options import HubOption
+from kqview.cli.options import HubOption, fetch
 from kqview.errors import RequestError
 from kqview.server import supervisor
 from kqview.server.settings import Settings
@@ -69,7 +68,7 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     except ModuleNotFoundError as error:
         raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
     if hf is not None:
-        settings = dataclasses.replace(settings, model=hub.fetch(hf))
+        settings = dataclasses.replace(settings, model=fetch(hf))
     supervised = Supervised.from_env(os.environ)
     listener = supervised.listener if supervised else _listen(settings.host, settings.port)
     with listener:

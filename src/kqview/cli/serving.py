@@ -17,7 +17,7 @@ from typing import Final
 
 import uvicorn
 
-from kqview.cli.loading import load_progress
+from kqview.cli.options import load_progress
 from kqview.server.app import App
 from kqview.server.listening import WebSocketProtocol, allow_files, http_protocol
 from kqview.server.settings import Settings

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from kqview.state.check import StateReport
+    from kqview.state.files import StateReport
     from kqview.state.fingerprint import ModelFiles
 
 app = typer.Typer(
@@ -42,7 +42,7 @@ def check(
     - `kqview state check chat.ses1`
     - `kqview state check sessions/*.ses1 --model model.gguf --lora adapter.gguf=0.5`
     """
-    from kqview.state.check import check_file
+    from kqview.state.files import check_file
 
     if lora and model is None:
         raise typer.BadParameter("--lora needs --model, whose adapters they are")
@@ -65,7 +65,7 @@ def inspect(files: Files, as_json: JsonOption = False) -> None:
 
     - `kqview state inspect chat.ses1`
     """
-    from kqview.state.check import check_file
+    from kqview.state.files import check_file
 
     reports = [check_file(file) for file in files]
     if as_json:

@@ -1,25 +1,32 @@
-"""The trailer of a state file: whose slot it was, and whether the bytes are still the same.
+"""State files: a SES1 blob, and behind it a trailer that says which model it is of.
 
     SES1 blob | JSON | u32 bytes of the JSON | "KQVIEW01"
 
-The blob in front stays what every reader of SES1 knows. A blob that happens to end like a trailer
-is one in 2**64.
+The blob comes first, so that every reader of SES1 still finds it. The chance that a blob ends like
+a trailer by itself is one in 2**64.
 
-The JSON is one flat object. Version 2, which is written: ``model``, ``kv_type``, those of
-`SlotMarks` that are known, and ``sha256`` over the blob and all other fields. Fields that a reader
-does not know count for the checksum and are ignored otherwise; what must not be ignored needs
-another version. Version 1 is still read: its ``model`` is the sampled fingerprint, and its
-``sha256`` covers the blob alone.
+The JSON is one flat object. Version 2, which is written: ``model``, ``kv_type``, the `SlotMarks`
+that are known, and ``sha256`` over the blob and all other fields. Fields that a reader does not
+know count for the checksum and are ignored otherwise; a field that must not be ignored needs a new
+version. Version 1 is still read: its ``model`` is the sampled fingerprint, and its ``sha256``
+covers the blob alone.
 """
 
+import contextlib
 import hashlib
 import json
+import os
+import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final, cast
+from typing import Any, BinaryIO, Final, cast
 
 from kqview.errors import StateFormatError, StateMismatch
+from kqview.state import ses1
+from kqview.state.durable import FileIdentity, write_whole
+from kqview.state.fingerprint import ModelFiles
+from kqview.state.ses1 import SavedState, inspect
 
 MAGIC: Final = b"KQVIEW01"
 FOOTER_BYTES: Final = 4 + len(MAGIC)
@@ -190,3 +197,166 @@ def _content(text: bytes) -> Mapping[str, Any]:
     if fields is None or any(isinstance(value, dict | list) for value in fields.values()):
         raise StateFormatError("state: the trailer is no flat JSON object; the file was altered")
     return fields
+
+
+# ---- files
+
+
+def write_state(
+    path: str | os.PathLike[str],
+    blob: bytes,
+    facts: StateFacts | None = None,
+    marks: SlotMarks = NO_MARKS,
+) -> int:
+    """Write *blob* to *path*; returns the file's size.
+
+    With *facts* a trailer follows the blob, which holds them, *marks* and a checksum.
+
+    The file appears whole, on the disk and readable by its owner alone, because it holds the
+    prompt.
+
+    Raises:
+        StateFormatError: *blob* is no SES1 blob.
+        OSError: The file cannot be written; what was there before still is.
+    """
+    return write_marked(path, blob, facts, marks).n_bytes
+
+
+def write_marked(
+    path: str | os.PathLike[str], blob: bytes, facts: StateFacts | None, marks: SlotMarks
+) -> FileIdentity:
+    """As `write_state`; returns what the file can be recognised by."""
+    if blob[: len(ses1.MAGIC)] != ses1.MAGIC:
+        raise StateFormatError("state.write: the magic at byte 0 is not 'SES1'; pass Slot.save()")
+    trailer = make_trailer(blob, facts, marks) if facts else b""
+    return write_whole(path, blob, trailer, is_private=True)
+
+
+def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) -> bytes:
+    """The blob in a state file; its trailer, where it has one, is checked.
+
+    Raises:
+        StateFormatError: It is no regular file, or its bytes are not those that were written.
+        StateMismatch: *facts* are given and those of the trailer are others.
+        OSError: The file cannot be read.
+    """
+    return read_marked(path, facts)[0]
+
+
+def read_marked(
+    path: str | os.PathLike[str], facts: StateFacts | None = None
+) -> tuple[bytes, SlotMarks]:
+    """As `read_state`, and what the trailer says of the slot."""
+    blob, trailer = read_parts(path)
+    return blob, check_trailer(blob, trailer, facts) if trailer else NO_MARKS
+
+
+def read_parts(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+    """(blob, trailer) of a state file, unchecked; the trailer is b"" where there is none.
+
+    Raises:
+        StateFormatError: It is no regular file, or its trailer cannot be as long as it says.
+        OSError: The file cannot be read.
+    """
+    with _opened(path) as (stream, status):
+        n_trailer = _trailer_bytes(stream, status.st_size)
+        stream.seek(0)
+        blob = stream.read(status.st_size - n_trailer)
+        return blob, stream.read(n_trailer)
+
+
+def blob_bytes(path: str | os.PathLike[str]) -> int:
+    """Size of the blob in a state file, of the whole file where that cannot be told; reads its end.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    with _opened(path) as (stream, status):
+        try:
+            return status.st_size - _trailer_bytes(stream, status.st_size)
+        except StateFormatError:
+            return status.st_size
+
+
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Generator[tuple[BinaryIO, os.stat_result]]:
+    # Not blocking: a named pipe would keep the caller until somebody writes to it.
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb") as stream:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise StateFormatError(f"state.read: {os.fspath(path)!r} is no regular file")
+        yield stream, status
+
+
+def _trailer_bytes(stream: BinaryIO, n_bytes: int) -> int:
+    stream.seek(max(n_bytes - FOOTER_BYTES, 0))
+    return trailer_bytes(stream.read(FOOTER_BYTES), n_bytes)
+
+
+# ---- checking without an engine
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """What `check_file` found.
+
+    Attributes:
+        path: The file.
+        problems: Why it should not be restored; empty where nothing was found.
+        n_bytes: Size of the file; None where it cannot be read.
+        state: What the blob says about itself; None where it is no sound one.
+        trailer: What the trailer says; None without one, or where its checksum is wrong.
+        has_trailer: Whether there is one. A raw blob has no checksum: values that were altered
+            cannot be told, nor of which model they are.
+        is_of_model: Whether the slot was one of the model asked about; None where none was, or
+            where the trailer does not say.
+    """
+
+    path: str
+    problems: tuple[str, ...]
+    n_bytes: int | None = None
+    state: SavedState | None = None
+    trailer: Trailer | None = None
+    has_trailer: bool = False
+    is_of_model: bool | None = None
+
+
+def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) -> StateReport:
+    """Check one file: its structure, its checksum, and whether it is of *model* where given.
+
+    Raises:
+        OSError: A file of *model* cannot be read. What is wrong with *path* is in the report.
+    """
+    name = os.fspath(path)
+    try:
+        blob, trailer_text = read_parts(path)
+    except OSError as error:
+        return StateReport(name, (error.strerror or str(error),))
+    except StateFormatError as error:
+        return StateReport(name, (str(error),))
+    problems: list[str] = []
+    state = trailer = is_of_model = None
+    try:
+        state = inspect(blob)
+    except StateFormatError as error:
+        problems.append(str(error))
+    if trailer_text:
+        try:
+            trailer = read_trailer(blob, trailer_text)
+        except StateFormatError as error:
+            problems.append(str(error))
+    if model is not None:
+        is_of_model = trailer and trailer.model == _fingerprint(model, trailer)
+        if is_of_model is False:
+            problems.append("the model or its LoRA adapters are not those it was saved with")
+        elif not trailer_text:
+            problems.append("it has no trailer, so nothing says of which model it is")
+    n_bytes = len(blob) + len(trailer_text)
+    return StateReport(
+        name, tuple(problems), n_bytes, state, trailer, bool(trailer_text), is_of_model
+    )
+
+
+def _fingerprint(model: ModelFiles, trailer: Trailer) -> str:
+    return model.sampled_fingerprint() if trailer.version == 1 else model.fingerprint()

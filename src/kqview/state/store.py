@@ -9,10 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
-from kqview.durable import FileIdentity, remove, remove_leftovers
 from kqview.errors import CapacityError, RequestError, StateFormatError
-from kqview.state.files import blob_bytes, read_marked, write_marked
-from kqview.state.trailer import SlotMarks, StateFacts, check_facts
+from kqview.state.durable import FileIdentity, remove, remove_leftovers
+from kqview.state.files import (
+    SlotMarks,
+    StateFacts,
+    blob_bytes,
+    check_facts,
+    read_marked,
+    write_marked,
+)
 
 _NAME_BYTES_MAX: Final = 200  # leaves room for the ending in a file name of 255
 _NAME_EXCLUDED: Final = frozenset('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')

@@ -1,6 +1,5 @@
 """Pictures of attention. Importing this package pulls in no drawing library."""
 
-from kqview.viz.heatmap import heatmap
-from kqview.viz.overhead import overhead_plot
+from kqview.viz.figures import heatmap, overhead_plot
 
 __all__ = ["heatmap", "overhead_plot"]

@@ -27,13 +27,13 @@ _N_LABEL_CELLS: Final = 14
 _PALETTE: Final = ((12, 8, 38), (86, 16, 110), (187, 55, 84), (249, 142, 9), (252, 255, 164))
 
 
-def heat_map(
+def terminal_heatmap(
     rows: Sequence[Row],
     row_labels: Sequence[str],
     column_labels: Sequence[str],
     *,
     width: int,
-) -> "HeatMap":
+) -> "TerminalHeatmap":
     """Return a rich renderable with one line a row and one cell a column.
 
     Rows grow to the right as the context does. Where not all columns fit, those with the most mass
@@ -51,7 +51,7 @@ def heat_map(
     n_columns = max((len(row) for row in rows), default=0)
     if len(row_labels) < len(rows) or len(column_labels) < n_columns:
         raise ValueError(
-            f"heat_map.draw: {len(row_labels)} row and {len(column_labels)} column labels, "
+            f"terminal_heatmap: {len(row_labels)} row and {len(column_labels)} column labels, "
             f"{len(rows)} rows and {n_columns} columns; pass a label for each"
         )
     weights = np.zeros((len(rows), n_columns))
@@ -65,7 +65,7 @@ def heat_map(
     shown = np.sort(by_mass[: n_free // cell])
     n_marks = min(len(_MARKS), len(shown))
     marked = sorted(int(column) for column in by_mass[:n_marks] if mass[column] > 0)
-    return HeatMap(
+    return TerminalHeatmap(
         weights=weights,
         n_contexts=tuple(len(row) for row in rows),
         row_labels=tuple(set_cell_size(_plain(text), label_cells) for text in row_labels),
@@ -77,7 +77,7 @@ def heat_map(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HeatMap:
+class TerminalHeatmap:
     """A prepared heat map; print it with a rich console."""
 
     weights: NDArray[np.float64]  # (n_rows, n_columns), 0 beyond a row's context

@@ -1,18 +1,20 @@
-"""bench/report.py and what saves and reads rows: nothing measured is lost, nothing is mixed up."""
+"""The scripts of bench/: what they save, read back and print, and the CUDA comparison."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from bench import report
-from kqview.bench import lines
 from kqview.bench.pairs import Pairs
-from kqview.bench.rows import LeftOut, SweepRow
+from kqview.bench.records import LeftOut, SweepRow, append_record, read_records
+from kqview.types import EngineStats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,8 +60,8 @@ def test_record_keeps_every_single_time() -> None:
 @pytest.mark.parametrize("row", [timing(1.5, 5, 1.05), COUNT, sweep_row("probs", 1.2)])
 def test_record_read_back_from_its_line_is_the_same_row(row: report.Row, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    lines.append(path, report.to_record(row, ABOUT))
-    (record,) = lines.read(path)
+    append_record(path, report.to_record(row, ABOUT))
+    (record,) = read_records(path)
     assert report.from_record(record) == row
 
 
@@ -70,23 +72,23 @@ def test_saving_to_a_folder_means_the_file_of_the_day(tmp_path: Path) -> None:
 
 def test_append_makes_the_folder_and_adds_lines(tmp_path: Path) -> None:
     path = tmp_path / "results" / "rows.jsonl"
-    lines.append(path, {"row": "a"})
-    lines.append(path, {"row": "b"})
+    append_record(path, {"row": "a"})
+    append_record(path, {"row": "b"})
     assert path.read_text() == '{"row": "a"}\n{"row": "b"}\n'
 
 
 def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"row": "a"}\n{"row": "b", "pai')
-    lines.append(path, {"row": "c"})
-    assert [record["row"] for record in lines.read(path)] == ["a", "c"]
+    append_record(path, {"row": "c"})
+    assert [record["row"] for record in read_records(path)] == ["a", "c"]
 
 
 def test_reading_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("no JSON\n")
     with pytest.raises(ValueError, match="no line of JSON"):
-        lines.read(path)
+        read_records(path)
 
 
 # ---- which saved rows make the table
@@ -151,7 +153,7 @@ def test_readme_has_the_markers_of_the_table() -> None:
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    pytest.importorskip("rich")
+
     monkeypatch.syspath_prepend(BENCH)
     return importlib.import_module
 
@@ -177,7 +179,7 @@ def test_collect_saves_each_row_when_it_is_done(script: Any, tmp_path: Path) -> 
     with pytest.raises(KeyboardInterrupt):
         console.collect([(weights, measure)], settings.Settings(save=path), ABOUT)
     assert n_lines == [1, 2]
-    assert [record["row"] for record in lines.read(path)] == ["a", "b"]
+    assert [record["row"] for record in read_records(path)] == ["a", "b"]
 
 
 def test_row_that_fails_does_not_take_the_others_along(
@@ -279,5 +281,88 @@ def test_perf_output_is_a_count_or_none(counts: ModuleType, text: str, count: in
 
 def test_record_is_one_line_of_json(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
-    lines.append(path, report.to_record(timing(1.5, 5, None), ABOUT))
+    append_record(path, report.to_record(timing(1.5, 5, None), ABOUT))
     assert json.loads(path.read_text())["median_ratio"] == 1.5
+
+
+# ---- CUDA
+def test_wide_model_has_the_shape_and_spread_that_it_was_written_with(
+    script: Any, tmp_path: Path
+) -> None:
+    gguf = pytest.importorskip("gguf")
+    wide = script("wide_model")
+    shape = wide.Shape(n_layer=2, n_head=3, n_head_kv=1, head_size=32, n_ff=128, n_vocab=300)
+    wide.write(tmp_path / "m.gguf", shape)
+    reader = gguf.GGUFReader(tmp_path / "m.gguf")
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    assert len(tensors) == 3 + 2 * 12
+    assert tensors["blk.1.ffn_down.weight"].shape.tolist() == [128, 96]
+    assert tensors["output.weight"].shape.tolist() == [96, 300]
+    weights = {
+        name: gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        for name, tensor in tensors.items()
+    }
+    for name, size, std in wide._tensors(shape):
+        assert weights[name].shape == size
+        mean = 1.0 if name.endswith("norm.weight") else 0.0
+        assert abs(weights[name].mean() - mean) < 0.25 * std, name
+        assert weights[name].std() == pytest.approx(std, rel=0.25), name
+    assert not np.array_equal(weights["blk.0.attn_q.weight"], weights["blk.1.attn_q.weight"])
+
+
+def test_wide_shape_is_that_of_a_7b_model(script: Any) -> None:
+    wide = script("wide_model").WIDE
+    assert (wide.n_layer, wide.n_head, wide.n_head_kv, wide.head_size) == (28, 28, 4, 128)
+    assert wide.n_embd == 3584
+
+
+def test_every_row_of_the_issue_is_a_case_with_its_target(script: Any) -> None:
+    cuda = script("cuda")
+    sizes = ("1k", "4k", "16k")
+    own = {f"cuda-{k}-{n}-{way}" for k in sizes for n in (1, 8) for way in cuda.WHAT}
+    assert own <= cuda.CASES.keys()
+    assert cuda.TARGETS.keys() <= cuda.CASES.keys()
+    assert {"cuda-copy", "cuda-step-to-view"} <= cuda.WEIGHTS.keys()
+
+
+def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:
+    copy = script("cuda_copy")
+    before = EngineStats(
+        captured_steps=10, device_copies=20, device_copy_bytes=100,
+        device_copy_s=0.5, step_to_view_s=0.25,
+    )  # fmt: skip
+    after = EngineStats(
+        captured_steps=14, device_copies=28, device_copy_bytes=900,
+        device_copy_s=0.75, step_to_view_s=0.375,
+    )  # fmt: skip
+    found = copy.device_copies(before, after)
+    assert found == copy.DeviceCopies(200, copy_ms=62.5, step_to_view_ms=31.25)
+
+
+def test_figures_of_copies_that_were_not_made_are_left_out(script: Any) -> None:
+    copy, models = script("cuda_copy"), script("models")
+    with pytest.raises(models.NotHere, match="no row was copied"):
+        copy.device_copies(EngineStats(), EngineStats(captured_steps=3, step_to_view_s=0.1))
+
+
+def test_device_and_shape_are_part_of_the_flags_that_rows_are_told_apart_by(script: Any) -> None:
+    settings = script("settings")
+    parser = argparse.ArgumentParser()
+    settings.add_options(parser)
+    plain = settings.settings_of(parser.parse_args(["--threads", "1"]))
+    assert plain.n_gpu_layers == 0
+    assert "--device" not in plain.flags
+    gpu = settings.settings_of(
+        parser.parse_args(["--threads", "1", "--device", "gpu", "--shape", "7b"])
+    )
+    assert gpu.n_gpu_layers > 28
+    assert gpu.flags == f"{plain.flags} --device gpu --shape 7b"
+
+
+def test_bandwidth_without_a_driver_is_left_out(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pinned, models = script("pinned"), script("models")
+    monkeypatch.setattr(pinned, "_LIBRARY", "libcuda-of-no-machine.so")
+    with pytest.raises(models.NotHere, match="no NVIDIA driver"):
+        pinned.copy_ms(1024)

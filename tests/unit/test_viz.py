@@ -1,24 +1,27 @@
-"""The heat map as a figure: each value in its cell, each token at its side."""
+"""Pictures of attention: heat maps as a figure and in a terminal, the plot of overheads."""
 
 from __future__ import annotations
 
+import io
+import re
 import sys
 import warnings
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from kqview import Capture, Token
+from kqview.bench.pairs import Pairs
+from kqview.bench.records import SweepRow, append_record
 from kqview.errors import KqviewError
-
-pytest.importorskip("matplotlib")
-
-from kqview.viz import heatmap
+from kqview.viz import heatmap, overhead_plot
+from kqview.viz.heads import N_LATEST, probabilities, select_head
+from kqview.viz.terminal import RAMP, TerminalHeatmap, terminal_heatmap
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -225,3 +228,201 @@ def test_importing_the_package_pulls_in_no_drawing_library():
     code = "import sys, kqview.viz; print('matplotlib' in sys.modules, 'rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+# ---- overhead plot
+
+
+def record(capture: str, n_context: int, ratio: float, *, flash: bool = True) -> dict[str, Any]:
+    pairs = Pairs([10.0] * 5, [10.0 * ratio] * 5)
+    return {"cpu": "chip", **SweepRow(capture, flash, n_context, 0, pairs).to_record()}
+
+
+RECORDS = [
+    record("off", 256, 1.01), record("off", 1024, 1.0), record("logits", 256, 1.03),
+    record("logits", 1024, 1.05), record("probs", 1024, 1.07),
+    record("logits", 256, 1.2, flash=False),
+]  # fmt: skip
+
+
+def heights(figure: Any, panel: int, capture: str) -> list[float]:
+    (bars,) = [c for c in figure.axes[panel].containers if c.get_label() == capture]
+    return [round(float(y), 6) for y in bars.lines[0].get_ydata()]
+
+
+def test_line_has_the_median_of_each_context_in_percent():
+    figure = overhead_plot(RECORDS)
+    assert heights(figure, 0, "logits") == [3.0, 5.0]
+    assert heights(figure, 0, "probs") == [7.0]
+    assert heights(figure, 1, "logits") == [20.0]
+    assert [axes.get_title("left") for axes in figure.axes] == [
+        "flash attention on", "flash attention off",
+    ]  # fmt: skip
+
+
+def test_last_record_of_a_row_counts_and_other_rows_are_ignored():
+    figure = overhead_plot([*RECORDS, record("probs", 1024, 1.5), {"row": "decode-flash-logits"}])
+    assert heights(figure, 0, "probs") == [50.0]
+
+
+def test_records_without_a_sweep_are_refused():
+    with pytest.raises(ValueError, match="none of 1 records is a row of a sweep"):
+        overhead_plot([{"row": "decode-flash-logits"}])
+
+
+def test_script_draws_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    import runpy
+
+    from matplotlib.image import imread
+
+    source, picture = tmp_path / "rows.jsonl", tmp_path / "x.png"
+    for saved in RECORDS:
+        append_record(source, saved)
+    script = Path(__file__).parents[2] / "bench" / "plot.py"
+    monkeypatch.setattr("sys.argv", [str(script), str(source), "--out", str(picture)])
+    runpy.run_path(str(script), run_name="__main__")
+    assert len(np.unique(imread(picture).reshape(-1, 4), axis=0)) > 50
+
+
+# ---- terminal
+
+
+def rendered(picture: TerminalHeatmap, *, width: int = 60, color: str | None = None) -> str:
+    file = io.StringIO()
+    console = Console(
+        file=file, width=width, color_system=color, force_terminal=color is not None, no_color=False
+    )
+    console.print(picture)
+    return file.getvalue()
+
+
+def growing_rows(n_rows: int, n_first: int) -> list[np.ndarray]:
+    return [np.full(n_first + i, 1.0 / (n_first + i), np.float32) for i in range(n_rows)]
+
+
+def numbered(n: int) -> list[str]:
+    return [f"t{i}" for i in range(n)]
+
+
+def test_terminal_heatmap_without_colour_draws_levels_as_characters():
+    picture = terminal_heatmap([np.array([0.0, 1.0, 0.25])], ["row"], numbered(3), width=60)
+    lines = rendered(picture).splitlines()
+    assert lines[1] == f"row   {RAMP[-1] * 2}{RAMP[5] * 2}"
+
+
+def test_terminal_heatmap_row_ends_at_its_own_context():
+    picture = terminal_heatmap(growing_rows(3, 4), numbered(3), numbered(6), width=60)
+    lines = rendered(picture).splitlines()[1:4]
+    assert [len(line) for line in lines] == [3 + 2 * n for n in (4, 5, 6)]
+
+
+def test_terminal_heatmap_with_colour_gives_each_level_its_own_background():
+    picture = terminal_heatmap([np.array([0.0, 0.5, 1.0])], ["r"], numbered(3), width=60)
+    backgrounds = re.findall(r"48;2;(\d+;\d+;\d+)m", rendered(picture, color="truecolor"))
+    assert backgrounds == ["12;8;38", *backgrounds[1:2], "252;255;164"]
+    assert len(set(backgrounds)) == 3
+
+
+def test_terminal_heatmap_wider_than_the_terminal_shows_the_most_attended_columns():
+    row = np.full(200, 0.1 / 197, np.float32)
+    row[[3, 120, 199]] = 0.3
+    picture = terminal_heatmap([row], ["row"], numbered(200), width=20)
+    output = rendered(picture, width=200)
+    assert {3, 120, 199} <= set(picture.shown)
+    assert len(picture.shown) == 20 - len("row ")
+    assert "16 of 200 context tokens fit" in output
+    for column in (3, 120, 199):
+        assert f'"t{column}" at {column} (30%)' in output
+
+
+@pytest.mark.parametrize("width", [10, 40, 80])
+def test_terminal_heatmap_lines_stay_within_the_width(width: int):
+    picture = terminal_heatmap(growing_rows(4, 50), numbered(4), numbered(53), width=width)
+    assert max(map(len, rendered(picture, width=width).splitlines())) <= width
+
+
+def test_terminal_heatmap_marks_sit_above_their_columns():
+    row = np.array([0.0, 0.9, 0.0, 0.1])
+    header, line, legend = rendered(
+        terminal_heatmap([row], ["r"], numbered(4), width=60)
+    ).splitlines()
+    assert line[header.index("a")] == RAMP[9]
+    assert line[header.index("b")] == RAMP[3]
+    assert legend.startswith('a = "t1" at 1 (90%)')
+
+
+def test_terminal_heatmap_labels_cannot_steer_the_terminal():
+    output = rendered(terminal_heatmap([np.array([1.0])], ["\x1b[2J\n"], ["[bold]\t"], width=60))
+    assert "\x1b" not in output
+    assert r"\x1b[2J\n" in output
+    assert r"[bold]\t" in output
+
+
+def test_terminal_heatmap_refuses_too_few_labels():
+    with pytest.raises(ValueError, match="1 row and 2 column labels, 1 rows and 3 columns"):
+        terminal_heatmap([np.ones(3)], ["r"], numbered(2), width=60)
+
+
+def test_terminal_heatmap_of_no_rows_prints_nothing():
+    assert rendered(terminal_heatmap([], [], [], width=60)).strip() == ""
+
+
+def attention(n_context: int, peaks: dict[tuple[int, int], int]) -> np.ndarray:
+    """Rows of 2 layers x 3 heads that look at the first token, except where *peaks* says."""
+    rows = np.zeros((2, 3, n_context), np.float32)
+    for layer in range(2):
+        for head in range(3):
+            rows[layer, head, peaks.get((layer, head), 0)] = 1.0
+    return rows
+
+
+def test_select_head_prefers_the_one_that_looks_into_the_middle():
+    rows = [attention(n, {(0, 1): n - 1, (1, 2): 5}) for n in range(12, 20)]
+    assert select_head(rows) == (1, 2)
+
+
+@pytest.mark.parametrize("n_back", range(1, N_LATEST + 1))
+def test_select_head_ignores_the_latest_columns(n_back: int):
+    rows = [attention(n, {(0, 0): n - n_back, (1, 1): n - N_LATEST - 1}) for n in range(12, 20)]
+    assert select_head(rows) == (1, 1)
+
+
+def test_select_head_prefers_sharp_over_spread():
+    rows = attention(12, {(0, 2): 3})
+    rows[0, 0] = 1 / 12
+    assert select_head([rows]) == (0, 2)
+
+
+def test_select_head_keeps_to_the_layer_or_head_asked_for():
+    rows = [attention(12, {(0, 1): 4, (1, 2): 5})]
+    rows[0][0, 1] *= 0.5
+    assert select_head(rows) == (1, 2)
+    assert select_head(rows, layer=0) == (0, 1)
+    assert select_head(rows, head=1) == (0, 1)
+    assert select_head(rows, layer=1, head=0) == (1, 0)
+
+
+def test_select_head_reads_layers_with_different_numbers_of_heads():
+    sharp = np.zeros((4, 12), np.float32)
+    sharp[3, 5] = 1.0
+    assert select_head([(np.zeros((2, 12), np.float32), sharp)]) == (1, 3)
+
+
+def test_select_head_of_short_rows_is_the_first_or_the_one_asked_for():
+    rows = [attention(3, {})]
+    assert select_head(rows) == (0, 0)
+    assert select_head(rows, layer=1, head=2) == (1, 2)
+
+
+def test_probabilities_of_probs_are_the_same_array():
+    row = np.array([0.25, 0.75], np.float32)
+    assert probabilities(row, "probs", 0.5) is row
+
+
+@pytest.mark.parametrize(("kind", "factor"), [("logits", 0.5), ("scores", 1.0)])
+def test_probabilities_of_logits_and_scores_are_their_softmax(kind: str, factor: float):
+    values = np.array([[1.0, 2.0, -np.inf], [800.0, 0.0, 0.0]], np.float32)
+    scores = values.astype(np.float64) * factor
+    expected = np.exp(scores - 800 * factor * np.array([[0.0], [1.0]]))
+    expected /= expected.sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(probabilities(values, kind, 0.5), expected, rtol=1e-12)

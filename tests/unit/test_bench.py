@@ -1,14 +1,18 @@
-"""The sweep against a fake engine: what it runs, in which order, and what it leaves out."""
+"""kqview.bench: the statistics of pairs, the sweep against a fake engine, its tables and facts."""
 
 from __future__ import annotations
 
+from math import comb
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kqview import Capture, ModelInfo
-from kqview.bench import facts, rows, runs, sweep
+from kqview.bench import pairs, records, sweep
 from kqview.bench.pairs import Pairs
 from kqview.errors import InvalidCapture, OutOfMemory
 
@@ -16,7 +20,148 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    import pytest
+
+ratios = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=60)
+
+
+def rank_of_bound(n: int) -> int | None:
+    """1-based rank of the bound among n distinct values."""
+    bound = pairs.median_upper_bound(list(range(1, n + 1)))
+    return None if bound is None else int(bound)
+
+
+# ---- quantiles
+
+
+def test_quantile_of_odd_count_is_the_middle_value() -> None:
+    assert pairs.quantile([3.0, 1.0, 2.0], 0.5) == 2.0
+
+
+def test_quantile_between_two_values_is_interpolated() -> None:
+    assert pairs.quantile([10.0, 20.0], 0.25) == 12.5
+
+
+@given(ratios, st.floats(0.0, 1.0))
+def test_quantile_lies_between_smallest_and_largest_value(values: list[float], q: float) -> None:
+    found = pairs.quantile(values, q)
+    assert min(values) - 1e-9 <= found <= max(values) + 1e-9
+
+
+def test_quantile_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        pairs.quantile([], 0.5)
+
+
+def test_quantile_beyond_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"q is 1\.5"):
+        pairs.quantile([1.0], 1.5)
+
+
+# ---- the bound
+
+
+def test_bound_of_20_ratios_is_the_15th_smallest() -> None:
+    assert rank_of_bound(20) == 15
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_bound_of_fewer_than_5_ratios_does_not_exist(n: int) -> None:
+    assert rank_of_bound(n) is None
+
+
+@pytest.mark.parametrize("n", [5, 8, 10, 21, 40, 101])
+def test_bound_has_the_least_rank_that_covers_95_percent(n: int) -> None:
+    rank = rank_of_bound(n)
+    assert rank is not None
+
+    def coverage(k: int) -> float:
+        return sum(comb(n, j) for j in range(k)) / 2**n
+
+    assert coverage(rank - 1) < 0.95 <= coverage(rank)
+
+
+@given(ratios)
+def test_bound_is_never_below_the_median(values: list[float]) -> None:
+    bound = pairs.median_upper_bound(values)
+    assert bound is None or bound >= pairs.quantile(values, 0.5)
+
+
+def test_bound_ignores_the_order_of_ratios() -> None:
+    values = [1.5, 1.1, 1.2, 1.4, 1.3, 1.0]
+    assert pairs.median_upper_bound(values) == pairs.median_upper_bound(sorted(values))
+
+
+# ---- pairs
+
+
+def test_median_ratio_follows_a_drift_that_medians_of_sides_do_not() -> None:
+    # The machine grows slower from pair to pair, the candidate always costs a tenth more.
+    found = pairs.Pairs()
+    for base in (1.0, 2.0, 4.0, 8.0, 16.0):
+        found.add(base, base * 1.1)
+    assert found.median_ratio == pytest.approx(1.1)
+    assert found.upper_bound == pytest.approx(1.1)
+
+
+def test_alternate_changes_the_first_run_from_pair_to_pair() -> None:
+    order: list[str] = []
+
+    def run(name: str, ms: float) -> float:
+        order.append(name)
+        return ms
+
+    times = list(pairs.alternate(lambda: run("A", 1.0), lambda: run("B", 2.0), 3))
+    assert order == ["A", "B", "B", "A", "A", "B"]
+    assert times == [(1.0, 2.0)] * 3
+
+
+def test_step_ms_leaves_the_first_steps_out() -> None:
+    assert pairs.step_ms([0.0, 5.0, 5.01, 5.02, 5.03], n_skip=1) == pytest.approx(10.0)
+
+
+def test_step_ms_is_not_moved_by_one_slow_step() -> None:
+    assert pairs.step_ms([0.0, 0.01, 0.02, 9.0, 9.01, 9.02]) == pytest.approx(10.0)
+
+
+def test_mean_step_ms_counts_every_step() -> None:
+    assert pairs.mean_step_ms([1.0, 1.1, 1.3]) == pytest.approx(150.0)
+
+
+def test_rounds_run_backwards_every_second_time_and_keep_the_names_in_order() -> None:
+    order: list[str] = []
+
+    def run(name: str, ms: float) -> float:
+        order.append(name)
+        return ms
+
+    ways = {
+        name: (lambda name=name, ms=ms: run(name, ms))
+        for name, ms in zip("ABC", (1.0, 2.0, 3.0), strict=True)
+    }
+    found = list(pairs.rounds(ways, 3))
+    assert "".join(order) == "ABCCBAABC"
+    assert found == [{"A": 1.0, "B": 2.0, "C": 3.0}] * 3
+    assert [list(times) for times in found] == [["A", "B", "C"]] * 3
+
+
+def test_rounds_give_a_drift_no_effect_on_the_median_ratio() -> None:
+    # Time goes by 1 with every run: after two rounds each way has run equally late.
+    clock = iter(range(1, 100))
+    ways = {name: (lambda: float(next(clock))) for name in "ABC"}
+    totals = {name: 0.0 for name in "ABC"}
+    for times in pairs.rounds(ways, 4):
+        for name, time in times.items():
+            totals[name] += time
+    assert len(set(totals.values())) == 1
+
+
+def test_spread_prints_three_quantiles() -> None:
+    assert str(pairs.Spread.of([1.0, 2.0, 3.0])) == "1.20 / 2.00 / 2.80"
+    assert str(pairs.Spread.of([1000.0, 2000.0])) == "1,100 / 1,500 / 1,900"
+
+
+# ---- sweep
+
 
 MODEL = ModelInfo(
     name="toy", architecture="llama", n_vocab=50, n_layer=24, n_head=16, n_head_kv=4,
@@ -58,7 +203,7 @@ class FakeEngine:
 
 def measure(
     engines: list[FakeEngine], memory_tokens: int = 10**6, **options: Any
-) -> list[rows.SweepRow | rows.LeftOut]:
+) -> list[records.SweepRow | records.LeftOut]:
     def open_engine(n_ctx: int, flash_attn: bool) -> Any:
         if n_ctx > memory_tokens:
             raise OutOfMemory("engine.open: no room")
@@ -74,12 +219,12 @@ def measure(
 
 def test_sweep_compares_each_way_with_the_run_without_capture() -> None:
     off, logits, probs = measure([])
-    assert isinstance(probs, rows.SweepRow)
+    assert isinstance(probs, records.SweepRow)
     assert [row.name for row in (off, logits, probs)] == [
         f"context-16-flash-{name}" for name in ("off", "logits", "probs")
     ]
     assert probs.pairs == Pairs([1000.0] * 5, [2000.0] * 5)
-    assert isinstance(logits, rows.SweepRow)
+    assert isinstance(logits, records.SweepRow)
     assert logits.pairs.median_ratio == 1.0
     assert probs.bytes_per_token == 24 * 16 * 16 * 4
 
@@ -109,12 +254,12 @@ def test_sweep_opens_an_engine_for_each_setting_that_holds_the_longest_run() -> 
 def test_way_that_is_refused_leaves_the_others() -> None:
     logits, probs = measure([], captures=("top-8", "logits"))[-2:]
     refused = measure([], captures=("top-8", "logits"))[0]
-    assert isinstance(refused, rows.LeftOut)
+    assert isinstance(refused, records.LeftOut)
     assert refused.name == "context-16-flash-top-8"
     assert "top_k is not in this version" in refused.reason
     assert not refused.is_failure
-    assert isinstance(logits, rows.SweepRow)
-    assert isinstance(probs, rows.SweepRow)
+    assert isinstance(logits, records.SweepRow)
+    assert isinstance(probs, records.SweepRow)
 
 
 def test_context_without_room_is_left_out_and_the_shorter_ones_are_measured() -> None:
@@ -122,7 +267,7 @@ def test_context_without_room_is_left_out_and_the_shorter_ones_are_measured() ->
     assert [row.name for row in found] == [
         "context-1024-flash-*", "context-16-flash-off", "context-16-flash-logits",
     ]  # fmt: skip
-    assert isinstance(found[0], rows.LeftOut)
+    assert isinstance(found[0], records.LeftOut)
 
 
 def test_progress_reaches_the_number_of_runs_also_where_rows_are_left_out() -> None:
@@ -173,20 +318,20 @@ def test_contexts_beyond_the_model_or_the_memory_are_left_out_with_a_word(
 
 
 def test_shorter_prompt_of_random_ids_begins_a_longer_one() -> None:
-    assert runs.prompt_ids(100, 32000) == runs.prompt_ids(1000, 32000)[:100]
+    assert sweep.prompt_ids(100, 32000) == sweep.prompt_ids(1000, 32000)[:100]
 
 
 # ---- the table
 
 
-def row(capture: str, n_context: int, ratio: float) -> rows.SweepRow:
+def row(capture: str, n_context: int, ratio: float) -> records.SweepRow:
     pairs = Pairs([10.0] * 5, [10.0 * ratio] * 5)
-    return rows.SweepRow(capture, True, n_context, n_context * 4, pairs)
+    return records.SweepRow(capture, True, n_context, n_context * 4, pairs)
 
 
 def test_table_has_a_line_a_capture_and_a_column_a_context() -> None:
     found = [row("off", 256, 1.0), row("probs", 256, 1.05), row("probs", 1024, 0.98)]
-    (table,) = rows.tables(found)
+    (table,) = records.tables(found)
     assert table.columns == ["capture", "bytes a token", "256 tokens", "1,024 tokens"]
     assert table.lines == [
         ["none: ms a token", "", "10.00", "10.00"],
@@ -196,7 +341,7 @@ def test_table_has_a_line_a_capture_and_a_column_a_context() -> None:
 
 
 def test_overhead_of_few_pairs_has_no_bound() -> None:
-    assert rows.overhead(Pairs([1.0], [1.5])) == "+50.0"
+    assert records.overhead(Pairs([1.0], [1.5])) == "+50.0"
 
 
 # ---- the machine
@@ -207,11 +352,11 @@ def test_cpu_name_shows_what_a_virtual_machine_hides(tmp_path: Path) -> None:
     path.write_text(
         "model name\t: Chip\ncpu family\t: 6\nmodel\t\t: 167\nflags\t\t: sse avx avx2\n"
     )
-    assert facts.cpu_name(path) == "Chip (family 6, model 167, avx2)"
+    assert records.cpu_name(path) == "Chip (family 6, model 167, avx2)"
 
 
 def test_facts_are_plain_values_that_name_the_commits() -> None:
-    found = facts.facts()
+    found = records.machine_facts()
     assert len(found["llama_cpp_commit"]) == 40
     assert found["n_cores"] >= 1
     assert np.datetime64(found["date"][:19]) > np.datetime64("2024-01-01")
