@@ -2,6 +2,8 @@
 // each code to a class of kqview.errors, and a test checks that the map is complete.
 #pragma once
 
+#include <exception>
+#include <new>
 #include <stdexcept>
 #include <string>
 
@@ -63,5 +65,26 @@ public:
 private:
     errc code_;
 };
+
+// The exception being handled, as an error that can be handed to another thread: an error as it is,
+// bad_alloc as `no_memory`, any other as `other` with "<noun>: " before its text. Call it inside a
+// catch block. Allocates nothing where memory ran out.
+inline error running_failure(const char* noun, errc other, const error& no_memory) noexcept {
+    try {
+        try {
+            throw;
+        } catch (const error& failure) {
+            return failure;
+        } catch (const std::bad_alloc&) {
+            return no_memory;
+        } catch (const std::exception& failure) {
+            return error(other, std::string(noun) + ": " + failure.what());
+        } catch (...) {
+            return error(other, std::string(noun) + ": an exception of no known type");
+        }
+    } catch (...) {
+        return no_memory;  // it ran out while the message was made
+    }
+}
 
 }  // namespace kqview

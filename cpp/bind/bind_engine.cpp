@@ -10,7 +10,7 @@
 
 #include "bind/bind.h"
 #include "sample/params.h"
-#include "sched/sampler_picker.h"
+#include "sched/llama_runner.h"
 
 namespace kqview::bind {
 

@@ -14,7 +14,7 @@
 
 #include "base/fork_guard.h"
 #include "bind/bind.h"
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 // What next() returns, for the type stubs.
 #define KQVIEW_ITEM                                                                      \

@@ -1,12 +1,52 @@
 #include "sched/llama_runner.h"
 
+#include <ggml.h>
+
 #include <algorithm>
 #include <utility>
 
 #include "base/error.h"
 #include "llama/pinned_memory.h"
+#include "sample/chain.h"
+#include "state/ses1.h"
 
 namespace kqview {
+
+namespace {
+
+template <kv_type ours, ggml_type theirs>
+constexpr bool is_same = static_cast<int>(ours) == static_cast<int>(theirs);
+
+static_assert(is_same<kv_type::f32, GGML_TYPE_F32> && is_same<kv_type::f16, GGML_TYPE_F16> &&
+              is_same<kv_type::bf16, GGML_TYPE_BF16> && is_same<kv_type::q8_0, GGML_TYPE_Q8_0> &&
+              is_same<kv_type::q4_0, GGML_TYPE_Q4_0> && is_same<kv_type::q4_1, GGML_TYPE_Q4_1> &&
+              is_same<kv_type::q5_0, GGML_TYPE_Q5_0> && is_same<kv_type::q5_1, GGML_TYPE_Q5_1> &&
+              is_same<kv_type::iq4_nl, GGML_TYPE_IQ4_NL>);
+
+class sampler_picker final : public token_picker {
+public:
+    sampler_picker(const model& source, const sampling_params& params,
+                   std::span<const token_id> prompt, std::unique_ptr<token_filter> filter)
+        : n_vocab_(source.n_vocab()),
+          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get()),
+                   std::move(filter)) {
+        sampler_.accept_prompt(prompt);
+    }
+
+    picked_token pick(float* logits) override {
+        auto sampled = sampler_.sample(logits, n_vocab_);
+        return {sampled.id, sampled.logprob, std::move(sampled.top)};
+    }
+
+    bool is_slow() const override { return sampler_.has_filter(); }
+    void stop() noexcept override { sampler_.stop(); }
+
+private:
+    int n_vocab_;
+    sampler sampler_;
+};
+
+}  // namespace
 
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
@@ -148,6 +188,83 @@ void llama_runner::publish_graphs() {
     graphs_->n_reused.store(static_cast<std::uint64_t>(context_->n_graphs_reused()),
                             std::memory_order_relaxed);
     graphs_->n_nodes_added.store(tap_->n_nodes_added(), std::memory_order_relaxed);
+}
+
+// ---- a slot's cache as bytes
+
+kv_shape llama_runner::state_shape() const {
+    const auto facts = context_->cache();
+    return {facts.n_stream, facts.has_cell_extra, static_cast<std::uint32_t>(model_->n_vocab()),
+            static_cast<std::uint32_t>(context_->n_ctx())};
+}
+
+const kv_layout& llama_runner::layout_from(std::span<const std::byte> kv_data) {
+    if (!layout_) {
+        auto layout = learn_layout(kv_data, state_shape());
+        layout.shape.n_stream = static_cast<std::uint32_t>(n_slots());
+        layout_ = std::move(layout);
+    }
+    return *layout_;
+}
+
+// Learned from bytes that this context writes: the layers, which of them keep values, and the row
+// sizes are then llama.cpp's own, whatever rules it has for them. An empty slot gets one token for
+// that; once.
+const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
+    if (layout_) return *layout_;
+    (void)state_shape();  // a model that cannot be saved is not decoded for it
+    std::vector<std::byte> kv_data;
+    try {
+        if (is_empty) {
+            const step_token token{slot, 0, 0, true};
+            decode({&token, 1}, {}, false);
+        }
+        kv_data.resize(state_bytes(slot));
+        write_state(slot, kv_data);
+    } catch (...) {
+        if (is_empty) truncate(slot, 0);
+        throw;
+    }
+    if (is_empty) truncate(slot, 0);
+    return layout_from(kv_data);
+}
+
+bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
+    (void)state_shape();  // raises where cells could not be moved to their positions
+    return unbroken("shifting a slot", [&] {
+        const tap::scope scope(*tap_);
+        return context_->discard(slot, gone);
+    });
+}
+
+std::size_t llama_runner::state_bytes(slot_id slot) {
+    (void)state_shape();
+    return unbroken("saving a slot", [&] {
+        const tap::scope scope(*tap_);
+        context_->flush_shifts();
+        return context_->state_bytes(slot);
+    });
+}
+
+void llama_runner::write_state(slot_id slot, std::span<std::byte> out) {
+    unbroken("saving a slot", [&] { context_->write_state(slot, out); });
+}
+
+bool llama_runner::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
+    return unbroken("restoring a slot", [&] {
+        const tap::scope scope(*tap_);
+        context_->flush_shifts();
+        return context_->read_state(slot, bytes, n_tokens);
+    });
+}
+
+// ---- picking
+
+std::unique_ptr<token_picker> make_sampler_picker(const model& source,
+                                                  const sampling_params& params,
+                                                  std::span<const token_id> prompt,
+                                                  std::unique_ptr<token_filter> filter) {
+    return std::make_unique<sampler_picker>(source, params, prompt, std::move(filter));
 }
 
 }  // namespace kqview

@@ -1,4 +1,4 @@
-// The real runner: a llama.cpp context with its tap and samplers.
+// The real runner, a llama.cpp context with its tap, and the real picker, llama.cpp's sampler chain.
 // Owner:   the scheduler. Threads: made on a Python thread, then the engine thread alone; `layers`
 //          any.
 #pragma once
@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -15,6 +16,8 @@
 #include "llama/context.h"
 #include "llama/model.h"
 #include "memory/host_buffer.h"
+#include "sample/params.h"
+#include "sample/token_filter.h"
 #include "sched/runner.h"
 #include "tap/tap.h"
 
@@ -57,7 +60,6 @@ public:
     void copy(slot_id from, slot_id to) override;
     bool truncate(slot_id slot, int n_keep) override;
 
-    // llama_runner_state.cpp
     bool discard(slot_id slot, std::span<const token_range> gone) override;
     const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
@@ -110,5 +112,12 @@ auto llama_runner::unbroken(const char* activity, Call&& call) {
         break_down(why, activity);
     }
 }
+
+// Raises invalid_sampling. `source` must outlive the picker. `filter` is what token_filters made of
+// `params`.
+std::unique_ptr<token_picker> make_sampler_picker(const model& source,
+                                                  const sampling_params& params,
+                                                  std::span<const token_id> prompt,
+                                                  std::unique_ptr<token_filter> filter);
 
 }  // namespace kqview

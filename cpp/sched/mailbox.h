@@ -13,9 +13,8 @@
 #include <variant>
 #include <vector>
 
-#include "sched/doorbell.h"
 #include "sched/request.h"
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 namespace kqview {
 

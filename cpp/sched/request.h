@@ -16,7 +16,7 @@
 #include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sample/params.h"
-#include "sched/token_picker.h"
+#include "sched/runner.h"
 #include "tap/plan.h"
 
 namespace kqview {

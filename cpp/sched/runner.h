@@ -1,5 +1,5 @@
-// What the scheduler asks of a model: llama_runner is the real one, tests inject a fake.
-// Threads: the engine thread alone.
+// What the engine loop asks of a model (runner) and of what chooses its tokens (token_picker).
+// llama_runner.h has the real ones, tests inject fakes.
 #pragma once
 
 #include <cstddef>
@@ -40,6 +40,7 @@ struct text_embedding {
     std::vector<float> values;
 };
 
+// Of the engine thread alone.
 class runner {
 public:
     virtual ~runner() = default;
@@ -104,6 +105,28 @@ public:
     // Replaces the slot's cache by checked bytes with this many cells. False: the cache is unknown
     // now.
     virtual bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) = 0;
+};
+
+struct picked_token {
+    token_id id;
+    float logprob;
+    std::vector<std::pair<token_id, float>> top;
+};
+
+// Chooses the tokens of one request. Made and fed the prompt on the thread that submits the request,
+// because that can take long (a grammar, DRY); then used by the engine thread, or by its sampler
+// lane where picking can take long too.
+class token_picker {
+public:
+    virtual ~token_picker() = default;
+    // F32 ne=[n_vocab]; may be changed in place.
+    virtual picked_token pick(float* logits) = 0;
+
+    // Can pick() keep the engine thread from other requests' tokens?
+    virtual bool is_slow() const { return false; }
+    // Any thread: a running pick(), and every later one, ends soon, with a token or an error that
+    // nobody sees.
+    virtual void stop() noexcept {}
 };
 
 }  // namespace kqview

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <utility>
 
-#include "sched/failure.h"
+#include "base/error.h"
 
 namespace kqview {
 namespace {

@@ -22,8 +22,8 @@
 #include <vector>
 
 #include "base/error.h"
-#include "sched/doorbell.h"
-#include "sched/token_picker.h"
+#include "sched/runner.h"
+#include "sched/wakeup.h"
 
 namespace kqview {
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "sched/failure.h"
+#include "base/error.h"
 
 namespace kqview {
 

@@ -20,12 +20,12 @@
 #include "base/fork_guard.h"
 #include "base/heartbeat.h"
 #include "memory/block_pool.h"
-#include "sched/doorbell.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/slot_orders.h"
 #include "sched/step.h"
+#include "sched/wakeup.h"
 
 namespace kqview {
 

@@ -12,7 +12,7 @@
 
 #include "base/error.h"
 #include "sched/idle_slot.h"
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 namespace kqview {
 

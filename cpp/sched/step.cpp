@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "sched/failure.h"
+#include "base/error.h"
 
 namespace kqview {
 

@@ -24,7 +24,6 @@
 
 #include "failing_new.h"
 #include "sched/runner.h"
-#include "sched/token_picker.h"
 #include "state/ses1.h"
 
 namespace kqview::test {

@@ -17,7 +17,7 @@
 #include "memory/block_pool.h"
 #include "sched/mailbox.h"
 #include "sched/scheduler.h"
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 namespace kqview::test {
 

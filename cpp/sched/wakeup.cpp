@@ -1,4 +1,4 @@
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 #include <fcntl.h>
 #include <poll.h>

@@ -11,7 +11,7 @@
 #include <thread>
 #include <vector>
 
-#include "sched/wake_handle.h"
+#include "sched/wakeup.h"
 
 using kqview::wake_handle;
 
