@@ -163,14 +163,14 @@ run_pytest() {
     KQVIEW_TEST_GPU_LAYERS=$(layers) timeout 480 "$python" -m pytest -q -p no:cacheprovider "$@"
 }
 
-run_values() { run_pytest tests/engine/test_device_values.py; }
+run_values() { run_pytest tests/engine/test_values.py -k of_the_host; }
 
 # Those of 128 models of other architectures take longer than all the rest.
-many_models=(tests/engine/test_architectures.py tests/engine/test_state_models.py)
+many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py)
 
 run_tests() {
     if [ ${#quick[@]} -gt 0 ]; then
-        run_pytest tests/engine/test_system_info.py tests/engine/test_graph_names.py
+        run_pytest tests/engine/test_system_info.py tests/engine/test_tap.py
     else
         run_pytest tests/engine "${many_models[@]/#/--ignore=}"
     fi

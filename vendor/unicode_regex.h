@@ -1,6 +1,6 @@
 // Included in front of llama.cpp's unicode.cpp, by vendor/llama.cmake: gives it
 // cpp/base/token_regex under names that stand in for three of std's. std::regex calls itself for
-// every character of a run, so that a long word ends the process. tests/engine/test_long_texts.py
+// every character of a run, so that a long word ends the process. tests/engine/test_text.py
 #pragma once
 
 #include <iterator>

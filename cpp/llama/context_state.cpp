@@ -28,7 +28,7 @@ std::string other_than_plain(const llama_memory_i* memory) {
 }
 
 // What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when
-// nothing does. tests/engine/test_shift_models.py compares moved keys of every architecture with
+// nothing does. tests/engine/test_architectures_cache.py compares moved keys of every architecture with
 // fresh ones.
 std::string rotation_obstacle(const llama_model& source, ggml_type type) {
     if (source.pos_embd) return "learned positions";

@@ -1,5 +1,5 @@
 // Finds the attention nodes of a llama.cpp graph and adds nodes beside them. The only file pair
-// that knows llama.cpp's graph names; tests/engine/test_graph_names.py fails when upstream renames
+// that knows llama.cpp's graph names; tests/engine/test_tap.py fails when upstream renames
 // them.
 // Threads: the one that builds the graph (the engine thread, or the constructor's).
 #pragma once

@@ -1,4 +1,4 @@
-"""The process around an engine: exit, fork, signals, and other copies of llama.cpp's symbols.
+"""The process around an engine: exit, fork, signals, imports, other copies of llama.cpp's symbols.
 
 Each test runs a script in a process of its own, because what it shows can only be seen from
 outside: its exit status, what it printed, and that it ended at all.
@@ -384,3 +384,113 @@ def test_symbols_of_another_llama_cpp_are_not_picked_up(tiny_llama: Path, tmp_pa
     assert subprocess.run(
         [sys.executable, "-c", before + "ctypes.CDLL(None).llama_decode()"], check=False
     ).returncode in (-signal.SIGABRT, 128 + signal.SIGABRT)
+
+
+# ---- importing kqview again, or where it cannot be
+
+
+def run_bare(program: str) -> None:
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
+
+
+def test_import_after_a_purge_of_sys_modules_shares_the_core():
+    run_bare("""
+        import sys
+        import kqview
+        before = kqview.Engine.demo(n_ctx=64, n_threads=1)
+        said = before.generate("Anna", max_tokens=3, seed=1).read()
+        for _ in range(2):
+            for name in [name for name in sys.modules if name.partition(".")[0] == "kqview"]:
+                del sys.modules[name]
+            import kqview
+            with kqview.Engine.demo(n_ctx=64, n_threads=1) as after:
+                assert after.generate("Anna", max_tokens=3, seed=1).read() == said
+            try:
+                kqview.Engine("/nowhere.gguf")
+            except kqview.errors.ModelLoadError:
+                pass
+        assert before.generate("Anna", max_tokens=3, seed=1).read() == said
+        print("done")
+    """)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["sub-first", "main-first"])
+def test_import_in_a_subinterpreter_fails_and_harms_nobody(is_first: bool):
+    run_bare(f"""
+        try:
+            import _interpreters as interpreters
+        except ImportError:
+            import _xxsubinterpreters as interpreters
+        import sys
+        def use():
+            import kqview
+            with kqview.Engine.demo(n_ctx=64, n_threads=1) as engine:
+                assert engine.generate("Anna", max_tokens=3, seed=1).read()
+        if not {is_first}:
+            use()
+        sub = interpreters.create()
+        source = (
+            f"import sys; sys.path[:] = {{sys.path!r}}\\n"
+            "try:\\n"
+            "    import kqview\\n"
+            "    raise SystemExit('imported')\\n"
+            "except ImportError as error:\\n"
+            "    assert 'main interpreter' in str(error), error\\n"
+        )
+        failure = interpreters.run_string(sub, source)
+        assert failure is None, failure
+        interpreters.destroy(sub)
+        use()
+        print("done")
+    """)
+
+
+# ---- nanobind's own leak check at exit, with everything that a program made dropped before
+
+PROGRAM = """
+import asyncio, gc
+from kqview import Engine
+
+async def a_few(engine):
+    return [token async for token in engine.generate("Anna", max_tokens=4, capture="logits")]
+
+with Engine.demo(n_threads=1, n_ctx=128) as engine:
+    tokens = list(engine.generate("Anna", max_tokens=8, capture="probs"))
+    tokens += asyncio.run(a_few(engine))
+    engine.generate("Anna", max_tokens=100, capture="scores").close()
+    view = tokens[3].attention[0, 1:]
+    del tokens
+    assert engine.stats().pool.n_leased == 1
+    del view
+    assert engine.stats().pool.n_leased == 0
+del engine
+gc.collect()
+if KEEP:
+    kept = Engine.demo(n_threads=1, n_ctx=128)
+    import ctypes
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept._core))
+"""
+
+
+def run_leak_check(*, keep: bool) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("KEEP", str(keep))],
+        env=os.environ | {"KQVIEW_LEAK_CHECK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_program_that_drops_everything_leaks_nothing():
+    done = run_leak_check(keep=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_leak_check_sees_what_is_kept_to_the_end():
+    done = run_leak_check(keep=True)
+    assert done.returncode == 0
+    assert "leaked" in done.stderr

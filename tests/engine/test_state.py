@@ -1,8 +1,12 @@
-"""Slot.save and restore: the bytes, and that what follows a restore is what would have followed."""
+"""Slot.save and restore: the bytes, and that a restored slot goes on as the saved one would have.
+
+Blobs that are refused are in test_state_refused.py.
+"""
 
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
 import threading
@@ -12,7 +16,7 @@ import numpy as np
 import pytest
 
 from kqview import errors
-from kqview.state import inspect
+from kqview.state import SessionStore, inspect, read_state, write_state
 from tests.support import ses1, tiny_gguf
 from tests.support.rows import random_ids
 
@@ -20,8 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kqview import Engine, Token
-
-    from .conftest import MakeEngine
+    from tests.engine.conftest import MakeEngine
 
 PROMPT = random_ids(40)
 # Identical ids and logits need arithmetic that does not depend on the cache's rounding.
@@ -335,3 +338,235 @@ def test_messages_end_with_the_end_of_turn(make_engine: MakeEngine, tiny_llama: 
         list(engine.attend(ids))
         assert slot.tokens == ids
         assert slot.messages() == expected
+
+
+# ---- between engines with other numbers of slots, and beside slots that work
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def go_on_in(engine: Engine, slot: int, ids: list[int], **options: Any) -> list[Token]:
+    generation = engine.generate(
+        ids, slot=slot, max_tokens=6, top_logprobs=20, capture="logits", **GREEDY, **options
+    )
+    tokens = list(generation)
+    assert generation.usage.cached_tokens == len(ids) - 1
+    return tokens
+
+
+def assert_equal(ours: list[Token], theirs: list[Token]) -> None:
+    assert [(t.id, t.top_logprobs) for t in ours] == [(t.id, t.top_logprobs) for t in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(a.attention), np.asarray(b.attention))
+
+
+def with_sequence(blob: bytes, sequence: int) -> bytes:
+    read = ses1.decode(blob)
+    read.sequence = sequence
+    return read.encode()
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize(("n_from", "n_to"), [(4, 1), (1, 4), (4, 3), (2, 4)])
+def test_blob_moves_between_engines_of_other_slots(
+    make_engine: MakeEngine, tiny_llama: Path, n_from: int, n_to: int, flash_attn: bool
+) -> None:
+    options: dict[str, Any] = {"kv_type": "f32", "flash_attn": flash_attn}
+    ours = make_engine(tiny_llama, n_slots=n_from, **options)
+    theirs = make_engine(tiny_llama, n_slots=n_to, **options)
+    for source in {0, n_from - 1}:
+        ours.generate(PROMPT, slot=source, max_tokens=5, **GREEDY).read()
+        ids = [*ours.slots[source].tokens, 7]
+        blob = ours.slots[source].save()
+        # One stream, whatever the context has: only the sequence tells where it comes from.
+        assert struct.unpack_from("<iI", blob, ses1.offsets(blob)["sequence"]) == (source, 1)
+        expected = go_on_in(ours, source, ids)
+        for target in range(n_to):
+            theirs.slots[target].restore(blob, exact=True)
+            assert theirs.slots[target].save() == with_sequence(blob, target)
+            assert_equal(go_on_in(theirs, target, ids), expected)
+
+
+def test_restore_changes_no_other_slot(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_slots=4, **EXACT)
+    prompts = [random_ids(30 + i, seed=i) for i in range(4)]
+    for i, ids in enumerate(prompts):
+        engine.generate(ids, slot=i, max_tokens=1, **GREEDY).read()
+    blobs = [slot.save() for slot in engine.slots]
+    engine.slots[2].restore(blobs[0])
+    engine.slots[1].clear()
+    assert engine.slots[2].save() == with_sequence(blobs[0], 2)
+    assert engine.slots[1].tokens == []
+    for i in (0, 3):
+        assert engine.slots[i].save() == blobs[i]
+        assert engine.slots[i].tokens == prompts[i]
+
+
+def test_slots_go_on_while_another_is_saved_and_restored(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_slots=3, run_ahead=0, **EXACT)
+    alone = [t.id for t in engine.generate(PROMPT, slot=0, max_tokens=30, **GREEDY)]
+    other = random_ids(50, seed=9)
+    engine.generate(other, slot=1, max_tokens=1, **GREEDY).read()
+    blob = engine.slots[1].save()
+    engine.slots[0].clear()
+    with engine.generate(PROMPT, slot=0, max_tokens=30, **GREEDY) as generation:
+        ids: list[int] = []
+        for i, token in enumerate(generation):
+            ids.append(token.id)
+            slot = engine.slots[1 + i % 2]
+            slot.restore(blob)
+            assert slot.save() == with_sequence(blob, slot.id)
+            slot.truncate(10)
+    assert ids == alone
+
+
+def test_shifted_slot_is_saved_as_it_goes_on(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_slots=2, **EXACT)
+    engine.generate(PROMPT, slot=0, max_tokens=1, **GREEDY).read()
+    engine.slots[0].shift(5, 12)
+    blob = engine.slots[0].save()
+    assert ses1.decode(blob).positions == list(range(28))
+    ids = [*engine.slots[0].tokens, 9]
+    expected = go_on_in(engine, 0, ids, reuse="shift")
+    engine.slots[1].restore(blob)
+    assert_equal(go_on_in(engine, 1, ids, reuse="shift"), expected)
+
+
+# ---- files and stores: what the trailer knows of the engine
+
+SHORT_PROMPT = random_ids(20)
+
+
+def test_file_of_a_slot_restores_in_another_engine(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    first = make_engine(tiny_llama).slots[0]
+    second = make_engine(tiny_llama).slots[0]
+    path = tmp_path / "slot.ses1"
+    engine = make_engine(tiny_llama)
+    list(engine.attend(SHORT_PROMPT))
+    blob = engine.slots[0].save()
+    n_bytes = write_state(path, blob, engine.slots[0].state_facts())
+    # Through the reader, which checks the trailer, and as it lies on the disk.
+    assert second.restore(read_state(path, second.state_facts())) == len(blob)
+    assert second.save() == blob
+    assert len(path.read_bytes()) == n_bytes > len(blob)
+    assert first.restore(path.read_bytes()) == len(blob)
+    assert first.save() == blob
+
+
+def test_file_keeps_what_a_blob_cannot_hold(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine, path = make_engine(tiny_llama), tmp_path / "slot.ses1"
+    slot = engine.slots[0]
+    list(engine.attend(SHORT_PROMPT))
+    for n_exact, act in ((20, lambda: None), (4, lambda: slot.shift(4, 6))):
+        act()
+        assert slot.n_exact == n_exact
+        assert slot.save_file(path) == path.stat().st_size
+        other = make_engine(tiny_llama).slots[0]
+        assert other.restore_file(path) == len(slot.save())
+        assert (other.save(), other.n_exact) == (slot.save(), n_exact)
+    path.write_bytes(slot.save())  # a raw blob: nobody knows
+    assert other.restore_file(path) == len(slot.save())
+    assert other.n_exact == 0
+
+
+def test_file_is_refused_where_a_blob_would_be_taken(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slot.ses1"
+    engine = make_engine(tiny_llama)
+    list(engine.attend(SHORT_PROMPT))
+    engine.slots[0].save_file(path)
+    twin = tiny_gguf.write_preset(tmp_path / "twin.gguf", "tiny_llama", seed=5)
+    lora = tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged")
+    for other in (make_engine(twin), make_engine(tiny_llama, lora=lora)):
+        with pytest.raises(errors.StateMismatch, match="another model or of other LoRA"):
+            other.slots[0].restore_file(path)
+        assert other.slots[0].tokens == []
+        assert other.slots[0].restore(engine.slots[0].save()) > 0
+
+
+def test_model_that_was_replaced_on_disk_is_not_vouched_for(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    model = tiny_gguf.write_preset(tmp_path / "model.gguf", "tiny_llama")
+    engine = make_engine(model)
+    list(engine.attend(SHORT_PROMPT))
+    tiny_gguf.write_preset(tmp_path / "new.gguf", "tiny_llama", seed=5).replace(model)
+    with pytest.raises(errors.StateError, match="open the engine again"):
+        engine.slots[0].save_file(tmp_path / "slot.ses1")
+    assert not (tmp_path / "slot.ses1").exists()
+    assert engine.slots[0].save()  # which says nothing of the model
+
+
+def test_other_weights_of_the_same_shape_are_found_by_the_trailer_alone(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slot.ses1"
+    engine = make_engine(tiny_llama)
+    list(engine.attend(SHORT_PROMPT))
+    slot = engine.slots[0]
+    write_state(path, slot.save(), slot.state_facts())
+    model = tiny_gguf.write_preset(tmp_path / "other.gguf", "tiny_llama", seed=5)
+    other = make_engine(model).slots[0]
+    with pytest.raises(errors.StateMismatch, match="another model"):
+        read_state(path, other.state_facts())
+    with pytest.raises(errors.StateMismatch, match="another model"):
+        other.restore(path.read_bytes())
+    assert other.tokens == []
+    # Without it nothing tells them apart.
+    assert other.restore(slot.save()) > 0
+
+
+def test_adapters_are_part_of_the_facts(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    adapter = tiny_gguf.write_lora(
+        tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged.gguf"
+    )
+    facts = [
+        make_engine(tiny_llama, **options).slots[0].state_facts().model
+        for options in ({}, {"lora": adapter}, {"lora": (adapter, 0.5)}, {"lora": adapter})
+    ]
+    assert facts[1] == facts[3]
+    assert len(set(facts)) == 3
+
+
+def test_changed_file_is_refused_and_changes_nothing(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "slot.ses1"
+    engine = make_engine(tiny_llama)
+    list(engine.attend(SHORT_PROMPT))
+    slot = engine.slots[0]
+    blob = slot.save()
+    write_state(path, blob, slot.state_facts())
+    changed = bytearray(path.read_bytes())
+    changed[len(blob) - 3] ^= 1  # a value, still finite: the checksum alone can see it
+    with pytest.raises(errors.StateFormatError, match="checksum"):
+        slot.restore(bytes(changed))
+    assert slot.save() == blob
+
+
+def test_sessions_of_one_slot_do_not_mix(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    slot = engine.slots[0]
+    store = SessionStore(tmp_path, max_sessions=1)
+    prompts = {name: random_ids(20 + i, seed=i) for i, name in enumerate("abc")}
+    blobs: dict[str, bytes] = {}
+    for name, ids in prompts.items():
+        list(engine.attend(ids))
+        store.save(name, slot)
+        blobs[name] = slot.save()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.ses1", "b.ses1"]
+    for name in "cab":
+        assert store.restore(name, slot) == len(blobs[name])
+        assert slot.tokens == prompts[name]
+        assert slot.save() == blobs[name]

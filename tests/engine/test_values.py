@@ -10,12 +10,15 @@ reference sums so too, and then all layers agree.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytest
 
+from kqview import Capture, Engine, errors
 from tests.support import stock, tiny_gguf
+from tests.support.devices import has_device
+from tests.support.reference import relative_error
 from tests.support.rows import (
     KINDS,
     Kind,
@@ -27,12 +30,15 @@ from tests.support.rows import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from .conftest import MakeEngine
+    from numpy.typing import NDArray
+
+    from tests.engine.conftest import MakeEngine
 
 pytestmark = pytest.mark.usefixtures("backend")
+
 EXACT = 1e-5
 ROUNDED = 2e-3
 FLASH_SUMS = 5e-2  # what F16 sums of V do to the layers above them
@@ -311,3 +317,178 @@ def test_quantised_cache_is_near_the_stock_build(
     record_property("largest_error", every)
     assert first <= 0.03
     assert every <= 0.1
+
+
+# ---- hidden states
+
+IDS = random_ids(33)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+@pytest.mark.parametrize("hidden", [(0, 1, 2), (2, 0), (1,)])
+@pytest.mark.parametrize(("flash_attn", "limit"), [(False, 1e-5), (True, 2e-3)])
+def test_states_of_prompt_and_decode_equal_reference(
+    make_engine: MakeEngine,
+    request: pytest.FixtureRequest,
+    architecture: str,
+    hidden: tuple[int, ...],
+    flash_attn: bool,
+    limit: float,
+) -> None:
+    model: Path = request.getfixturevalue(f"tiny_{architecture}")
+    engine = make_engine(model, kv_type="f32", flash_attn=flash_attn, n_ubatch=16)
+    tokens = run(engine, IDS, 8, capture=Capture("probs", hidden=hidden))
+    result = forward(model, IDS, tokens, flash_attn=flash_attn)
+    for token in tokens:
+        assert token.hidden is not None
+        assert token.hidden.shape == (len(hidden), result.hidden.shape[-1])
+        assert token.hidden.dtype == np.float32
+        want = result.hidden[list(hidden), len(IDS) - 1 + token.index]
+        assert relative_error(token.hidden, want) <= limit
+
+
+def test_states_lie_beside_the_rows_that_come_without_them(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    plain = run(make_engine(tiny_llama), IDS, 4, capture="probs")
+    engine = make_engine(tiny_llama)
+    tokens = run(engine, IDS, 4, capture=Capture("probs", hidden=[1]))
+    for a, b in zip(plain, tokens, strict=True):
+        np.testing.assert_array_equal(a.attention, b.attention)  # type: ignore[arg-type]
+        assert b.hidden is not None
+        assert not b.hidden.flags.writeable
+        assert not b.hidden.flags.owndata
+        assert engine._core.pool_contains(b.hidden.__array_interface__["data"][0])
+    assert engine.stats().copied_bytes == 0
+
+
+def test_states_without_attention(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    both = run(make_engine(tiny_llama), IDS, 4, capture=Capture("probs", hidden=[0, 2]))
+    engine = make_engine(tiny_llama)
+    alone = run(engine, IDS, 4, capture=Capture(layers=(), hidden=[0, 2]))
+    for a, b in zip(both, alone, strict=True):
+        assert b.attention is None
+        np.testing.assert_array_equal(a.hidden, b.hidden)  # type: ignore[arg-type]
+    assert engine.stats().graph_nodes_added == 2
+
+
+def test_states_outlive_tokens_and_engine(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    token = run(engine, IDS, 1, capture=Capture(layers=(), hidden=[2]))[0]
+    state = token.hidden
+    assert state is not None
+    before = state.copy()
+    del token
+    run(engine, IDS, 50, capture=Capture(layers=(), hidden=[2]))
+    engine.close()
+    np.testing.assert_array_equal(state, before)
+
+
+@pytest.mark.parametrize("layer", [3, 99, 2**40])
+def test_layers_that_are_not_there_are_refused(
+    make_engine: MakeEngine, tiny_llama: Path, layer: int
+) -> None:
+    with pytest.raises(errors.InvalidCapture, match=r"has no hidden state here.*0, 1, 2"):
+        make_engine(tiny_llama).generate(IDS, capture=Capture(hidden=[layer]))
+
+
+def test_named_states_and_rows(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    token: Any = run(
+        make_engine(tiny_llama), IDS, 1, capture=Capture("scores", layers=[2, 0], hidden=[1])
+    )[0]
+    named = token.named()
+    assert set(named) == {
+        "blocks.2.attn.hook_attn_scores",
+        "blocks.0.attn.hook_attn_scores",
+        "blocks.1.hook_resid_post",
+    }
+    rows = named["blocks.0.attn.hook_attn_scores"]
+    assert rows.shape == (1, 4, 1, 33)
+    assert np.shares_memory(rows, token.attention)
+    np.testing.assert_array_equal(rows[0, :, 0], token.attention[1])
+    assert named["blocks.1.hook_resid_post"].shape == (1, 1, token.hidden.shape[-1])
+
+
+# ---- layers on devices against the same layers on the host
+#
+# On a machine without a device both are the host's, and then equal to the last bit.
+
+N_PROMPT, N_TOKENS = 40, 8
+# Another order of sums on both sides, and with flash attention keys of float16.
+TOLERANCE = 2e-3
+
+
+def relative_errors(got: NDArray[Any], expected: NDArray[Any]) -> NDArray[Any]:
+    """max|got - expected| / max|expected| of each row; what no query sees must agree exactly."""
+    seen = np.isfinite(expected)
+    assert (np.isfinite(got) == seen).all()
+    got, expected = np.where(seen, got, 0), np.where(seen, expected, 0)
+    largest = np.abs(expected).max(axis=-1)
+    return np.abs(got - expected).max(axis=-1) / np.maximum(largest, 1e-30)
+
+
+@pytest.fixture(params=["flash", "plain"])
+def engines(request: pytest.FixtureRequest, tiny_qwen2: Path) -> Iterator[tuple[Engine, Engine]]:
+    """One engine with all layers on devices, one with none."""
+    options: dict[str, Any] = {
+        "n_ctx": 256, "n_threads": 1, "flash_attn": request.param == "flash"
+    }  # fmt: skip
+    with (
+        Engine(tiny_qwen2, n_gpu_layers=-1, **options) as device,
+        Engine(tiny_qwen2, n_gpu_layers=0, **options) as host,
+    ):
+        yield device, host
+
+
+@pytest.fixture
+def prompt() -> list[int]:
+    return np.random.default_rng(3).integers(0, 256, N_PROMPT).tolist()
+
+
+@pytest.mark.parametrize("kind", ["logits", "scores", "probs"])
+def test_rows_of_a_prompt_on_a_device_are_those_of_the_host(
+    engines: tuple[Engine, Engine], prompt: list[int], kind: str
+) -> None:
+    device, host = (engine.attend(prompt, kind).array() for engine in engines)
+    assert device.shape == host.shape
+    assert relative_errors(device, host).max() <= (TOLERANCE if has_device() else 0)
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        Capture("logits"),
+        Capture("scores"),
+        Capture("probs"),
+        Capture("logits", dtype="float16"),
+        Capture("logits", layers=(2, 0), heads=(3,)),
+        Capture("probs", reduce="mean_heads"),
+        Capture("probs", reduce="max"),
+        Capture("scores", reduce="max"),
+        Capture("logits", reduce="mean"),
+        Capture("scores", reduce="max_heads", dtype="float16"),
+        Capture("logits", heads=(3, 0), reduce="mean_heads"),
+        Capture("logits", heads=(3, 0), reduce="max_heads"),
+    ],
+    ids=lambda capture: f"{capture.kind}-{capture.dtype}-{capture.reduce}-{capture.heads}",
+)
+def test_rows_of_generated_tokens_on_a_device_are_those_of_the_host(
+    engines: tuple[Engine, Engine], prompt: list[int], capture: Capture
+) -> None:
+    runs = [
+        list(engine.generate(prompt, max_tokens=N_TOKENS, temperature=0, capture=capture))
+        for engine in engines
+    ]
+    tolerance = TOLERANCE if has_device() else 0
+    n_compared = 0
+    for device, host in zip(*runs, strict=True):
+        assert device.attention is not None
+        assert host.attention is not None
+        assert device.attention.shape == host.attention.shape
+        got, expected = (np.asarray(t.attention, np.float64) for t in (device, host))
+        rounding = 2e-3 if capture.dtype == "float16" and has_device() else 0
+        assert relative_errors(got, expected).max() <= tolerance + rounding
+        n_compared += 1
+        if device.id != host.id:  # logits were nearly equal: from here on the texts differ
+            break
+    assert n_compared >= 2

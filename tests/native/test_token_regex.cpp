@@ -1,5 +1,5 @@
 // That it finds what std::regex finds for the expressions of llama.cpp is
-// tests/engine/test_long_texts.py.
+// tests/engine/test_text.py.
 #include <doctest/doctest.h>
 
 #include <regex>

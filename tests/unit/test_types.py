@@ -1,4 +1,6 @@
-"""The public value types: defaults, checks, sizes and their printed form."""
+"""The public value types: defaults, checks, sizes, printed form, forms of other libraries."""
+
+from __future__ import annotations
 
 import dataclasses
 import json
@@ -9,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kqview import PoolStats, SlotStats, errors
 from kqview.errors import InvalidCapture, InvalidSampling
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage
 
@@ -319,3 +322,114 @@ def test_sampling_names_what_is_no_value_of_its_type(options: dict[str, object])
         Sampling(**options)  # pyright: ignore[reportArgumentType]
     assert next(iter(options)) in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+# ---- Token in the forms of other libraries: Hugging Face, TransformerLens, DLPack
+
+ROWS = np.arange(2 * 3 * 5, dtype=np.float32).reshape(2, 3, 5)
+ROWS.flags.writeable = False
+
+
+def token(capture: Capture | None, attention: Any = ROWS, **fields: Any) -> Token:
+    return Token(1, "a", 0, attention=attention, capture=capture, **fields)
+
+
+def test_hf_form_is_a_view_a_layer():
+    layers = token(Capture("probs", layers=(4, 7))).to_hf()
+    assert [layer.shape for layer in layers] == [(1, 3, 1, 5)] * 2
+    for i, layer in enumerate(layers):
+        np.testing.assert_array_equal(layer[0, :, 0], ROWS[i])
+        assert np.shares_memory(layer, ROWS)
+
+
+def test_hf_form_of_layers_that_differ_in_heads():
+    layers = token(Capture("probs", layers=(0, 1)), (ROWS[0], ROWS[1, :2])).to_hf()
+    assert [layer.shape for layer in layers] == [(1, 3, 1, 5), (1, 2, 1, 5)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("probs", "hook_pattern"), ("scores", "hook_attn_scores")]
+)
+def test_names_are_those_of_transformer_lens(kind: Any, name: str):
+    named = token(Capture(kind, layers=(4, 7))).named()
+    assert list(named) == [f"blocks.4.attn.{name}", f"blocks.7.attn.{name}"]
+    np.testing.assert_array_equal(named[f"blocks.7.attn.{name}"][0, :, 0], ROWS[1])
+
+
+def test_raw_products_have_no_name():
+    with pytest.raises(errors.InvalidCapture, match="no name for kind 'logits'"):
+        token(Capture("logits", layers=(4, 7))).named()
+
+
+def test_hidden_states_have_a_name():
+    states = np.ones((1, 8), np.float32)
+    named = token(Capture(layers=(), hidden=(3,)), None, hidden=states).named()
+    assert list(named) == ["blocks.3.hook_resid_post"]
+    assert named["blocks.3.hook_resid_post"].shape == (1, 1, 8)
+
+
+@pytest.mark.parametrize("capture", [Capture(reduce="mean_heads"), Capture(top_k=2)])
+@pytest.mark.parametrize("form", ["to_hf", "named"])
+def test_reduced_rows_are_refused(capture: Capture, form: str):
+    with pytest.raises(errors.InvalidCapture, match="rows of single heads"):
+        getattr(token(capture), form)()
+
+
+@pytest.mark.parametrize("form", ["to_hf", "named"])
+def test_without_capture_there_is_nothing(form: str):
+    with pytest.raises(errors.InvalidCapture, match="pass capture="):
+        getattr(token(None, None), form)()
+
+
+def test_dlpack_shares_memory():
+    shared = np.from_dlpack(ROWS)
+    assert shared.__array_interface__["data"][0] == ROWS.__array_interface__["data"][0]
+
+
+def test_torch_shares_memory():
+    torch = pytest.importorskip("torch")
+    tensor = torch.from_dlpack(ROWS)
+    assert tensor.data_ptr() == ROWS.__array_interface__["data"][0]
+    assert tuple(tensor.shape) == ROWS.shape
+
+
+# ---- EngineStats: rates, and the difference of two readings
+
+
+def test_rates_are_tokens_by_the_seconds_spent_on_them():
+    stats = EngineStats(
+        uptime_s=10, decode_tokens=300, decode_s=2, prefill_tokens=900, prefill_s=1.5
+    )
+    assert stats.tokens_per_s == 150
+    assert stats.prefill_tokens_per_s == 600
+    assert stats.busy_s == 3.5
+
+
+def test_means_of_copies_and_views_are_zero_before_any():
+    assert EngineStats().step_to_view_mean_s == 0.0
+    assert EngineStats().device_copy_bytes_per_s == 0.0
+    stats = EngineStats(
+        captured_steps=4, step_to_view_s=2.0, device_copy_bytes=600, device_copy_s=0.5
+    )
+    assert stats.step_to_view_mean_s == 0.5
+    assert stats.device_copy_bytes_per_s == 1200
+
+
+def test_since_subtracts_what_grows_and_keeps_what_is_of_the_moment():
+    earlier = EngineStats(uptime_s=1, n_tokens=10, decode_s=0.5, n_queued=9, graph_nodes_added=4)
+    later = EngineStats(
+        uptime_s=4,
+        n_tokens=25,
+        decode_s=2.5,
+        n_queued=2,
+        graph_nodes_added=3,
+        slots=(SlotStats(0, "decode", 7, "me"),),
+        pool=PoolStats(n_leased=5),
+    )
+    made = later.since(earlier)
+    assert (made.uptime_s, made.n_tokens, made.decode_s) == (3, 15, 2)
+    assert (made.n_queued, made.graph_nodes_added) == (2, 3)
+    assert (made.slots, made.pool) == (later.slots, later.pool)
+    assert later.since(later) == EngineStats(
+        n_queued=2, graph_nodes_added=3, slots=later.slots, pool=later.pool, uptime_s=0
+    )

@@ -1,8 +1,10 @@
-"""What the engine counts of copies from devices: how many, how many bytes, how long."""
+"""What the engine counts of copies from devices, and the rows of bench/cuda_copy.py."""
 
 from __future__ import annotations
 
+import importlib
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -12,9 +14,11 @@ from tests.support.rows import random_ids, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from tests.engine.conftest import MakeEngine
+
+
+# ---- how many, how many bytes, how long
 
 N_PROMPT, N_TOKENS = 20, 12
 N_DEVICES = 2
@@ -133,3 +137,48 @@ def test_a_token_has_a_copy_for_each_layer_at_most_however_many_heads(
     ):
         made = made_by(engine, partial(generate, capture))
         assert made.device_copies == N_DEVICES * n_rows
+
+
+# ---- the rows of bench/cuda_copy.py, with copies that take as long as they are told
+
+pytest.importorskip("rich")
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+BENCH_COPY_S = 0.03
+
+
+@pytest.fixture
+def rows(
+    monkeypatch: pytest.MonkeyPatch, make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> dict[str, Any]:
+    """Both rows, of an engine whose copies take `COPY_S` each."""
+    monkeypatch.syspath_prepend(str(BENCH))
+    copy, settings = (importlib.import_module(name) for name in ("cuda_copy", "settings"))
+    asked_bytes: list[int] = []
+
+    def copy_ms(n_bytes: int, n_copies: int) -> list[float]:
+        asked_bytes.append(n_bytes)
+        return [BENCH_COPY_S * 1000] * n_copies
+
+    def open_engine(_settings: Any, *, flash_attn: bool, n_ctx: int) -> Any:
+        return make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=flash_attn, n_ctx=n_ctx)
+
+    monkeypatch.setattr(copy.pinned, "copy_ms", copy_ms)
+    monkeypatch.setattr(copy, "open_engine", open_engine)
+    device.set(copy_s=BENCH_COPY_S)
+    wanted = settings.Settings(device="gpu", n_context=40, n_tokens=6, n_pairs=2)
+    timings = {name: copy._measure(wanted, name, 40) for name in copy.COPY_CASES}
+    # 3 layers of 4 heads: the rows of 40 to 45 tokens, on average
+    assert asked_bytes == [3 * 4 * 4 * sum(range(40, 46)) // 6] * 2
+    return timings
+
+
+def test_copies_are_held_to_those_of_the_driver(rows: dict[str, Any]) -> None:
+    # Of each device one, and one after the other.
+    assert N_DEVICES <= rows["cuda-copy"].pairs.median_ratio < 2 * N_DEVICES
+
+
+def test_views_are_held_to_their_limit_in_an_engine_that_waits_for_no_copy(
+    rows: dict[str, Any],
+) -> None:
+    least = N_DEVICES * BENCH_COPY_S * 1000 / 0.5
+    assert least <= rows["cuda-step-to-view"].pairs.median_ratio < 2 * least

@@ -1,20 +1,60 @@
-"""The numpy reference against the stock eval-callback route, and properties that hold without it.
-
-Two independent implementations agree here to float32 rounding; kqview is then compared with either.
-"""
+"""What the tests rely on: the check of many models, and the float64 numpy transformer."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import sys
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support import stock, tiny_gguf
+from tests.support import archs, stock, tiny_gguf
 from tests.support.reference import Reference, Result, relative_error
 
-if TYPE_CHECKING:
-    from pathlib import Path
+# ---- a model that ends its process ends no other check, and is named
+
+WORKER = """\
+#!{python}
+import json, os, sys
+from pathlib import Path
+for path in sys.argv[5:]:
+    name = Path(path).stem
+    if name == "bad":
+        print("GGML_ASSERT(false) failed", file=sys.stderr, flush=True)
+        os.abort()
+    print("not a report")
+    errors = {{"probs on": {{"0": 0.5, "3": 0.25}}}}
+    print(json.dumps({{"name": name, "errors": errors}}), flush=True)
+"""
+
+
+def test_model_that_ends_its_process_is_named_and_the_rest_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = tmp_path / "worker"
+    worker.write_text(WORKER.format(python=sys.executable))
+    worker.chmod(0o755)
+    monkeypatch.setattr(archs.sys, "executable", str(worker))
+    names = ["one", "bad", "two", "three"]
+    checks = archs.Checks([Path(name) for name in names], n_workers=1)
+    assert list(checks) == sorted(names)
+    assert checks["three"].failure == checks["one"].failure == ""
+    assert checks["two"].errors == {"probs on": {0: 0.5, 3: 0.25}}
+    assert checks["two"].largest(flash_attn=True) == 0.5
+    assert checks["two"].largest(flash_attn=True, first_layer=True) == 0.5
+    assert checks["two"].largest(flash_attn=False) == 0
+    assert "GGML_ASSERT(false) failed" in checks["bad"].failure
+    assert "-6" in checks["bad"].failure
+    with pytest.raises(KeyError):
+        checks["none"]
+    checks.close()
+
+
+# ---- the reference against the stock eval-callback route, and properties that hold without it
+#
+# Two independent implementations agree here to float32 rounding; kqview is then compared with
+# either.
 
 PROMPT = [(i * 37 + 11) % 256 for i in range(20)]
 N_DECODE = 6

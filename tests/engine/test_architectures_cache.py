@@ -1,0 +1,328 @@
+"""The KV cache of every architecture: going back, shifting and saving are exact, or refused.
+
+llama.cpp's own tiny models (`archs.NAMES`); caches of every kind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, errors
+from tests.support import encoder_gguf, ses1, shared_kv_gguf, tiny_gguf
+from tests.support.archs import NAMES, WITHOUT_CACHE
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from kqview import Engine, Generation, Token
+    from tests.engine.conftest import MakeEngine
+
+    Models = dict[str, Path]
+
+
+# ---- going back: what follows equals a fresh evaluation
+#
+# A plain cache drops its tail; recurrent state, hybrid models and compressed keys cannot, and are
+# evaluated again: `usage.cached_tokens` says so. Logprobs are compared as well as ids: a state
+# that is one token behind may still give the same ids. The cache is F32 and flash attention is
+# off; what is left is the rounding of prompts that are cut into batches in another way.
+
+N_PROMPT = 20
+# llama.cpp's graph of cogvlm gives the logits of a batch's first token for those of its last one:
+# what a prompt goes on with depends on where it is cut.
+GENERATING = [name for name in NAMES if name not in (*WITHOUT_CACHE, "cogvlm-dense")]
+# Their state has no snapshots of earlier tokens; deepseek4 keeps compressed keys.
+CANNOT_GO_BACK = (
+    *("bailingmoe3-moe", "deepseek4-moe", "falcon-h1-dense", "glm5-next-moe"),
+    *("granitehybrid-dense", "jamba-dense", "kimi-k3-moe", "kimi-linear-moe", "lfm2-dense"),
+    *("lfm2moe-moe", "mamba-dense", "mamba2-dense", "minimax-01-moe", "nemotron_h-dense"),
+    *("nemotron_h_moe-dense", "plamo2-dense", "qwen35-dense", "qwen35moe-moe", "qwen3next-moe"),
+    "qwen4exp-moe",
+)
+OPTIONS: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "top_logprobs": 3}
+ROUNDED = 1e-3
+
+
+def prompt_of(seed: int, n: int = N_PROMPT) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 128, n).tolist()
+
+
+class Said:
+    """Ids and logprobs of a generation."""
+
+    def __init__(self, generation: Generation) -> None:
+        tokens = list(generation)
+        self.ids = [token.id for token in tokens]
+        self.logprobs = [token.logprob for token in tokens]
+        self.n_cached = generation.usage.cached_tokens
+
+    def check(self, expected: Said, start: int = 0) -> None:
+        n = len(self.ids)
+        assert self.ids == expected.ids[start : start + n]
+        want = expected.logprobs[start : start + n]
+        np.testing.assert_allclose(self.logprobs, want, rtol=0, atol=ROUNDED)
+
+
+@pytest.fixture(params=GENERATING)
+def engine(
+    request: pytest.FixtureRequest, architectures: Models, make_engine: MakeEngine
+) -> Engine:
+    """An engine with two slots, for each of the models."""
+    model = architectures[request.param]
+    return make_engine(model, n_ctx=256, n_slots=2, kv_type="f32", flash_attn=False)
+
+
+@pytest.fixture
+def can_go_back(request: pytest.FixtureRequest) -> bool:
+    return request.node.callspec.params["engine"] not in CANNOT_GO_BACK
+
+
+@pytest.mark.peers
+def test_every_way_back_equals_a_fresh_evaluation(engine: Engine, can_go_back: bool) -> None:
+    prompt = prompt_of(1)
+    slot = engine.slots[0]
+    options = {**OPTIONS, "slot": 0}
+    fresh = Said(engine.generate(prompt, max_tokens=20, **options))
+    assert fresh.n_cached == 0
+
+    # Cancelled after 3 of 20, continued.
+    slot.clear()
+    with engine.generate(prompt, max_tokens=20, **options) as generation:
+        taken = [next(generation).id for _ in range(3)]
+    assert taken == fresh.ids[:3]
+    assert slot.tokens in (prompt + taken[:2], [])
+    again = Said(engine.generate(prompt + taken, max_tokens=17, **options))
+    again.check(fresh, 3)
+    assert again.n_cached == N_PROMPT + 2 or not can_go_back
+
+    # Truncated, continued.
+    slot.truncate(N_PROMPT + 5)
+    assert slot.n_tokens == (N_PROMPT + 5 if can_go_back else 0)
+    again = Said(engine.generate(prompt + fresh.ids[:6], max_tokens=10, **options))
+    again.check(fresh, 6)
+    assert again.n_cached == (N_PROMPT + 5 if can_go_back else 0)
+
+    # A prompt that parts from the cache in its middle.
+    other = prompt[:12] + prompt_of(2, 8)
+    again = Said(engine.generate(other, max_tokens=12, **options))
+    assert again.n_cached == (12 if can_go_back else 0)
+    slot.clear()
+    again.check(Said(engine.generate(other, max_tokens=12, **options)))
+
+
+@pytest.mark.peers
+def test_two_slots_do_not_disturb_each_other(engine: Engine, can_go_back: bool) -> None:
+    prompts = [prompt_of(3), prompt_of(4, 50)]
+    alone = []
+    for i, prompt in enumerate(prompts):
+        alone.append(Said(engine.generate(prompt, max_tokens=20, slot=i, **OPTIONS)))
+        engine.slots[i].clear()
+    generations = [
+        engine.generate(prompt, max_tokens=20, slot=i, **OPTIONS)
+        for i, prompt in enumerate(prompts)
+    ]
+    taken: list[list[int]] = [[], []]
+    for _ in range(5):
+        for i in (0, 1):
+            taken[i].append(next(generations[i]).id)
+    generations[1].close()
+    rest = [token.id for token in generations[0]]
+    assert taken[0] + rest == alone[0].ids
+    assert taken[1] == alone[1].ids[:5]
+    again = engine.generate(prompts[1] + taken[1], max_tokens=15, slot=1, **OPTIONS)
+    Said(again).check(alone[1], 5)
+    # The same prompt in the other slot: copied where that is possible.
+    engine.slots[0].clear()
+    again = Said(engine.generate(prompts[1], max_tokens=20, slot=0, **OPTIONS))
+    again.check(alone[1])
+    assert again.n_cached == (49 if can_go_back else 0)
+
+
+@pytest.mark.peers
+def test_list_of_models_that_cannot_go_back_is_complete(
+    architectures: Models, make_engine: MakeEngine
+) -> None:
+    found = []
+    for name in GENERATING:
+        engine = make_engine(architectures[name], n_ctx=64)
+        engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).read()
+        engine.slots[0].truncate(4)
+        if engine.slots[0].n_tokens == 0:
+            found.append(name)
+        engine.close()
+    assert found == list(CANNOT_GO_BACK)
+
+
+@pytest.mark.parametrize("swa_full", [True, False])
+def test_window_that_forgets_is_evaluated_again(
+    make_engine: MakeEngine, tmp_path: Path, swa_full: bool
+) -> None:
+    model = shared_kv_gguf.write_gemma3n(tmp_path / "model.gguf")
+    exact: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 16, "kv_type": "f32", "flash_attn": False}
+    engine = make_engine(model, swa_full=swa_full, **exact)
+    prompt = prompt_of(5, 700)
+    Said(engine.generate(prompt, max_tokens=20, **OPTIONS))
+    for n in (715, 690, 300, 40):
+        ids = prompt[:n] + prompt_of(n, 4)
+        again = Said(engine.generate(ids, max_tokens=10, **OPTIONS))
+        other = make_engine(model, **exact)
+        fresh = Said(other.generate(ids, max_tokens=10, **OPTIONS))
+        again.check(fresh)
+        if swa_full:
+            assert again.n_cached == min(n, 700)
+        engine.generate(prompt, max_tokens=20, **OPTIONS).read()
+
+
+# ---- shifting: no key ends up elsewhere
+#
+# Keys and queries of a first layer with attention depend on a token and its position alone. So
+# after tokens were pruned its rows must be those of a fresh evaluation, whatever the layers above
+# have kept of the pruned tokens: the check needs no other implementation, and covers all ways of
+# rotating keys.
+
+SHIFTING = [name for name in NAMES if name not in WITHOUT_CACHE]
+# Rotated twice in place of once, and rounded to the cache's type in between.
+SHIFT_LIMITS = {"f32": 2e-4, "f16": 4e-3, "q8_0": 3e-2}
+# Some that must not be refused, with an F32 cache; and those that llama.cpp would move wrongly.
+SHIFTED = (
+    "llama-dense",
+    "qwen2-dense",
+    "phi2-dense",
+    "gptneox-dense",
+    "deepseek2-moe",
+    "bloom-dense",
+)
+MOVED_WRONGLY = (
+    *("baichuan-dense", "cogvlm-dense", "gpt2-dense", "hunyuan-dense-dense", "hunyuan-moe-moe"),
+    *("maincoder-dense", "mpt-dense", "pangu-embedded-dense", "starcoder-dense"),
+)
+SHIFT_PROMPT = np.random.default_rng(1).integers(0, 128, 90).tolist()
+SHIFT_LEFT = SHIFT_PROMPT[:8] + SHIFT_PROMPT[20:50] + SHIFT_PROMPT[57:]
+
+
+def rows_of(engine: Engine, ids: list[int], **options: Any) -> np.ndarray[Any, Any]:
+    (token,) = engine.generate(
+        ids, max_tokens=1, temperature=0.0, ignore_eos=True, capture=Capture("logits", layers=[0]),
+        **options,
+    )  # fmt: skip
+    assert token.attention is not None
+    return np.asarray(token.attention[0])
+
+
+@pytest.mark.peers
+@pytest.mark.parametrize("kv_type", SHIFT_LIMITS)
+@pytest.mark.parametrize("name", SHIFTING)
+def test_keys_of_the_first_layer_are_where_a_fresh_evaluation_has_them(
+    make_engine: MakeEngine, architectures: dict[str, Path], name: str, kv_type: str
+) -> None:
+    try:
+        engine = make_engine(
+            architectures[name], n_ctx=256, kv_type=kv_type, flash_attn=kv_type != "f32"
+        )
+    except errors.RequestError:
+        return  # heads that are no multiple of a block
+    engine.generate(SHIFT_PROMPT, max_tokens=1, ignore_eos=True).read()
+    try:
+        generation = engine.generate(SHIFT_LEFT, max_tokens=1, reuse="shift", ignore_eos=True)
+    except errors.UnsupportedModel:
+        assert kv_type != "f32" or name not in SHIFTED
+        with pytest.raises(errors.UnsupportedModel):
+            engine.slots[0].shift(3, 9)
+        assert engine.slots[0].tokens == SHIFT_PROMPT
+        return
+    assert name not in MOVED_WRONGLY
+    generation.read()
+    assert generation.usage.cached_tokens == len(SHIFT_LEFT) - 1
+    kept = rows_of(engine, [*SHIFT_LEFT, 7, 9], reuse="shift")
+    engine.slots[0].clear()
+    fresh = rows_of(engine, [*SHIFT_LEFT, 7, 9])
+    shown = np.isfinite(fresh)
+    np.testing.assert_array_equal(np.isfinite(kept), shown)
+    largest = np.abs(fresh[shown]).max()
+    assert np.abs(kept[shown] - fresh[shown]).max() <= SHIFT_LIMITS[kv_type] * largest
+
+
+# ---- saving: whole and exactly, or not at all
+
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (tiny_gguf.write_mamba, "recurrent"),
+        (shared_kv_gguf.write_gemma3n, "sliding windows"),
+        (encoder_gguf.write_bert, "no KV cache"),
+        (encoder_gguf.write_t5, "no KV cache"),
+    ],
+)
+def test_cache_that_cannot_be_saved_whole_is_refused(
+    make_engine: MakeEngine, tmp_path: Path, write: Callable[[Path], Path], reason: str
+) -> None:
+    engine = make_engine(write(tmp_path / "model.gguf"))
+    slot = engine.slots[0]
+    if reason != "no KV cache":
+        engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).read()
+        assert slot.n_tokens == 6
+    held = slot.tokens
+    empty = ses1.Blob([], [], [], False).encode()
+    for call in (slot.save, lambda: slot.restore(empty), lambda: slot.restore(b"SES1")):
+        with pytest.raises(errors.UnsupportedModel, match=reason):
+            call()
+    assert slot.tokens == held
+
+
+def test_recurrent_slot_that_is_truncated_is_empty(make_engine: MakeEngine, tmp_path: Path) -> None:
+    engine = make_engine(tiny_gguf.write_mamba(tmp_path / "mamba.gguf"))
+    engine.generate([1, 2, 3], max_tokens=4, ignore_eos=True).read()
+    engine.slots[0].truncate(1)  # its state cannot forget the tail alone
+    assert engine.slots[0].tokens == []
+
+
+@pytest.mark.peers
+@pytest.mark.slow
+def test_every_architecture_is_saved_exactly_or_refused(
+    make_engine: MakeEngine, architectures: dict[str, Path]
+) -> None:
+    kinds: dict[str, list[str]] = {"saved": [], "refused": []}
+    for name, path in architectures.items():
+        try:
+            engine = make_engine(path, n_ctx=256, **EXACT)
+        except errors.ModelError:
+            continue
+        ids = [i % engine.model.n_vocab for i in random_ids(12)]
+        slot = engine.slots[0]
+        try:
+            list(engine.attend(ids))
+            if slot.n_tokens == 0:
+                list(engine.generate(ids, max_tokens=1, ignore_eos=True))
+        except errors.KqviewError:
+            pass  # not every one generates or has attention
+        try:
+            blob = slot.save()
+        except errors.UnsupportedModel:
+            kinds["refused"].append(name)
+            with pytest.raises(errors.UnsupportedModel):
+                slot.restore(b"SES1")
+        else:
+            if not slot.n_tokens:
+                continue
+            first = [t.top_logprobs for t in go_on_plain(engine, ids)]
+            slot.clear()
+            slot.restore(blob, exact=True)
+            assert slot.save() == blob, name
+            assert [t.top_logprobs for t in go_on_plain(engine, ids)] == first, name
+            kinds["saved"].append(name)
+        engine.close()
+    assert len(kinds["saved"]) > 40
+    assert {"refused", "saved"} == {kind for kind, names in kinds.items() if names}
+
+
+def go_on_plain(engine: Engine, ids: list[int]) -> list[Token]:
+    options: dict[str, Any] = {"max_tokens": 2, "temperature": 0.0, "top_logprobs": 5}
+    return list(engine.generate(ids, ignore_eos=True, **options))
