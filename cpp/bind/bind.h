@@ -33,7 +33,6 @@ void bind_capture(nb::module_& module);
 void bind_engine(nb::module_& module);
 void bind_generation(nb::module_& module);
 void bind_state(nb::module_& module);
-void bind_test_device(nb::module_& module);
 void bind_system(nb::module_& module);
 
 // Text of llama.cpp or of a file, which may be no UTF-8 or cut inside a character: such bytes

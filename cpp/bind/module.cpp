@@ -2,6 +2,23 @@
 
 #include "bind/bind.h"
 
+#ifdef KQVIEW_FAKE_DEVICE
+// Of tests/device and tests/native, in developer builds alone.
+namespace kqview::testing {
+void bind_fake_device(nanobind::module_& module);
+void bind_words(nanobind::module_& module);
+void bind_sampling_options(nanobind::module_& module);
+}  // namespace kqview::testing
+#endif
+
+static void bind_testing([[maybe_unused]] nanobind::module_& module) {
+#ifdef KQVIEW_FAKE_DEVICE
+    kqview::testing::bind_fake_device(module);
+    kqview::testing::bind_words(module);
+    kqview::testing::bind_sampling_options(module);
+#endif
+}
+
 NB_MODULE(_core, module) {
     using namespace kqview::bind;
     if (is_bound_before(module)) return;
@@ -18,5 +35,5 @@ NB_MODULE(_core, module) {
     bind_generation(module);
     bind_engine(module);
     bind_state(module);
-    bind_test_device(module);
+    bind_testing(module);
 }

@@ -48,8 +48,8 @@ bool is_better(const llama_token_data& a, const llama_token_data& b) {
 
 [[noreturn]] void throw_nothing_left() {
     throw error(errc::decode,
-                "sampler.sample: no token is left to choose, at least one is needed; loosen "
-                "banned_tokens, logit_bias, ignore_eos or the grammar");
+                "no token is left to choose; loosen banned_tokens, logit_bias, ignore_eos or the "
+                "grammar, json_schema or regex");
 }
 
 // llama.cpp throws plain std exceptions.
@@ -73,7 +73,9 @@ sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::i
       seed_(pick_seed(params.seed)),
       n_vocab_(llama_vocab_n_tokens(vocab)),
       filter_(std::move(filter)),
-      limit_("generate: " + (params.constraint_kind.empty() ? "grammar" : params.constraint_kind),
+      limit_(params.json_schema ? "json_schema"
+             : params.regex     ? "regex"
+                                : "grammar",
              filter_limit_s, filter_average_s) {
     check(params_, n_vocab_);
     collect_bans(vocab);
@@ -98,9 +100,9 @@ void sampler::collect_bans(const llama_vocab* vocab) {
     banned_.erase(std::unique(banned_.begin(), banned_.end()), banned_.end());
     std::erase_if(params_.logit_bias, [](const auto& entry) { return entry.second == minus_inf; });
     if (!banned_.empty() && banned_.size() >= static_cast<std::size_t>(n_vocab_)) {
-        throw error(errc::invalid_sampling, "generate: ignore_eos and banned_tokens ban all " +
+        throw error(errc::invalid_sampling, "ignore_eos, banned_tokens and logit_bias ban all " +
                                                 std::to_string(n_vocab_) +
-                                                " tokens, one has to be left; ban fewer");
+                                                " tokens; leave at least one");
     }
 }
 
@@ -120,14 +122,13 @@ void sampler::build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train
     if (n_dry > 0) {
         if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
             throw error(errc::invalid_sampling,
-                        "generate: dry_multiplier is above 0, 0 is allowed for a model without "
-                        "vocabulary; leave it out");
+                        "dry_multiplier needs a vocabulary, and this model has none; leave it out");
         }
         std::vector<const char*> breakers;
         for (const std::string& text : params_.dry_sequence_breakers) {
             breakers.push_back(text.c_str());
         }
-        call_llama(errc::invalid_sampling, "generate: dry_sequence_breakers", [&] {
+        call_llama(errc::invalid_sampling, "dry_sequence_breakers", [&] {
             dry_.reset(llama_sampler_init_dry(vocab, params_.dry_multiplier, params_.dry_base,
                                               params_.dry_allowed_length, n_dry, breakers.data(),
                                               breakers.size()));
@@ -189,9 +190,9 @@ sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
                                         "; report this");
     }
     const std::span<float> row(logits, static_cast<std::size_t>(n_vocab));
-    const bool has_logprobs = params_.n_logprobs >= 0;
+    const bool has_logprobs = params_.top_logprobs.has_value();
     if (filter_) limit_.restart();
-    if (has_logprobs) logprobs_.read(logits, n_vocab, params_.n_logprobs);
+    if (has_logprobs) logprobs_.read(logits, n_vocab, *params_.top_logprobs);
 
     edit(row);
     sampled_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
@@ -233,7 +234,7 @@ void sampler::penalize(std::span<float> logits) {
         // A banned token stays banned, and NaN is left for the scan to report.
         if (!(logit > minus_inf)) continue;
         penalized_.push_back({id, logit, 0.0F});
-        if (params_.n_logprobs >= 0) replaced_.push_back({id, logit});
+        if (params_.top_logprobs.has_value()) replaced_.push_back({id, logit});
     }
     llama_token_data_array array = as_array(penalized_, false);
     llama_sampler_apply(penalties_.get(), &array);

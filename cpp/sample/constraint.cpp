@@ -40,9 +40,8 @@ public:
         init.log_stderr_level = 0;
         handle_.reset(library_.new_matcher(&init, kind.c_str(), text.c_str()));
         if (const char* const message = library_.matcher_get_error(handle_.get())) {
-            throw error(errc::invalid_sampling,
-                        "generate: " + kind + " is refused by llguidance: " + one_line(message) +
-                            "; correct it");
+            throw error(errc::invalid_sampling, "" + kind + " is refused by llguidance: " +
+                                                    one_line(message) + "; correct it");
         }
     }
 
@@ -82,7 +81,7 @@ public:
 
     [[noreturn]] void raise() const {
         throw error(errc::invalid_sampling,
-                    "generate: llguidance cannot go on with " + kind_ + ": " +
+                    "llguidance cannot go on with " + kind_ + ": " +
                         one_line(library_.matcher_get_error(handle_.get())) + "; simplify it");
     }
 
@@ -121,7 +120,7 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
     }
     if (ends.empty()) {
         throw error(errc::invalid_sampling,
-                    "generate: json_schema or regex is given, the model has no token that ends a "
+                    "json_schema or regex is given, the model has no token that ends a "
                     "text and could not stop; use another model, or grammar");
     }
     llg_tokenizer_init init{};
@@ -137,9 +136,8 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
     char message[512] = "";
     handle_ = library_.new_tokenizer_v2(&init, message, sizeof message);
     if (!handle_) {
-        throw error(errc::invalid_sampling,
-                    "generate: llguidance cannot use this model's vocabulary: " +
-                        one_line(message) + "; use grammar");
+        throw error(errc::invalid_sampling, "llguidance cannot use this model's vocabulary: " +
+                                                one_line(message) + "; use grammar");
     }
 }
 
@@ -149,15 +147,14 @@ std::unique_ptr<token_filter> make_constraint(
     std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
     const std::string& text) {
     if (text.size() > n_bytes_max || text.find('\0') != std::string::npos) {
-        throw error(errc::invalid_sampling, "generate: " + kind + " has " +
-                                                std::to_string(text.size()) + " bytes, up to " +
-                                                std::to_string(n_bytes_max) +
+        throw error(errc::invalid_sampling, "" + kind + " has " + std::to_string(text.size()) +
+                                                " bytes, up to " + std::to_string(n_bytes_max) +
                                                 " without a zero byte are allowed; correct it");
     }
     auto made = std::make_unique<constraint>(std::move(vocabulary), kind, text);
     if (made->matches_nothing()) {
         throw error(errc::invalid_sampling,
-                    "generate: " + kind + " matches no output, some is needed; correct it");
+                    "" + kind + " matches no output, some is needed; correct it");
     }
     return made;
 }

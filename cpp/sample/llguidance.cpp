@@ -12,7 +12,7 @@ template <typename F>
 void find(void* library, const char* name, F*& function) {
     function = reinterpret_cast<F*>(dlsym(library, name));
     if (!function) {
-        throw error(errc::request, std::string("generate: llguidance has no function ") + name +
+        throw error(errc::request, std::string("llguidance has no function ") + name +
                                        ", json_schema and regex need version 1.9 or newer; "
                                        "pip install -U llguidance");
     }
@@ -24,8 +24,8 @@ llguidance::llguidance(const std::string& path) {
     // Python has loaded it already; it stays.
     void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
     if (!library) {
-        throw error(errc::request, std::string("generate: llguidance cannot be opened: ") +
-                                       dlerror() + "; reinstall it");
+        throw error(errc::request,
+                    std::string("llguidance cannot be opened: ") + dlerror() + "; reinstall it");
     }
     find(library, "llg_new_tokenizer_v2", new_tokenizer_v2);
     find(library, "llg_free_tokenizer", free_tokenizer);

@@ -1,11 +1,15 @@
-// The sampling options of one request, as plain values, and the check of their ranges.
+// The sampling options of one request as plain values, the list of them, and the check of their
+// ranges. kqview.Sampling (types/sampling.py) has the same options.
 // Never: touches llama.cpp. What passes check() reaches no assertion of its samplers.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
+#include <map>
 #include <optional>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "base/ids.h"
@@ -14,7 +18,7 @@ namespace kqview {
 
 struct sampling_params {
     float temperature = 0.8F;  // 0 = greedy
-    std::int32_t top_k = 40;   // 0 or less = off
+    std::int32_t top_k = 40;   // 0 = off
     float top_p = 0.95F;       // 1 = off
     float min_p = 0.05F;       // 0 = off
     float typical_p = 1.0F;    // 1 = off
@@ -39,18 +43,78 @@ struct sampling_params {
 
     std::optional<std::uint32_t> seed;  // none = random
 
-    std::vector<std::pair<token_id, float>> logit_bias;  // -inf bans
+    std::map<token_id, float> logit_bias;  // -inf bans
     std::vector<token_id> banned_tokens;
     bool ignore_eos = false;  // bans every end-of-generation token
-    std::string grammar;      // GBNF with the rule "root"; empty = none
 
-    // What llguidance enforces instead of a grammar: "json_schema" or "regex" and its text.
-    std::string constraint_kind;  // empty = none
-    std::string constraint;
+    // At most one of these; llguidance enforces the last two.
+    std::optional<std::string> grammar;  // GBNF with the rule "root"; empty = none
+    std::optional<std::string> json_schema;
+    std::optional<std::string> regex;
 
-    // -1 = no logprobs, 0 = that of the chosen token, k = also of the k most probable ones.
-    std::int32_t n_logprobs = -1;
+    // 0 = the logprob of the chosen token, k = also of the k most probable ones.
+    std::optional<std::int32_t> top_logprobs;
 };
+
+// What a number may be, within the limits of its type.
+struct number_range {
+    double low = -std::numeric_limits<double>::infinity();
+    double high = std::numeric_limits<double>::infinity();
+    bool low_excluded = false;
+
+    bool contains(double value) const {
+        return std::isfinite(value) && value >= low && value <= high &&
+               !(low_excluded && value == low);
+    }
+};
+
+template <typename Value>
+struct sampling_option {
+    const char* name;
+    Value sampling_params::*member;
+    number_range range{};  // of numbers
+};
+
+// Every option: what check() and the bindings go through.
+inline constexpr std::tuple sampling_options{
+    sampling_option{"temperature", &sampling_params::temperature, {.low = 0}},
+    sampling_option{"top_k", &sampling_params::top_k, {.low = 0}},
+    sampling_option{"top_p", &sampling_params::top_p, {0, 1, true}},
+    sampling_option{"min_p", &sampling_params::min_p, {0, 1}},
+    sampling_option{"typical_p", &sampling_params::typical_p, {0, 1, true}},
+    sampling_option{
+        "repeat_penalty", &sampling_params::repeat_penalty, {.low = 0, .low_excluded = true}},
+    sampling_option{"repeat_last_n", &sampling_params::repeat_last_n, {.low = -1}},
+    sampling_option{"presence_penalty", &sampling_params::presence_penalty},
+    sampling_option{"frequency_penalty", &sampling_params::frequency_penalty},
+    sampling_option{"dry_multiplier", &sampling_params::dry_multiplier, {.low = 0}},
+    sampling_option{"dry_base", &sampling_params::dry_base, {.low = 1}},
+    sampling_option{"dry_allowed_length", &sampling_params::dry_allowed_length, {.low = 0}},
+    sampling_option{"dry_penalty_last_n", &sampling_params::dry_penalty_last_n, {.low = -1}},
+    sampling_option{"dry_sequence_breakers", &sampling_params::dry_sequence_breakers},
+    sampling_option{"xtc_probability", &sampling_params::xtc_probability, {0, 1}},
+    sampling_option{"xtc_threshold", &sampling_params::xtc_threshold, {0, 1}},
+    sampling_option{"mirostat", &sampling_params::mirostat, {0, 2}},
+    sampling_option{
+        "mirostat_tau", &sampling_params::mirostat_tau, {.low = 0, .low_excluded = true}},
+    sampling_option{
+        "mirostat_eta", &sampling_params::mirostat_eta, {.low = 0, .low_excluded = true}},
+    // llama.cpp reads 2^32 - 1 as "choose one at random".
+    sampling_option{"seed", &sampling_params::seed, {0, 4294967294.0}},
+    sampling_option{"logit_bias", &sampling_params::logit_bias},
+    sampling_option{"banned_tokens", &sampling_params::banned_tokens},
+    sampling_option{"ignore_eos", &sampling_params::ignore_eos},
+    sampling_option{"grammar", &sampling_params::grammar},
+    sampling_option{"json_schema", &sampling_params::json_schema},
+    sampling_option{"regex", &sampling_params::regex},
+    sampling_option{"top_logprobs", &sampling_params::top_logprobs, {.low = 0}},
+};
+
+// Calls `visit` with each of them, in order.
+template <typename Visit>
+void for_each_option(Visit&& visit) {
+    std::apply([&](const auto&... option) { (visit(option), ...); }, sampling_options);
+}
 
 // Raises invalid_sampling for a value out of range, invalid_token for an id outside the vocabulary.
 // The grammar's text is checked when the filter is made.

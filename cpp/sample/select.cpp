@@ -64,15 +64,13 @@ void logit_scan::read(const float* logits, std::int32_t n) {
     }
     if (has_nan) {
         throw error(errc::decode,
-                    "sampler.sample: logits contain NaN, numbers are needed; check the model file "
-                    "and its quantization");
+                    "the logits contain NaN; check the model file and its quantization");
     }
     max_ = minus_inf;
     for (const float value : block_max_) max_ = std::max(max_, value);
     if (max_ == std::numeric_limits<float>::infinity()) {
         throw error(errc::decode,
-                    "sampler.sample: logits contain infinity, finite numbers are needed; check the "
-                    "model file, and logit_bias if one was given");
+                    "the logits contain infinity; check the model file, and logit_bias if given");
     }
 }
 

@@ -26,8 +26,8 @@ std::shared_ptr<const token_texts> read_texts(const model& source) {
 
 std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
                                                   const std::string& llguidance_path) {
-    if (!params.grammar.empty()) return make_grammar(params.grammar);
-    if (params.constraint_kind.empty()) return nullptr;
+    if (params.grammar && !params.grammar->empty()) return make_grammar(*params.grammar);
+    if (!params.json_schema && !params.regex) return nullptr;
     std::shared_ptr<const constraint_vocabulary> vocabulary;
     {
         const std::lock_guard lock(mutex_);
@@ -36,16 +36,17 @@ std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
         }
         vocabulary = constraints_;
     }
-    return make_constraint(std::move(vocabulary), params.constraint_kind, params.constraint);
+    return params.json_schema
+               ? make_constraint(std::move(vocabulary), "json_schema", *params.json_schema)
+               : make_constraint(std::move(vocabulary), "regex", *params.regex);
 }
 
 std::unique_ptr<token_filter> token_filters::make_grammar(const std::string& text) {
     if (!source_->has_vocab()) {
         throw error(errc::invalid_sampling,
-                    "generate: a grammar is given, none is allowed for a model without "
-                    "vocabulary; leave it out");
+                    "grammar needs a vocabulary, and this model has none; leave it out");
     }
-    work_limit limit("generate: grammar", read_limit_s);
+    work_limit limit("grammar", read_limit_s);
     limit.restart();
     const auto find_token = [this](std::string_view name) -> std::optional<token_id> {
         const auto ids = source_->words().tokenize(name, false, true);

@@ -11,7 +11,7 @@ namespace kqview {
 
 class work_limit {
 public:
-    // `what` begins the error's message, as in "generate: grammar". `refill_s` comes back with each
+    // `what` begins the error's message, as in "grammar". `refill_s` comes back with each
     // restart, up to `limit_s`: what work may take on average.
     work_limit(std::string what, double limit_s, double refill_s)
         : what_(std::move(what)), limit_s_(limit_s), refill_s_(refill_s), left_s_(limit_s) {}

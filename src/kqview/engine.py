@@ -27,7 +27,6 @@ from kqview.llama_log import forward_log
 from kqview.machine import default_threads, engine_info, physical_memory_bytes
 from kqview.model_info import model_info
 from kqview.request_options import (
-    SamplingOptions,
     byte_count,
     checked_ids,
     lora_adapters,
@@ -45,6 +44,7 @@ from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo, Sampling
+from kqview.types.sampling import SamplingOptions
 from kqview.vocabulary import Vocabulary
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]

@@ -23,8 +23,9 @@
     +-- DecodeError                    llama.cpp could not evaluate a batch
     +-- InternalError                  a bug of kqview
 
-Messages read ``<noun>.<verb>: <got>, <limit>; <remedy>``. Cancelling is a finish reason, never an
-error. This file imports nothing of kqview; the C++ core looks its classes up in ``BY_CODE``.
+A message says what was wrong, what the limit is and what to do, in the names of the caller's
+parameters. Cancelling is a finish reason, never an error. This file imports nothing of kqview; the
+C++ core looks its classes up in ``BY_CODE``.
 """
 
 import reprlib
@@ -72,7 +73,14 @@ class RequestError(KqviewError, ValueError):
 
     Sending the same request again fails again. Not raised for what would fit at another moment:
     that is a CapacityError.
+
+    Attributes:
+        parameter: Name of the parameter that is wrong, None where no single one is known.
     """
+
+    def __init__(self, message: str = "", *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class PromptTooLong(RequestError):

@@ -5,51 +5,18 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, TypedDict, cast
 
 from kqview import _core
 from kqview.errors import InvalidToken, RequestError, UnsupportedModel, shown
 from kqview.types import Capture, Sampling
-from kqview.types.sampling import are_ids
+from kqview.types.sampling import SamplingOptions, are_ids
 
 _INT32_MAX: Final = 2**31 - 1
 _INT64_MAX: Final = 2**63 - 1
 _SCALE_MAX: Final = 1e6
 _POOLING: Final = ("none", "mean", "cls", "last", "rank")
-
-
-class SamplingOptions(TypedDict, total=False):
-    """The fields of Sampling as keyword arguments; see Sampling for what each one does."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    repeat_penalty: float
-    repeat_last_n: int
-    presence_penalty: float
-    frequency_penalty: float
-    dry_multiplier: float
-    dry_base: float
-    dry_allowed_length: int
-    dry_penalty_last_n: int
-    dry_sequence_breakers: Sequence[str]
-    xtc_probability: float
-    xtc_threshold: float
-    mirostat: int
-    mirostat_tau: float
-    mirostat_eta: float
-    seed: int | None
-    logit_bias: Mapping[int, float]
-    banned_tokens: Sequence[int]
-    stop: str | Sequence[str]
-    stop_tokens: Sequence[int]
-    ignore_eos: bool
-    grammar: str | None
-    json_schema: str | Mapping[str, object] | None
-    regex: str | None
-    top_logprobs: int | None
 
 
 class GenerateOptions(SamplingOptions, total=False):
@@ -357,23 +324,10 @@ def _to_index(value: object) -> int | None:
 
 
 def to_core(sampling: Sampling) -> _core.SamplingParams:
-    """The core's sampling parameters; the part that the engine thread needs."""
-    params = _core.SamplingParams()
-    for name in _SAME_IN_CORE:
-        setattr(params, name, getattr(sampling, name))
-    for text in (*sampling.dry_sequence_breakers, sampling.grammar or ""):
-        encode("generate", text)
-    params.dry_sequence_breakers = list(sampling.dry_sequence_breakers)
-    params.logit_bias = [(id_, float(bias)) for id_, bias in sampling.logit_bias.items()]
-    params.banned_tokens = list(sampling.banned_tokens)
-    params.grammar = sampling.grammar or ""
-    schema = None if sampling.json_schema is None else _bounded_space(str(sampling.json_schema))
-    for kind, text in (("json_schema", schema), ("regex", sampling.regex)):
-        if text is not None:
-            encode("generate", text)
-            params.constraint_kind, params.constraint = kind, text
-    params.n_logprobs = -1 if sampling.top_logprobs is None else sampling.top_logprobs
-    return params
+    """The core's sampling parameters."""
+    if isinstance(sampling.json_schema, str):
+        sampling = replace(sampling, json_schema=_bounded_space(sampling.json_schema))
+    return _core.SamplingParams(sampling)
 
 
 def _bounded_space(schema: str) -> str:
@@ -391,25 +345,3 @@ def _bounded_space(schema: str) -> str:
 
 
 _SPACE: Final = r" |\n[ \t]{0,20}"  # or none: as llama.cpp's own grammars of JSON have it
-_SAME_IN_CORE = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repeat_penalty",
-    "repeat_last_n",
-    "presence_penalty",
-    "frequency_penalty",
-    "dry_multiplier",
-    "dry_base",
-    "dry_allowed_length",
-    "dry_penalty_last_n",
-    "xtc_probability",
-    "xtc_threshold",
-    "mirostat",
-    "mirostat_tau",
-    "mirostat_eta",
-    "seed",
-    "ignore_eos",
-)

@@ -14,7 +14,8 @@ import pytest
 import kqview
 import kqview.state
 from kqview import Capture, Engine, Generation, ModelInfo, Sampling, Slot, Token, errors
-from kqview.request_options import GenerateOptions, SamplingOptions
+from kqview.request_options import GenerateOptions
+from kqview.types.sampling import SamplingOptions
 
 SAMPLING_DEFAULTS = {
     "temperature": 0.8,

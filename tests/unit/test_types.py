@@ -96,8 +96,9 @@ def test_value_type_refuses_assignment_and_survives_pickling(value: object):
     ],
 )
 def test_sampling_option_out_of_range_names_the_option(option: str, value: object):
-    with pytest.raises(InvalidSampling, match=rf"^sampling\.validate: {option}.*allowed.*;"):
+    with pytest.raises(InvalidSampling, match=rf"\b{option}\b.* must be .*, got ") as caught:
         Sampling(**{option: value})
+    assert caught.value.parameter == option
 
 
 @pytest.mark.parametrize(
@@ -124,9 +125,8 @@ def test_sampling_keeps_values_at_the_limits(option: str, value: object):
 def test_sampling_message_has_value_limit_and_remedy():
     with pytest.raises(InvalidSampling) as caught:
         Sampling(top_p=1.5)
-    assert str(caught.value) == (
-        "sampling.validate: top_p is 1.5, allowed is a number above 0 to 1; 1 switches it off"
-    )
+    message = str(caught.value)
+    assert all(fact in message for fact in ("top_p", "1.5", "above 0", "at most 1", "1 keeps all"))
 
 
 def test_sampling_defaults_are_those_of_the_api():
@@ -157,7 +157,7 @@ def test_sampling_normalises_collections_and_keeps_its_own():
     ],
 )
 def test_sampling_refuses_two_constraints(options: dict[str, Any]):
-    with pytest.raises(InvalidSampling, match=r" and .* are given, one of them is allowed"):
+    with pytest.raises(InvalidSampling, match=r" and .*give one of them"):
         Sampling(**options)
 
 

@@ -1,16 +1,20 @@
-"""Sampling: how the next token is chosen, checked when it is built.
+"""Sampling: how the next token is chosen; the one table of its options.
 
-The C++ core checks the same limits again, for callers that come another way; the limits that need
-the model, such as the largest token id, are checked only there.
+Each field of `Sampling` is a row of the table: name, type, default, range and description.
+`OPTIONS` gives the rows to whoever needs them, such as the schemas of the server's dialects. The
+C++ core has a list of its own (cpp/sample/params.h), which tests/engine/test_sampling_table.py
+compares with this one. Limits that need the model, such as the largest token id, are checked only
+there.
 """
 
 import json
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Real
-from typing import Final, NamedTuple, cast
+from types import MappingProxyType
+from typing import Any, Final, TypedDict, cast
 
 from kqview.errors import InvalidSampling, shown
 
@@ -19,205 +23,161 @@ _INT_MAX: Final = 2**31 - 1
 _SEED_MAX: Final = 2**32 - 2  # llama.cpp reads the number after it as "choose one at random"
 
 
-class _Limit(NamedTuple):
-    low: float
-    high: float
-    remedy: str
-    low_excluded: bool = False
-
-    def contains(self, value: float) -> bool:
-        return self.low <= value <= self.high and not (self.low_excluded and value == self.low)
-
-    def __str__(self) -> str:
-        if self.low == -self.high:
-            return "that is finite"
-        least = f"above {self.low:g}" if self.low_excluded else f"from {self.low:g}"
-        if self.high in (_FLOAT_MAX, _INT_MAX):
-            return least
-        return f"{least} to {self.high:.10g}"
-
-
-_FLOATS: Final = {
-    "temperature": _Limit(0, _FLOAT_MAX, "0 is greedy"),
-    "top_p": _Limit(0, 1, "1 switches it off", low_excluded=True),
-    "min_p": _Limit(0, 1, "0 switches it off"),
-    "typical_p": _Limit(0, 1, "1 switches it off", low_excluded=True),
-    "repeat_penalty": _Limit(0, _FLOAT_MAX, "1 switches it off", low_excluded=True),
-    "presence_penalty": _Limit(-_FLOAT_MAX, _FLOAT_MAX, "0 switches it off"),
-    "frequency_penalty": _Limit(-_FLOAT_MAX, _FLOAT_MAX, "0 switches it off"),
-    "dry_multiplier": _Limit(0, _FLOAT_MAX, "0 switches it off"),
-    "dry_base": _Limit(1, _FLOAT_MAX, "dry_multiplier=0 switches DRY off"),
-    "xtc_probability": _Limit(0, 1, "0 switches it off"),
-    "xtc_threshold": _Limit(0, 1, "above 0.5 it has no effect"),
-    "mirostat_tau": _Limit(0, _FLOAT_MAX, "5 is usual", low_excluded=True),
-    "mirostat_eta": _Limit(0, _FLOAT_MAX, "0.1 is usual", low_excluded=True),
-}
-_INTS: Final = {
-    "top_k": _Limit(0, _INT_MAX, "0 switches it off"),
-    "repeat_last_n": _Limit(-1, _INT_MAX, "0 switches it off, -1 is the whole context"),
-    "dry_allowed_length": _Limit(0, _INT_MAX, "2 is usual"),
-    "dry_penalty_last_n": _Limit(-1, _INT_MAX, "0 switches it off, -1 is the whole context"),
-    "mirostat": _Limit(0, 2, "0 switches it off"),
-    "seed": _Limit(0, _SEED_MAX, "None takes a random one"),
-    "top_logprobs": _Limit(0, _INT_MAX, "None switches it off, 0 asks for logprob alone"),
-}
-_OPTIONAL: Final = frozenset({"seed", "top_logprobs"})
-
-
-def _no_bias() -> Mapping[int, float]:
-    return {}
-
-
 @dataclass(frozen=True, slots=True)
-class Sampling:
-    """How the next token is chosen from the model's logits.
-
-    Sequences become tuples, ``logit_bias`` becomes a dict of its own.
+class SamplingOption:
+    """One row of the table.
 
     Attributes:
-        temperature: Divides the logits; 0 is greedy.
-        top_k: Keep the k most probable tokens; 0 keeps all.
-        top_p: Keep the fewest tokens whose probability reaches it; 1 keeps all.
-        min_p: Drop tokens below this share of the best one's probability; 0 keeps all.
-        typical_p: Locally typical sampling; 1 is off.
-        repeat_penalty: Divides the logits of tokens seen before; 1 is off.
-        repeat_last_n: Tokens that the three penalties look back on; -1 is the whole context.
-        presence_penalty: Subtracted once from tokens seen before.
-        frequency_penalty: Subtracted for each time that a token was seen.
-        dry_multiplier: Strength of the DRY penalty on repeated sequences; 0 is off.
-        dry_base: Growth of the DRY penalty for each further token.
-        dry_allowed_length: Longest repetition without a DRY penalty.
-        dry_penalty_last_n: Tokens that DRY looks back on; -1 is the whole context.
-        dry_sequence_breakers: Strings that end a sequence for DRY.
-        xtc_probability: Chance of leaving out the most probable tokens; 0 is off.
-        xtc_threshold: Probability from which XTC may leave a token out.
-        mirostat: Version of Mirostat, 1 or 2; 0 is off.
-        mirostat_tau: Mirostat's target entropy.
-        mirostat_eta: Mirostat's learning rate.
-        seed: Makes a run repeatable on one machine and build; None takes a random one.
-        logit_bias: Added to the logit of each token id; -inf bans it.
-        banned_tokens: Token ids that are never chosen.
-        stop: Strings that end the generation; a single string is taken as one.
-        stop_tokens: Token ids that end the generation.
-        ignore_eos: Never choose a token that ends the text.
-        grammar: GBNF that the output has to follow, as llama.cpp reads it: up to 1 MiB of text and
-            a million elements. One that needs more than 2 s of CPU time for a token or 0.1 s a
-            token on average, 20,000 open readings or 32 MiB ends its generation with
-            InvalidSampling; others go on meanwhile.
-        json_schema: JSON schema, as text or mapping, that the output has to follow; kept as text.
-            Needs llguidance, ``pip install "kqview[constraints]"``, which says what of JSON Schema
-            it knows. Its key "x-guidance" says how much white space stands between values; left
-            out, a space or a newline with up to 20 blanks.
-        regex: Regular expression, in the syntax of Rust's regex crate, that all of the output has
-            to match; needs llguidance too.
-        top_logprobs: How many logprobs to report with each token; 0 is that of the token alone.
+        name: The option's name.
+        type: The annotation of its field, such as ``int | None``.
+        default: Its value where the caller gives none.
+        doc: What it does.
+        low: The smallest number allowed; None for options that are not numbers.
+        high: The largest number allowed; None for options that are not numbers.
+        low_excluded: Whether *low* itself is not allowed.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    typical_p: float = 1.0
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = 64
-    dry_sequence_breakers: Sequence[str] = ("\n", ":", '"', "*")
-    xtc_probability: float = 0.0
-    xtc_threshold: float = 0.1
-    mirostat: int = 0
-    mirostat_tau: float = 5.0
-    mirostat_eta: float = 0.1
-    seed: int | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=_no_bias)
-    banned_tokens: Sequence[int] = ()
-    stop: str | Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()
-    ignore_eos: bool = False
-    grammar: str | None = None
-    json_schema: str | Mapping[str, object] | None = None
-    regex: str | None = None
-    top_logprobs: int | None = None
+    name: str
+    type: Any
+    default: Any
+    doc: str
+    low: float | None
+    high: float | None
+    low_excluded: bool
+    _check: "_Check"
 
-    def __post_init__(self) -> None:
-        """Check every field.
+    def checked(self, value: object) -> object:
+        """*value* as `Sampling` keeps it.
 
         Raises:
-            InvalidSampling: A field is out of range or not well-formed, or more than one of
-                grammar, json_schema and regex is given.
+            InvalidSampling: It is out of range or of another type.
         """
-        for name, limit in _FLOATS.items():
-            self._set(name, _to_float(name, getattr(self, name), limit))
-        for name, limit in _INTS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                self._set(name, _to_int(name, value, limit))
-        self._set("logit_bias", _to_bias(self.logit_bias))
-        for name in ("banned_tokens", "stop_tokens"):
-            self._set(name, _to_token_ids(name, getattr(self, name)))
-        for name in ("stop", "dry_sequence_breakers"):
-            self._set(name, _to_strings(name, getattr(self, name)))
-        if not isinstance(self.ignore_eos, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _invalid("ignore_eos", self.ignore_eos, "True or False", "False is the default")
-        if self.json_schema is not None:
-            self._set("json_schema", _to_schema(self.json_schema))
-        for name in ("grammar", "regex"):
-            if not isinstance(getattr(self, name), str | None):
-                raise _invalid(name, getattr(self, name), "text", "None is without")
-        given = [n for n in ("grammar", "json_schema", "regex") if getattr(self, n) is not None]
-        if len(given) > 1:
-            raise InvalidSampling(
-                f"sampling.validate: {' and '.join(given)} are given, one of them is allowed; "
-                "leave the others out"
-            )
+        if value is None and self.default is None:
+            return None
+        return self._check(self, value)
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+    @property
+    def allowed(self) -> str:
+        """The range in words, such as "a number from 0 to 1"."""
+        assert self.low is not None
+        assert self.high is not None
+        noun = "a whole number" if self._check is _to_int else "a number"
+        if self.low == -self.high:
+            return "a finite number"
+        if self.high in (_FLOAT_MAX, _INT_MAX):
+            return f"{noun} {'above' if self.low_excluded else 'of at least'} {self.low:g}"
+        if self.low_excluded:
+            return f"{noun} above {self.low:g} and at most {self.high:.10g}"
+        return f"{noun} from {self.low:g} to {self.high:.10g}"
 
 
-def _invalid(name: str, value: object, limit: object, remedy: str) -> InvalidSampling:
-    return InvalidSampling(
-        f"sampling.validate: {name} is {shown(value)}, allowed is {limit}; {remedy}"
-    )
+_Check = Callable[[SamplingOption, object], object]
 
 
-def _to_float(name: str, value: object, limit: _Limit) -> float:
+def _row(
+    default: object,
+    check: _Check,
+    doc: str,
+    low: float | None = None,
+    high: float | None = None,
+    low_excluded: bool = False,
+) -> Any:
+    row = {
+        "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "_check": check,
+    }  # fmt: skip
+    if isinstance(default, dict):
+        return field(default_factory=lambda: dict[int, float](), metadata=row)
+    return field(default=default, metadata=row)
+
+
+def _number(
+    default: float,
+    doc: str,
+    *,
+    low: float = -_FLOAT_MAX,
+    high: float = _FLOAT_MAX,
+    low_excluded: bool = False,
+) -> Any:
+    return _row(default, _to_float, doc, low, high, low_excluded)
+
+
+def _integer(default: int | None, doc: str, *, low: int = 0, high: int = _INT_MAX) -> Any:
+    return _row(default, _to_int, doc, low, high)
+
+
+# ---- the values of single options
+
+
+def _to_float(option: SamplingOption, value: object) -> float:
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)
         except OverflowError:  # an int beyond every float
             number = math.inf
-        if limit.contains(number):
+        if _contains(option, number):
             return number
-    raise _invalid(name, value, f"a number {limit}", limit.remedy)
+    raise _invalid(option.name, value, option.allowed, option.doc)
 
 
-def _to_int(name: str, value: object, limit: _Limit) -> int:
+def _to_int(option: SamplingOption, value: object) -> int:
+    number = _index(value)
+    if number is not None and _contains(option, number):
+        return number
+    raise _invalid(option.name, value, option.allowed, option.doc)
+
+
+def _contains(option: SamplingOption, value: float) -> bool:
+    low, high = cast("float", option.low), cast("float", option.high)
+    return low <= value <= high and not (option.low_excluded and value == low)
+
+
+def _to_flag(option: SamplingOption, value: object) -> bool:
     if not isinstance(value, bool):
-        try:
-            number = operator.index(value)  # pyright: ignore[reportArgumentType]
-        except TypeError:
-            pass
-        else:
-            if limit.contains(number):
-                return number
-    raise _invalid(name, value, f"a whole number {limit}", limit.remedy)
+        raise _invalid(option.name, value, "True or False")
+    return value
 
 
-_TOKEN_ID: Final = _Limit(0, _INT_MAX, "take ids from tokenize()")
+def _to_text(option: SamplingOption, value: object) -> str:
+    if not isinstance(value, str):
+        raise _invalid(option.name, value, "a str or None")
+    return _encodable(option.name, value)
 
 
-def _to_token_ids(name: str, values: object) -> tuple[int, ...]:
+def _encodable(name: str, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidSampling(
+            f"{name} has a surrogate at index {error.start}, which UTF-8 cannot express; decode "
+            "the text with errors='replace' where it comes from",
+            parameter=name,
+        ) from None
+    return text
+
+
+def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _invalid(name, values, "a sequence of token ids", _TOKEN_ID.remedy)
+        raise _invalid(option.name, values, "a sequence of token ids")
     given = tuple(cast("Iterable[object]", values))
     if are_ids(given):
         return cast("tuple[int, ...]", given)
-    return tuple(_to_int(f"{name}[{i}]", value, _TOKEN_ID) for i, value in enumerate(given))
+    return tuple(_to_id(f"{option.name}[{i}]", value) for i, value in enumerate(given))
+
+
+def _to_id(name: str, value: object) -> int:
+    number = _index(value)
+    if number is None or not 0 <= number <= _INT_MAX:
+        raise _invalid(name, value, "a token id", "Take ids from tokenize().")
+    return number
+
+
+def _index(value: object) -> int | None:
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        return None
 
 
 def are_ids(values: Sequence[object]) -> bool:
@@ -228,32 +188,32 @@ def are_ids(values: Sequence[object]) -> bool:
     return min(ids) >= 0 and max(ids) <= _INT_MAX
 
 
-def _to_schema(schema: object) -> str:
+def _to_schema(option: SamplingOption, schema: object) -> str:
     """A JSON schema as text; whether it is one is llguidance's to say."""
-    if isinstance(schema, str):
-        return schema
     if isinstance(schema, Mapping):
         try:
-            return json.dumps(schema, ensure_ascii=False, allow_nan=False)
+            schema = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise InvalidSampling(
-                f"sampling.validate: json_schema cannot be written as JSON: {error}; correct it"
+                f"json_schema cannot be written as JSON: {error}", parameter="json_schema"
             ) from error
-    raise _invalid("json_schema", schema, "text or a mapping", "None is without")
+    if not isinstance(schema, str):
+        raise _invalid(option.name, schema, "a str, a mapping or None")
+    return _encodable(option.name, schema)
 
 
-def _to_bias(bias: Mapping[int, float]) -> dict[int, float]:
+def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise _invalid(option.name, bias, "a mapping of token id to number")
     checked: dict[int, float] = {}
-    if not isinstance(bias, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise _invalid("logit_bias", bias, "a mapping of token id to number", "use {} for none")
-    for token_id, value in bias.items():
+    for token_id, value in cast("Mapping[object, object]", bias).items():
         number = math.nan
-        if isinstance(value, Real) and not isinstance(value, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            number = -math.inf if value == -math.inf else _to_finite(value)
+        if not isinstance(value, bool) and isinstance(value, Real):
+            number = -math.inf if value == -math.inf else _to_finite(cast("float", value))
+        name = f"{option.name}[{shown(token_id)}]"
         if math.isnan(number):
-            name = f"logit_bias[{shown(token_id)}]"
-            raise _invalid(name, value, "a number below infinity", "-inf bans the token")
-        checked[_to_int("logit_bias id", token_id, _TOKEN_ID)] = number
+            raise _invalid(name, value, "a finite number or -inf", "-inf bans the token.")
+        checked[_to_id(f"a key of {option.name}", token_id)] = number
     return checked
 
 
@@ -262,13 +222,197 @@ def _to_finite(value: float) -> float:
     return float(value) if -_FLOAT_MAX <= value <= _FLOAT_MAX else math.nan
 
 
-def _to_strings(name: str, values: object) -> tuple[str, ...]:
+def _to_strings(option: SamplingOption, values: object) -> tuple[str, ...]:
     if not isinstance(values, Iterable):
-        raise _invalid(name, values, "text or a sequence of texts", "use () for none")
+        raise _invalid(option.name, values, "a str or a sequence of str")
     wanted = cast("Iterable[object]", (values,) if isinstance(values, str) else values)
     strings: list[str] = []
     for value in wanted:
         if not isinstance(value, str) or not value:
-            raise _invalid(name, value, "text of at least one character", "leave it out")
+            raise _invalid(f"an item of {option.name}", value, "a str of at least one character")
         strings.append(value)
     return tuple(strings)
+
+
+def _to_breakers(option: SamplingOption, values: object) -> tuple[str, ...]:
+    return tuple(_encodable(option.name, value) for value in _to_strings(option, values))
+
+
+def _invalid(name: str, value: object, allowed: str, doc: str = "") -> InvalidSampling:
+    parameter = name.rpartition(" ")[2].partition("[")[0]
+    message = f"{name} must be {allowed}, got {shown(value)}" + (f". {doc}" if doc else "")
+    return InvalidSampling(message, parameter=parameter)
+
+
+# ---- the table
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of Sampling as keyword arguments of `Engine.generate`."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: Sequence[str]
+    xtc_probability: float
+    xtc_threshold: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    seed: int | None
+    logit_bias: Mapping[int, float]
+    banned_tokens: Sequence[int]
+    stop: str | Sequence[str]
+    stop_tokens: Sequence[int]
+    ignore_eos: bool
+    grammar: str | None
+    json_schema: str | Mapping[str, object] | None
+    regex: str | None
+    top_logprobs: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is chosen from the model's logits.
+
+    Sequences become tuples, ``logit_bias`` a dict of its own, ``json_schema`` text. At most one of
+    ``grammar``, ``json_schema`` and ``regex`` may be given.
+    """
+
+    temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0)
+    top_k: int = _integer(40, "Keep the k most probable tokens; 0 keeps all.")
+    top_p: float = _number(
+        0.95,
+        "Keep the fewest tokens whose probabilities add up to it; 1 keeps all.",
+        low=0, low_excluded=True, high=1,
+    )  # fmt: skip
+    min_p: float = _number(
+        0.05,
+        "Drop tokens below this share of the largest probability; 0 keeps all.",
+        low=0, high=1,
+    )  # fmt: skip
+    typical_p: float = _number(
+        1.0, "Locally typical sampling; 1 is off.", low=0, low_excluded=True, high=1
+    )
+    repeat_penalty: float = _number(
+        1.0, "Divides the logits of tokens seen before; 1 is off.", low=0, low_excluded=True
+    )
+    repeat_last_n: int = _integer(
+        64,
+        "Tokens that the three penalties look back on; 0 is off, -1 is the whole context.",
+        low=-1,
+    )
+    presence_penalty: float = _number(
+        0.0, "Subtracted once from the logits of tokens seen before; 0 is off."
+    )
+    frequency_penalty: float = _number(
+        0.0, "Subtracted from a token's logit for each time it was seen; 0 is off."
+    )
+    dry_multiplier: float = _number(
+        0.0, "Strength of the DRY penalty on repeated sequences; 0 is off.", low=0
+    )
+    dry_base: float = _number(1.75, "Growth of the DRY penalty with each further token.", low=1)
+    dry_allowed_length: int = _integer(2, "Longest repetition without a DRY penalty.")
+    dry_penalty_last_n: int = _integer(
+        64, "Tokens that DRY looks back on; 0 is off, -1 is the whole context.", low=-1
+    )
+    dry_sequence_breakers: Sequence[str] = _row(
+        ("\n", ":", '"', "*"), _to_breakers, "Strings that end a sequence for DRY; at most 64."
+    )
+    xtc_probability: float = _number(
+        0.0, "Chance of leaving out the most probable tokens; 0 is off.", low=0, high=1
+    )
+    xtc_threshold: float = _number(
+        0.1,
+        "Probability from which XTC may leave a token out; above 0.5 XTC is off.",
+        low=0, high=1,
+    )  # fmt: skip
+    mirostat: int = _integer(
+        0, "Version of Mirostat, 1 or 2, in place of the truncations above; 0 is off.", high=2
+    )
+    mirostat_tau: float = _number(5.0, "Mirostat's target entropy.", low=0, low_excluded=True)
+    mirostat_eta: float = _number(0.1, "Mirostat's learning rate.", low=0, low_excluded=True)
+    seed: int | None = _integer(
+        None,
+        "Makes a run repeatable on one machine and build; None takes a random one.",
+        high=_SEED_MAX,
+    )
+    logit_bias: Mapping[int, float] = _row(
+        {}, _to_bias, "Added to the logit of each token id; -inf bans it."
+    )
+    banned_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that are never chosen.")
+    stop: str | Sequence[str] = _row(
+        (), _to_strings, "Strings that end the generation; a single string is taken as one."
+    )
+    stop_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that end the generation.")
+    ignore_eos: bool = _row(False, _to_flag, "Never choose a token that ends the text.")
+    grammar: str | None = _row(
+        None,
+        _to_text,
+        "GBNF, as llama.cpp reads it, that the output has to follow: up to 1 MiB of text and a "
+        "million elements. One that needs more than 2 s of CPU time for a token or 0.1 s a token "
+        "on average, 20,000 open readings or 32 MiB ends its generation with InvalidSampling; "
+        "others go on meanwhile.",
+    )
+    json_schema: str | Mapping[str, object] | None = _row(
+        None,
+        _to_schema,
+        "JSON schema, as text or mapping, that the output has to follow; kept as text. Needs "
+        'llguidance, ``pip install "kqview[constraints]"``, which says what of JSON Schema it '
+        'knows. Its key "x-guidance" sets the white space between values; the default is none, a '
+        "space, or a newline and up to 20 blanks.",
+    )
+    regex: str | None = _row(
+        None,
+        _to_text,
+        "Regular expression, in the syntax of Rust's regex crate, that the whole output has to "
+        "match; needs llguidance too.",
+    )
+    top_logprobs: int | None = _integer(
+        None,
+        "How many of the most probable tokens to report with their logprobs; 0 reports the chosen "
+        "token's alone, None nothing.",
+    )
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidSampling: A field is out of range or of another type, or more than one of
+                grammar, json_schema and regex is given.
+        """
+        for name, option in OPTIONS.items():
+            object.__setattr__(self, name, option.checked(getattr(self, name)))
+        given = [n for n in ("grammar", "json_schema", "regex") if getattr(self, n) is not None]
+        if len(given) > 1:
+            raise InvalidSampling(
+                f"{' and '.join(given)} cannot be combined; give one of them", parameter=given[0]
+            )
+
+
+OPTIONS: Final[Mapping[str, SamplingOption]] = MappingProxyType(
+    {
+        one.name: SamplingOption(
+            name=one.name,
+            type=one.type,
+            default={} if one.default is MISSING else one.default,
+            **one.metadata,
+        )
+        for one in fields(Sampling)
+    }
+)
+"""Every option of `Sampling` by its name, in the order of its fields."""
+
+Sampling.__doc__ = f"{Sampling.__doc__}\n    Attributes:\n" + "".join(
+    f"        {option.name}: {option.doc}\n" for option in OPTIONS.values()
+)
