@@ -188,7 +188,7 @@ def _callback_pairs(settings: Settings) -> dict[str, Pairs]:
     program = str(peer("kq-eval-rows"))
     pairs = {"prefill": Pairs(), "decode": Pairs()}
     with open_engine(settings, flash_attn=True) as engine:
-        prefills = eval_callback.prefill_runs(settings, engine)
+        prefills = eval_callback.PrefillRuns(settings, engine)
         eval_callback.run_ours(settings, prefills)
         for _ in range(min(MOST_ROUNDS, settings.n_pairs)):
             ours = eval_callback.run_ours(settings, prefills)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from console import main
 from models import model_path, peer
 from report import Timing
-from runs import decode_runs, open_engine, prefill_runs
+from runs import PrefillRuns, decode_runs, open_engine
 
 from kqview.bench.pairs import Pairs, quantile, step_ms
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from console import ProgressLine
     from settings import Settings
 
-    from kqview.bench.sweep import PrefillRuns
 
 CALLBACK = "eval callback (stock build); flash attention off"
 PLAIN = "stock build without callback; flash attention off"
@@ -63,7 +62,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
     for setting in ("flash", "plain"):
         # One engine at a time: a second one's threads and buffers would be noise to the first.
         with open_engine(settings, flash_attn=setting == "flash") as engine:
-            prefills = prefill_runs(settings, engine)
+            prefills = PrefillRuns(settings, engine)
             for i in range(n_rounds):
                 stock = run_stock(program, settings) if i % 2 == 0 else None
                 ours = run_ours(settings, prefills)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from console import attempt, main
 from models import NotHere
 from report import Timing
-from runs import decode_runs, open_engine, prefill_runs
+from runs import PrefillRuns, decode_runs, open_engine
 
 from kqview import Capture
 from kqview.bench.pairs import Pairs, rounds, step_ms
@@ -138,7 +138,7 @@ def _decode_ways(settings: Settings, engine: Engine) -> Ways:
 
 
 def _prefill_ways(settings: Settings, engine: Engine) -> Ways:
-    runs = prefill_runs(settings, engine)
+    runs = PrefillRuns(settings, engine)
     return (lambda: runs.ms(None)), (lambda: runs.attend_ms(Capture("probs")))
 
 

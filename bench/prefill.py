@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from console import attempt, main
 from report import Timing
-from runs import open_engine, prefill_runs
+from runs import PrefillRuns, open_engine
 
 from kqview import Capture
 from kqview.bench.pairs import Pairs, alternate
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from settings import Settings
 
     from kqview.bench.records import LeftOut
-    from kqview.bench.sweep import PrefillRuns
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
         if not names:
             continue
         with open_engine(settings, flash_attn=flash_attn) as engine:
-            runs = prefill_runs(settings, engine)
+            runs = PrefillRuns(settings, engine)
             runs.ms(None)  # brings the weights into memory
             for name in names:
                 yield attempt(name, _measure, settings, line, runs, name)

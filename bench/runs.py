@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from models import model_path
 
-from kqview import Engine
-from kqview.bench.sweep import DecodeRuns, PrefillRuns, prompt_ids
+from kqview import Capture, Engine
+from kqview.bench.sweep import DecodeRuns, prompt_ids
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from settings import Settings
-
-    from kqview import Capture
 
 
 def open_engine(
@@ -43,9 +41,42 @@ def decode_runs(
     return DecodeRuns(engine, prompt, now_s=settings.now_s)
 
 
-def prefill_runs(settings: Settings, engine: Engine) -> PrefillRuns:
-    """Prompts of random ids."""
-    return PrefillRuns(engine, settings.n_context, now_s=settings.now_s)
+class PrefillRuns:
+    """Prompts that share no prefix with what the slot holds; one token is generated after each."""
+
+    def __init__(self, settings: Settings, engine: Engine) -> None:
+        """Prompts of ``settings.n_context`` tokens."""
+        self._now_s = settings.now_s
+        self.engine = engine
+        self.prompt = prompt_ids(settings.n_context, engine.model.n_vocab)  # of the last run
+        self._n_runs = 0
+
+    def ms(self, capture: Capture | str | None) -> float:
+        """Milliseconds from the call to the first token, rows of the prompt read if captured."""
+        prompt = self._next_prompt()
+        start = self._now_s()
+        with self.engine.generate(
+            prompt, max_tokens=1, temperature=0.0, ignore_eos=True, capture=capture
+        ) as generation:
+            if isinstance(capture, Capture) and capture.prompt:
+                for _ in generation.prompt_attention:
+                    pass
+            next(generation)
+            return (self._now_s() - start) * 1000.0
+
+    def attend_ms(self, capture: Capture | str) -> float:
+        """Milliseconds of `Engine.attend` until its last block of rows, each dropped when read."""
+        prompt = self._next_prompt()
+        start = self._now_s()
+        for _ in self.engine.attend(prompt, capture):
+            pass
+        return (self._now_s() - start) * 1000.0
+
+    def _next_prompt(self) -> list[int]:
+        self._n_runs += 1
+        # Another first id each time: no prefix to reuse.
+        self.prompt = [self._n_runs % self.engine.model.n_vocab, *self.prompt[1:]]
+        return self.prompt
 
 
 class LockstepRuns:

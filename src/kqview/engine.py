@@ -7,8 +7,11 @@ view of the block.
 """
 
 import atexit
+import contextlib
 import logging
 import os
+import sys
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -23,7 +26,6 @@ from kqview.engine_stats import engine_stats
 from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
-from kqview.llama_log import forward_log
 from kqview.machine import default_threads, engine_info, physical_memory_bytes
 from kqview.model_info import model_info
 from kqview.request_options import (
@@ -53,6 +55,7 @@ CLOSE_TIMEOUT_S: Final = 30.0
 """How long `Engine.close` waits where it is not told."""
 
 _log: Final = logging.getLogger("kqview.engine")
+_llama_log: Final = logging.getLogger("kqview.llama")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
 
@@ -62,6 +65,21 @@ def _close_engines() -> None:
     _core.stop_waking()
     for engine in list(_open_engines):
         engine.close()
+
+
+def _forward_log() -> None:
+    """Hand what llama.cpp has logged since the last call to `logging`; any thread.
+
+    An exception of a caller's handler is printed as `logging` prints it, not raised: the lines may
+    be those of another engine.
+    """
+    for level, text in _core.drain_log():
+        try:
+            _llama_log.log(level, "%s", text)
+        except Exception:  # of a handler, not of the caller of this function
+            if logging.raiseExceptions and sys.stderr is not None:
+                with contextlib.suppress(Exception):
+                    traceback.print_exc()
 
 
 def check_opening(
@@ -97,7 +115,7 @@ def check_opening(
     try:
         _core.check_opening(model_path(model), n_gpu_layers, options, physical_memory_bytes())
     finally:
-        forward_log()
+        _forward_log()
 
 
 def _seconds(who: str, name: str, value: object) -> float:
@@ -202,7 +220,7 @@ class Engine(Vocabulary, Conversation, Embedding):
                 aborted_decodes=list(_aborted_decodes),
             )
         finally:
-            forward_log()
+            _forward_log()
         self._info = model_info(self._model, self._core)
         self._open_vocabulary()
         self._open_conversation()
@@ -216,7 +234,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             # Without the whole cache the columns of window layers are no positions.
             has_all_columns=swa_full or raw["n_swa"] == 0,
             token_bytes=self._bytes_of,
-            on_end=forward_log,
+            on_end=_forward_log,
         )
         self._kv_type = options["kv_type"]
         self._facts: StateFacts | None = None
@@ -250,7 +268,7 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     def stats(self) -> EngineStats:
         """Counters, slots, queue and memory; `EngineStats.since` compares. Works after `close`."""
-        forward_log()
+        _forward_log()
         return engine_stats(self._core.stats(), self._requests.name_of)
 
     def health(self) -> EngineHealth:
@@ -450,7 +468,7 @@ class Engine(Vocabulary, Conversation, Embedding):
                 timeout_s,
             )
         _open_engines.discard(self)
-        forward_log()
+        _forward_log()
 
     def __enter__(self) -> Self:
         return self

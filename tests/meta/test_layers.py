@@ -1,12 +1,15 @@
 """Includes and imports point one way, so that a part can be read without what is built on it.
 
-The order is that of the layers below; parts of one rank do not know each other.
+C++ has layers: a file includes those below its own, and parts of one layer do not know each other.
+Python has rings around a core: a ring imports inwards only.
 """
 
 from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,21 +26,27 @@ CPP_LAYERS = (
     {"sched"},
     {"bind"},
 )
-PYTHON_LAYERS = (
-    {"errors", "demo"},
-    {"types"},
-    {"_core"},
-    {"machine"},
-    {"generation", "chat", "mods", "state", "trace", "store", "rpc"}
-    | {"model_info", "request_options", "capture_plan", "constraints", "llama_log"},
-    {"requests", "vocabulary", "conversation", "slot", "engine_stats"},
-    {"embedding"},
-    {"engine"},
-    {"kqview"},  # the package itself, which names what is public
-    {"viz", "server", "scale", "bench"},
-    {"cli"},
-    {"__main__"},
-)
+# Rings around the core, which is every other module. A ring imports the core, itself and what it
+# names here.
+PYTHON_RINGS: dict[str, set[str]] = {
+    "state": set(),
+    "chat": set(),
+    "rpc": set(),
+    "demo": set(),
+    "viz": {"state"},  # which writes files whole
+    "bench": {"state"},
+    "server": {"state", "chat", "rpc", "demo"},
+    "cli": {"state", "chat", "rpc", "demo", "viz", "bench", "server"},
+    "__main__": {"cli"},
+}
+# The rings that the core uses, each through one or two doors, and all of the core that they know.
+INNER_RINGS = {
+    "state": {"engine", "slot"},
+    "chat": {"conversation"},
+    "rpc": {"engine"},
+    "demo": {"engine"},
+}
+KNOWN_TO_INNER_RINGS = {"errors", "types", "machine", "_core"}
 
 
 def violations(part: str, used: set[str], layers: tuple[set[str], ...]) -> list[str]:
@@ -46,6 +55,16 @@ def violations(part: str, used: set[str], layers: tuple[set[str], ...]) -> list[
     unknown = sorted({part, *used} - rank.keys())
     assert not unknown, f"{unknown} is in no layer; add it to the layers of this test"
     return sorted(name for name in used if name != part and rank[name] >= rank[part])
+
+
+def python_violations(part: str, used: set[str]) -> list[str]:
+    """Name each of *used* that *part*, a ring or a module of the core, may not import."""
+    allowed = PYTHON_RINGS.get(part, {ring for ring, doors in INNER_RINGS.items() if part in doors})
+    return sorted(
+        name
+        for name in used - allowed - {part}
+        if name in PYTHON_RINGS or (part in INNER_RINGS and name not in KNOWN_TO_INNER_RINGS)
+    )
 
 
 def included_parts(part: str, text: str) -> set[str]:
@@ -90,19 +109,32 @@ def test_cpp_file_includes_only_layers_below(path: Path):
 
 
 @pytest.mark.parametrize("path", PYTHON_FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_python_file_imports_only_layers_below(path: Path):
-    assert violations(part_of(path), imported_parts(path), PYTHON_LAYERS) == []
+def test_python_file_imports_only_inwards(path: Path):
+    assert python_violations(part_of(path), imported_parts(path)) == []
 
 
-def test_python_file_that_imports_upwards_or_sideways_is_found(tmp_path: Path):
-    path = tmp_path / "stream.py"
+def test_python_file_that_imports_outwards_or_sideways_is_found(tmp_path: Path):
+    path = tmp_path / "files.py"
     path.write_text(
-        "from kqview import Engine\nfrom kqview.slot import Slot\nimport kqview.cli.x\n"
+        "from kqview import Engine\nfrom kqview.errors import StateError\n"
+        "from kqview.slot import Slot\nimport kqview.cli.main\n"
     )
     used = imported_parts(path)
-    assert used == {"kqview", "slot", "cli"}
-    assert violations("generation", used, PYTHON_LAYERS) == ["cli", "kqview", "slot"]
-    assert violations("cli", used, PYTHON_LAYERS) == []
+    assert used == {"kqview", "errors", "slot", "cli"}
+    assert python_violations("state", used) == ["cli", "kqview", "slot"]
+    assert python_violations("viz", used) == ["cli"]
+    assert python_violations("__main__", used) == []
+    assert python_violations("slot", {"state", "chat", "types"}) == ["chat"]
+
+
+@pytest.mark.parametrize("ring", ["kqview", *(f"kqview.{ring}" for ring in PYTHON_RINGS)])
+def test_ring_is_importable_alone_and_loads_no_ring_but_its_own(ring: str):
+    code = f"import sys, {ring}; print(*(name for name in sys.modules if name[:6] == 'kqview'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = {name.split(".")[1] for name in done.stdout.split() if "." in name}
+    name = ring.removeprefix("kqview").removeprefix(".")
+    allowed = PYTHON_RINGS.get(name, set()) | INNER_RINGS.keys() | {name}
+    assert (loaded & PYTHON_RINGS.keys()) - allowed == set()
 
 
 def test_cpp_file_that_includes_upwards_or_sideways_is_found():

@@ -243,9 +243,12 @@ def test_sweep_opens_an_engine_for_each_setting_that_holds_the_longest_run() -> 
     engines: list[FakeEngine] = []
     found = measure(engines, contexts=(16, 32), flash_attn=(True, False))
     assert [(engine.n_ctx, engine.flash_attn) for engine in engines] == [(41, True), (41, False)]
-    assert [row.name for row in found] == sweep.SweepPlan(
-        contexts=(16, 32), captures=("logits", "probs")
-    ).row_names
+    assert [row.name for row in found] == [
+        f"context-{n_context}-{flash}-{capture}"
+        for flash in ("flash", "plain")
+        for n_context in (16, 32)
+        for capture in ("off", "logits", "probs")
+    ]
     short, long = engines[0].prompts[0], engines[0].prompts[-1]
     assert (len(short), len(long)) == (16, 32)
     assert long[:16] == short  # what the slot holds is not evaluated again

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     # Opens an engine, or what yields one, for (n_ctx, flash_attn).
     Opener = Callable[[int, bool], AbstractContextManager[Engine]]
 
+N_SKIP: Final = 4  # first steps of a run: a change of capture makes llama.cpp build new graphs
+CAPTURE_NAMES: Final = (
+    "logits", "scores", "probs", "float16", "10-heads", "mean-heads", "mean", "top-8",
+)  # fmt: skip
+
+_BASELINE: Final = "baseline"
+_MEMORY_SHARE: Final = 0.9  # of the machine's, for model, cache and buffers
+_N_HELD: Final = 12  # tokens whose attention exists at a time: run-ahead, and what Python holds
+
 
 def prompt_ids(n_tokens: int, n_vocab: int, seed: int = 0) -> list[int]:
     """Random ids, the same for the same arguments; a shorter prompt begins a longer one."""
@@ -62,59 +71,6 @@ class DecodeRuns:
         return stamps
 
 
-class PrefillRuns:
-    """Prompts that share nothing with what the slot holds; one token is generated after each."""
-
-    def __init__(
-        self, engine: Engine, n_context: int, *, now_s: Callable[[], float] = perf_counter
-    ) -> None:
-        """Prompts of *n_context* tokens, timed by the clock *now_s*."""
-        self._now_s = now_s
-        self.engine = engine
-        self.prompt = prompt_ids(n_context, engine.model.n_vocab)  # of the last run
-        self._n_runs = 0
-
-    def ms(self, capture: Capture | str | None) -> float:
-        """Milliseconds from the call to the first token, rows of the prompt read if captured."""
-        prompt = self._next_prompt()
-        start = self._now_s()
-        with self.engine.generate(
-            prompt, max_tokens=1, temperature=0.0, ignore_eos=True, capture=capture
-        ) as generation:
-            if isinstance(capture, Capture) and capture.prompt:
-                for _ in generation.prompt_attention:
-                    pass
-            next(generation)
-            return (self._now_s() - start) * 1000.0
-
-    def attend_ms(self, capture: Capture | str) -> float:
-        """Milliseconds of `Engine.attend` until its last block of rows, each dropped when read."""
-        prompt = self._next_prompt()
-        start = self._now_s()
-        for _ in self.engine.attend(prompt, capture):
-            pass
-        return (self._now_s() - start) * 1000.0
-
-    def _next_prompt(self) -> list[int]:
-        self._n_runs += 1
-        # Another first id each time: no prefix to reuse.
-        self.prompt = [self._n_runs % self.engine.model.n_vocab, *self.prompt[1:]]
-        return self.prompt
-
-
-# ---- sweep
-
-
-N_SKIP: Final = 4  # first steps of a run: a change of capture makes llama.cpp build new graphs
-CAPTURE_NAMES: Final = (
-    "logits", "scores", "probs", "float16", "10-heads", "mean-heads", "mean", "top-8",
-)  # fmt: skip
-
-_BASELINE: Final = "baseline"
-_MEMORY_SHARE: Final = 0.9  # of the machine's, for model, cache and buffers
-_N_HELD: Final = 12  # tokens whose attention exists at a time: run-ahead, and what Python holds
-
-
 @dataclass(frozen=True)
 class SweepPlan:
     """What to measure.
@@ -144,16 +100,6 @@ class SweepPlan:
     def n_runs_of_context(self) -> int:
         """Runs at one context with one setting: the warm-up and the rounds."""
         return (1 + self.n_rounds) * (2 + len(self.captures))
-
-    @property
-    def row_names(self) -> list[str]:
-        """Names of the rows, in the order in which `sweep` yields them."""
-        return [
-            row_name(capture, n_context, flash_attn=flash_attn)
-            for flash_attn in self.flash_attn
-            for n_context in self.contexts
-            for capture in (OFF, *self.captures)
-        ]
 
 
 def captures(model: ModelInfo) -> dict[str, Capture]:

@@ -89,11 +89,6 @@ class WholeFile:
             _take_rights(handle, old)
         return handle
 
-    @property
-    def temporary(self) -> str:
-        """Name to write to before `commit`, for writers that take no stream."""
-        return self._temporary or self._path
-
     def commit(self) -> FileIdentity:
         """Give the file its name; returns what it can be recognised by.
 
