@@ -23,7 +23,7 @@ from kqview.server.run import GenerateRequest, Run
 if TYPE_CHECKING:
     from kqview.server.app import App
     from kqview.server.budget import Hold
-    from kqview.server.caller import Caller
+    from kqview.server.security import Caller
 
 # 28 layers x 28 heads, as Qwen2.5-7B has, at 2,200 tokens: 6.9 MB a row set.
 SHAPE = (28, 28, 2200)

@@ -19,8 +19,7 @@ import pytest
 
 from kqview.errors import CapacityError
 from kqview.server import Settings
-from kqview.server.body import Body
-from kqview.server.budget import Budget
+from kqview.server.budget import Body, Budget
 from kqview.server.errors import RateLimited, TooLarge
 from tests.server.clients import (
     masked_frame,

@@ -10,7 +10,7 @@ import pytest
 from websockets.server import ServerProtocol
 
 from kqview.server import Settings
-from kqview.server.listening import _Clients
+from kqview.server.uvicorn_parts import _Clients
 from tests.server.clients import (
     masked_frame,
     raw_connection,

@@ -10,7 +10,8 @@ import uvicorn
 
 from kqview import Engine
 from kqview.server import create_app
-from kqview.server.connection import NO_CONNECTION, Connection
+from kqview.server.connection import UNKNOWN
+from kqview.server.uvicorn_parts import UvicornConnection, connection
 from tests.server.clients import read_to_close, websocket
 from tests.server.toy_dialect import mounted, serving_toy
 
@@ -90,8 +91,9 @@ def test_only_who_waits_before_it_writes_needs_no_limit_where_nothing_is_on_its_
         writable = asyncio.Event()
 
     one = WaitsFirst()
-    assert Connection(one.send).is_clear
+    assert isinstance(connection(one.send), UvicornConnection)
+    assert connection(one.send).is_clear
     one.transport.n_left = 1
-    assert not Connection(one.send).is_clear
-    assert not Connection(WritesFirst().send).is_clear
-    assert not NO_CONNECTION.is_clear
+    assert not connection(one.send).is_clear
+    assert not connection(WritesFirst().send).is_clear
+    assert not UNKNOWN.is_clear

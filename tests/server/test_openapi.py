@@ -11,7 +11,7 @@ import pytest
 
 from kqview.server import Settings
 from kqview.server.app import DIALECTS
-from kqview.server.openapi import describe
+from kqview.server.pages import describe
 from tests.server import toy_dialect
 from tests.server.toy_dialect import serving_toy
 

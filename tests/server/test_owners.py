@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.caller import Caller
+from kqview.server.security import Caller
 from tests.server.clients import read_to_close, websocket
 from tests.support.serving import serving
 
@@ -66,7 +66,11 @@ def generate(one: httpx.Client, **body: Any) -> None:
 
 @pytest.mark.parametrize("name", [{"request_id": "mine"}, {"genkey": "mine"}, {}])
 def test_foreign_run_is_as_one_that_does_not_exist(served: Served, name: dict[str, str]):
-    with held(served, ANNA, **name), client(served, BORIS) as boris, client(served, ANNA) as anna:
+    with (
+        held(served, ANNA, **name) as rest,
+        client(served, BORIS) as boris,
+        client(served, ANNA) as anna,
+    ):
         served.wait_until(lambda: text_of(anna, **name))
         unknown = {field: "nobody's" for field in name}
         for path in (CHECK, ABORT, LOGPROBS):
@@ -75,6 +79,8 @@ def test_foreign_run_is_as_one_that_does_not_exist(served: Served, name: dict[st
         assert text_of(boris, **name) == ""
         assert len(served.service.runs) == 1
         assert anna.post(ABORT, json=name).json() == ENDED
+        for _ in rest:  # else it waits for its client to read what is on its way
+            pass
         served.wait_idle()
 
 

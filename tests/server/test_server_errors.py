@@ -145,7 +145,7 @@ def test_figures_of_an_answer_are_part_of_the_body():
         (b'{"prompt": "\\ud800"}', "truncated"),
         (b'{"prompt": "a\x00b"}', "malformed"),
         (b"\xef\xbb\xbf{}", "malformed"),
-        (b'{"a":' * 100_000, "request.decode"),
+        (b'{"a":' * 100_000, "recursion"),
         (b'{"prompt": "a"} trailing', "malformed"),
         (b"", "missing required field `prompt`"),
         (b"\x00" * 1000, "malformed"),

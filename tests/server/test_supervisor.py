@@ -20,7 +20,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import supervisor
-from kqview.server.watchdog import STALLED
+from kqview.server.worker import STALLED
 from kqview.state import SessionStore
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ def test_server_that_cannot_start_is_not_started_again(tmp_path: Path):
 def test_what_holds_the_gil_is_ended_without_it():
     script = """
         import re
-        from kqview.server.watchdog import Watchdog
+        from kqview.server.worker import Watchdog
         Watchdog(0.4, trouble=lambda: None).start()
         import time; time.sleep(0.3)
         print("begins", flush=True)

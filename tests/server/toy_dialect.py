@@ -16,9 +16,8 @@ import numpy as np
 
 from kqview.server import Settings, app, endpoint
 from kqview.server.attention import AttentionWanted, Dense, shaped
-from kqview.server.endpoint import Call, Operation, Reply
+from kqview.server.endpoint import Call, Events, Frames, Operation, Reply
 from kqview.server.run import GenerateRequest, Run, Step
-from kqview.server.streaming import Events, Frames
 from kqview.server.wire import DATA_HERE, split_json
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving

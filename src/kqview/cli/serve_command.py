@@ -18,7 +18,6 @@ from kqview.cli.options import HubOption, fetch
 from kqview.errors import RequestError
 from kqview.server import supervisor
 from kqview.server.settings import Settings
-from kqview.server.tls import tls_context
 
 is_program = False
 """Whether this process is the command's own, as its entry point says: only that one is replaced."""
@@ -60,13 +59,14 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
         raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
     settings.check_bind()
-    tls_context(settings)
     try:
         from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
         from kqview.server import create_app
+        from kqview.server.security import tls_context
         from kqview.server.worker import Supervised
     except ModuleNotFoundError as error:
         raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
+    tls_context(settings)
     if hf is not None:
         settings = dataclasses.replace(settings, model=fetch(hf))
     supervised = Supervised.from_env(os.environ)

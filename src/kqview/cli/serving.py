@@ -19,11 +19,9 @@ import uvicorn
 
 from kqview.cli.options import load_progress
 from kqview.server.app import App
-from kqview.server.listening import WebSocketProtocol, allow_files, http_protocol
 from kqview.server.settings import Settings
-from kqview.server.tls import tls_context
-from kqview.server.watchdog import STALLED, Watchdog
-from kqview.server.worker import Noted, Supervised
+from kqview.server.uvicorn_parts import allow_files, uvicorn_options
+from kqview.server.worker import STALLED, Noted, Supervised, Watchdog
 
 # Parameters of glibc's mallopt (malloc.h), and the most that it takes for the first one.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -108,11 +106,10 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        # It would believe whoever is on this machine; trusted_proxies says whom to (peers.py).
+        # It would believe whoever is on this machine; trusted_proxies says whom to (security.py).
         proxy_headers=False,
         date_header=False,
-        http=http_protocol(settings, tls_context(settings)),
-        ws=WebSocketProtocol,
+        **uvicorn_options(settings),
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress, and trying takes longer than sending them.
         ws_per_message_deflate=False,

@@ -1,35 +1,38 @@
-"""The ASGI app: the whole route table in one place, and what is wrapped around it.
+"""The ASGI app: the whole route table, and what is wrapped around it.
 
-From the outside in: CORS headers on every reply, the access log, the router, an `Endpoint` for each
-operation.
+From the outside in: `App` (the client's address, the path), CORS headers on every reply,
+`AccessLog` (names, counts and limits requests), the router, and an `Endpoint` or `SocketEndpoint`
+for each operation.
 """
 
+import logging
+import re
+import time
+import uuid
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server import pages
-from kqview.server.access import Access
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
-from kqview.server.connection import Connection
+from kqview.server.connection import UNKNOWN, Connection, frames_of
 from kqview.server.endpoint import Endpoint, Operation, error_reply
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
-from kqview.server.metrics import Metrics
-from kqview.server.openapi import describe
-from kqview.server.peers import Peers
-from kqview.server.security import LOOPBACK_ORIGIN, Gate
+from kqview.server.security import LOOPBACK_ORIGIN, Gate, Peers, client_name
 from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
@@ -38,13 +41,25 @@ DIALECTS: Final = (kobold, dream)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 _PREFLIGHT_S: Final = 24 * 3600
+_access: Final = logging.getLogger("kqview.access")
+_log: Final = logging.getLogger("kqview.server")
+_REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,64}")  # safe in logs and headers
+_MOST_PATH: Final = 256  # characters of a path in a log line
+# Codes that a client may give when it closes; any other one counts as 499.
+_CLIENT_CODES: Final = frozenset({1000, 1001, 1002, 1003, 1005, 1006, 1007, 1008, 1009, 1011, 1012})
+_LEFT: Final = 499  # nginx's status for a client that left
+_TOO_MANY: Final = {
+    503: b'{"error":"too many connections; try again later","error_code":"BUSY"}',
+    429: b'{"error":"too many requests at a time from your address; wait for the others, or raise '
+    b'max_connections_per_client (--max-connections-per-client)","error_code":"BUSY"}',
+}
 
 
 class App:
     """What `create_app` returns: an ASGI 3 application.
 
     Attributes:
-        service: For who runs the server: to open the model before, to end the runs at a signal.
+        service: For whoever runs the server: to load the model before, to end the runs at a signal.
     """
 
     def __init__(self, asgi: ASGIApp, service: Service) -> None:
@@ -57,7 +72,7 @@ class App:
         if scope["type"] == "lifespan":
             await self._asgi(scope, receive, send)
             return
-        connection = Connection(send)
+        connection = _connection(send)
         scope.setdefault("state", {})["connection"] = connection
         self._peers.resolve(scope)
         if len(scope["path"]) > 1:  # "/x/" is "/x"
@@ -75,31 +90,28 @@ def create_app(
 
     Args:
         engine_or_settings: An engine, which stays yours to close; or settings that name a model,
-            which is then opened when the app starts and closed when it ends.
-        settings: Beside an engine: limits, keys and defaults.
+            which is opened when the app starts and closed when it ends.
+        settings: Limits, keys and defaults, if the first argument is an engine.
 
     Raises:
-        RequestError: Settings without a model.
+        RequestError: There is neither an engine nor a model.
     """
     engine = engine_or_settings if isinstance(engine_or_settings, Engine) else None
     if settings is None:
         settings = engine_or_settings if isinstance(engine_or_settings, Settings) else Settings()
     if engine is None and settings.model is None and not settings.demo:
         raise RequestError(
-            "server.create_app: neither an engine nor a model; pass an Engine, or Settings with "
+            "create_app got neither an engine nor a model; pass an Engine, or Settings with "
             "model=FILE or demo=True"
         )
     service = Service(engine, settings)
-    metrics = Metrics(service)
+    metrics = pages.Metrics(service)
     description: dict[str, Any] = {}
-    operations = [*pages.operations(metrics, description)]
+    operations = pages.operations(metrics, description)
     for dialect in DIALECTS:
         operations += dialect.OPERATIONS
-    description.update(
-        describe(
-            operations, version=_version(), has_keys=bool(settings.api_keys or settings.admin_keys)
-        )
-    )
+    has_keys = bool(settings.api_keys or settings.admin_keys)
+    description |= pages.describe(operations, version=__version__, has_keys=has_keys)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -117,7 +129,7 @@ def create_app(
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     asgi = CORSMiddleware(
-        Access(router, settings, metrics, paths),
+        AccessLog(router, settings, metrics, paths),
         allow_origins=[one for one in settings.cors_origins if one != "loopback"],
         allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
         allow_methods=["*"],
@@ -127,6 +139,18 @@ def create_app(
         max_age=_PREFLIGHT_S,
     )
     return App(asgi, service)
+
+
+def _connection(send: Send) -> Connection:
+    """What is known of the connection behind a server's own *send*."""
+    try:
+        from kqview.server import uvicorn_parts
+    except ImportError:  # another server, or a uvicorn in which these parts are elsewhere
+        return UNKNOWN
+    return uvicorn_parts.connection(send)
+
+
+# ---- routes
 
 
 def _routes(operations: Iterable[Operation], service: Service, gate: Gate) -> Iterable[BaseRoute]:
@@ -142,22 +166,143 @@ async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.scope["path"]
     if error.status_code != 405:
-        wrong: Exception = NotFound(f"route: there is nothing at {path}; see /docs")
-        reply = error_reply(answer_of(wrong), pages.error_body)
-        return Response(reply.body, reply.status, reply.headers, reply.media_type)
+        return _failure(NotFound(f"there is nothing at {path}; see /docs"))
     # Starlette names the methods of one row of the table; a path may have several.
     routes = [one for one in request.app.routes if isinstance(one, Route) and one.path == path]
-    methods = sorted({"OPTIONS"}.union(*(one.methods or () for one in routes)))
-    allow = {"allow": ", ".join(methods)}
+    methods = ", ".join(sorted({"OPTIONS"}.union(*(one.methods or () for one in routes))))
     if request.method == "OPTIONS":
-        return Response(None, 204, allow)
-    wrong = MethodNotAllowed(f"route: {request.method} {path}; use {allow['allow']}, see /docs")
-    reply = error_reply(answer_of(wrong), pages.error_body)
-    return Response(reply.body, reply.status, {**allow, **reply.headers}, reply.media_type)
+        return Response(None, 204, {"allow": methods})
+    wrong = MethodNotAllowed(f"{path} has no method {request.method}; use {methods}, see /docs")
+    return _failure(wrong, {"allow": methods})
 
 
-def _version() -> str:
-    try:
-        return version("kqview")
-    except PackageNotFoundError:
-        return "0"
+def _failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    reply = error_reply(answer_of(error), pages.error_body)
+    return Response(
+        reply.body, reply.status, {**(headers or {}), **reply.headers}, reply.media_type
+    )
+
+
+# ---- every request
+
+
+class AccessLog:
+    """Names every request, counts and logs it, and limits how many there are at a time.
+
+    It sees every reply, whoever made it, and knows nothing of what is inside.
+    """
+
+    def __init__(
+        self, app: ASGIApp, settings: Settings, metrics: pages.Metrics, paths: Iterable[str]
+    ) -> None:
+        """Wrap *app*; requests to paths other than *paths* are counted as one."""
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._paths = frozenset(paths)
+        self._n_open = 0
+        self._n_of: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        started_s = time.monotonic()
+        request_id = sent_id(scope) or uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        status: list[int] = []
+        n_bytes = 0
+        is_whole = False
+
+        async def watch(message: Message) -> None:
+            nonlocal n_bytes, is_whole
+            kind = message["type"]
+            if kind in ("http.response.start", "websocket.accept"):
+                named = (b"x-request-id", request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+            # Only now is it out: a message that the client did not take in time is sent again.
+            if kind == "http.response.start":
+                status.append(message["status"])
+            elif kind == "websocket.close":
+                status.append(message.get("code", 1000))
+                is_whole = True
+            elif kind == "http.response.body":
+                n_bytes += len(message.get("body", b""))
+                is_whole = not message.get("more_body", False)
+            elif kind == "websocket.send":
+                n_bytes += sum(map(_n_bytes, frames_of(message)))
+
+        async def hear() -> Message:
+            nonlocal is_whole
+            message = await receive()
+            if message["type"] == "websocket.disconnect" and not status:
+                code = message.get("code", 1005)
+                status.append(code if code in _CLIENT_CODES else _LEFT)
+                is_whole = code in (1000, 1001)
+            return message
+
+        # Behind a trusted proxy a client's connections are not ours, but its requests are.
+        client = client_name((scope.get("client") or ("local", 0))[0])
+        self._n_open += 1
+        self._n_of[client] += 1
+        try:
+            if self._n_open > self._settings.max_connections:
+                await _refuse(scope, hear, watch, 503)
+            elif self._n_of[client] > self._settings.max_connections_per_client:
+                await _refuse(scope, hear, watch, 429)
+            else:
+                await self._app(scope, hear, watch)
+        except OSError:
+            return  # the client is gone; endpoints answer every other one
+        except Exception:  # a bug of ours: logged under the name that the client knows, and raised
+            _log.exception("request %s failed", request_id)
+            raise
+        finally:
+            self._n_open -= 1
+            self._n_of[client] -= 1
+            if not self._n_of[client]:
+                del self._n_of[client]
+            line = {
+                "request_id": request_id,
+                "status": status[-1] if status else _LEFT,
+                "bytes": n_bytes,
+                "whole": is_whole,
+                "ms": round((time.monotonic() - started_s) * 1000, 1),
+            }
+            self._note(scope, line)
+
+    def _note(self, scope: Scope, line: dict[str, Any]) -> None:
+        path: str = scope["path"]
+        known = path if path in self._paths else "other"
+        self._metrics.requests.labels(known, str(line["status"])).inc()
+        if self._settings.access_log:
+            line["client"] = (scope.get("client") or ("local", 0))[0]
+            line["method"] = scope.get("method", "WS")
+            line["path"] = path[:_MOST_PATH]
+            _access.info(msgspec.json.encode(line).decode())
+
+
+def sent_id(scope: Scope) -> str | None:
+    """The name that the client gave the request, so that it finds it in our log; None without."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode()
+    return None
+
+
+def _n_bytes(frame: bytes | str) -> int:
+    if isinstance(frame, str) and not frame.isascii():
+        return len(frame.encode())
+    return len(frame)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, status: int) -> None:
+    if scope["type"] == "websocket":
+        await receive()
+        await send({"type": "websocket.close", "code": 1008, "reason": "too many connections"})
+        return
+    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": _TOO_MANY[status]})

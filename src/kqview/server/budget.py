@@ -1,18 +1,20 @@
-"""Budget: one number of bytes for all that is under way, and how much of it one client may hold.
+"""Budget: one number of bytes for all work in progress, and how much of it one client may hold.
 
-What counts: bodies and messages while they arrive, what they become when they are decoded, replies
-that are being built, frames that a client has not read, logprobs that a run keeps. Rows of
-attention have a pool of their own in the engine.
+Counted are request bodies and messages while they arrive, what they decode to, replies being built,
+frames that a client has not read, and the logprobs that a run keeps. Attention rows have a pool of
+their own in the engine.
 
-A client may hold as much as stays free: alone at most half, of n greedy ones each 1/(n+1). So
-there is always room for one who holds nothing yet, and no list of clients has to be kept fair.
-(Switches share their buffers this way: Choudhury and Hahne, "Dynamic queue length thresholds".)
+A client may hold as much as stays free: alone at most half, n greedy clients 1/(n+1) each. There is
+always room for a client that holds nothing yet, and no fair list of clients has to be kept.
+(Switches share buffers this way: Choudhury and Hahne, "Dynamic queue length thresholds".)
 """
 
+import contextlib
 import sys
+import tempfile
 import threading
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kqview.errors import CapacityError
 from kqview.server.errors import RateLimited, TooLarge
@@ -155,3 +157,55 @@ class Hold:
 def uncounted() -> Hold:
     """One of a budget without end, for callers that share none."""
     return Budget(sys.maxsize).hold("")
+
+
+SPILL_BYTES: Final = 2**20
+"""More than this goes to the folder for temporary files (``TMPDIR``)."""
+
+
+class Body:
+    """Bytes in the order in which they came; a context manager that lets go of them."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.SpooledTemporaryFile(max_size=SPILL_BYTES)  # noqa: SIM115 (closed by `close`)
+        self.n_bytes = 0
+
+    def __len__(self) -> int:
+        return self.n_bytes
+
+    def add(self, part: bytes) -> None:
+        """Put *part* behind what is there.
+
+        Raises:
+            CapacityError: There is no room on the disk.
+        """
+        self.n_bytes += len(part)
+        try:
+            self._file.write(part)
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def read(self) -> bytes:
+        """All of it; raises as `add`, for what was written late."""
+        try:
+            self._file.seek(0)
+            return self._file.read()
+        except OSError as error:
+            raise self._no_room(error) from error
+
+    def close(self) -> None:
+        """Let go of it; idempotent."""
+        with contextlib.suppress(OSError):  # what was not written does not matter any more
+            self._file.close()
+
+    def _no_room(self, error: OSError) -> CapacityError:
+        return CapacityError(
+            f"request.body: {self.n_bytes} bytes do not fit into the folder for temporary files "
+            f"({error.strerror}); make room in it, or set TMPDIR to another one"
+        )
+
+    def __enter__(self) -> "Body":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

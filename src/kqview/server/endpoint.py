@@ -1,59 +1,66 @@
-"""Endpoint: one operation of the route table as an ASGI app.
+"""Endpoint: one HTTP operation, from the request's bytes to the reply's.
 
-It does what every operation needs and no dialect should repeat: who may call, how large a body is,
-JSON to typed request and typed reply to JSON, errors in the dialect's words, Server-Sent Events,
-and the end of the work when the client is gone.
+It does what every operation needs and no dialect should repeat: who may call, how large a body may
+be, JSON to typed request and typed reply to JSON, errors in the dialect's words, Server-Sent
+Events, and cancelling the work when the client leaves.
+
+`pump` is the loop that every stream of tokens goes through, over SSE and WebSockets alike. While it
+waits for a client, nobody takes the run's next token; its mailbox fills and the engine pauses that
+request alone: backpressure from the socket to the slot.
 """
 
 import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Final, Literal
+from types import TracebackType
+from typing import Any, Final, Literal, Protocol
 
 import msgspec
+import numpy as np
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-from kqview.errors import RequestError
-from kqview.server.body import Body
-from kqview.server.budget import Hold
-from kqview.server.caller import Caller
-from kqview.server.connection import Connection, connection_of
+from kqview.errors import InternalError, KqviewError, RequestError
+from kqview.server.budget import Body, Hold
+from kqview.server.connection import ClientGone, Connection, Stalled, connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
-from kqview.server.security import Gate
-from kqview.server.service import Service
-from kqview.server.streaming import (
-    EVENT_HEAD,
-    EVENT_TAIL,
-    ClientGone,
-    Events,
-    Frames,
-    Stalled,
-    pump,
-    sent,
-)
+from kqview.server.run import Run, Step
+from kqview.server.security import Access, Caller, Gate
+from kqview.server.service import OFFLOAD_BYTES, Service
+from kqview.server.settings import Settings
 from kqview.server.wire import check_values
+from kqview.types import PromptBlock
 
 _log: Final = logging.getLogger("kqview.server")
+
+Handler = Callable[..., Awaitable[Any]]
+Frames = Sequence[bytes | str]
+SendFrames = Callable[[Frames], Awaitable[None]]
+
 _PIECE_BYTES: Final = 2**20  # of a reply that are written before the client is waited for
-_SMALL: Final = 64 * 1024  # pieces of an event below it are joined into one write
+_SMALL_BYTES: Final = 64 * 1024  # smaller pieces of an event are joined into one write
 _GZIP_LEVEL: Final = 1
 _SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
     (b"x-accel-buffering", b"no"),
 )
+EVENT_HEAD: Final = b"event: message\ndata: "
+EVENT_TAIL: Final = b"\n\n"
+NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
+"""Stands between two events in the pieces of one call, over SSE."""
 
-Handler = Callable[..., Awaitable[Any]]
+
+# ---- what a dialect sees
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One request, as a handler sees it; what it keeps in memory is counted in ``hold``."""
+    """One request as a handler sees it; the memory that it keeps is counted in ``hold``."""
 
     service: Service
     caller: Caller
@@ -66,13 +73,45 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A handler's reply that is no plain JSON, or that is to be compressed if the client can."""
+    """A reply that is not plain JSON, or that is compressed if the client accepts it."""
 
     body: bytes
     media_type: str = "application/json"
     status: int = 200
     gzips: bool = False
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+class Renderer(Protocol):
+    """How a dialect writes what happens. Pure; `token` and `prompt` may run in another thread.
+
+    Over SSE the frames of one call are bytes, the pieces of one event's data; no frames are no
+    event. Over a WebSocket each frame is a message, text or binary; those of a call stay together.
+    """
+
+    def prompt(self, run: Run, block: PromptBlock) -> Frames:
+        """Rows of the prompt."""
+        ...
+
+    def token(self, run: Run, step: Step) -> Frames:
+        """One token."""
+        ...
+
+    def done(self, run: Run) -> Frames:
+        """The end."""
+        ...
+
+    def error(self, run: Run | None, answer: Answer) -> Frames:
+        """What went wrong; nothing follows it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """A reply that is streamed as Server-Sent Events."""
+
+    run: Run
+    renderer: Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,18 +121,18 @@ class Operation:
     Attributes:
         method: HTTP method, or "WS" for a WebSocket.
         path: URL path.
-        handler: ``async def handler(call)``, with the decoded body second where *body* is given,
-            with a `kqview.server.sockets.Socket` second for a WebSocket. Returns what msgspec can
-            encode, a `Reply`, or `Events`.
-        tag: Dialect, as the description groups it; "" leaves it out of the description.
+        handler: ``async def handler(call)``, with the decoded body as second argument if there is a
+            *body*, with a `kqview.server.sockets.Socket` for a WebSocket. Returns whatever msgspec
+            can encode, a `Reply`, or `Events`.
+        tag: Dialect, by which the API description groups; "" keeps it out of the description.
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON.
         reply: Type of the JSON reply, for the description.
         error_body: The dialect's body for a failure.
-        access: "open": anyone; "user": needs a key where there are keys; "admin": an admin key.
+        access: "open": anyone; "user": needs a key if there are keys; "admin": an admin key.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
-        subprotocols: Of a WebSocket: those it speaks.
+        subprotocols: Those that a WebSocket speaks.
     """
 
     method: Literal["GET", "POST", "WS"]
@@ -104,10 +143,13 @@ class Operation:
     error_body: Callable[[Answer], Any]
     body: Any = None
     reply: Any = None
-    access: Literal["open", "user", "admin"] = "user"
+    access: Access = "user"
     also: tuple[str, ...] = ()
     streams: bool = False
     subprotocols: tuple[str, ...] = ()
+
+
+# ---- one operation
 
 
 class Endpoint:
@@ -133,7 +175,8 @@ class Endpoint:
                     self._service, caller, headers, QueryParams(scope["query_string"]),
                     scope["state"]["request_id"], hold, n_body_bytes,
                 )  # fmt: skip
-                await self._until_gone(self._work(call, args, response), receive)
+                async with _WhileConnected(connection, receive):
+                    await self._reply(call, args, response)
         except ClientGone as error:
             if isinstance(error, Stalled):
                 connection.abort()
@@ -143,35 +186,26 @@ class Endpoint:
     async def _args(
         self, headers: Headers, receive: Receive, hold: Hold
     ) -> tuple[tuple[Any, ...], int]:
-        """The handler's further arguments, and the bytes that they were in the body."""
+        """The handler's further arguments, and the size of the body that they were."""
         if self._decoder is None:  # a body is neither expected nor kept
             return (), 0
         settings = self._service.settings
+        limit_s = settings.request_timeout_s
         with Body() as raw:
             try:
-                async with asyncio.timeout(settings.request_timeout_s or None):
-                    await _read_body(
-                        raw,
-                        headers,
-                        receive,
-                        settings.max_body_bytes,
-                        settings.idle_timeout_s,
-                        hold,
-                    )
+                async with asyncio.timeout(limit_s or None):
+                    await _read_body(raw, headers, receive, settings, hold)
             except TimeoutError:
-                raise SlowBody(
-                    f"request.body: not all came within {settings.request_timeout_s:g} s"
-                ) from None
+                raise SlowBody(f"the body took more than {limit_s:g} s; send it faster") from None
             body = await self._service.decoded(partial(_decoded_body, self._decoder), raw, hold)
             hold.put(len(raw))
             return (body,), len(raw)
 
-    async def _work(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
+    async def _reply(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
         reply = await self._operation.handler(call, *args)
         if isinstance(reply, Events):
             error = await pump(self._service, reply.run, reply.renderer, response.event)
-            # A stream that failed is cut: a clean end would look like success.
-            if error is None:
+            if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
             return
         if not isinstance(reply, Reply):
@@ -183,20 +217,6 @@ class Endpoint:
             reply = await self._service.offload(len(reply.body), _gzipped, reply)
         await response.whole(reply)
 
-    async def _until_gone(self, work: Awaitable[None], receive: Receive) -> None:
-        working = asyncio.ensure_future(work)
-        gone = asyncio.ensure_future(_disconnect(receive))
-        try:
-            await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done():
-                raise ClientGone
-            await working
-        finally:
-            gone.cancel()
-            working.cancel()
-            await asyncio.gather(working, gone, return_exceptions=True)
-            del working, gone  # as in Socket.pump_alone
-
     async def _fail(self, response: "_Response", error: Exception) -> None:
         answer = answer_of(error)
         if answer.code == "INTERNAL":
@@ -204,6 +224,108 @@ class Endpoint:
         if not response.is_started:  # else it is cut: a clean end would look like success
             with contextlib.suppress(ClientGone):
                 await response.whole(error_reply(answer, self._operation.error_body))
+
+
+class _WhileConnected:
+    """Cancels the block when the client leaves; leaving the block then raises ClientGone.
+
+    A connection that reports its loss needs no task for this; public ASGI has nothing but
+    ``receive``, which somebody has to wait for.
+    """
+
+    def __init__(self, connection: Connection, receive: Receive) -> None:
+        self._connection = connection
+        self._receive = receive
+        self._is_gone = False
+        self._waiting: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task: asyncio.Task[Any] | None = task
+        self._n_cancelled = task.cancelling()
+        if not self._connection.on_lost(self._leave):
+            self._waiting = asyncio.create_task(self._wait())
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        task, self._task = self._task, None  # an error's traceback may keep this for long
+        assert task is not None
+        self._connection.on_lost(None)
+        if self._waiting is not None:
+            self._waiting.cancel()
+            await asyncio.gather(self._waiting, return_exceptions=True)
+            self._waiting = None
+        # As in asyncio.timeout: others may have cancelled it too.
+        if self._is_gone and task.uncancel() <= self._n_cancelled and kind is not None:
+            raise ClientGone from None
+
+    def _leave(self) -> None:
+        if self._task is not None and not self._is_gone:
+            self._is_gone = True
+            self._task.cancel()
+
+    async def _wait(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._leave()
+
+
+class _Response:
+    """Sends one reply; waits for the client, but not longer than *idle_s*."""
+
+    def __init__(self, send: Send, idle_s: float, connection: Connection) -> None:
+        self._send = send
+        self._idle_s = idle_s
+        self._connection = connection
+        self.is_started = False
+
+    async def whole(self, reply: Reply) -> None:
+        await self._start(
+            reply.status,
+            (b"content-type", reply.media_type.encode()),
+            (b"content-length", str(len(reply.body)).encode()),
+            *((name.encode(), value.encode()) for name, value in reply.headers.items()),
+        )
+        # A large body goes out in pieces, so that it waits for the client, not in the transport.
+        body, start = reply.body, 0
+        while len(body) - start > _PIECE_BYTES:
+            await self._body(body[start : start + _PIECE_BYTES])
+            start += _PIECE_BYTES
+        await self._body(body[start:], is_last=True)
+
+    async def event(self, frames: Frames) -> None:
+        """One Server-Sent Event, its data in pieces; the headers precede the first one."""
+        if not self.is_started:
+            await self._start(200, *_SSE_HEADERS)
+        if not frames:
+            return
+        small = bytearray(EVENT_HEAD)
+        for frame in frames:
+            piece = frame.encode() if isinstance(frame, str) else frame
+            if len(piece) < _SMALL_BYTES:
+                small += piece
+                continue
+            await self._body(bytes(small))
+            await self._body(piece)
+            small.clear()
+        await self._body(bytes(small + EVENT_TAIL))
+
+    async def finish(self) -> None:
+        await self._body(b"", is_last=True)
+
+    async def _start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
+        self.is_started = True
+        message = {"type": "http.response.start", "status": status, "headers": [*headers]}
+        await self._connection.send(self._send, message, self._idle_s)
+
+    async def _body(self, data: bytes, *, is_last: bool = False) -> None:
+        message = {"type": "http.response.body", "body": data, "more_body": not is_last}
+        await self._connection.send(self._send, message, self._idle_s)
 
 
 def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
@@ -222,102 +344,44 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
     """The typed request in *raw*; an empty body is ``{}``.
 
     Raises:
-        RequestError: It is no JSON, or a field has the wrong type; the message names it.
+        RequestError: It is not JSON, or a field has the wrong type; the message names the field.
         TooLarge: It has too many values.
     """
     check_values(raw)
     try:
         return decoder.decode(raw or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"request.decode: {error}; correct the body") from None
+        raise RequestError(f"the request cannot be read: {error}; correct it") from None
 
 
 def _decoded_body(decoder: "msgspec.json.Decoder[Any]", body: Body) -> Any:
     return decoded(decoder, body.read())
 
 
-class _Response:
-    """What is sent; waits for the client, but not longer than *idle_s*."""
-
-    def __init__(self, send: Send, idle_s: float, connection: Connection) -> None:
-        self._send = send
-        self._idle_s = idle_s
-        self._connection = connection
-        self.is_started = False
-
-    async def whole(self, reply: Reply) -> None:
-        await self._start(
-            reply.status,
-            (b"content-type", reply.media_type.encode()),
-            (b"content-length", str(len(reply.body)).encode()),
-            *((name.encode(), value.encode()) for name, value in reply.headers.items()),
-        )
-        # Large ones in pieces, so that it is the client's wait, not the transport's memory.
-        body, start = reply.body, 0
-        while len(body) - start > _PIECE_BYTES:
-            await self._body(body[start : start + _PIECE_BYTES])
-            start += _PIECE_BYTES
-        await self._body(body[start:], is_last=True)
-
-    async def event(self, frames: Frames) -> None:
-        """One Server-Sent Event, its data in pieces; headers before the first one."""
-        if not self.is_started:
-            await self._start(200, *_SSE_HEADERS)
-        if not frames:
-            return
-        small = bytearray(EVENT_HEAD)
-        for frame in frames:
-            piece = frame.encode() if isinstance(frame, str) else frame
-            if len(piece) < _SMALL:
-                small += piece
-                continue
-            await self._body(bytes(small))
-            await self._body(piece)
-            small.clear()
-        await self._body(bytes(small + EVENT_TAIL))
-
-    async def finish(self) -> None:
-        await self._body(b"", is_last=True)
-
-    async def _start(self, status: int, *headers: tuple[bytes, bytes]) -> None:
-        self.is_started = True
-        await self._pass({"type": "http.response.start", "status": status, "headers": [*headers]})
-
-    async def _body(self, data: bytes, *, is_last: bool = False) -> None:
-        await self._pass({"type": "http.response.body", "body": data, "more_body": not is_last})
-
-    async def _pass(self, message: Message) -> None:
-        await sent(self._send, message, self._idle_s, self._connection)
-
-
 async def _read_body(
-    body: Body, headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Hold
+    body: Body, headers: Headers, receive: Receive, settings: Settings, hold: Hold
 ) -> None:
+    limit, idle_s = settings.max_body_bytes, settings.idle_timeout_s
     declared = headers.get("content-length", "0")
     if declared.isdecimal():
         if int(declared) > limit:
-            raise TooLarge(f"request.body: {declared} bytes, the limit is {limit}; send less")
+            raise TooLarge(f"the body has {declared} bytes, the limit is {limit}; send less")
         hold.check(int(declared))
     while True:
         try:
             async with asyncio.timeout(idle_s):
                 message = await receive()
         except TimeoutError:
-            raise SlowBody(f"request.body: nothing came for {idle_s:g} s; send faster") from None
+            raise SlowBody(f"nothing of the body came for {idle_s:g} s; send it faster") from None
         if message["type"] == "http.disconnect":
             raise ClientGone
         part = message.get("body", b"")
         hold.take(len(part))
         body.add(part)
         if len(body) > limit:
-            raise TooLarge(f"request.body: more than {limit} bytes, the limit; send less")
+            raise TooLarge(f"the body has more than {limit} bytes, the limit; send less")
         if not message.get("more_body", False):
             return
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _gzipped(reply: Reply) -> Reply:
@@ -325,3 +389,69 @@ def _gzipped(reply: Reply) -> Reply:
     body = packer.compress(reply.body) + packer.flush()
     headers = {**reply.headers, "content-encoding": "gzip", "vary": "Accept-Encoding"}
     return Reply(body, reply.media_type, reply.status, headers=headers)
+
+
+# ---- a stream of tokens
+
+
+async def pump(
+    service: Service, run: Run, renderer: Renderer, send: SendFrames
+) -> KqviewError | None:
+    """Send *run* to its end and close it.
+
+    Args:
+        service: The run's.
+        run: What to send.
+        renderer: How to write it.
+        send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
+
+    Returns:
+        The error that ended the run, which was sent too; None if it ended well.
+
+    Raises:
+        ClientGone: Nobody reads; the run is closed.
+        asyncio.CancelledError: It was cancelled from outside; the run is closed.
+    """
+    async with run:
+        try:
+            with run.hold.part() as unread:
+                await _send_tokens(service, run, renderer, send, unread)
+            # The slot is free before the client hears that it is.
+            await run.aclose()
+            await send(renderer.done(run))
+        except ClientGone:
+            raise
+        except KqviewError as error:
+            failure = error
+        except Exception as error:
+            _log.error("stream of %s failed", run.request_id, exc_info=error)
+            failure = InternalError("the server failed; its log says more")
+            run.end(failure)
+        else:
+            return None
+        await send(renderer.error(run, answer_of(failure)))
+        return failure
+
+
+async def _send_tokens(
+    service: Service, run: Run, renderer: Renderer, send: SendFrames, unread: Hold
+) -> None:
+    """Send rows and tokens; *unread* counts the bytes that the client may not have read."""
+
+    async def deliver(frames: Frames) -> None:
+        if frames:
+            n_bytes = sum(map(len, frames))
+            unread.take(n_bytes)
+            await send(frames)
+            unread.set(n_bytes)  # transports wait for what was sent before
+
+    async for block in run.prompt_blocks():
+        # Rows of layers with different numbers of heads are a tuple: large enough for a thread.
+        n_bytes = block.rows.nbytes if isinstance(block.rows, np.ndarray) else OFFLOAD_BYTES
+        frames = await service.offload(n_bytes, renderer.prompt, run, block)
+        del block  # the pool wants its memory back while the client reads
+        await deliver(frames)
+    async for step in run:
+        frames = await service.offload(step.n_bytes, renderer.token, run, step)
+        del step
+        await deliver(frames)

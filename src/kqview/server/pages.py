@@ -1,14 +1,207 @@
-"""What the server says about itself: start page, description, health, metrics."""
+"""What the server says about itself: start page, OpenAPI description, health, metrics.
 
+The description is made from the route table. Metrics are read from the engine's own counters when
+they are asked for, summed over the engines that have served; only what begins and ends in the
+server is counted here.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
 
 import msgspec
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.errors import KqviewError
 from kqview.server.endpoint import Call, Handler, Operation, Reply
 from kqview.server.errors import Answer
-from kqview.server.metrics import MEDIA_TYPE, Metrics
+from kqview.server.run import Run
+from kqview.server.service import Service
+
+MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
+
+# name -> (field of EngineStats, help); sums over the engines that served.
+_COUNTERS: Final = {
+    "kqview_generated_tokens": ("n_tokens", "Tokens generated."),
+    "kqview_prompt_tokens": ("prefill_tokens", "Prompt tokens evaluated, cached ones not counted."),
+    "kqview_prefill_seconds": ("prefill_s", "Seconds in steps that evaluated prompts."),
+    "kqview_decode_seconds": ("decode_s", "Seconds in steps that generated."),
+    "kqview_attention_bytes": ("attention_bytes", "Bytes of attention handed out as views."),
+    "kqview_attention_copied_bytes": ("copied_bytes", "Bytes of attention copied for transports."),
+    "kqview_attention_dropped_rows": ("dropped_rows", "Tokens that came without their rows."),
+}
+_GAUGES: Final = {
+    "kqview_queued_generations": ("n_queued", "Generations that wait for a slot."),
+}
+_SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
+
+
+class Metrics:
+    """The metrics of one server; belongs to its event loop."""
+
+    def __init__(self, service: Service) -> None:
+        """Watch *service* and its runs."""
+        self._service = service
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(service))
+        self.requests = Counter(
+            "kqview_http_requests", "HTTP requests and WebSockets answered.",
+            ("path", "status"), registry=self._registry,
+        )  # fmt: skip
+        self._runs = Counter(
+            "kqview_generations", "Generations that ended, by reason.",
+            ("reason",), registry=self._registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "kqview_generation_seconds", "Seconds from admission to the end.",
+            buckets=_SECONDS, registry=self._registry,
+        )  # fmt: skip
+        service.on_end = self._ended
+
+    def _ended(self, run: Run) -> None:
+        self._runs.labels(run.finish_reason).inc()
+        self._seconds.observe(run.elapsed_s)
+
+    def text(self) -> bytes:
+        """Everything in Prometheus' text format, of media type `MEDIA_TYPE`."""
+        return generate_latest(self._registry)
+
+
+class _EngineCollector:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    def collect(self) -> Iterator[Metric]:
+        """Called for every scrape."""
+        stats = self._service.stats()
+        for name, (attribute, text) in _COUNTERS.items():
+            total = sum(getattr(one, attribute) for one in stats)
+            yield CounterMetricFamily(name, text, value=total)
+        current = stats[-1] if self._service.is_ready and stats else None
+        for name, (attribute, text) in _GAUGES.items():
+            yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
+        budget = self._service.budget
+        yield GaugeMetricFamily(
+            "kqview_memory_used_bytes", "Bytes of requests, messages and replies under way.",
+            value=budget.used_bytes,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "kqview_memory_budget_bytes", "Most that they may take.", value=budget.total_bytes
+        )
+        pool = current.pool if current else None
+        yield GaugeMetricFamily(
+            "kqview_attention_leased_bytes", "Bytes of attention that views hold.",
+            value=pool.leased_bytes if pool else 0,
+        )  # fmt: skip
+        yield GaugeMetricFamily(
+            "kqview_attention_budget_bytes", "Most that views may hold.",
+            value=pool.budget_bytes if pool else 0,
+        )  # fmt: skip
+        busy = sum(slot.is_busy for slot in current.slots) if current else 0
+        yield GaugeMetricFamily("kqview_busy_slots", "Slots that generate.", value=busy)
+        yield GaugeMetricFamily(
+            "kqview_running_requests", "Requests that run or wait.", value=len(self._service.runs)
+        )
+
+
+_VERSION: Final = "3.1.0"
+_ERRORS: Final[Mapping[str, str]] = {
+    "400": "The request is wrong; the message says what and what the limit is.",
+    "401": "A key is needed.",
+    "403": "The key, the page's origin or the server's name in the request does not allow it.",
+    "404": "There is no such thing.",
+    "408": "The body came too slowly.",
+    "413": "The body is too large.",
+    "429": "Too many requests; Retry-After says when to try again.",
+    "500": "The server failed; its log says more.",
+    "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
+    "504": "It took too long.",
+}
+
+
+def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -> dict[str, Any]:
+    """The description of *operations*; WebSockets are listed in ``x-websockets``.
+
+    Args:
+        operations: The route table; what has no tag, such as parts of pages, is left out.
+        version: Of kqview.
+        has_keys: Whether a key is needed.
+    """
+    operations = [one for one in operations if one.tag]
+    types = [kind for one in operations for kind in (one.body, one.reply) if kind is not None]
+    schemas, components = msgspec.json.schema_components(
+        types, ref_template="#/components/schemas/{name}"
+    )
+    by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
+    paths: dict[str, dict[str, Any]] = {}
+    sockets: dict[str, Any] = {}
+    for one in operations:
+        if one.method == "WS":
+            sockets[one.path] = {"summary": one.summary, "tag": one.tag}
+            continue
+        for path in (one.path, *one.also):
+            paths.setdefault(path, {})[one.method.lower()] = _operation(
+                one, path, by_type, has_keys=has_keys
+            )
+    description: dict[str, Any] = {
+        "openapi": _VERSION,
+        "info": {
+            "title": "kqview",
+            "version": version,
+            "description": "Text generation with the attention of every token, layer and head.",
+        },
+        "paths": paths,
+        "components": {"schemas": components},
+        "x-websockets": sockets,
+    }
+    if has_keys:
+        description["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
+        }
+    return description
+
+
+def _operation(
+    one: Operation, path: str, by_type: Mapping[int, Any], *, has_keys: bool
+) -> dict[str, Any]:
+    name = path.strip("/").replace("/", "_").replace(".", "_") or "root"
+    described: dict[str, Any] = {
+        "operationId": f"{one.method.lower()}_{name}",
+        "summary": one.summary,
+        "tags": [one.tag],
+        "responses": {"200": _reply(one, by_type), **_errors(one)},
+    }
+    if one.body is not None:
+        described["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": by_type[id(one.body)]}},
+        }
+    if has_keys and one.access != "open":
+        described["security"] = [{"bearer": []}, {"header": []}]
+    return described
+
+
+def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
+    if one.streams:
+        text = "Server-Sent Events, each with one JSON object as its data."
+        return {"description": text, "content": {"text/event-stream": {"schema": {}}}}
+    if one.reply is None:
+        return {"description": one.summary}
+    content = {"application/json": {"schema": by_type[id(one.reply)]}}
+    return {"description": one.summary, "content": content}
+
+
+def _errors(one: Operation) -> dict[str, Any]:
+    left_out: set[str] = set() if one.body is not None else {"400", "408", "413"}
+    return {
+        status: {"description": text, "content": {"application/json": {"schema": {}}}}
+        for status, text in _ERRORS.items()
+        if status not in left_out
+    }
+
 
 _TAG: Final = "server"
 _POLICY: Final = "default-src 'self'; img-src 'self' data:"

@@ -1,11 +1,15 @@
-"""Who may call: name of the server, origin of the page, key, and how often; HTTP and WebSockets.
+"""Who may call, and who they are: hosts, origins, keys, rate, trusted proxies, TLS.
 
-A browser hands every page what its user's machine can reach. Two things keep other people's pages
-out: the Host has to be a name that is ours (whoever owns another may let it mean this machine: DNS
-rebinding), and the page's own origin has to be allowed, whatever it sends.
+A browser lets any page call whatever its user's machine can reach. Two checks keep foreign pages
+out: the Host header has to name this server (DNS rebinding points somebody else's name at it), and
+the page's origin has to be allowed.
 
-Belongs to the event loop. Keys are compared in constant time and all of them each time, so that the
-time of an answer tells nothing about a key.
+Anybody can send X-Forwarded-For. It counts only if the connection comes from a proxy that the
+settings name, and then only the part that such proxies added: addresses are read from the right,
+and the first one that is not a trusted proxy is the client.
+
+Belongs to the event loop. Every known key is compared, in constant time, so the time of an answer
+says nothing about a key.
 """
 
 import hashlib
@@ -13,18 +17,160 @@ import hmac
 import ipaddress
 import math
 import re
+import ssl
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal, NoReturn
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.types import Scope
 
-from kqview.server.caller import Caller
+from kqview.errors import RequestError
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
-from kqview.server.peers import client_name
 from kqview.server.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        name: For logs and the rate limit: the address, or a short digest of the key.
+        is_admin: Whether an admin key was sent.
+        owner: Of what this caller makes: a digest of the whole key, "" for anyone without one.
+    """
+
+    name: str
+    is_admin: bool = False
+    owner: str = ""
+
+    def may_see(self, owner: str) -> bool:
+        """Whether what *owner* made is this caller's to see and to end."""
+        return self.is_admin or self.owner == owner
+
+
+ANYONE: Final = Caller("anyone")
+"""Without a key. On a server with keys nothing belongs to it."""
+
+
+_Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+_IPV6_BITS: Final = 64  # a client of IPv6 has a whole network to call from
+_SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
+# A pair of Forwarded (RFC 7239), or the comma between what two proxies wrote.
+_FORWARDED: Final = re.compile(
+    r"""(?<![\w!#$%&'*+.^`|~-])([\w!#$%&'*+.^`|~-]+)=(?:"((?:[^"\\]|\\.)*)"|([^;,\s"]*))|(,)"""
+)
+
+
+def client_name(address: str) -> str:
+    """The client that *address* stands for in limits: itself, or its network of IPv6."""
+    ip = _parsed(address)
+    if ip is None:
+        return address
+    if isinstance(ip, ipaddress.IPv6Address):
+        return str(ipaddress.ip_network((int(ip), _IPV6_BITS), strict=False))
+    return str(ip)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hop:
+    """What one proxy says of who called it; "" where it says nothing."""
+
+    address: str
+    scheme: str
+    host: str
+
+
+class Peers:
+    """Finds the client behind the proxies that are trusted."""
+
+    def __init__(self, trusted_proxies: Sequence[str]) -> None:
+        """Believe *trusted_proxies*, addresses or networks, and nobody else."""
+        self._networks = [ipaddress.ip_network(text) for text in trusted_proxies]
+
+    def trusts(self, address: str) -> bool:
+        """Whether *address* is a proxy's."""
+        ip = _parsed(address) if self._networks else None
+        return ip is not None and any(ip in network for network in self._networks)
+
+    def resolve(self, scope: Scope) -> None:
+        """Write into *scope* who called the proxies, how, and as which host.
+
+        ``client`` and ``scheme`` are replaced, ``state["forwarded_host"]`` is the host where it is
+        said. Nothing changes where the request does not come from a proxy.
+        """
+        client = scope.get("client")
+        if client is None or not self.trusts(client[0]):
+            return
+        hops = _hops(Headers(scope=scope))
+        known: _Hop | None = None
+        for hop in reversed(hops):
+            if _parsed(hop.address) is None:  # "unknown": who said so is as far as we see
+                break
+            known = hop
+            if not self.trusts(hop.address):
+                break
+        if known is not None:
+            scope["client"] = (str(_parsed(known.address)), 0)
+        said = known or (hops[-1] if hops else _Hop("", "", ""))
+        if scheme := _SCHEMES.get(said.scheme.lower()):
+            is_socket = scope["type"] == "websocket"
+            scope["scheme"] = scheme.replace("http", "ws") if is_socket else scheme
+        if said.host:
+            scope["state"]["forwarded_host"] = said.host
+
+
+def _hops(headers: Headers) -> list[_Hop]:
+    """What the proxies wrote, that of the nearest one last.
+
+    X-Forwarded-For wins: most proxies write it, and hand on a Forwarded of whoever called them.
+    """
+    if "x-forwarded-for" not in headers and "forwarded" in headers:
+        return list(_of_forwarded(",".join(headers.getlist("forwarded"))))
+    scheme = _last(headers, "x-forwarded-proto")
+    host = _last(headers, "x-forwarded-host")
+    addresses = ",".join(headers.getlist("x-forwarded-for")).split(",")
+    return [_Hop(_bare(text.strip()), scheme, host) for text in addresses]
+
+
+def _last(headers: Headers, name: str) -> str:
+    return ",".join(headers.getlist(name)).rpartition(",")[2].strip()
+
+
+def _of_forwarded(text: str) -> Iterator[_Hop]:
+    pairs: dict[str, str] = {}
+    for name, quoted, plain, comma in _FORWARDED.findall(text):
+        if comma:
+            yield _hop_of(pairs)
+            pairs = {}
+        else:
+            pairs[name.lower()] = re.sub(r"\\(.)", r"\1", quoted) or plain
+    yield _hop_of(pairs)
+
+
+def _hop_of(pairs: dict[str, str]) -> _Hop:
+    return _Hop(_bare(pairs.get("for", "")), pairs.get("proto", ""), pairs.get("host", ""))
+
+
+def _bare(text: str) -> str:
+    """An address without its port."""
+    if text.startswith("["):
+        return text[1:].partition("]")[0]
+    return text.partition(":")[0] if text.count(":") == 1 else text
+
+
+def _parsed(address: str) -> _Address | None:
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return None
+    # What an IPv6 socket says of a client of IPv4; all of those are one network of IPv6.
+    return getattr(ip, "ipv4_mapped", None) or ip
+
 
 Access = Literal["open", "user", "admin"]
 
@@ -207,3 +353,58 @@ class _RateLimit:
                 f"rate.take: {self._per_minute:g} requests a minute are the limit; wait a moment",
                 retry_after_s=math.ceil((1 - level) / self._per_s),
             )
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """What the server identifies itself with; None where it speaks plain HTTP.
+
+    Raises:
+        RequestError: A file cannot be read or holds something else, the key is encrypted, or the
+            two do not belong together.
+    """
+    certificate, key = settings.ssl_certfile, settings.ssl_keyfile
+    if certificate is None:
+        if key is not None:
+            raise RequestError(
+                "settings.check: ssl_keyfile is given without ssl_certfile; give the certificate "
+                "too (--ssl-certfile)"
+            )
+        return None
+    _check(certificate, "ssl_certfile", b"-----BEGIN CERTIFICATE-----", "certificate")
+    name = "ssl_certfile" if key is None else "ssl_keyfile"
+    _check(key or certificate, name, b"PRIVATE KEY-----", "private key")
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(certificate, key, password=_refuse_password)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise RequestError(
+                f"settings.check: the key in {key or certificate!r} does not belong to the "
+                f"certificate in {certificate!r}; give the two that were made together"
+            ) from None
+        raise RequestError(
+            f"settings.check: ssl_certfile {certificate!r} and its key cannot be used: "
+            f"{error.reason or error}; make them again"
+        ) from None
+    return context
+
+
+def _check(path: str, name: str, mark: bytes, kind: str) -> None:
+    try:
+        data = Path(path).read_bytes()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise RequestError(
+            f"settings.check: {name} {path!r} cannot be read: {reason}; name a readable file"
+        ) from None
+    if mark not in data:
+        raise RequestError(
+            f"settings.check: {name} {path!r} holds no {kind} in PEM; name one that does"
+        )
+
+
+def _refuse_password() -> NoReturn:
+    raise RequestError(
+        "settings.check: the private key is encrypted, and a server has nobody to ask; store it "
+        "without a passphrase: openssl pkey -in KEY -out PLAIN"
+    )

@@ -1,7 +1,7 @@
-"""Service: a dialect's neutral request becomes calls of the Engine, and the other way round.
+"""Service: turns a dialect's neutral request into engine calls; knows no protocol.
 
-It belongs to one event loop and knows no protocol. It owns the engine that it opened itself, not
-one that it was given, and every `Run` until its end.
+It belongs to one event loop. It owns the engine that it opened itself (not one that it was given)
+and every `Run` until the run ends. Work that would block the loop goes to `Workers`.
 """
 
 import asyncio
@@ -9,9 +9,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +24,10 @@ from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
 from kqview.server.budget import Budget, Hold, uncounted
-from kqview.server.caller import ANYONE, Caller
-from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut
-from kqview.server.models import model_names, model_path
+from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
 from kqview.server.run import GenerateRequest, Run, TokenLogprobs
+from kqview.server.security import ANYONE, Caller
 from kqview.server.settings import Settings
-from kqview.server.workers import Workers
 from kqview.types import EngineStats, Usage
 
 _T = TypeVar("_T")
@@ -44,6 +42,7 @@ _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON that take less than that to de
 _OFFLOAD_FIELDS: Final = 4 * 1024  # the same of a request's lists, each element of which is checked
 _OFFLOAD_ITEMS: Final = 4096  # ids and biases that a generation takes over
 _N_WORKERS: Final = 4
+_SUFFIX: Final = ".gguf"
 _LEAST_CLOSE_S: Final = 1.0  # for an engine to end, whatever is left of the grace
 DECODED_TIMES: Final = 17
 """Bytes that a byte of JSON and what it becomes take at most."""
@@ -600,3 +599,112 @@ def _for_sample(request: GenerateRequest, i: int) -> Any:
     if i == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))
+
+
+# ---- threads
+
+
+class Workers:
+    """Some threads; belongs to one event loop."""
+
+    def __init__(self, n_threads: int, name: str) -> None:
+        """Start up to *n_threads* when there is work; a client has at most half of them."""
+        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix=f"kqview-{name}")
+        self._most = max(1, n_threads // 2)
+        self._n_running: dict[str, int] = {}
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def run(self, client: str, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* in one of the threads when it is *client*'s turn.
+
+        Cancelled before it began, it never begins.
+        """
+        await self._turn(client)
+        loop = asyncio.get_running_loop()
+        try:
+            future = self._pool.submit(work, *args)
+        except BaseException:
+            self._done(client)
+            raise
+
+        def done(_: "Future[_T]") -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._done, client)
+
+        future.add_done_callback(done)
+        return await asyncio.wrap_future(future)
+
+    async def _turn(self, client: str) -> None:
+        if self._n_running.get(client, 0) < self._most:
+            self._n_running[client] = self._n_running.get(client, 0) + 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():  # it was given to who no longer wants it
+                self._done(client)
+            raise
+
+    def _done(self, client: str) -> None:
+        """A place of *client* is free: the next one's, if one waits."""
+        waiting = self._waiting.get(client)
+        while waiting:
+            turn = waiting.popleft()
+            if not waiting:
+                del self._waiting[client]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        n_running = self._n_running[client] - 1
+        if n_running:
+            self._n_running[client] = n_running
+        else:
+            del self._n_running[client]
+
+    def shutdown(self) -> None:
+        """Begin nothing more; wait for nothing."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- the folder of models
+
+
+def model_path(folder: str | None, name: str) -> Path:
+    """The file that *name* stands for.
+
+    Args:
+        folder: ``models_dir`` of the settings.
+        name: As `model_names` lists it.
+
+    Raises:
+        Forbidden: There is no folder, or *name* leads out of it, through a link too.
+        NotFound: There is no such file.
+    """
+    if folder is None:
+        raise Forbidden("models.path: there is no models_dir; start the server with one")
+    try:
+        root = Path(folder).resolve()
+        path = (root / name).resolve()
+        is_inside, is_model = path.is_relative_to(root), _is_model(root / name)
+    except (OSError, ValueError):  # a name that no file can have
+        raise NotFound(f"models.path: {name[:80]!r} is no name of a file") from None
+    if not is_inside:
+        raise Forbidden(f"models.path: {name!r} is outside of models_dir; name a file in it")
+    if not is_model:
+        raise NotFound(f"models.path: {name!r} is no GGUF file of models_dir")
+    return path
+
+
+def model_names(folder: str | None) -> list[str]:
+    """Names of the GGUF files in *folder* and below, sorted; links out of it are left out."""
+    if folder is None:
+        return []
+    root = Path(folder).resolve()
+    found = (path for path in root.rglob(f"*{_SUFFIX}") if path.resolve().is_relative_to(root))
+    return sorted(str(path.relative_to(root)) for path in found if _is_model(path))
+
+
+def _is_model(path: Path) -> bool:
+    return path.suffix == _SUFFIX and path.is_file()

@@ -17,13 +17,19 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
 from kqview.server.budget import Hold
-from kqview.server.connection import FRAMES, NO_CONNECTION, Connection, connection_of
-from kqview.server.endpoint import Call, Operation
+from kqview.server.connection import (
+    FRAMES,
+    UNKNOWN,
+    ClientGone,
+    Connection,
+    Stalled,
+    connection_of,
+)
+from kqview.server.endpoint import Call, Frames, Operation, Renderer, pump
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
 from kqview.server.run import Run
 from kqview.server.security import Gate
 from kqview.server.service import DECODED_TIMES, Service
-from kqview.server.streaming import ClientGone, Frames, Renderer, Stalled, pump, sent
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -48,7 +54,7 @@ class Socket:
         send: Send,
         *,
         subprotocol: str | None,
-        connection: Connection = NO_CONNECTION,
+        connection: Connection = UNKNOWN,
         takes_frames: bool = False,
         on_message: Callable[[], None] | None = None,
     ) -> None:
@@ -176,7 +182,7 @@ class Socket:
 
     async def _pass(self, message: Message) -> None:
         try:
-            await sent(self._send, message, self.service.settings.idle_timeout_s, self._connection)
+            await self._connection.send(self._send, message, self.service.settings.idle_timeout_s)
         except ClientGone as error:
             self._is_closed = True
             if isinstance(error, Stalled):

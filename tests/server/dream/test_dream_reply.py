@@ -12,7 +12,7 @@ import pytest
 
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import ReplyTooLarge
-from kqview.server.api.dream.reply import (
+from kqview.server.api.dream.events import (
     ReplyBuilder,
     check_reply,
     reply_bytes,

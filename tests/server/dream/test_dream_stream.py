@@ -12,7 +12,7 @@ import pytest
 
 from kqview import Capture, Engine
 from kqview.server import Settings
-from kqview.server.api.dream.session import Session
+from kqview.server.api.dream.routes import Session
 from kqview.server.service import Service
 from kqview.server.sockets import Disconnected, Socket
 from tests.support.dream import PROMPT, WITHIN_S, DreamSocket, clear, decoded, reference

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
-from kqview.server.api.attention_fields import sampling_of
+from kqview.server.api.attention_protocol import logprobs_of, sampling_of
 from kqview.server.api.kobold import convert, schema
-from kqview.server.api.logprobs import logprobs_of
 from kqview.server.errors import NoModel, Unauthorized, answer_of
 from kqview.server.run import TokenLogprobs
 from kqview.server.service import LastRun

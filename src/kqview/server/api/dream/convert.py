@@ -9,15 +9,15 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from kqview.errors import InvalidToken, OutOfMemory, PoolExhausted, PromptTooLong, RequestError
-from kqview.server.api.attention_fields import (
+from kqview.server.api.attention_protocol import (
     asks_for_logprobs,
     attention_of,
     first,
+    layers_of,
     max_tokens_of,
     prompt_of,
     sampling_of,
 )
-from kqview.server.api.attention_objects import layers_of
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
 from kqview.server.attention import AttentionWanted

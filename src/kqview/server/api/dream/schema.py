@@ -9,8 +9,7 @@ from typing import Any, Final, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from kqview.server.api.attention_fields import AttentionFields
-from kqview.server.api.logprobs import Logprobs
+from kqview.server.api.attention_protocol import AttentionFields, Logprobs
 
 Encoding = Literal["base64", "binary"]
 

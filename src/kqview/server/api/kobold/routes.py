@@ -4,21 +4,23 @@ Glue only: `schema` says what bodies are, `convert` and `events` what becomes of
 """
 
 import time
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Final
 
 import msgspec
 
+from kqview import __version__
 from kqview.engine import Engine
-from kqview.server.api.attention_fields import MOST_TOKEN_TEXT
-from kqview.server.api.attention_objects import layers_of
+from kqview.server.api.attention_protocol import (
+    LOGPROB_BYTES,
+    MOST_TOKEN_TEXT,
+    layers_of,
+    logprobs_of,
+)
 from kqview.server.api.kobold import convert, schema
-from kqview.server.api.kobold.events import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.api.logprobs import LOGPROB_BYTES, logprobs_of
-from kqview.server.endpoint import Call, Handler, Operation, Reply, decoded
+from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
+from kqview.server.endpoint import Call, Events, Handler, Operation, Reply, decoded
 from kqview.server.run import Run
 from kqview.server.sockets import Socket
-from kqview.server.streaming import Events
 from kqview.server.wire import json_in_slices
 
 _TAG: Final = "kobold"
@@ -203,17 +205,13 @@ async def props(call: Call) -> schema.ServerProps:
 
 async def service_info(call: Call) -> dict[str, Any]:
     """Which APIs are here, as KoboldAI's services tell each other."""
-    try:
-        own = version("kqview")
-    except PackageNotFoundError:
-        own = "0"
     kobold = {
         "name": "KoboldAI API",
         "rel_url": "/api",
         "documentation": "/docs",
         "version": schema.API_VERSION,
     }
-    software = {"name": "kqview", "version": own}
+    software = {"name": "kqview", "version": __version__}
     return {"version": "0.2", "software": software, "api": {"koboldai": kobold}}
 
 

@@ -9,8 +9,7 @@ from typing import Final
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.attention_fields import AttentionFields, AttentionValues
-from kqview.server.api.logprobs import Logprobs
+from kqview.server.api.attention_protocol import AttentionFields, AttentionValues, Logprobs
 from kqview.server.attention import Aggregation, Format
 from kqview.types.capture import DType
 

@@ -1,20 +1,27 @@
-"""The request names of the two attention protocols, kobold and dream: each takes the other's too.
+"""What the two attention protocols, kobold and dream, share: request fields, attention, logprobs.
 
-Pure: a body becomes the neutral parts of a `GenerateRequest`. Fields that are absent or null take
-the defaults of `DEFAULTS`, which both protocols' documents give alike. Names that neither knows are
-ignored, and so are samplers that llama.cpp has not (``tfs``, ``top_a``, ``smoothing_factor``,
-``dynatemp_*``) and its fixed order of samplers (``sampler_order``).
+Pure. A body becomes the neutral parts of a `GenerateRequest`; each protocol accepts the other's
+names. Absent and null fields take the defaults in `DEFAULTS`. Unknown names are ignored, as are
+samplers that llama.cpp does not have (``tfs``, ``top_a``, ``smoothing_factor``, ``dynatemp_*``) and
+``sampler_order``: llama.cpp's order is fixed.
+
+The values of an attention object may be megabytes of base64, so they stay a separate piece from the
+encoder to the transport: `event_pieces` assembles an event without joining them.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
+from msgspec import Struct
 
 from kqview.errors import InvalidToken, RequestError
-from kqview.server.attention import DEFAULT_TOP_K, AttentionWanted
+from kqview.server.attention import DEFAULT_TOP_K, AttentionWanted, Dense, Shaped, Sparse, Viz
+from kqview.server.run import TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
-from kqview.types import Sampling
+from kqview.server.wire import DATA_HERE, Encoder, split_json, with_lists
+from kqview.types import ModelInfo, Sampling
 
 DEFAULTS: Final[dict[str, Any]] = {
     "max_tokens": 50,
@@ -255,3 +262,200 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         raise InvalidToken(
             "request.logit_bias: a key is no token id; send ids as the object's keys"
         ) from None
+
+
+Object = dict[str, Any]
+
+
+def layers_of(wanted: AttentionWanted, model: ModelInfo) -> tuple[int, ...] | None:
+    """Layers in the order of the object's axis of layers; None where that says nothing new.
+
+    It does where the object has such an axis, and the layers are not all of the model's.
+    """
+    if wanted.format == "aggregated":
+        return None
+    layers = model.attention_layers if wanted.layers is None else wanted.layers
+    return None if layers == tuple(range(model.n_layer)) else layers
+
+
+def attention_object(
+    shaped: Shaped,
+    encoder: Encoder,
+    *,
+    as_list: bool = False,
+    layers: tuple[int, ...] | None = None,
+) -> tuple[Object, bytes | None]:
+    """The object for JSON, and the base64 of its values where it has some.
+
+    Args:
+        shaped: What `kqview.server.attention.shaped` returned.
+        encoder: Of the run.
+        as_list: Write the values of "aggregated" as a list of numbers, in place of base64.
+        layers: As `layers_of` says.
+
+    Returns:
+        The object, in which ``data`` is `DATA_HERE` where the second value stands for it; None as
+        the second value where the object is whole.
+    """
+    if isinstance(shaped, Dense):
+        fields = _dense(shaped, layers)
+        if as_list and shaped.format == "aggregated":
+            return {**fields, "data": encoder.numbers(shaped.values)}, None
+        fields |= {"encoding": "base64", "dtype": shaped.values.dtype.name, "data": DATA_HERE}
+        return fields, encoder.base64(shaped.values)
+    return _small(shaped, encoder, layers), None
+
+
+def attention_frame(
+    shaped: Shaped, encoder: Encoder, *, layers: tuple[int, ...] | None = None
+) -> tuple[Object, bytes]:
+    """The object without ``data``, and its values as little-endian bytes for a frame of their own.
+
+    Formats that have no array of values are whole in the object; their frame is empty.
+    """
+    if isinstance(shaped, Dense):
+        fields = _dense(shaped, layers)
+        fields |= {"encoding": "binary", "dtype": shaped.values.dtype.name}
+        return fields, encoder.raw(shaped.values)
+    return _small(shaped, encoder, layers), b""
+
+
+def event_pieces(event: Any, data: bytes | None) -> list[bytes]:
+    """JSON of *event* in pieces; *data* stands where *event* says `DATA_HERE`."""
+    return [msgspec.json.encode(event)] if data is None else split_json(event, data)
+
+
+def _dense(dense: Dense, layers: tuple[int, ...] | None) -> Object:
+    fields: Object = {
+        "format": dense.format,
+        "shape": list(dense.values.shape),
+        "context_length": dense.n_context,
+    }
+    if dense.heads_by_layer is not None:
+        fields["heads_by_layer"] = dense.heads_by_layer
+    if layers is not None:
+        fields["layers"] = layers
+    return fields
+
+
+def _small(shaped: Sparse | Viz, encoder: Encoder, layers: tuple[int, ...] | None) -> Object:
+    fields: Object = {} if layers is None else {"layers": layers}
+    if isinstance(shaped, Sparse):
+        by_layer = encoder.numbers(shaped.by_layer)
+        positions = shaped.positions.tolist()
+        return {
+            "format": "sparse",
+            "top_k": len(positions),
+            "context_length": shaped.n_context,
+            "data": [
+                {"position": position, "layers": values}
+                for position, values in zip(positions, by_layer, strict=True)
+            ],
+            **fields,
+        }
+    return {
+        "format": "viz",
+        "context_length": shaped.n_context,
+        "mean_by_layer": encoder.numbers(shaped.mean_by_layer),
+        "max_by_layer": encoder.numbers(shaped.max_by_layer),
+        "entropy": shaped.entropy,
+        **fields,
+    }
+
+
+LOGPROB_BYTES: Final = 2048
+"""About what the JSON of a token's logprobs takes where there are as many as a run keeps."""
+
+
+class TopLogprob(Struct):
+    """A token that could have been chosen."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(Struct, kw_only=True):
+    """A token that was chosen, beside those that could have been."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class Logprobs(Struct, kw_only=True):
+    """Logprobs of a generation, in both of OpenAI's forms."""
+
+    content: list[TokenLogprob]
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+def logprobs_of(
+    tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes]
+) -> Logprobs | None:
+    """Logprobs of a generation's tokens; None where none were asked for."""
+    if not tokens:
+        return None
+    content = [_logprob(one, bytes_of) for one in tokens]
+    ends = accumulate((len(one.token) for one in content), initial=0)
+    return Logprobs(
+        content=content,
+        tokens=[one.token for one in content],
+        token_logprobs=[one.logprob for one in content],
+        top_logprobs=[{top.token: top.logprob for top in one.top_logprobs} for one in content],
+        text_offset=list(ends)[:-1],
+    )
+
+
+class LogprobsWriter:
+    """`logprobs_of` while the tokens come: what is kept are the bytes of the reply, no objects."""
+
+    def __init__(self, *, packs: bool) -> None:
+        """Write JSON, or MessagePack where it *packs*."""
+        self._packs = packs
+        self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
+        self._lists: dict[str, list[bytes]] = {name: [] for name in Logprobs.__struct_fields__}
+        self._offset = 0
+
+    def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
+        """Write one token's; how many bytes that are."""
+        content = _logprob(one, bytes_of)
+        values = {
+            "content": content,
+            "tokens": content.token,
+            "token_logprobs": one.logprob,
+            "top_logprobs": {top.token: top.logprob for top in content.top_logprobs},
+            "text_offset": self._offset,
+        }
+        self._offset += len(content.token)
+        n_bytes = 0
+        for name, value in values.items():
+            encoded = self._encode(value)
+            self._lists[name].append(encoded)
+            n_bytes += len(encoded)
+        return n_bytes
+
+    def whole(self) -> msgspec.Raw | None:
+        """What `logprobs_of` would give, encoded."""
+        if not self._lists["tokens"]:
+            return None
+        return msgspec.Raw(with_lists({}, [*self._lists.items()], packs=self._packs))
+
+
+def _logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
+    def written(id_: int) -> tuple[str, list[int]]:
+        data = bytes_of(id_)
+        return data.decode("utf-8", "replace"), list(data)
+
+    def top(id_: int, logprob: float) -> TopLogprob:
+        text, data = written(id_)
+        return TopLogprob(text, logprob, data)
+
+    text, data = written(one.token_id)
+    return TokenLogprob(
+        token=text, logprob=one.logprob, bytes=data, top_logprobs=[top(*pair) for pair in one.top]
+    )

@@ -1,14 +1,20 @@
-"""Listening: bounds what clients may do before, between and beside requests, where no app sees it.
+"""Uvicorn parts: the only file that knows uvicorn's insides, and `CHECKED`, the versions it knows.
 
-uvicorn waits for ever for the first bytes of a request and takes any number of connections, so that
-a few hundred sockets which send nothing use up the process's file descriptors; its other timeouts
-begin with a request. It gathers a head of any length, and answers any number of pings. And it
-copies every message on its way out, and sends each one by itself. Of a connection with TLS it hears
-when the handshake is done, which a client may put off.
+uvicorn waits forever for the first byte of a request, accepts any number of connections, so that a
+few hundred silent sockets use up the process's file descriptors, and collects request heads of any
+length. It answers any number of pings, copies every WebSocket message on its way out and sends each
+one by itself. It hears of a TLS connection only after the handshake, which a client may put off.
+The protocols here are uvicorn's with bounds on all of this, and `connection` reaches the transport
+behind the ``send`` that uvicorn hands out.
+
+With any other version of uvicorn none of this is used: `uvicorn_options` takes uvicorn's own
+protocols, connections are those of public ASGI (connection.py), and clients get the same bytes.
 """
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 import ssl
 import struct
@@ -17,6 +23,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
+import uvicorn
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
@@ -26,9 +34,14 @@ from websockets.protocol import State
 
 from kqview.errors import KqviewError
 from kqview.server.budget import Hold
-from kqview.server.connection import FRAMES, frames_of
-from kqview.server.peers import Peers, client_name
+from kqview.server.connection import FRAMES, UNKNOWN, Connection, frames_of
+from kqview.server.security import Peers, client_name, tls_context
 from kqview.server.settings import Settings
+
+CHECKED: Final = ((0, 53), (0, 55))
+"""First version of uvicorn that this was checked with, and the first one that it was not."""
+
+_log: Final = logging.getLogger("kqview.server")
 
 # None of them says which page may read it: they come before it is known who asks.
 _BUSY: Final = (
@@ -69,17 +82,80 @@ _HANDSHAKE_S: Final = 10.0
 _SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
 
 
-def http_protocol(settings: Settings, tls: ssl.SSLContext | None = None) -> type[asyncio.Protocol]:
-    """What uvicorn makes for each connection, with the limits of *settings*; HTTPS with *tls*."""
+def is_checked() -> bool:
+    """Whether this uvicorn is one whose private parts are known here."""
+    major, minor = map(int, re.findall(r"\d+", uvicorn.__version__)[:2])
+    return CHECKED[0] <= (major, minor) < CHECKED[1]
+
+
+def connection(send: Send) -> Connection:
+    """The connection behind *send*, which has to be the server's own, wrapped by nothing."""
+    owner = getattr(send, "__self__", None)
+    is_ours = hasattr(owner, "transport") and is_checked()
+    return UvicornConnection(owner) if is_ours else UNKNOWN
+
+
+def uvicorn_options(settings: Settings) -> dict[str, Any]:
+    """Options of uvicorn.Config that apply the limits of *settings* to connections; TLS included.
+
+    Raises:
+        RequestError: As `tls_context`.
+    """
+    tls = tls_context(settings)
+    if not is_checked():
+        _log.warning(
+            "uvicorn %s is unknown to this version of kqview: idle connections, connections per "
+            "client, request heads and WebSocket frames are not limited; install uvicorn>=%d.%d,"
+            "<%d.%d, or put a proxy in front",
+            uvicorn.__version__, *CHECKED[0], *CHECKED[1],
+        )  # fmt: skip
+        files = {"ssl_certfile": settings.ssl_certfile, "ssl_keyfile": settings.ssl_keyfile}
+        return {"http": "httptools", "ws": "websockets-sansio", **files}
     limits = {
         "idle_s": settings.idle_timeout_s,
         "most": settings.max_connections,
         "clients": _Clients(settings),
     }
     kind = type("HttpProtocol", (_BoundedHttpProtocol,), limits)
-    if tls is None:
-        return kind
-    return type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
+    if tls is not None:
+        kind = type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
+    return {"http": kind, "ws": WebSocketProtocol}
+
+
+class UvicornConnection(Connection):
+    """The connection below a request (its cycle) or a WebSocket (its protocol) of uvicorn."""
+
+    def __init__(self, owner: Any) -> None:
+        """Take what uvicorn's ``send`` is a method of."""
+        self._owner = owner
+        self._transport: asyncio.Transport = owner.transport
+        # HTTP has a `flow`, the Sans-I/O WebSocket a `writable`, and both wait for it before they
+        # write; uvicorn's older WebSocket writes and waits then.
+        self._waits_first = hasattr(owner, "flow") or hasattr(owner, "writable")
+
+    @property
+    def is_clear(self) -> bool:
+        return self._waits_first and not self.n_left
+
+    @property
+    def n_left(self) -> int:
+        return self._transport.get_write_buffer_size()
+
+    def abort(self) -> None:
+        self._transport.abort()
+
+    def admit(self, hold: Hold) -> None:
+        if isinstance(self._owner, WebSocketProtocol):
+            self._owner.admit(hold)
+
+    def on_lost(self, call: Callable[[], None] | None) -> bool:
+        protocol = self._transport.get_protocol()
+        if not isinstance(protocol, _BoundedHttpProtocol):
+            return False
+        protocol.on_lost = call
+        if call is not None and protocol.is_lost:
+            asyncio.get_running_loop().call_soon(call)
+        return True
 
 
 def allow_files(settings: Settings) -> None:
@@ -325,6 +401,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._client: str | None = None
         self._is_counted = False
+        self.is_lost = False
+        self.on_lost: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
@@ -396,6 +474,9 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         self._stop()
         super().connection_lost(exc)
         self.leave()
+        self.is_lost = True
+        if self.on_lost is not None:
+            self.on_lost()
 
     def leave(self) -> None:
         """Count it no more."""
