@@ -1,6 +1,6 @@
 # Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
 # libraries. The tap hooks into it by renaming four calls of the `llama` target, see
-# cpp/tap/hook.cpp; its RPC client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its
+# cpp/tap/tap.cpp; its RPC client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its
 # aborts become exceptions, see cpp/llama/backend.h; keys are moved without the rotation that not
 # every cache has, see kv_cache_rotation.h; its regular expressions are matched by ours, see
 # unicode_regex.h.

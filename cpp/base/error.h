@@ -1,7 +1,11 @@
 // The one failure type of the core. Every error has a code that names who must act; `bind/` maps
-// each code to a class of kqview.errors, and a test checks that the map is complete.
+// each code to a class of kqview.errors, and a test checks that the map is complete. Also here: how
+// messages say sizes of memory.
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <cstdio>
 #include <exception>
 #include <new>
 #include <stdexcept>
@@ -55,7 +59,8 @@ constexpr const char* name_of(errc code) {
     return "internal";
 }
 
-// Message form: "<noun>.<verb>: <got>, <limit>; <remedy>".
+// The message says what was wrong, the limit and what to do, and names the caller's own parameter:
+// "n_ubatch is 0, allowed are 1..1048576".
 class error : public std::runtime_error {
 public:
     error(errc code, const std::string& message) : std::runtime_error(message), code_(code) {}
@@ -85,6 +90,23 @@ inline error running_failure(const char* noun, errc other, const error& no_memor
     } catch (...) {
         return no_memory;  // it ran out while the message was made
     }
+}
+
+// "3.10 GiB", "12.5 MiB" below one GiB, "0.0 MiB" for next to nothing.
+inline std::string size_text(double n_bytes) {
+    constexpr double mib = 1 << 20;
+    constexpr double gib = 1 << 30;
+    std::array<char, 48> text;
+    if (n_bytes < gib) {
+        std::snprintf(text.data(), text.size(), "%.1f MiB", n_bytes / mib);
+    } else {
+        std::snprintf(text.data(), text.size(), "%.2f GiB", n_bytes / gib);
+    }
+    return text.data();
+}
+
+inline std::string size_text(std::size_t n_bytes) {
+    return size_text(static_cast<double>(n_bytes));
 }
 
 }  // namespace kqview

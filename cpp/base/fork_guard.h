@@ -2,19 +2,28 @@
 // Cheap enough for every call: one relaxed load against a remembered number.
 #pragma once
 
-namespace kqview {
+#include <pthread.h>
 
-// Number of forks between this process and the first one that asked.
-int fork_epoch() noexcept;
+#include <atomic>
+
+namespace kqview {
 
 class fork_guard {
 public:
-    fork_guard() noexcept : epoch_(fork_epoch()) {}
+    fork_guard() noexcept : epoch_(epoch()) {}
 
     // True in a child that was forked after this object was made.
-    bool is_forked() const noexcept { return epoch_ != fork_epoch(); }
+    bool is_forked() const noexcept { return epoch_ != epoch(); }
 
 private:
+    // Forks between this process and the first one that asked.
+    static int epoch() noexcept {
+        [[maybe_unused]] static const int installed = pthread_atfork(
+            nullptr, nullptr, [] { n_forks_.fetch_add(1, std::memory_order_relaxed); });
+        return n_forks_.load(std::memory_order_relaxed);
+    }
+
+    static inline std::atomic<int> n_forks_{0};
     int epoch_;
 };
 

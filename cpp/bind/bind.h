@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "llama/model.h"
-#include "sample/token_filters.h"
+#include "sample/token_filter.h"
 #include "sched/llama_runner.h"
 #include "sched/request.h"
 #include "sched/scheduler.h"

@@ -11,7 +11,6 @@
 #include "llama/backend.h"
 #include "llama/context.h"
 #include "llama/devices.h"
-#include "llama/nvidia_driver.h"
 
 namespace kqview::bind {
 

@@ -7,10 +7,17 @@
 #pragma once
 
 #include <span>
+#include <string>
 
 #include "gguf/header.h"
 
 namespace kqview {
+
+// Opens the file and runs all checks below. A model in several files is given by its first, and all
+// of them are checked.
+void check_model_file(const std::string& path);
+
+void check_adapter_file(const std::string& path);
 
 // `head`: the first part, which has the values; `tensors`: those of all parts.
 void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor> tensors);

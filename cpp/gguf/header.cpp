@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "gguf/tensor_type.h"
 
 namespace kqview {
 

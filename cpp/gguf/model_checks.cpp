@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "gguf/checks.h"
-#include "gguf/tensor_type.h"
 
 namespace kqview {
 

@@ -1,17 +1,21 @@
 #include "llama/context.h"
 
 #include <ggml.h>
-#include <llama-ext.h>  // llama_graph_reserve: llama.cpp's internal header, used here alone
+#include <llama-context.h>
+#include <llama-ext.h>  // llama_graph_reserve
+#include <llama-kv-cache-iswa.h>
+#include <llama-kv-cache.h>
+#include <llama-model.h>
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "base/error.h"
 #include "base/log.h"
-#include "base/size_text.h"
 #include "llama/backend.h"
 #include "llama/devices.h"
 #include "memory/device_need.h"
@@ -19,6 +23,8 @@
 namespace kqview {
 
 namespace {
+
+// ---- options
 
 constexpr std::array<std::pair<std::string_view, ggml_type>, 9> kv_types{{
     {"f32", GGML_TYPE_F32},
@@ -32,13 +38,32 @@ constexpr std::array<std::pair<std::string_view, ggml_type>, 9> kv_types{{
     {"iq4_nl", GGML_TYPE_IQ4_NL},
 }};
 
-ggml_type kv_type_of(const std::string& name) {
-    std::string known;
-    for (const auto& [text, type] : kv_types) {
-        if (text == name) return type;
-        known += (known.empty() ? "" : ", ") + std::string(text);
+constexpr std::array<std::pair<std::string_view, enum llama_pooling_type>, 5> pooling_types{{
+    {"none", LLAMA_POOLING_TYPE_NONE},
+    {"mean", LLAMA_POOLING_TYPE_MEAN},
+    {"cls", LLAMA_POOLING_TYPE_CLS},
+    {"last", LLAMA_POOLING_TYPE_LAST},
+    {"rank", LLAMA_POOLING_TYPE_RANK},
+}};
+
+// The value of an option that is one of a few names.
+template <typename Value, std::size_t n>
+Value value_of(const char* option, const std::string& name,
+               const std::array<std::pair<std::string_view, Value>, n>& known) {
+    std::string names;
+    for (const auto& [text, value] : known) {
+        if (text == name) return value;
+        names += (names.empty() ? "" : ", ") + std::string(text);
     }
-    throw error(errc::request, "Engine: kv_type is '" + name + "', known are " + known);
+    throw error(errc::request, std::string(option) + " is '" + name + "', known are " + names);
+}
+
+// "" for what a file may say and this llama.cpp does not know.
+std::string name_of(enum llama_pooling_type type) {
+    for (const auto& [name, known] : pooling_types) {
+        if (known == type) return std::string(name);
+    }
+    return {};
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
@@ -81,14 +106,16 @@ llama_context_params params_of(const model& source, const context_options& optio
     params.n_ubatch = params.n_batch;
     params.n_seq_max = static_cast<std::uint32_t>(n_slots);
     params.n_outputs_max = static_cast<std::uint32_t>(n_slots);
-    params.pooling_type = pooling_type_of(options.pooling);
+    params.pooling_type = options.pooling.empty()
+                              ? LLAMA_POOLING_TYPE_UNSPECIFIED
+                              : value_of("pooling", options.pooling, pooling_types);
     if (!options.pooling.empty() || embedding_facts_of(source).pools) {
         params.n_outputs_max = params.n_ubatch;  // an embedding makes every token an output
     }
     params.n_threads = options.n_threads;
     params.n_threads_batch =
         options.n_threads_batch > 0 ? options.n_threads_batch : options.n_threads;
-    params.type_k = kv_type_of(options.kv_type);
+    params.type_k = value_of("kv_type", options.kv_type, kv_types);
     params.type_v = params.type_k;
     params.flash_attn_type = options.flash == flash_attention::on ? LLAMA_FLASH_ATTN_TYPE_ENABLED
                              : options.flash == flash_attention::off
@@ -99,6 +126,8 @@ llama_context_params params_of(const model& source, const context_options& optio
     params.no_perf = true;
     return params;
 }
+
+// ---- memory: what a context will take, before llama.cpp takes it
 
 // Where llama.cpp copies the outputs of a step to; it takes that memory when the first such step
 // comes.
@@ -231,6 +260,8 @@ void check_opening(const model_options& wanted, const context_options& options) 
     check_device_memory(wanted, options);
     const context probe(weightless, options);
 }
+
+// ---- the context
 
 context::batch_owner::~batch_owner() {
     if (batch.token) llama_batch_free(batch);
@@ -390,5 +421,190 @@ void context::reserve() {
 }
 
 std::int32_t context::n_graphs_reused() const { return llama_perf_context(handle_.get()).n_reused; }
+
+// ---- embeddings. llama.cpp's public interface does not tell whether a model's graph has an
+// embedding at all, and without one llama.cpp ends the process: hence the internal headers.
+
+// An encoder can embed whatever its file says; other models, where the file or the caller names a
+// pooling.
+void context::open_embeddings(const context_options& options) {
+    const bool is_encoder = !has_cache() && !llama_model_is_diffusion(model_->get());
+    const auto facts = embedding_facts_of(*model_);
+    if (options.pooling.empty() && !facts.pools && !is_encoder) return;
+    const auto type = ::llama_pooling_type(handle_.get());
+    const auto* const hidden = handle_->get_gf_res_reserve()->get_embd();
+    const bool has_hidden = hidden && hidden->ne[0] == llama_model_n_embd_out(model_->get());
+    const bool has_head = type != LLAMA_POOLING_TYPE_RANK || facts.n_classes > 0;
+    if (has_hidden && has_head) {
+        pooling_ = name_of(type);
+    } else if (!options.pooling.empty()) {
+        throw error(
+            errc::unsupported_model,
+            "Engine: pooling is '" + options.pooling + "', and " +
+                (has_hidden ? "this model has no classifier head; choose mean, cls, last or none"
+                            : "llama.cpp gives no embedding of this model; leave it out"));
+    }
+}
+
+void context::set_embeds(bool embeds) {
+    if (embeds == embeds_) return;
+    if (embeds && pooling_.empty()) {
+        throw error(errc::internal, "context.decode: an embedding, and this context gives none");
+    }
+    embeds_ = embeds;
+    llama_set_embeddings(handle_.get(), embeds);
+}
+
+std::vector<float> context::embedding(slot_id slot, int n_tokens) {
+    const bool pools = pooling_ != "none";
+    const auto n_values =
+        static_cast<std::size_t>(pooling_ == "rank" ? embedding_facts_of(*model_).n_classes
+                                                    : llama_model_n_embd_out(model_->get()));
+    std::vector<float> values;
+    values.reserve(n_values * static_cast<std::size_t>(pools ? 1 : n_tokens));
+    for (int i = 0; i < (pools ? 1 : n_tokens); ++i) {
+        const float* const row = pools ? llama_get_embeddings_seq(handle_.get(), slot)
+                                       : llama_get_embeddings_ith(handle_.get(), i);
+        if (!row) throw error(errc::internal, "no embedding of slot " + std::to_string(slot));
+        values.insert(values.end(), row, row + n_values);
+    }
+    return values;
+}
+
+// ---- the cache: which kind it is, and a sequence's part of it as bytes. llama.cpp's public
+// interface neither applies a pending shift nor tells one kind of cache from another.
+
+namespace {
+
+// What this context keeps in place of the cache whose bytes are known; empty for that cache.
+// llama.cpp leaves out of a window's cache what no later token sees, so columns would be no
+// positions any more; of several caches in a row it may restore the first and fail at the second.
+std::string other_than_plain(const llama_memory_i* memory) {
+    if (!memory) return "no KV cache";
+    if (dynamic_cast<const llama_kv_cache*>(memory)) return "";
+    if (dynamic_cast<const llama_kv_cache_iswa*>(memory)) return "a cache for sliding windows";
+    return "recurrent state or several caches";
+}
+
+// What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when
+// nothing does. tests/engine/test_architectures_cache.py compares moved keys of every architecture with
+// fresh ones.
+std::string rotation_obstacle(const llama_model& source, ggml_type type) {
+    if (source.pos_embd) return "learned positions";
+    switch (source.arch) {
+        case LLM_ARCH_HUNYUAN_DENSE:
+        case LLM_ARCH_HUNYUAN_MOE:
+        case LLM_ARCH_MAINCODER: return "keys that it scales after their rotation";
+        // llama.cpp moves keys with the rope factors of the file, these rotate without them.
+        case LLM_ARCH_COGVLM:
+        case LLM_ARCH_PANGU_EMBED: return "keys that it rotates in a way of its own";
+        case LLM_ARCH_BAICHUAN:
+            if (source.type != LLM_TYPE_7B) return "keys that it does not rotate";
+            break;
+        default: break;
+    }
+    // Other types and parts of quantised heads end the process in ggml.
+    if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16) return "";
+    const auto& hparams = source.hparams;
+    if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE) return "";
+    bool is_whole = ggml_is_quantized(type);
+    for (std::uint32_t il = 0; il < hparams.n_layer(); ++il) {
+        is_whole = is_whole && hparams.n_rot(il) == hparams.n_embd_head_k(il);
+    }
+    return is_whole ? ""
+                    : std::string("keys as ") + ggml_type_name(type) + ", which cannot be rotated";
+}
+
+llama_kv_cache& plain_cache(llama_context* handle) {
+    auto* const memory = llama_get_memory(handle);
+    const auto kind = other_than_plain(memory);
+    if (kind.empty()) return dynamic_cast<llama_kv_cache&>(*memory);
+    throw error(errc::unsupported_model,
+                "slot: this model keeps " + kind +
+                    ", which cannot be saved whole; send the ids again instead");
+}
+
+}  // namespace
+
+bool context::is_causal() const { return handle_->get_cparams().causal_attn; }
+
+context::cache_facts context::cache() const {
+    if (!has_cache()) {
+        throw error(errc::unsupported_model,
+                    "slot: this model keeps no KV cache; send the ids again instead");
+    }
+    const auto& cache = plain_cache(handle_.get());
+    return {cache.get_n_stream(), cache.has_cell_ext()};
+}
+
+std::string context::shift_obstacle() const {
+    if (!has_cache()) return "no KV cache";
+    auto* const memory = llama_get_memory(handle_.get());
+    if (auto kind = other_than_plain(memory); !kind.empty()) return kind;
+    if (!llama_memory_can_shift(memory)) return "positions that cannot be moved";
+    return rotation_obstacle(*model_->get(), plain_cache(handle_.get()).type_k());
+}
+
+bool context::discard(slot_id slot, std::span<const token_range> gone) {
+    auto& cache = plain_cache(handle_.get());
+    if (gone.empty() || !shift_obstacle().empty()) return false;
+    for (const auto& range : gone) {
+        const auto start = static_cast<llama_pos>(range.start);
+        // A plain cache removes any range.
+        llama_memory_seq_rm(&cache, slot, start, start + static_cast<llama_pos>(range.n_tokens));
+    }
+    llama_pos n_gone = 0;
+    for (std::size_t i = 0; i < gone.size(); ++i) {
+        n_gone += static_cast<llama_pos>(gone[i].n_tokens);
+        const auto from = static_cast<llama_pos>(gone[i].start + gone[i].n_tokens);
+        const auto to = i + 1 < gone.size() ? static_cast<llama_pos>(gone[i + 1].start) : -1;
+        llama_memory_seq_add(&cache, slot, from, to, -n_gone);
+    }
+    flush_shifts();
+    if (!cache.get_has_shift()) return true;
+    throw error(errc::out_of_memory,
+                "slot.shift: llama.cpp could not rotate the keys; lower n_ctx or n_slots");
+}
+
+void context::flush_shifts() {
+    const llama_activity guard("shifting a slot");
+    model_->rpc().check();
+    const auto turn = model_->rpc().take_turn();
+    handle_->memory_update(false);
+    model_->rpc().check();
+}
+
+std::size_t context::state_bytes(slot_id slot) {
+    plain_cache(handle_.get());
+    return llama_state_seq_get_size(handle_.get(), slot);
+}
+
+void context::write_state(slot_id slot, std::span<std::byte> out) {
+    const llama_activity guard("saving a slot");
+    const auto log_position = log_ring::instance().position();
+    const auto n_written = llama_state_seq_get_data(
+        handle_.get(), reinterpret_cast<std::uint8_t*>(out.data()), out.size(), slot);
+    model_->rpc().check();
+    if (n_written == out.size()) return;
+    throw error(errc::internal, "slot.save: llama.cpp wrote " + std::to_string(n_written) +
+                                    " bytes of " + std::to_string(out.size()) + ": " +
+                                    log_ring::instance().errors_since(log_position));
+}
+
+bool context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
+    const llama_activity guard("restoring a slot");
+    auto& cache = plain_cache(handle_.get());
+    const auto n_read = llama_state_seq_set_data(
+        handle_.get(), reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size(), slot);
+    model_->rpc().check();
+    if (n_read != bytes.size()) return false;
+    const auto& cells = cache.get_cells(slot);
+    for (int i = 0; i < n_tokens; ++i) {
+        const auto cell = static_cast<std::uint32_t>(i);
+        if (cells.is_empty(cell) || cells.pos_get(cell) != i || !cells.seq_has(cell, slot))
+            return false;
+    }
+    return cells.seq_pos_max(slot) == n_tokens - 1;
+}
 
 }  // namespace kqview

@@ -48,17 +48,6 @@ struct batch_token {
 // it has would then kill the process.
 void check_memory(const model& source, const context_options& options);
 
-// Raises request for a name that is none of context_options::pooling.
-enum llama_pooling_type pooling_type_of(const std::string& name);
-
-// What a model's weights and file say that llama.cpp's public interface does not
-// (context_embedding.cpp).
-struct embedding_facts {
-    bool pools;     // its file names a way of pooling
-    int n_classes;  // values of its classifier head, 0 = it has none
-    int n_positions;  // that it learned a vector for; llama.cpp ends the process beyond. 0 = any position works
-};
-embedding_facts embedding_facts_of(const model& source);
 // Raises out_of_memory when a device cannot hold its part of the model and the context, before any
 // of it is loaded: llama.cpp plans both without weights. Reads the file's header, and only where
 // there is a device. Otherwise as the constructor of model, and request for options out of range.

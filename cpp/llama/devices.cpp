@@ -1,7 +1,17 @@
 #include "llama/devices.h"
 
-#include "base/size_text.h"
-#include "llama/nvidia_driver.h"
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <mutex>
+#include <new>
+#include <unordered_map>
+#include <utility>
+
+#include "base/error.h"
+#include "llama/backend.h"
 
 namespace kqview {
 
@@ -26,6 +36,131 @@ const char* backend_name(ggml_backend_dev_t device) {
     auto* const backend = ggml_backend_dev_backend_reg(device);
     return backend ? ggml_backend_reg_name(backend) : "";
 }
+
+// ---- NVIDIA's driver
+
+// The signatures below are those of cuda.h and nvml.h, whose functions return 0 for success and
+// keep them over versions (a changed one gets another name). The libraries stay open: unloading
+// them is not safe.
+class shared_library {
+public:
+    explicit shared_library(const char* name) : handle_(dlopen(name, RTLD_LAZY | RTLD_LOCAL)) {}
+
+    template <typename Function>
+    Function* find(const char* name) const {
+        return handle_ ? reinterpret_cast<Function*>(dlsym(handle_, name)) : nullptr;
+    }
+
+private:
+    void* const handle_;
+};
+
+const shared_library& cuda_driver() {
+    static const shared_library library("libcuda.so.1");
+    return library;
+}
+
+std::string driver_version() {
+    static const shared_library library("libnvidia-ml.so.1");
+    auto* const start = library.find<int()>("nvmlInit_v2");
+    auto* const stop = library.find<int()>("nvmlShutdown");
+    auto* const get = library.find<int(char*, unsigned)>("nvmlSystemGetDriverVersion");
+    if (!start || !stop || !get || start() != 0) return {};
+    std::array<char, 96> text{};
+    const bool is_known = get(text.data(), static_cast<unsigned>(text.size())) == 0;
+    stop();
+    return is_known ? std::string(text.data()) : std::string();
+}
+
+std::string cuda_version() {
+    auto* const get = cuda_driver().find<int(int*)>("cuDriverGetVersion");
+    int number = 0;  // 1000 * major + 10 * minor
+    if (!get || get(&number) != 0 || number <= 0) return {};
+    return std::to_string(number / 1000) + "." + std::to_string(number % 1000 / 10);
+}
+
+bool is_same_address(const std::string& a, const std::string& b) {
+    const auto lower = [](unsigned char c) { return std::tolower(c); };
+    return std::ranges::equal(a, b, {}, lower, lower);
+}
+
+// "9.0" of the device with this PCI address ("0000:c1:00.0"). Starts CUDA in the process: ask only
+// if ggml's CUDA backend has a device.
+std::string nvidia_compute_capability(const std::string& pci_address) {
+    // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
+    constexpr int major_attribute = 75;
+    constexpr int minor_attribute = 76;
+    const auto& driver = cuda_driver();
+    auto* const start = driver.find<int(unsigned)>("cuInit");
+    auto* const count = driver.find<int(int*)>("cuDeviceGetCount");
+    auto* const open = driver.find<int(int*, int)>("cuDeviceGet");
+    auto* const address = driver.find<int(char*, int, int)>("cuDeviceGetPCIBusId");
+    auto* const attribute = driver.find<int(int*, int, int)>("cuDeviceGetAttribute");
+    if (!start || !count || !open || !address || !attribute || start(0) != 0) return {};
+    int n_devices = 0;
+    if (count(&n_devices) != 0) return {};
+    for (int i = 0; i < n_devices; ++i) {
+        int device = 0;
+        int major = 0;
+        int minor = 0;
+        std::array<char, 32> text{};
+        if (open(&device, i) == 0 &&
+            address(text.data(), static_cast<int>(text.size()), device) == 0 &&
+            is_same_address(text.data(), pci_address) &&
+            attribute(&major, major_attribute, device) == 0 &&
+            attribute(&minor, minor_attribute, device) == 0) {
+            return std::to_string(major) + "." + std::to_string(minor);
+        }
+    }
+    return {};
+}
+
+// ---- page-locked memory
+
+class device_host_allocator final : public host_allocator {
+public:
+    device_host_allocator(ggml_backend_buffer_type_t type,
+                          std::shared_ptr<const std::atomic<bool>> is_lost)
+        : type_(type), is_lost_(std::move(is_lost)) {}
+
+    void* allocate(std::size_t n_bytes, bool& is_pinned) noexcept override {
+        if (*is_lost_) return nullptr;
+        try {
+            const llama_activity guard("allocating page-locked memory");
+            auto* const buffer = ggml_backend_buft_alloc_buffer(type_, n_bytes);
+            if (!buffer) return nullptr;
+            auto* const data = ggml_backend_buffer_get_base(buffer);
+            // ggml falls back to plain memory in silence: the buffer's type tells.
+            is_pinned = ggml_backend_buffer_get_type(buffer) == type_;
+            const std::lock_guard lock(mutex_);
+            buffers_.emplace(data, buffer);
+            return data;
+        } catch (...) {
+            return nullptr;
+        }
+    }
+
+    void release(void* data, std::size_t /*n_bytes*/, bool /*is_pinned*/) noexcept override {
+        if (*is_lost_) return;
+        ggml_backend_buffer_t buffer = nullptr;
+        {
+            const std::lock_guard lock(mutex_);
+            const auto found = buffers_.find(data);
+            if (found == buffers_.end()) return;
+            buffer = found->second;
+            buffers_.erase(found);
+        }
+        ggml_backend_buffer_free(buffer);
+    }
+
+    bool offers_pinned() const noexcept override { return true; }
+
+private:
+    const ggml_backend_buffer_type_t type_;
+    const std::shared_ptr<const std::atomic<bool>> is_lost_;
+    std::mutex mutex_;
+    std::unordered_map<void*, ggml_backend_buffer_t> buffers_;
+};
 
 }  // namespace
 
@@ -104,6 +239,14 @@ std::string free_memory_text() {
                 size_text(free_bytes) + " of " + size_text(total_bytes);
     });
     return text;
+}
+
+nvidia_driver_info nvidia_driver() { return {driver_version(), cuda_version()}; }
+
+std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device,
+                                                 std::shared_ptr<const std::atomic<bool>> is_lost) {
+    auto* const type = ggml_backend_dev_host_buffer_type(device);
+    return type ? std::make_shared<device_host_allocator>(type, std::move(is_lost)) : nullptr;
 }
 
 }  // namespace kqview

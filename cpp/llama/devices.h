@@ -1,13 +1,17 @@
-// What ggml's devices say of themselves, and what NVIDIA's driver adds. Any thread, after
-// start_llama().
+// What ggml's devices say about themselves, what NVIDIA's driver adds to that, and the page-locked
+// host memory that a device offers. Any thread, after start_llama().
 #pragma once
 
 #include <ggml-backend.h>
 
+#include <atomic>
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "memory/host_buffer.h"
 
 namespace kqview {
 
@@ -26,12 +30,12 @@ const char* name_of(capture_path path);
 struct device_info {
     std::string name;
     std::string description;
-    std::string
-        type;  // "CPU", "GPU", "IGPU" (shares the host's memory), "ACCEL" (helps the CPU) or "META"
+    // "CPU", "GPU", "IGPU" (shares the host's memory), "ACCEL" (helps the CPU) or "META"
+    std::string type;
     std::string backend;  // the part of ggml that drives it: "CPU", "CUDA", "RPC" ...
     std::size_t memory_free_bytes = 0;
     std::size_t memory_total_bytes = 0;
-    std::string compute_capability;  // "9.0"; empty where it is none of NVIDIA's
+    std::string compute_capability;  // "9.0"; empty unless NVIDIA's
     capture_path capture = capture_path::plain;
 };
 
@@ -49,5 +53,19 @@ bool has_offload_device();
 
 // "CUDA0 3.10 GiB of 79.20 GiB, CPU 512.0 MiB of 1.00 GiB", for messages.
 std::string free_memory_text();
+
+// What NVIDIA's driver knows and ggml does not tell. Its libraries are opened at run time, so a CPU
+// build asks too; without them every answer is empty.
+struct nvidia_driver_info {
+    std::string version;       // "580.95.05"
+    std::string cuda_version;  // newest CUDA that it runs, "13.0"
+};
+nvidia_driver_info nvidia_driver();
+
+// Page-locked memory that a device copies into directly, or null if the device has none. A block
+// that the driver cannot lock is a plain one and says so. `is_lost` says that the device failed:
+// freeing a block would then end the process, so blocks stay.
+std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device,
+                                                 std::shared_ptr<const std::atomic<bool>> is_lost);
 
 }  // namespace kqview

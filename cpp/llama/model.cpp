@@ -1,8 +1,12 @@
 #include "llama/model.h"
 
+#include <llama-model.h>
+
+#include <algorithm>
+
 #include "base/error.h"
 #include "base/log.h"
-#include "gguf/files.h"
+#include "gguf/checks.h"
 #include "llama/backend.h"
 #include "llama/devices.h"
 #include "memory/device_need.h"
@@ -99,6 +103,25 @@ void model::load_adapter(const lora_option& option) {
 
 bool model::can_truncate() const {
     return !llama_model_is_recurrent(get()) && !llama_model_is_hybrid(get());
+}
+
+// llama.cpp's public call for the i-th pair walks there from the first one; hence the internal
+// header.
+std::vector<std::pair<std::string, std::string>> model::metadata() const {
+    const auto& known = get()->gguf_kv;
+    std::vector<std::pair<std::string, std::string>> pairs(known.begin(), known.end());
+    std::sort(pairs.begin(), pairs.end());
+    return pairs;
+}
+
+embedding_facts embedding_facts_of(const model& source) {
+    const auto& all = *source.get();
+    embedding_facts facts{};
+    facts.pools = all.hparams.pooling_type != LLAMA_POOLING_TYPE_NONE &&
+                  all.hparams.pooling_type != LLAMA_POOLING_TYPE_UNSPECIFIED;
+    if (all.cls || all.cls_out) facts.n_classes = static_cast<int>(all.hparams.n_cls_out);
+    if (all.pos_embd) facts.n_positions = static_cast<int>(all.pos_embd->ne[1]);
+    return facts;
 }
 
 }  // namespace kqview

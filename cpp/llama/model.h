@@ -95,4 +95,12 @@ private:
     std::atomic<bool> is_abandoned_{false};
 };
 
+// What the weights and the file say about embeddings and llama.cpp's public interface does not.
+struct embedding_facts {
+    bool pools;       // its file names a way of pooling
+    int n_classes;    // values of its classifier head; 0 = it has none
+    int n_positions;  // that it learned a vector for: llama.cpp ends the process beyond; 0 = no limit
+};
+embedding_facts embedding_facts_of(const model& source);
+
 }  // namespace kqview

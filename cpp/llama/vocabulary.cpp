@@ -9,7 +9,6 @@
 #include <utility>
 
 #include "base/error.h"
-#include "base/size_text.h"
 #include "llama/backend.h"
 
 namespace kqview {

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/error.h"
-#include "base/size_text.h"
 
 namespace kqview {
 

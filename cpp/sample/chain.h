@@ -16,9 +16,8 @@
 #include <vector>
 
 #include "base/ids.h"
-#include "sample/logprobs.h"
+#include "sample/logit_scan.h"
 #include "sample/params.h"
-#include "sample/select.h"
 #include "sample/token_filter.h"
 
 namespace kqview {

@@ -1,14 +1,92 @@
 #include "sample/constraint.h"
 
-#include <algorithm>
-#include <utility>
-
+#include <dlfcn.h>
 #include <llama.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
 #include "base/error.h"
 
 namespace kqview {
 namespace {
+
+// ---- llguidance's C interface, as far as it is used
+
+struct LlgTokenizer;
+struct LlgMatcher;
+
+// Layout of llguidance's LlgTokenizerInitV2; `struct_size` lets later versions append fields.
+struct llg_tokenizer_init {
+    std::size_t struct_size;
+    std::uint32_t vocab_size;
+    std::uint32_t tok_eos;
+    const std::uint32_t* token_lens;
+    const std::uint8_t* token_bytes;
+    const char* tokenizer_json;
+    bool tokenize_assumes_string;
+    void* tokenize_fn;
+    bool use_approximate_greedy_tokenize_fn;
+    const void* tokenize_user_data;
+    const char* const* slices;
+    const std::uint32_t* tok_eos_extra;
+    std::uint32_t tok_eos_extra_count;
+};
+
+// The head of LlgConstraintInit. llguidance writes the defaults of what follows, which grows by
+// version, hence the room behind it.
+struct llg_matcher_init {
+    const LlgTokenizer* tokenizer;
+    std::uint32_t log_buffer_level;
+    std::uint32_t log_stderr_level;
+    alignas(8) unsigned char rest[1024];
+};
+
+// POSIX makes a function of the pointer that dlsym returns.
+template <typename F>
+void find(void* library, const char* name, F*& function) {
+    function = reinterpret_cast<F*>(dlsym(library, name));
+    if (!function) {
+        throw error(errc::request, std::string("llguidance has no function ") + name +
+                                       ", json_schema and regex need version 1.9 or newer; "
+                                       "pip install -U llguidance");
+    }
+}
+
+// The functions used, looked up by name.
+struct llguidance {
+    // Raises request when the library cannot be opened or lacks a function.
+    explicit llguidance(const std::string& path) {
+        // Python has loaded it already; it stays.
+        void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
+        if (!library) {
+            throw error(errc::request, std::string("llguidance cannot be opened: ") + dlerror() +
+                                           "; reinstall it");
+        }
+        find(library, "llg_new_tokenizer_v2", new_tokenizer_v2);
+        find(library, "llg_free_tokenizer", free_tokenizer);
+        find(library, "llg_constraint_init_set_defaults", constraint_init_set_defaults);
+        find(library, "llg_new_matcher", new_matcher);
+        find(library, "llg_free_matcher", free_matcher);
+        find(library, "llg_matcher_get_error", matcher_get_error);
+        find(library, "llg_matcher_compute_mask", matcher_compute_mask);
+        find(library, "llg_matcher_get_mask", matcher_get_mask);
+        find(library, "llg_matcher_consume_token", matcher_consume_token);
+    }
+
+    LlgTokenizer* (*new_tokenizer_v2)(const llg_tokenizer_init*, char* message, std::size_t n);
+    void (*free_tokenizer)(LlgTokenizer*);
+    void (*constraint_init_set_defaults)(llg_matcher_init*, const LlgTokenizer*);
+    LlgMatcher* (*new_matcher)(const llg_matcher_init*, const char* kind, const char* text);
+    void (*free_matcher)(LlgMatcher*);
+    const char* (*matcher_get_error)(LlgMatcher*);
+    std::int32_t (*matcher_compute_mask)(LlgMatcher*);
+    const std::uint32_t* (*matcher_get_mask)(LlgMatcher*);  // one bit per token
+    std::int32_t (*matcher_consume_token)(LlgMatcher*, std::uint32_t);
+};
 
 constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
 constexpr std::size_t n_message_max = 300;
@@ -29,6 +107,29 @@ std::string one_line(const char* message) {
     return line;
 }
 
+}  // namespace
+
+class constraint_vocabulary {
+public:
+    constraint_vocabulary(const std::string& library_path, const model& source);
+    ~constraint_vocabulary() { library_.free_tokenizer(handle_); }
+    constraint_vocabulary(const constraint_vocabulary&) = delete;
+    constraint_vocabulary& operator=(const constraint_vocabulary&) = delete;
+
+    const llguidance& library() const { return library_; }
+    const LlgTokenizer* get() const { return handle_; }
+    std::uint32_t n_vocab() const { return n_vocab_; }
+    bool is_end(token_id id) const { return is_end_[static_cast<std::size_t>(id)]; }
+
+private:
+    llguidance library_;
+    std::uint32_t n_vocab_;
+    std::vector<bool> is_end_;
+    LlgTokenizer* handle_ = nullptr;
+};
+
+namespace {
+
 class constraint final : public token_filter {
 public:
     constraint(std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
@@ -40,8 +141,8 @@ public:
         init.log_stderr_level = 0;
         handle_.reset(library_.new_matcher(&init, kind.c_str(), text.c_str()));
         if (const char* const message = library_.matcher_get_error(handle_.get())) {
-            throw error(errc::invalid_sampling, "" + kind + " is refused by llguidance: " +
-                                                    one_line(message) + "; correct it");
+            throw error(errc::invalid_sampling,
+                        kind + " is refused by llguidance: " + one_line(message) + "; correct it");
         }
     }
 
@@ -141,20 +242,23 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
     }
 }
 
-constraint_vocabulary::~constraint_vocabulary() { library_.free_tokenizer(handle_); }
+std::shared_ptr<const constraint_vocabulary> read_constraint_vocabulary(
+    const std::string& library_path, const model& source) {
+    return std::make_shared<const constraint_vocabulary>(library_path, source);
+}
 
 std::unique_ptr<token_filter> make_constraint(
     std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
     const std::string& text) {
     if (text.size() > n_bytes_max || text.find('\0') != std::string::npos) {
-        throw error(errc::invalid_sampling, "" + kind + " has " + std::to_string(text.size()) +
+        throw error(errc::invalid_sampling, kind + " has " + std::to_string(text.size()) +
                                                 " bytes, up to " + std::to_string(n_bytes_max) +
                                                 " without a zero byte are allowed; correct it");
     }
     auto made = std::make_unique<constraint>(std::move(vocabulary), kind, text);
     if (made->matches_nothing()) {
         throw error(errc::invalid_sampling,
-                    "" + kind + " matches no output, some is needed; correct it");
+                    kind + " matches no output, some is needed; correct it");
     }
     return made;
 }

@@ -14,8 +14,7 @@ using kind = grammar_element::kind;
 constexpr std::uint32_t root_frame = 0;
 
 [[noreturn]] void refuse_size(const std::string& got, const std::string& limit) {
-    throw error(errc::invalid_sampling, "generate: grammar needs " + got +
-                                            " for one token, up to " + limit +
+    throw error(errc::invalid_sampling, "grammar needs " + got + " for one token, up to " + limit +
                                             " are allowed; make it less ambiguous");
 }
 

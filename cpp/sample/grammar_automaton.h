@@ -16,7 +16,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "sample/grammar_rules.h"
+#include "sample/grammar.h"
 #include "sample/work_limit.h"
 
 namespace kqview {

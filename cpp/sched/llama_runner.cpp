@@ -6,7 +6,7 @@
 #include <utility>
 
 #include "base/error.h"
-#include "llama/pinned_memory.h"
+#include "llama/devices.h"
 #include "sample/chain.h"
 #include "state/ses1.h"
 

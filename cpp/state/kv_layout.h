@@ -1,9 +1,18 @@
 // What one sequence's part of a KV cache looks like in llama.cpp's own bytes, as plain numbers: the
-// live context is described by them, and a blob from outside must equal them.
+// live context is described by them, and a blob from outside must equal them. And which values such
+// a cache may hold.
+//
+// A NaN would reach every later token of its slot and, through masked columns (0 * NaN), whoever
+// uses the cells or a shared cache after it. So would a number whose product with a query overflows;
+// flash attention casts an F32 cache to F16. Hence one limit for every type: 65504, the largest
+// number that an F16 cache, the usual one, can hold.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
 #include <vector>
 
 namespace kqview {
@@ -46,8 +55,19 @@ struct kv_layout {
     kv_shape shape;
     bool is_transposed = false;  // values; so it is without flash attention
     std::vector<kv_block> keys;  // a layer each
-    std::vector<kv_block>
-        values;  // of the layers that keep any: not those whose values are their keys
+    // Of the layers that keep any: not those whose values are their keys.
+    std::vector<kv_block> values;
 };
+
+// As Engine's option kv_type names it; the number if it has no name.
+std::string name_of(kv_type type);
+
+// Is the type one whose numbers can be checked?
+bool is_known(kv_type type);
+
+// Offset of the first number that is not finite or beyond the limit, or of the first quantised
+// block that has such a number once it is multiplied out. `data` is a whole number of elements or
+// blocks; any alignment.
+std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data);
 
 }  // namespace kqview

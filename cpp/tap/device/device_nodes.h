@@ -8,11 +8,12 @@
 #include <ggml.h>
 
 #include <cstdint>
+#include <memory>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
-#include "tap/device/head_lists.h"
 #include "tap/graph.h"
 #include "tap/plan.h"
 
@@ -50,6 +51,29 @@ struct joined_layers {
     // and so does what joins them: no backend may change their order then.
     ggml_tensor* last_part = nullptr;
     int n_rows = 0;
+};
+
+// Lists of heads in the memory of one device, for nodes that pick heads before they reduce them.
+// Owner:   device_tap. Threads: the engine thread (and the constructor's thread before that thread
+//          starts).
+class head_lists {
+public:
+    explicit head_lists(ggml_backend_dev_t device) : device_(device) {}
+
+    // Keeps these lists, each for `n_streams` streams, and no others: graphs that read one of the
+    // others may not run any more. Raises out_of_memory.
+    void keep(std::set<std::vector<int>> lists, int n_streams);
+
+    // I32 ne=[n_heads, n_streams], the same list for each stream; null where it is not kept.
+    ggml_tensor* find(const std::vector<int>& heads) const;
+
+private:
+    ggml_backend_dev_t device_;
+    std::set<std::vector<int>> lists_;
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};
+    std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)> buffer_{
+        nullptr, ggml_backend_buffer_free};
+    std::vector<ggml_tensor*> found_;  // in the order of lists_
 };
 
 // Builds the nodes of one graph on one device. A node that the device cannot compute is never added

@@ -13,10 +13,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include "tap/device/copy_counters.h"
 #include "tap/device/device_copies.h"
 #include "tap/device/device_nodes.h"
-#include "tap/device/head_lists.h"
 #include "tap/device/transfer.h"
 #include "tap/graph.h"
 #include "tap/host/row_sink.h"

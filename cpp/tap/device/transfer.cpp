@@ -5,7 +5,6 @@
 #include <string>
 
 #include "base/error.h"
-#include "base/size_text.h"
 
 namespace kqview {
 

@@ -17,7 +17,6 @@
 #include <optional>
 #include <vector>
 
-#include "tap/device/copy_counters.h"
 #include "tap/device/row_copy.h"
 #include "tap/step_result.h"
 

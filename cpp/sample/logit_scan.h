@@ -1,4 +1,5 @@
-// Finds the largest of a row of logits without sorting the vocabulary or building candidates.
+// What is read off a whole row of logits: its largest values, without sorting the vocabulary or
+// building candidates, and log-probabilities.
 // Owns:    scratch buffers, kept from token to token; the logits belong to the caller.
 // Threads: engine thread only.
 // Never:   changes the logits.
@@ -6,6 +7,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "base/ids.h"
@@ -37,6 +39,26 @@ private:
     float max_ = 0.0F;
     std::vector<float> block_max_;
     std::vector<float> ranked_;  // block_max_, partially ordered by top()
+};
+
+// Log-probabilities of the model's own distribution: log-softmax of the raw logits, before bias,
+// penalties, temperature and grammar, so they say what the model thought, not what was allowed.
+class logprob_scan {
+public:
+    // Reads the raw logits and remembers the n_top best. Raises decode on NaN or +inf.
+    void read(const float* logits, std::int32_t n, std::int32_t n_top);
+
+    // Of a token whose raw logit is given; -inf stays -inf.
+    float of(float logit) const {
+        return static_cast<float>(static_cast<double>(logit) - log_sum_);
+    }
+    // Best first, of equal ones the lowest id first; fewer than n_top when others are -inf.
+    std::vector<std::pair<token_id, float>> top() const;
+
+private:
+    logit_scan scan_;
+    std::vector<scored_token> top_;
+    double log_sum_ = 0.0;
 };
 
 }  // namespace kqview

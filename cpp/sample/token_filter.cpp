@@ -1,4 +1,4 @@
-#include "sample/token_filters.h"
+#include "sample/token_filter.h"
 
 #include <optional>
 #include <string_view>
@@ -6,7 +6,11 @@
 #include <vector>
 
 #include "base/error.h"
+#include "llama/model.h"
+#include "sample/constraint.h"
 #include "sample/grammar.h"
+#include "sample/grammar_filter.h"
+#include "sample/params.h"
 
 namespace kqview {
 namespace {
@@ -31,9 +35,7 @@ std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
     std::shared_ptr<const constraint_vocabulary> vocabulary;
     {
         const std::lock_guard lock(mutex_);
-        if (!constraints_) {
-            constraints_ = std::make_shared<const constraint_vocabulary>(llguidance_path, *source_);
-        }
+        if (!constraints_) constraints_ = read_constraint_vocabulary(llguidance_path, *source_);
         vocabulary = constraints_;
     }
     return params.json_schema

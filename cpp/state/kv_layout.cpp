@@ -1,4 +1,4 @@
-#include "state/kv_values.h"
+#include "state/kv_layout.h"
 
 #include <algorithm>
 #include <array>

@@ -1,5 +1,5 @@
-// kv_values: which numbers of a cache are taken, for every type. Blocks are packed by hand.
-#include "state/kv_values.h"
+// kv_layout: which numbers of a cache are taken, for every type. Blocks are packed by hand.
+#include "state/kv_layout.h"
 
 #include <doctest/doctest.h>
 
@@ -88,7 +88,7 @@ bool is_in_range(float scale, int level, float minimum) {
 }  // namespace
 
 TEST_CASE(
-    "kv_values: every F16, BF16 and its neighbours in F32 is taken if finite and up to 65504") {
+    "kv_layout: every F16, BF16 and its neighbours in F32 is taken if finite and up to 65504") {
     const auto is_sound = [](kv_type type, auto value) {
         return !find_unsound(type, std::as_bytes(std::span(&value, 1)));
     };
@@ -109,7 +109,7 @@ TEST_CASE(
     CHECK(n_wrong == 0);
 }
 
-TEST_CASE("kv_values: a quantised block is taken if every number is, for every scale and integer") {
+TEST_CASE("kv_layout: a quantised block is taken if every number is, for every scale and integer") {
     for (const auto type : quantised) {
         CAPTURE(name_of(type));
         packed_block block(type);
@@ -132,7 +132,7 @@ TEST_CASE("kv_values: a quantised block is taken if every number is, for every s
     }
 }
 
-TEST_CASE("kv_values: a minimum counts, with every scale and as every number") {
+TEST_CASE("kv_layout: a minimum counts, with every scale and as every number") {
     const std::array<std::uint16_t, 12> some{0x0000, 0x0001, 0x3c00, 0x5c00, 0x5c01, 0x77ff,
                                              0x7bff, 0x7c00, 0x7e00, 0xfbff, 0xf800, 0xfc00};
     for (const auto type : {kv_type::q4_1, kv_type::q5_1}) {
@@ -159,7 +159,7 @@ TEST_CASE("kv_values: a minimum counts, with every scale and as every number") {
     }
 }
 
-TEST_CASE("kv_values: one number beyond the limit is found at each place of a block") {
+TEST_CASE("kv_layout: one number beyond the limit is found at each place of a block") {
     for (const auto type : quantised) {
         CAPTURE(name_of(type));
         packed_block block(type);
@@ -182,7 +182,7 @@ TEST_CASE("kv_values: one number beyond the limit is found at each place of a bl
     }
 }
 
-TEST_CASE("kv_values: the first number that is not finite is found, at any offset") {
+TEST_CASE("kv_layout: the first number that is not finite is found, at any offset") {
     struct kind {
         kv_type type;
         std::size_t n_unit;          // bytes of a number or block
