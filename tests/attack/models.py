@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from tests.attack import gguf_file
 from tests.attack.gguf_file import ARRAY, BLOCKS, BOOL, F32, I32, STRING, U32, Gguf, Tensor, Value
 from tests.attack.summary import Summary
-from tests.support import encoder_gguf, tiny_gguf
+from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -122,8 +122,8 @@ def make_sources(folder: Path, more: Sequence[Path] = ()) -> list[Source]:
             ),
         ),
         Source("mamba", tiny_gguf.write_mamba(folder / "mamba.gguf")),
-        Source("bert", encoder_gguf.write_bert(folder / "bert.gguf", n_positions=64)),
-        Source("t5", encoder_gguf.write_t5(folder / "t5.gguf")),
+        Source("bert", tiny_gguf.write_bert(folder / "bert.gguf", n_positions=64)),
+        Source("t5", tiny_gguf.write_t5(folder / "t5.gguf")),
     ]
     for kind in ("spm", "wpm", "ugm", "rwkv", "plamo2"):
         file = gguf_file.read(llama.read_bytes())

@@ -16,10 +16,9 @@ import pytest
 
 from kqview import Capture
 from kqview.errors import DecodeError, KqviewError, OutOfMemory, UnsupportedModel
-from tests.support import shared_kv_gguf, tiny_gguf
-from tests.support.devices import CLOSE, both, check_equal
+from tests.support import tiny_gguf
 from tests.support.reference import relative_error
-from tests.support.rows import KINDS, Kind, random_ids, run
+from tests.support.rows import CLOSE, KINDS, Kind, both, check_equal, random_ids, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -415,7 +414,7 @@ def test_lists_of_heads_may_change_with_every_request(
         check_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("write", [shared_kv_gguf.write_gemma3n, shared_kv_gguf.write_gemma4])
+@pytest.mark.parametrize("write", [tiny_gguf.write_gemma3n, tiny_gguf.write_gemma4])
 @pytest.mark.parametrize("kind", ["logits", "scores", "probs"])
 def test_joined_layers_of_other_masks_and_numbers_of_heads(
     make_engine: MakeEngine, tmp_path: Path, kind: Kind, write: Callable[[Path], Path]

@@ -17,7 +17,7 @@ import gguf
 import pytest
 
 from kqview import Engine, system_info
-from tests.support import archs, encoder_gguf, stock, tiny_gguf
+from tests.support import archs, stock, tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -98,14 +98,14 @@ def tiny_qwen2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """BERT: 3 layers, 4 heads, 512 positions; ids 0..255 are the bytes, nothing is pooled."""
-    return encoder_gguf.write_bert(tmp_path_factory.mktemp("model") / "bert.gguf")
+    return tiny_gguf.write_bert(tmp_path_factory.mktemp("model") / "bert.gguf")
 
 
 @pytest.fixture(scope="session")
 def bert_mean(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `bert`, and its file says that it pools by the mean."""
     path = tmp_path_factory.mktemp("model") / "bert.gguf"
-    return encoder_gguf.write_bert(path, pooling=gguf.PoolingType.MEAN)
+    return tiny_gguf.write_bert(path, pooling=gguf.PoolingType.MEAN)
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from tests.support import shared_kv_gguf, stock
-from tests.support.arch_check import ModelCheck, relative, row_error
-from tests.support.archs import NAMES, WITHOUT_CACHE, Checks, with_value
+from tests.support import stock, tiny_gguf
+from tests.support.archs import (
+    NAMES,
+    WITHOUT_CACHE,
+    Checks,
+    ModelCheck,
+    relative,
+    row_error,
+    with_value,
+)
 from tests.support.rows import KINDS
 from tests.support.tiny_gguf import Reader
 
@@ -29,7 +36,7 @@ if TYPE_CHECKING:
 
     from kqview.types import Token
     from tests.engine.conftest import MakeEngine
-    from tests.support.arch_check import Report
+    from tests.support.archs import Report
     from tests.support.rows import Kind
 
     Models = dict[str, Path]
@@ -357,7 +364,7 @@ def assert_equal_f16(report: Report) -> None:
     assert report.largest(flash_attn=True) <= DRIFTED
 
 
-@pytest.mark.parametrize("write", [shared_kv_gguf.write_gemma3n, shared_kv_gguf.write_gemma4])
+@pytest.mark.parametrize("write", [tiny_gguf.write_gemma3n, tiny_gguf.write_gemma4])
 def test_layers_that_share_a_cache_have_rows_of_their_own(tmp_path: Path, write: Any) -> None:
     report = ModelCheck(write(tmp_path / f"{write.__name__}.gguf"), n_prompt=40).run()
     assert_equal(report, DRIFTED)
@@ -367,7 +374,7 @@ def test_layers_that_share_a_cache_have_rows_of_their_own(tmp_path: Path, write:
 
 
 def test_layers_of_different_heads_are_a_tuple(tmp_path: Path, make_engine: MakeEngine) -> None:
-    engine = make_engine(shared_kv_gguf.write_gemma4(tmp_path / "gemma4.gguf"))
+    engine = make_engine(tiny_gguf.write_gemma4(tmp_path / "gemma4.gguf"))
     (token,) = engine.generate([1, 2, 3, 4], max_tokens=1, ignore_eos=True, capture="probs")
     assert isinstance(token.attention, tuple)
     assert [rows.shape for rows in token.attention] == [(4, 4), (2, 4)] * 3

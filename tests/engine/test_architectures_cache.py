@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kqview import Capture, errors
-from tests.support import encoder_gguf, ses1, shared_kv_gguf, tiny_gguf
+from tests.support import ses1, tiny_gguf
 from tests.support.archs import NAMES, WITHOUT_CACHE
 from tests.support.rows import random_ids
 
@@ -162,7 +162,7 @@ def test_list_of_models_that_cannot_go_back_is_complete(
 def test_window_that_forgets_is_evaluated_again(
     make_engine: MakeEngine, tmp_path: Path, swa_full: bool
 ) -> None:
-    model = shared_kv_gguf.write_gemma3n(tmp_path / "model.gguf")
+    model = tiny_gguf.write_gemma3n(tmp_path / "model.gguf")
     exact: dict[str, Any] = {"n_ctx": 1024, "n_ubatch": 16, "kv_type": "f32", "flash_attn": False}
     engine = make_engine(model, swa_full=swa_full, **exact)
     prompt = prompt_of(5, 700)
@@ -256,9 +256,9 @@ EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
     ("write", "reason"),
     [
         (tiny_gguf.write_mamba, "recurrent"),
-        (shared_kv_gguf.write_gemma3n, "sliding windows"),
-        (encoder_gguf.write_bert, "no KV cache"),
-        (encoder_gguf.write_t5, "no KV cache"),
+        (tiny_gguf.write_gemma3n, "sliding windows"),
+        (tiny_gguf.write_bert, "no KV cache"),
+        (tiny_gguf.write_t5, "no KV cache"),
     ],
 )
 def test_cache_that_cannot_be_saved_whole_is_refused(

@@ -13,8 +13,16 @@ import numpy as np
 import pytest
 
 from kqview import Capture, errors
-from tests.support.devices import has_device
-from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run, same_rows
+from tests.support.rows import (
+    KINDS,
+    Kind,
+    forward,
+    has_device,
+    largest_error,
+    random_ids,
+    run,
+    same_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -27,10 +27,9 @@ from kqview.errors import (
     RequestError,
     UnsupportedModel,
 )
-from tests.support import encoder_gguf, stock, tiny_gguf
-from tests.support.arch_check import row_error
-from tests.support.bert_reference import BertReference
-from tests.support.reference import relative_error
+from tests.support import stock, tiny_gguf
+from tests.support.archs import row_error
+from tests.support.reference import BertReference, relative_error
 from tests.support.rows import KINDS, Kind, random_ids, reference_of
 from tests.support.tiny_gguf import Reader
 
@@ -97,9 +96,9 @@ def test_embedding_of_decoder_equals_reference(
 def test_encoder_of_an_encoder_decoder_model_is_pooled(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    model = encoder_gguf.write_t5(tmp_path / "t5.gguf")
+    model = tiny_gguf.write_t5(tmp_path / "t5.gguf")
     rows: Any = make_engine(model).embed(IDS, normalize=False)
-    assert rows.shape == (41, encoder_gguf.N_EMBD)
+    assert rows.shape == (41, tiny_gguf.ENCODER_EMBD)
     for pooling, pool in POOL.items():
         vector = make_engine(model, pooling=pooling).embed(IDS, normalize=False)
         assert relative_error(vector, pool(rows)) <= EXACT
@@ -155,7 +154,7 @@ def test_several_texts_equal_single_ones(
     texts = texts_of([5, 33, 1, 120, 33, 2, 64] * 12)  # more than are submitted at a time
     vectors = engine.embed(texts)
     assert isinstance(vectors, np.ndarray)
-    assert vectors.shape == (84, encoder_gguf.N_EMBD)
+    assert vectors.shape == (84, tiny_gguf.ENCODER_EMBD)
     assert vectors.dtype == np.float32
     for text, vector in zip(texts, vectors, strict=True):
         np.testing.assert_array_equal(engine.embed(text), vector)
@@ -416,7 +415,7 @@ def test_bad_texts_are_refused_before_anything_runs(
 
 def test_learned_positions_bound_the_context(make_engine: MakeEngine, tmp_path: Path) -> None:
     # llama.cpp ends the process at a position without a vector.
-    model = encoder_gguf.write_bert(tmp_path / "short.gguf", n_positions=48)
+    model = tiny_gguf.write_bert(tmp_path / "short.gguf", n_positions=48)
     engine = make_engine(model, n_ctx=512, pooling="mean")
     assert engine.n_ctx == 48
     with pytest.raises(PromptTooLong, match="knows 48 positions"):
@@ -465,13 +464,13 @@ RANK = gguf.PoolingType.RANK
 @pytest.fixture(scope="session")
 def classifier(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "classifier.gguf"
-    return encoder_gguf.write_bert(path, pooling=RANK, n_classes=3, labels=LABELS)
+    return tiny_gguf.write_bert(path, pooling=RANK, n_classes=3, labels=LABELS)
 
 
 @pytest.fixture(scope="session")
 def reranker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model") / "reranker.gguf"
-    return encoder_gguf.write_bert(path, pooling=RANK, n_classes=1)
+    return tiny_gguf.write_bert(path, pooling=RANK, n_classes=1)
 
 
 def softmax(values: Any) -> Any:
@@ -524,13 +523,13 @@ def test_labels_of_several_texts_equal_single_ones(
 def test_pair_is_one_prompt_with_the_ids_that_the_vocabulary_asks_for(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
-    model = encoder_gguf.write_bert(
+    model = tiny_gguf.write_bert(
         tmp_path / "pairs.gguf", pooling=RANK, n_classes=1, adds=("bos", "eos", "sep")
     )
     engine = make_engine(model)
     bos, eos = engine.model.bos_token_id, engine.model.eos_token_id
     query, document = engine.tokenize("who?"), engine.tokenize("me <|im_end|>", parse_special=False)
-    ids = [bos, *query, eos, encoder_gguf.SEP, *document, eos]
+    ids = [bos, *query, eos, tiny_gguf.BERT_SEP, *document, eos]
     found = engine.classify([("who?", "me <|im_end|>"), ("who?", "you")])
     assert found[0] == engine.classify(ids)
     assert found[1] != found[0]
@@ -540,7 +539,7 @@ def test_pair_goes_through_the_template_of_the_file(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
     template = "<|im_start|>q: {query} d: {document} of {query}<|im_end|>"
-    model = encoder_gguf.write_bert(
+    model = tiny_gguf.write_bert(
         tmp_path / "template.gguf", pooling=RANK, n_classes=1, rerank_template=template
     )
     engine = make_engine(model)
@@ -571,7 +570,7 @@ def test_model_without_head_refuses(
     make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:
     # A file that names the pooling of a classifier and has none.
-    headless = encoder_gguf.write_bert(tmp_path / "headless.gguf", pooling=RANK)
+    headless = tiny_gguf.write_bert(tmp_path / "headless.gguf", pooling=RANK)
     for model in (tiny_llama, headless):
         engine = make_engine(model)
         with pytest.raises(UnsupportedModel, match="no classifier head"):
@@ -649,7 +648,7 @@ ROWS_EXACT = 1e-5
 ROWS_ROUNDED = 2e-3
 
 
-@pytest.fixture(params=[encoder_gguf.write_bert, encoder_gguf.write_t5], ids=["bert", "t5"])
+@pytest.fixture(params=[tiny_gguf.write_bert, tiny_gguf.write_t5], ids=["bert", "t5"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return request.param(tmp_path / "encoder.gguf")
 

@@ -10,8 +10,7 @@ import pytest
 
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.devices import has_device
-from tests.support.rows import KINDS, Kind, random_ids, reference_of, same_rows
+from tests.support.rows import KINDS, Kind, has_device, random_ids, reference_of, same_rows
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -21,9 +21,8 @@ import pytest
 
 from kqview import errors
 from kqview.state import SessionStore, write_state
-from tests.support import encoder_gguf, shared_kv_gguf, tiny_gguf
-from tests.support.cached_reference import CachedReference
-from tests.support.reference import relative_error
+from tests.support import tiny_gguf
+from tests.support.reference import CachedReference, relative_error
 from tests.support.rows import KINDS, Kind, random_ids
 
 if TYPE_CHECKING:
@@ -616,7 +615,7 @@ def test_options_out_of_range_are_refused(
     ("write", "reason"),
     [
         (tiny_gguf.write_mamba, "recurrent"),
-        (shared_kv_gguf.write_gemma3n, "sliding windows"),
+        (tiny_gguf.write_gemma3n, "sliding windows"),
     ],
 )
 @pytest.mark.parametrize("options", [{"reuse": "shift"}, {"context_shift": True}])
@@ -647,7 +646,7 @@ def test_cache_whose_keys_cannot_be_rotated_is_refused(
 
 
 def test_encoders_are_refused(make_engine: MakeEngine, tmp_path: Path) -> None:
-    engine = make_engine(encoder_gguf.write_bert(tmp_path / "bert.gguf"))
+    engine = make_engine(tiny_gguf.write_bert(tmp_path / "bert.gguf"))
     with pytest.raises(errors.UnsupportedModel):
         engine.generate([1, 2, 3], reuse="shift")
 

@@ -21,8 +21,7 @@ import pytest
 import kqview
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.cached_reference import CachedReference, row_errors
-from tests.support.reference import relative_error
+from tests.support.reference import CachedReference, relative_error, row_errors
 from tests.support.rows import KINDS, Kind, random_ids
 
 if TYPE_CHECKING:

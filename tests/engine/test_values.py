@@ -17,12 +17,12 @@ import pytest
 
 from kqview import Capture, Engine, errors
 from tests.support import stock, tiny_gguf
-from tests.support.devices import has_device
 from tests.support.reference import relative_error
 from tests.support.rows import (
     KINDS,
     Kind,
     forward,
+    has_device,
     largest_error,
     largest_stock_error,
     random_ids,

@@ -1,8 +1,11 @@
 """llama.cpp's own tiny models, one per architecture and variant, and a check of many at once.
 
-Owns: making the models (``test-llama-archs -o``, 128 at the pinned commit), and worker processes
-that check them (``arch_check``): a model that ends its worker is named, and the others go on.
-Never: keeps the models; the caller names a folder.
+Owns: making the models (``test-llama-archs -o``, 128 at the pinned commit); comparing one model's
+rows with the stock build's, layer by layer (`ModelCheck`); and worker processes that do so
+(`Checks`): a model that ends its worker is named, and the others go on. The error of a row is
+max|a - b| / max|b| over the columns that the row shows, infinite where a column is hidden in one
+and not in the other.
+Never: keeps the models, the caller names a folder; tolerates anything, limits stand in the tests.
 """
 
 from __future__ import annotations
@@ -13,18 +16,232 @@ import subprocess
 import sys
 import tempfile
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import numpy as np
+
+from kqview import Engine
+from kqview.errors import UnsupportedModel
 
 from . import stock
-from .arch_check import ModelCheck, Report
+from .rows import KINDS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-Value = TypeVar("Value")
+    from numpy.typing import NDArray
 
+
+# ---- one model against the stock build
+
+N_TOKENS = 6
+N_CTX = 256
+# exp of a score this far below the row's largest one is 0 in float32.
+UNDERFLOW = 80.0
+
+
+@dataclass
+class Report:
+    """What one model gave. Errors by "<kind> <flash attention>" and layer.
+
+    The kind "prompt" are the probs of the prompt's own tokens, from `attend`.
+    """
+
+    name: str
+    mode: str = ""  # "generate" or "attend"
+    expected_layers: list[int] = field(default_factory=list[int])
+    layers: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    errors: dict[str, dict[int, float]] = field(default_factory=dict[str, dict[int, float]])
+    n_heads: list[int] = field(default_factory=list[int])
+    # Hidden columns of the last token's logits, over all heads.
+    n_hidden: dict[int, int] = field(default_factory=dict[int, int])
+    # Smallest and largest sum of a row of probabilities, in all layers.
+    sums: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    # The same of the stock build's rows, with columns that are no tokens.
+    stock_sums: tuple[float, float] = (np.inf, -np.inf)
+    is_tuple: bool = False
+    # Largest error of a pooled vector against those of every token; below 0: it does not embed.
+    embedding_error: float = np.inf
+    failure: str = ""
+
+    def largest(self, flash_attn: bool, *, first_layer: bool = False) -> float:
+        """Largest error of any kind, of all layers or of the first one."""
+        found = [
+            error
+            for key, by_layer in self.errors.items()
+            if key.endswith(" on") == flash_attn
+            for layer, error in by_layer.items()
+            if not first_layer or layer == min(by_layer)
+        ]
+        return max(found, default=0.0)
+
+
+def row_error(kind: Kind, got: NDArray[np.float32], layer: stock.Layer) -> float:
+    """Largest error of rows (n_heads, ..., n_context) against the stock rows of the same shape."""
+    probs = layer.probs.reshape(got.shape).astype(np.float64)
+    if kind == "probs":
+        return relative(got, probs)
+    want = (layer.kq if kind == "logits" else layer.scores).reshape(got.shape).astype(np.float64)
+    shown = np.isfinite(got)
+    if np.isnan(got).any() or (~shown & (probs > 0)).any():
+        return np.inf
+    seen = shown if kind == "logits" else shown & (probs > 0)
+    if kind == "scores":
+        # Shown, and yet the stock probability is 0: only because it is too small for a float32.
+        peak = np.where(shown, got, -np.inf).max(axis=-1, keepdims=True)
+        if (shown & (probs == 0) & (got > peak - UNDERFLOW)).any():
+            return np.inf
+    return relative(np.where(seen, got, 0.0), np.where(seen, want, 0.0))
+
+
+def relative(got: NDArray[Any], want: NDArray[np.float64]) -> float:
+    """max|a - b| / max|b| of the worst row; 0 where both are all zero."""
+    if not np.isfinite(got).all():
+        return np.inf
+    distance = np.abs(got - want).max(axis=-1)
+    size = np.abs(want).max(axis=-1)
+    return float(np.where(distance == 0, 0.0, distance / np.maximum(size, 1e-30)).max())
+
+
+class ModelCheck:
+    """Runs one model through the engine and the stock build."""
+
+    def __init__(self, path: Path, n_prompt: int = 20, kv_type: stock.KvType = "f32") -> None:
+        self.path = path
+        self.kv_type: stock.KvType = kv_type
+        self.prompt: list[int] = np.random.default_rng(3).integers(0, 128, n_prompt).tolist()
+        self.report = Report(path.stem)
+        self._stock: dict[tuple[int, ...] | None, stock.Run] = {}
+
+    def run(self) -> Report:
+        """Generate with each kind and flash attention off and on; compare every row."""
+        for flash_attn in (False, True):
+            for kind in KINDS:
+                with self._open(flash_attn) as engine:
+                    self._check(engine, kind, flash_attn)
+            if self.report.expected_layers:
+                with self._open(flash_attn) as engine:
+                    self._check_prompt(engine, flash_attn)
+        self._check_embedding()
+        return self.report
+
+    def _check_embedding(self) -> None:
+        try:
+            rows = self._embed("none")
+        except UnsupportedModel:
+            self.report.embedding_error = -1.0
+            return
+        assert rows.shape[0] == len(self.prompt)
+        pooled = {"mean": rows.mean(axis=0), "cls": rows[0], "last": rows[-1]}
+        self.report.embedding_error = max(
+            relative(self._embed(pooling), want) for pooling, want in pooled.items()
+        )
+
+    def _embed(self, pooling: Any) -> NDArray[np.float64]:
+        with self._open(False, pooling=pooling) as engine:
+            return engine.embed(self.prompt, normalize=False).astype(np.float64)
+
+    def _open(self, flash_attn: bool, **options: Any) -> Engine:
+        # A fresh one each time: reusing the prompt's cache would round differently.
+        return Engine(
+            self.path,
+            n_ctx=N_CTX,
+            n_threads=1,
+            kv_type=self.kv_type,
+            flash_attn=flash_attn,
+            attention_budget_bytes=2**28,
+            **options,
+        )
+
+    def _check_prompt(self, engine: Engine, flash_attn: bool) -> None:
+        found = engine.attend(self.prompt, capture="probs").array()
+        layers = engine.model.attention_layers
+        self._compare("prompt", flash_attn, layers, [found], self._stock_rows([]))
+
+    def _check(self, engine: Engine, kind: Kind, flash_attn: bool) -> None:
+        layers = engine.model.attention_layers
+        options: dict[str, Any] = {
+            "max_tokens": N_TOKENS, "temperature": 0.0, "ignore_eos": True,
+            "capture": kind if layers else None,
+        }  # fmt: skip
+        try:
+            tokens = list(engine.generate(self.prompt, **options))
+        except UnsupportedModel:
+            self.report.mode = "attend"
+            found = engine.attend(self.prompt, capture=kind).array()
+            self._compare(kind, flash_attn, layers, [found], self._stock_rows([]))
+            return
+        self.report.mode = "generate"
+        assert len(tokens) == N_TOKENS
+        run = self._stock_rows([token.id for token in tokens])
+        self._compare(kind, flash_attn, layers, [token.attention for token in tokens], run)
+
+    def _compare(
+        self,
+        kind: Kind | Literal["prompt"],
+        flash_attn: bool,
+        layers: tuple[int, ...],
+        found: list[Any],
+        run: stock.Run,
+    ) -> None:
+        """`found`: for each step rows (n_layers, n_heads, ..., n_context), or a tuple of layers."""
+        report = self.report
+        key = f"{kind} {'on' if flash_attn else 'off'}"
+        report.expected_layers = [layer.layer for layer in run.steps[0].layers]
+        report.layers[key] = list(layers)
+        report.errors[key] = dict.fromkeys(layers, 0.0)
+        if not layers:
+            return
+        report.is_tuple = isinstance(found[0], tuple)
+        low, high = np.inf, -np.inf
+        for attention, step in zip(found, run.steps, strict=True):
+            rows_of = dict(zip(layers, (np.asarray(rows) for rows in attention), strict=True))
+            report.n_heads = [len(rows) for rows in rows_of.values()]
+            assert [layer.layer for layer in step.layers] == report.expected_layers
+            for layer in step.layers:
+                if layer.layer not in rows_of:
+                    continue
+                rows = rows_of[layer.layer]
+                # A token has one query, a prompt one of each id.
+                assert rows.shape == (layer.kq[:, 0] if rows.ndim == 2 else layer.kq).shape
+                before = report.errors[key][layer.layer]
+                error = row_error("probs" if kind == "prompt" else kind, rows, layer)
+                report.errors[key][layer.layer] = max(before, error)
+                if kind == "logits" and step is run.steps[-1]:
+                    report.n_hidden[layer.layer] = int((rows == -np.inf).sum())
+                if kind == "probs":
+                    sums = rows.sum(axis=-1)
+                    low, high = min(low, float(sums.min())), max(high, float(sums.max()))
+                    known = report.stock_sums
+                    report.stock_sums = (
+                        min(known[0], float(layer.sums.min())),
+                        max(known[1], float(layer.sums.max())),
+                    )
+        if kind == "probs":
+            report.sums[key] = (low, high)
+
+    def _stock_rows(self, ids: list[int]) -> stock.Run:
+        """The stock build's rows of the prompt and then `ids`, or of the prompt alone."""
+        # The same tokens in most runs: the stock build runs once for all of them.
+        key = tuple(ids[:-1]) if ids else None
+        if key not in self._stock:
+            self._stock[key] = stock.read_rows(
+                self.path,
+                self.prompt,
+                n_predict=max(len(ids), 1),
+                forced_ids=ids,
+                kv_type=self.kv_type,
+                n_ctx=N_CTX,
+                rows="last" if ids else "all",
+            )
+        return self._stock[key]
+
+
+# ---- all models
+
+Value = TypeVar("Value")
 # What the pinned commit makes, as architecture-variant.
 _NAMES = """
     afmoe-moe arcee-dense arctic-moe baichuan-dense bailingmoe-moe bailingmoe2-moe

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from .archs import ROOT, Checks, make_models
 
 if TYPE_CHECKING:
-    from .arch_check import Report
+    from .archs import Report
 
 PATH = ROOT / "tests" / "engine" / "ARCHITECTURES.md"
 HEAD = """\

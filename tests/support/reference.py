@@ -1,13 +1,22 @@
-"""A float64 numpy transformer for Llama and Qwen2: an independent truth for captured attention.
+"""Float64 numpy transformers: an independent truth for captured attention, embeddings and logits.
 
-Owns: the mathematics only (RMSNorm, RoPE, grouped-query attention, SwiGLU), read straight from a
-GGUF. Shares no code with kqview or llama.cpp, so a fault cannot hide in both sides. The whole
-sequence is one pass without a KV cache. Weights are dequantised exactly; llama.cpp also rounds
-activations when weights are not F32, so tight comparisons need F32 weights.
+Own: the mathematics only, read straight from a GGUF. Share no code with kqview or llama.cpp, so a
+fault cannot hide in both sides. Weights are dequantised exactly; llama.cpp also rounds activations
+when weights are not F32, so tight comparisons need F32 weights.
 
-RoPE angles are exact by default. llama.cpp multiplies them up in float32, which alone moves rows of
-a 3-layer model by 1e-5 at position 200, 2e-5 at 800 and 9e-5 at 1800 (largest relative error of
-probs); ``angle_type="f32"`` does the same here, and the difference is 3e-6 at 1800 again.
+`Reference`: Llama and Qwen2 (RMSNorm, RoPE, grouped-query attention, SwiGLU), the whole sequence in
+one pass. RoPE angles are exact by default. llama.cpp multiplies them up in float32, which alone
+moves rows of a 3-layer model by 1e-5 at position 200, 2e-5 at 800 and 9e-5 at 1800 (largest
+relative error of probs); ``angle_type="f32"`` does the same here, and the difference is 3e-6 at
+1800 again.
+
+`CachedReference`: the same with a cache, keys before RoPE and values; a token's position is its
+place in the cache. What was computed stays as it was computed, discarded tokens included, which no
+forward pass over the remaining ids would give.
+
+`BertReference`: learned positions, LayerNorm behind each block, attention to both sides, GELU, the
+classifier head with its tanh. GELU is a table of float16 in llama.cpp's CPU backend: its argument
+and its value are rounded here too.
 """
 
 from __future__ import annotations
@@ -24,6 +33,10 @@ from .tiny_gguf import Reader
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+    from kqview.types import Token
+
+    from .rows import Kind
 
 F64 = NDArray[np.float64]
 CacheType = Literal["f32", "f16"]
@@ -227,3 +240,151 @@ def _flash_mix(scores: F64, v: F64) -> F64:
         kept = _round(mixed[seen] * rescale[..., None], "f16")
         mixed[seen] = _round(kept + v[:, key, None] * weight[..., None], "f16")
     return mixed / total[..., None]
+
+
+# ---- with a cache that can be cut and shifted
+
+
+class CachedReference:
+    """One sequence of a Llama or Qwen2 model; an F32 cache and no flash attention."""
+
+    def __init__(self, path: Path) -> None:
+        self._model = Reference.load(path)
+        self._keys: list[list[F64]] = [[] for _ in range(self._model.n_layer)]
+        self._values: list[list[F64]] = [[] for _ in range(self._model.n_layer)]
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens in the cache."""
+        return len(self._keys[0])
+
+    def discard(self, n_keep: int, n_discard: int) -> None:
+        """Drop tokens behind the first *n_keep* and close the gap."""
+        for cached in (*self._keys, *self._values):
+            del cached[n_keep : n_keep + n_discard]
+
+    def decode(self, token: int) -> Result:
+        """Append one token; its rows are (n_layer, n_head, 1, n_tokens)."""
+        m = self._model
+        w = m._weights
+        x = w["token_embd.weight"][np.asarray([token])]
+        n = self.n_tokens + 1
+        cos, sin = m._angles(n, "f32")
+        shape = (m.n_layer, m.n_head, 1, n)
+        kq, scores, probs = np.empty(shape), np.empty(shape), np.empty(shape)
+        hidden = np.empty((m.n_layer, 1, m.n_embd))
+        for il in range(m.n_layer):
+            b = f"blk.{il}."
+            h = m._norm(x, b + "attn_norm")
+            q = m._rotate(m._heads(h, b + "attn_q", m.n_head), cos[-1:], sin[-1:])
+            self._keys[il].append(m._heads(h, b + "attn_k", m.n_head_kv)[:, 0])
+            self._values[il].append(m._heads(h, b + "attn_v", m.n_head_kv)[:, 0])
+            k = m._rotate(np.stack(self._keys[il], 1), cos, sin)
+            n_group = m.n_head // m.n_head_kv
+            k, v = np.repeat(k, n_group, 0), np.repeat(np.stack(self._values[il], 1), n_group, 0)
+            kq[il] = q @ k.transpose(0, 2, 1)
+            scores[il] = kq[il] / np.sqrt(m.head_size)
+            probs[il] = _softmax(scores[il])
+            mixed = (probs[il] @ v).transpose(1, 0, 2).reshape(1, -1)
+            x = x + mixed @ w[b + "attn_output.weight"].T
+            h = m._norm(x, b + "ffn_norm")
+            gate = h @ w[b + "ffn_gate.weight"].T
+            up = h @ w[b + "ffn_up.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ w[b + "ffn_down.weight"].T
+            hidden[il] = x
+        output = w.get("output.weight", w["token_embd.weight"])
+        final = m._norm(x, "output_norm")
+        return Result(final @ output.T, kq, scores, probs, hidden, final)
+
+    def decode_all(self, tokens: Sequence[int]) -> list[Result]:
+        """Append tokens one by one."""
+        return [self.decode(token) for token in tokens]
+
+    def truncate(self, n_keep: int) -> None:
+        """Keep the first *n_keep* tokens."""
+        self.discard(n_keep, self.n_tokens - n_keep)
+
+    def errors(self, last_id: int, tokens: Sequence[Token], kind: Kind) -> F64:
+        """Append *last_id* and all but the last of *tokens*; each layer's largest error.
+
+        Infinite where a row has not as many columns as tokens are cached.
+        """
+        errors: list[list[float]] = []
+        for fed, token in zip([last_id, *(t.id for t in tokens[:-1])], tokens, strict=True):
+            errors.append(row_errors(self.decode(fed), token, kind))
+        return np.max(errors, 0)
+
+
+def row_errors(result: Result, token: Token, kind: Kind) -> list[float]:
+    """Error of a token's row in each layer against the one query of *result*."""
+    want = {"logits": result.kq, "scores": result.scores, "probs": result.probs}[kind][:, :, 0]
+    rows = np.asarray(token.attention)
+    if rows.shape != want.shape:
+        return [np.inf] * len(want)
+    return [relative_error(row, layer) for row, layer in zip(rows, want, strict=True)]
+
+
+# ---- BERT
+
+
+class BertReference:
+    """Weights of one model in float64."""
+
+    def __init__(self, path: Path) -> None:
+        reader = Reader(path)
+        value: dict[str, Any] = {
+            key.removeprefix("bert."): entry.contents()
+            for key, entry in reader.fields.items()
+            if key.startswith("bert.")
+        }
+        self.n_layer = int(value["block_count"])
+        self.n_head = int(value["attention.head_count"])
+        self.epsilon = float(value["attention.layer_norm_epsilon"])
+        self._weights: dict[str, F64] = {
+            tensor.name: np.asarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float64)
+            for tensor in reader.tensors
+        }
+
+    def rows(self, ids: Sequence[int]) -> F64:
+        """The last layer's output of every token, (n_tokens, n_embd)."""
+        w = self._weights
+        n_tokens = len(ids)
+        x = w["token_embd.weight"][np.asarray(ids)] + w["position_embd.weight"][:n_tokens]
+        if "token_types.weight" in w:
+            x = x + w["token_types.weight"].reshape(-1, x.shape[1])[0]
+        x = self._norm(x, "token_embd_norm")
+        for il in range(self.n_layer):
+            b = f"blk.{il}."
+            q, k, v = (self._heads(x, b + name) for name in ("attn_q", "attn_k", "attn_v"))
+            scores = q @ k.transpose(0, 2, 1) / np.sqrt(q.shape[-1])
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = weights / weights.sum(-1, keepdims=True) @ v
+            mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
+            x = self._norm(x + self._linear(mixed, b + "attn_output"), b + "attn_output_norm")
+            inner = _gelu(self._linear(x, b + "ffn_up"))
+            x = self._norm(x + self._linear(inner, b + "ffn_down"), b + "layer_output_norm")
+        return x
+
+    def logits(self, ids: Sequence[int]) -> F64:
+        """What the classifier head makes of the first token, (n_classes,)."""
+        pooled = np.tanh(self._linear(self.rows(ids)[0], "cls"))
+        return self._linear(pooled, "cls.output")
+
+    def _linear(self, x: F64, name: str) -> F64:
+        return x @ self._weights[name + ".weight"].T + self._weights.get(name + ".bias", 0.0)
+
+    def _heads(self, x: F64, name: str) -> F64:
+        """Project (n_tokens, n_embd) to (n_head, n_tokens, head_size)."""
+        return self._linear(x, name).reshape(len(x), self.n_head, -1).transpose(1, 0, 2)
+
+    def _norm(self, x: F64, name: str) -> F64:
+        centred = x - x.mean(-1, keepdims=True)
+        scale = np.sqrt((centred * centred).mean(-1, keepdims=True) + self.epsilon)
+        return centred / scale * self._weights[name + ".weight"] + self._weights[name + ".bias"]
+
+
+def _gelu(x: F64) -> F64:
+    near = x.astype(np.float16).astype(np.float64)
+    inner = np.sqrt(2 / np.pi) * near * (1 + 0.044715 * near * near)
+    rounded = (0.5 * near * (1 + np.tanh(inner))).astype(np.float16).astype(np.float64)
+    return np.where(x >= 10, x, np.where(x <= -10, 0.0, rounded))

@@ -1,7 +1,8 @@
 """What a test asks of captured rows: run a request, and the same rows of another computation.
 
-Owns: the arithmetic of row indices (token k carries the row of query ``len(prompt) - 1 + k``).
-Never: tolerates anything; tolerances stand in the tests.
+Owns: the arithmetic of row indices (token k carries the row of query ``len(prompt) - 1 + k``), and
+pairs of engines on the CPU and on devices.
+Never: tolerates anything but another order of sums on a device; tolerances stand in the tests.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+
+from kqview import system_info
 
 from .reference import Reference, relative_error
 
@@ -21,13 +24,13 @@ if TYPE_CHECKING:
 
     from kqview import Engine
     from kqview.types import Token
+    from tests.engine.conftest import MakeEngine
 
     from .reference import Result
     from .stock import Run
 
 Kind = Literal["logits", "scores", "probs"]
 KINDS: tuple[Kind, ...] = ("logits", "scores", "probs")
-
 reference_of = lru_cache(maxsize=None)(Reference.load)
 
 
@@ -92,3 +95,36 @@ def same_rows(a: Sequence[Token], b: Sequence[Token]) -> bool:
         np.array_equal(np.asarray(x.attention), np.asarray(y.attention))
         for x, y in zip(a, b, strict=True)
     )
+
+
+# ---- devices
+
+CLOSE = 2e-5  # the same product, summed in another order
+
+
+def has_device() -> bool:
+    """Can engines have layers anywhere but on the CPU? Devices round in another way."""
+    return any(device["type"] in ("GPU", "IGPU") for device in system_info()["devices"])
+
+
+def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:
+    """An engine on the CPU and one whose layers are all on devices."""
+    options = {"kv_type": "f32", "flash_attn": False, **options}
+    cpu = make_engine(model, **{**options, "n_gpu_layers": 0})
+    return cpu, make_engine(model, **{"n_gpu_layers": -1, **options})
+
+
+def check_equal(ours: Sequence[Token], theirs: Sequence[Token], limit: float = CLOSE) -> None:
+    """The same ids and the same rows."""
+    assert [token.id for token in ours] == [token.id for token in theirs]
+    for a, b in zip(ours, theirs, strict=True):
+        for name in ("attention", "attention_positions", "hidden"):
+            x, y = getattr(a, name), getattr(b, name)
+            if y is None:
+                assert x is None
+                continue
+            assert (x.shape, x.dtype) == (y.shape, y.dtype)
+            near = 2e-3 if x.dtype == np.float16 else limit
+            np.testing.assert_allclose(
+                x.astype(np.float64), y.astype(np.float64), rtol=near, atol=near, err_msg=name
+            )

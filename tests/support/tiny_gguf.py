@@ -3,7 +3,8 @@
 Owns: what a test model looks like. Weights depend only on (seed, tensor name), so two calls with
 the same arguments give the same file and no two layers are equal. Attention scores spread over a
 few units and each head has its own sharpness, so a swapped layer, head or column is visible in any
-comparison.
+comparison. Gemma 3n, Gemma 4, BERT and T5 are here because llama.cpp's own generator of tiny models
+(archs.py) leaves them out.
 Never: loads a model or knows anything of kqview.
 """
 
@@ -20,11 +21,10 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType, quants
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 Vocab = Literal["qwen2", "llama-spm", "phi-3", "none", "bytes"]
 WeightType = Literal["F32", "F16", "Q8_0"]
-
 # Specials of the "bytes" vocabulary, directly after the 256 bytes.
 END_OF_TEXT, IM_START, IM_END = 256, 257, 258
 _SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -398,3 +398,240 @@ def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+# ---- Gemma 3n and Gemma 4: layers that read an earlier layer's KV cache
+
+N_VOCAB = 320
+GEMMA_WINDOW = 16
+
+
+class Weights:
+    """Adds tensors by shape, slowest dimension first: matrices are (n_out, n_in)."""
+
+    def __init__(self, writer: gguf.GGUFWriter) -> None:
+        self._writer = writer
+        self._rand = tensor_source(0)
+
+    def norm(self, name: str, n: int, size: float = 1.0) -> None:
+        data = size * (1 + self._rand(name, (n,), 0.1))
+        self._writer.add_tensor(name, np.ascontiguousarray(data, dtype=np.float32))
+
+    def matrix(self, name: str, *shape: int) -> None:
+        self._writer.add_tensor(name, self._rand(name, shape, shape[-1] ** -0.5))
+
+
+def _gemma_writer(arch: str, n_embd: int, n_ff: int, n_layer: int) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(None, arch)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(n_embd)
+    writer.add_block_count(n_layer)
+    writer.add_feed_forward_length(n_ff)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_sliding_window(GEMMA_WINDOW)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    writer.add_vocab_size(N_VOCAB)
+    add_bytes_vocab(writer, N_VOCAB, None)
+    return writer
+
+
+def write_gemma3n(path: Path) -> Path:
+    """22 layers (llama.cpp fixes that the cache of 20 is shared by the rest), 2 heads on 1 KV head.
+
+    Every fifth layer sees all tokens, the others a window of 16.
+    """
+    n_layer, n_head, n_embd, n_ff = 22, 2, 64, 96
+    n_altup, n_embd_altup, laurel_rank = 4, 256, 64  # fixed in llama.cpp
+    head_size = n_embd // n_head
+    writer = _gemma_writer("gemma3n", n_embd, n_ff, n_layer)
+    writer.add_head_count(n_head)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(head_size)
+    writer.add_value_length(head_size)
+    add = Weights(writer)
+    add.matrix("token_embd.weight", N_VOCAB, n_embd)
+    add.norm("output_norm.weight", n_embd)
+    add.matrix("altup_proj.weight", n_altup - 1, n_embd, n_embd)
+    add.matrix("altup_unembd_proj.weight", n_altup - 1, n_embd, n_embd)
+    add.matrix("per_layer_token_embd.weight", N_VOCAB, n_embd_altup * n_layer)
+    add.matrix("per_layer_model_proj.weight", n_embd_altup * n_layer, n_embd)
+    add.norm("per_layer_proj_norm.weight", n_embd_altup)
+    for il in range(n_layer):
+        b = f"blk.{il}."
+        _add_attention(add, b, n_embd, n_head, 1, head_size)
+        _add_feed_forward(add, b, n_embd, n_ff)
+        add.matrix(b + "inp_gate.weight", n_embd_altup, n_embd)
+        add.matrix(b + "proj.weight", n_embd, n_embd_altup)
+        add.norm(b + "post_norm.weight", n_embd)
+        add.matrix(b + "altup_correct_coef.weight", n_altup, n_altup)
+        add.norm(b + "altup_correct_scale.weight", n_embd)
+        add.matrix(b + "altup_predict_coef.weight", n_altup * n_altup, n_altup)
+        add.matrix(b + "altup_router.weight", n_altup, n_embd)
+        add.norm(b + "altup_router_norm.weight", n_embd)
+        add.matrix(b + "laurel_l.weight", laurel_rank, n_embd)
+        add.matrix(b + "laurel_r.weight", n_embd, laurel_rank)
+        add.norm(b + "laurel_post_norm.weight", n_embd)
+    return finish(writer, path)
+
+
+def write_gemma4(path: Path) -> Path:
+    """6 layers, the last 2 without a cache of their own.
+
+    Layers 1, 3 and 5 see all tokens with 2 heads of size 64, the others a window of 16 with 4
+    heads of size 32. Layers 4 and 5 read the caches of the last layers of their kind.
+    """
+    n_layer, n_embd, n_ff, n_shared = 6, 64, 96, 2
+    is_window = [il % 2 == 0 for il in range(n_layer)]
+    n_heads = [4 if window else 2 for window in is_window]
+    writer = _gemma_writer("gemma4", n_embd, n_ff, n_layer)
+    writer.add_head_count(n_heads)
+    writer.add_head_count_kv([1] * n_layer)
+    writer.add_key_length(64)
+    writer.add_value_length(64)
+    writer.add_uint32("gemma4.attention.key_length_swa", 32)
+    writer.add_uint32("gemma4.attention.value_length_swa", 32)
+    writer.add_uint32("gemma4.rope.dimension_count", 64)
+    writer.add_uint32("gemma4.rope.dimension_count_swa", 32)
+    writer.add_float32("gemma4.rope.freq_base_swa", 10000.0)
+    writer.add_uint32("gemma4.attention.shared_kv_layers", n_shared)
+    writer.add_array("gemma4.attention.sliding_window_pattern", is_window)
+    writer.add_uint32("gemma4.embedding_length_per_layer_input", 0)
+    add = Weights(writer)
+    add.matrix("token_embd.weight", N_VOCAB, n_embd)
+    add.norm("output_norm.weight", n_embd)
+    add.norm("rope_freqs.weight", 32)
+    for il in range(n_layer):
+        b = f"blk.{il}."
+        head_size = 32 if is_window[il] else 64
+        _add_attention(add, b, n_embd, n_heads[il], 1, head_size, has_kv=il < n_layer - n_shared)
+        _add_feed_forward(add, b, n_embd, n_ff)
+    return finish(writer, path)
+
+
+def _add_attention(
+    add: Weights, b: str, n_embd: int, n_head: int, n_head_kv: int, head_size: int,
+    *, has_kv: bool = True,
+) -> None:  # fmt: skip
+    add.norm(b + "attn_norm.weight", n_embd)
+    add.matrix(b + "attn_q.weight", n_head * head_size, n_embd)
+    add.norm(b + "attn_q_norm.weight", head_size, 0.5)
+    if has_kv:
+        add.matrix(b + "attn_k.weight", n_head_kv * head_size, n_embd)
+        add.matrix(b + "attn_v.weight", n_head_kv * head_size, n_embd)
+        add.norm(b + "attn_k_norm.weight", head_size, 0.5)
+    add.matrix(b + "attn_output.weight", n_embd, n_head * head_size)
+    # Small: what llama.cpp rounds in sums of V hardly moves the layers above.
+    add.norm(b + "post_attention_norm.weight", n_embd, 0.02)
+
+
+def _add_feed_forward(add: Weights, b: str, n_embd: int, n_ff: int) -> None:
+    add.norm(b + "ffn_norm.weight", n_embd)
+    add.matrix(b + "ffn_gate.weight", n_ff, n_embd)
+    add.matrix(b + "ffn_up.weight", n_ff, n_embd)
+    add.matrix(b + "ffn_down.weight", n_embd, n_ff)
+    add.norm(b + "post_ffw_norm.weight", n_embd)
+
+
+# ---- encoders: BERT, and T5, which has a decoder as well
+
+BERT_SEP = 262
+ENCODER_LAYERS, ENCODER_HEADS, ENCODER_EMBD, ENCODER_FF = 3, 4, 64, 96
+
+
+def _encoder_writer(arch: str, n_positions: int = 512) -> gguf.GGUFWriter:
+    writer = gguf.GGUFWriter(None, arch)
+    writer.add_context_length(n_positions)
+    writer.add_embedding_length(ENCODER_EMBD)
+    writer.add_block_count(ENCODER_LAYERS)
+    writer.add_feed_forward_length(ENCODER_FF)
+    writer.add_head_count(ENCODER_HEADS)
+    writer.add_vocab_size(N_VOCAB)
+    writer.add_file_type(gguf.LlamaFileType.ALL_F32)
+    add_bytes_vocab(writer, N_VOCAB, None)
+    return writer
+
+
+def write_bert(
+    path: Path,
+    *,
+    pooling: gguf.PoolingType | None = None,
+    n_classes: int = 0,
+    labels: Sequence[str] = (),
+    n_positions: int = 512,
+    adds: Sequence[str] = (),
+    rerank_template: str | None = None,
+) -> Path:
+    """3 layers of 4 heads; learned positions, attention to both sides.
+
+    Args:
+        path: File to write.
+        pooling: What the file says of it; None says nothing.
+        n_classes: Values of a classifier head; 0 leaves it out.
+        labels: Names of the classes; llama.cpp takes one class where there are none.
+        n_positions: Positions that have a vector.
+        adds: Which of "bos", "eos" and "sep" the vocabulary puts around a text.
+        rerank_template: The file's text for a query and a document.
+    """
+    writer = _encoder_writer("bert", n_positions)
+    if pooling is not None:
+        writer.add_pooling_type(pooling)
+    if labels:
+        writer.add_classifier_output_labels(labels)
+    writer.add_sep_token_id(BERT_SEP)
+    for name in adds:
+        writer.add_bool(f"tokenizer.ggml.add_{name}_token", True)
+    if rerank_template is not None:
+        writer.add_string("tokenizer.chat_template.rerank", rerank_template)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_causal_attention(False)
+    writer.add_token_type_count(1)
+    add = Weights(writer)
+    add.matrix("token_embd.weight", N_VOCAB, ENCODER_EMBD)
+    add.matrix("position_embd.weight", n_positions, ENCODER_EMBD)
+    if n_classes:
+        add.matrix("cls.weight", ENCODER_EMBD, ENCODER_EMBD)
+        add.norm("cls.bias", ENCODER_EMBD, 0.1)
+        add.matrix("cls.output.weight", n_classes, ENCODER_EMBD)
+        add.norm("cls.output.bias", n_classes, 0.1)
+    add.norm("token_embd_norm.weight", ENCODER_EMBD)
+    add.norm("token_embd_norm.bias", ENCODER_EMBD, 0.1)
+    for il in range(ENCODER_LAYERS):
+        b = f"blk.{il}."
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add.matrix(f"{b}{name}.weight", ENCODER_EMBD, ENCODER_EMBD)
+            add.norm(f"{b}{name}.bias", ENCODER_EMBD, 0.1)
+        for name in ("attn_output_norm", "layer_output_norm"):
+            add.norm(f"{b}{name}.weight", ENCODER_EMBD)
+            add.norm(f"{b}{name}.bias", ENCODER_EMBD, 0.1)
+        add.matrix(b + "ffn_up.weight", ENCODER_FF, ENCODER_EMBD)
+        add.matrix(b + "ffn_down.weight", ENCODER_EMBD, ENCODER_FF)
+    return finish(writer, path)
+
+
+def write_t5(path: Path) -> Path:
+    """3 encoder and 3 decoder layers of 4 heads; relative positions are a bias of the scores."""
+    writer = _encoder_writer("t5")
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_key_length(ENCODER_EMBD // ENCODER_HEADS)
+    writer.add_value_length(ENCODER_EMBD // ENCODER_HEADS)
+    writer.add_relative_attn_buckets_count(8)
+    writer.add_decoder_start_token_id(0)
+    add = Weights(writer)
+    add.matrix("token_embd.weight", N_VOCAB, ENCODER_EMBD)
+    add.matrix("output.weight", N_VOCAB, ENCODER_EMBD)
+    for part, blocks in (("enc", ("attn",)), ("dec", ("attn", "cross_attn"))):
+        add.norm(f"{part}.output_norm.weight", ENCODER_EMBD)
+        for il in range(ENCODER_LAYERS):
+            b = f"{part}.blk.{il}."
+            for block in blocks:
+                add.norm(f"{b}{block}_norm.weight", ENCODER_EMBD)
+                for name in ("q", "k", "v", "o"):
+                    add.matrix(f"{b}{block}_{name}.weight", ENCODER_EMBD, ENCODER_EMBD)
+            if il == 0:
+                add.matrix(b + "attn_rel_b.weight", 8, ENCODER_HEADS)
+            add.norm(b + "ffn_norm.weight", ENCODER_EMBD)
+            add.matrix(b + "ffn_gate.weight", ENCODER_FF, ENCODER_EMBD)
+            add.matrix(b + "ffn_up.weight", ENCODER_FF, ENCODER_EMBD)
+            add.matrix(b + "ffn_down.weight", ENCODER_EMBD, ENCODER_FF)
+    return finish(writer, path)

@@ -24,7 +24,7 @@ from kqview.state import (
 from kqview.state.files import SlotMarks, StateFacts
 from kqview.state.fingerprint import ModelFiles
 from tests.support import ses1
-from tests.support.fake_slot import BLOB, FACTS, blob_of
+from tests.support.sessions import BLOB, FACTS, blob_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

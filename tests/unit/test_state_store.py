@@ -18,9 +18,7 @@ from hypothesis import strategies as st
 from kqview import errors
 from kqview.state import SessionStore, durable, read_state
 from kqview.state.files import SlotMarks, StateFacts
-from tests.support.crash_disk import Disk, SeenOs
-from tests.support.fake_slot import BLOB, FakeSlot, blob_of
-from tests.support.state_crashes import SCENARIOS, version_in
+from tests.support.sessions import BLOB, SCENARIOS, Disk, FakeSlot, SeenOs, blob_of, version_in
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -343,7 +341,7 @@ def test_two_processes_on_one_folder_do_no_harm(tmp_path: Path) -> None:
 import sys
 from kqview.errors import RequestError
 from kqview.state import SessionStore
-from tests.support.fake_slot import FakeSlot, blob_of
+from tests.support.sessions import FakeSlot, blob_of
 folder, who = sys.argv[1], int(sys.argv[2])
 for i in range(40):
     store = SessionStore(folder, max_sessions=i % 3)  # opening cleans up, too
@@ -422,7 +420,7 @@ def test_any_run_of_calls_and_crashes_loses_nothing_that_was_flushed(
 
 
 def test_process_killed_at_any_call_leaves_one_whole_version(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.support.state_crashes", str(tmp_path)]
+    command = [sys.executable, "-m", "tests.support.sessions", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     versions: dict[str, list[object]] = defaultdict(list)

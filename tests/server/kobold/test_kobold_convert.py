@@ -16,7 +16,7 @@ from kqview.server.run import TokenLogprobs
 from kqview.server.service import LastRun
 from kqview.server.settings import Settings
 from kqview.types import EngineStats, ModelInfo, Usage
-from tests.support.kobold_goldens import golden
+from tests.support.kobold import golden
 
 INFO = ModelInfo(
     name="", architecture="qwen2", n_vocab=0, n_layer=0, n_head=0, n_head_kv=0, n_embd=0,

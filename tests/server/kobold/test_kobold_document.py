@@ -11,7 +11,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from tests.support.kobold_goldens import golden
+from tests.support.kobold import golden
 from tests.support.serving import serving
 
 if TYPE_CHECKING:

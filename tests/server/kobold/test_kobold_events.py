@@ -21,7 +21,7 @@ from kqview.server.errors import answer_of
 from kqview.server.run import Step
 from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Token
-from tests.support.kobold_goldens import golden
+from tests.support.kobold import golden
 
 LOGITS = AttentionWanted("logits")
 ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)

@@ -10,7 +10,7 @@ import pytest
 
 from kqview import Capture
 from kqview.server import Settings
-from tests.support.kobold_stream import PATH, TEXT, rows, stream, typed
+from tests.support.kobold import PATH, TEXT, rows, stream, typed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from kqview.server import Settings
-from tests.support.kobold_stream import ATTENTION, LONG, PATH, TEXT, ids, stream, texts, typed
+from tests.support.kobold import ATTENTION, LONG, PATH, TEXT, ids, stream, texts, typed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,7 @@ import pytest
 
 from kqview import Engine
 from kqview.server import Settings
-from tests.support.kobold_stream import ids, stream, texts, typed
+from tests.support.kobold import ids, stream, texts, typed
 from tests.support.serving import serving
 
 if TYPE_CHECKING:

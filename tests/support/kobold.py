@@ -1,15 +1,24 @@
-"""A client of the kobold dialect's SSE stream that checks its framing."""
+"""What the tests of the kobold dialect share: its goldens, and a client that checks SSE framing."""
 
 from __future__ import annotations
 
 import base64
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
     import httpx
+
+FOLDER = Path(__file__).parents[1] / "server" / "kobold" / "goldens"
+
+
+def golden(name: str) -> Any:
+    """The value of ``goldens/NAME.json``."""
+    return json.loads((FOLDER / f"{name}.json").read_text(encoding="utf-8"))
+
 
 PATH = "/api/extra/generate/stream"
 TEXT = "Mirelda found a silver key near the old bridge. Then Mirel"
