@@ -1,13 +1,16 @@
-"""What a built wheel carries; .ci/run builds one and names it in KQVIEW_WHEEL."""
+"""What the repository and a built wheel carry; .ci/run builds one and names it in KQVIEW_WHEEL."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import zipfile
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+FILE_BYTES_MAX = 5 * 2**20
 N_BYTES_MAX = 8 * 2**20  # what a person downloads; the demo model is up to 4 MB of it
 NEEDED = {
     "kqview/py.typed",
@@ -20,6 +23,16 @@ NEEDED = {
     "kqview/licenses/LICENSE.nanobind",
     "kqview/licenses/LICENSE.robin_map",
 }
+
+
+def test_repository_has_no_file_above_five_mebibytes():
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    files = [ROOT / os.fsdecode(name) for name in listed.stdout.split(b"\0") if name]
+    assert len(files) > 100
+    large = [str(p) for p in files if p.is_file() and p.stat().st_size > FILE_BYTES_MAX]
+    assert large == []
 
 
 @pytest.fixture(scope="module")
