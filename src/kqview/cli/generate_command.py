@@ -1,4 +1,4 @@
-"""``kqview generate``: streams text and saves the attention of every token if asked."""
+"""``kqview generate``: streams text and, with --save, writes the attention rows to a file."""
 
 import contextlib
 import zipfile
@@ -36,18 +36,20 @@ if TYPE_CHECKING:
 
 
 class RowsFile:
-    """An open .npz file of one generation.
+    """An .npz file to which the captured rows of one generation are written as they arrive.
 
-    Members: ``attention_00000`` and so on by token index, as in ``token.attention`` (with
+    Members: ``attention_00000`` and so on by token index, each as in ``token.attention`` (with
     ``_layer_000`` appended where layers differ in heads); ``ids`` int32 and ``texts`` of the
-    generated tokens; ``prompt_ids`` int32; ``layers`` int32, the model's layer of each index;
+    generated tokens; ``prompt_ids`` int32; ``layers`` int32, the model layer of each index;
     ``kind``. A token without attention has no member.
 
-    Where the disk is full, or no token came before an error, the old file of that name stays.
+    Memory holds only ids and texts. The file appears under its name when it is closed; after an
+    interruption it holds the rows so far. If the disk fills up, or an error comes before the first
+    token, an old file of that name stays.
     """
 
     def __init__(self, path: Path, engine: "Engine", capture: "Capture", prompt: list[int]) -> None:
-        """Begin the file that will be *path*.
+        """Start the file that is going to be *path*.
 
         Raises:
             OSError: *path* cannot be written.
@@ -65,7 +67,7 @@ class RowsFile:
         self._write("kind", np.array(capture.kind))
 
     def add(self, token: "Token") -> None:
-        """Write one token."""
+        """Write the rows of one token."""
         self._ids.append(token.id)
         self._texts.append(token.text)
         name = f"attention_{token.index:05d}"
@@ -76,10 +78,10 @@ class RowsFile:
             self._write_view(name, token.attention)
 
     def close(self) -> None:
-        """Write the ids and texts and give the file its name.
+        """Write the ids and texts, then give the file its name.
 
         Raises:
-            OSError: It cannot be written; what was there before still is.
+            OSError: The file cannot be written; an old file stays.
         """
         self._write("ids", np.array(self._ids, dtype=np.int32))
         self._write("texts", np.array(self._texts, dtype=np.str_))
@@ -88,7 +90,7 @@ class RowsFile:
             self._file.commit()
 
     def __enter__(self) -> Self:
-        """Return the file itself."""
+        """Return self."""
         return self
 
     def __exit__(
@@ -97,7 +99,7 @@ class RowsFile:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the file, after an error too where there is something to keep."""
+        """Close the file, after an error as well if it holds any row."""
         if self._is_discarded:
             return
         if error is not None and not self._ids:
@@ -107,7 +109,7 @@ class RowsFile:
 
     @contextlib.contextmanager
     def _discarding(self) -> Generator[None]:
-        """Give the file up where it cannot be written."""
+        """Discard the file if writing fails."""
         try:
             yield
         except OSError:
@@ -116,7 +118,7 @@ class RowsFile:
 
     def _discard(self) -> None:
         self._is_discarded = True
-        self._zip.fp = None  # or it would be finished when it is collected
+        self._zip.fp = None  # else the garbage collector would finish it
         self._file.discard()
 
     def _write(self, name: str, array: NDArray[Any]) -> None:
@@ -124,8 +126,8 @@ class RowsFile:
             npy_format.write_array(member, array, allow_pickle=False)
 
     def _write_view(self, name: str, array: NDArray[Any]) -> None:
-        # numpy's writer copies through a buffer when the target is no plain file. A view of the
-        # attention goes out as it lies in memory.
+        # Straight from the view's memory: numpy's writer copies through a buffer when the target
+        # is not a plain file.
         if not array.flags.c_contiguous:
             array = np.ascontiguousarray(array)
             if self._count_copied is not None:
@@ -140,24 +142,34 @@ class RowsFile:
 def generate(
     model: ModelArgument = None,
     prompt: Annotated[
-        str | None, typer.Argument(metavar="PROMPT", help="Text; - reads standard input.")
+        str | None, typer.Argument(metavar="PROMPT", help="Prompt text; - reads standard input.")
     ] = None,
     hf: HubOption = None,
     demo: DemoOption = False,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=1, help="Most tokens to generate.")
+        int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")
     ] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Keep the k best tokens; 0 keeps all.")] = 40,
-    top_p: Annotated[float, typer.Option(help="Keep this much probability.")] = 0.95,
-    min_p: Annotated[float, typer.Option(help="Drop below this share of the best.")] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Repeats a run.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text; repeatable.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on at the end.")] = False,
-    capture: Annotated[Kind | None, typer.Option(help="Capture attention of this kind.")] = None,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 40,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the likeliest tokens up to this probability.")
+    ] = 0.95,
+    min_p: Annotated[
+        float, typer.Option(help="Drop tokens below this share of the best one's.")
+    ] = 0.05,
+    repeat_penalty: Annotated[float, typer.Option(help="Repetition penalty; 1 is off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="Presence penalty; 0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="Frequency penalty; 0 is off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Seed that makes a run repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="Stop before this text; repeatable.")
+    ] = None,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")
+    ] = False,
+    capture: Annotated[
+        Kind | None, typer.Option(help="Capture attention: raw, scaled or as probabilities.")
+    ] = None,
     layers: Annotated[
         str | None, typer.Option(help="Capture only these layers, such as 0,3 or 8-11.")
     ] = None,
@@ -166,7 +178,9 @@ def generate(
     ] = None,
     save: Annotated[
         Path | None,
-        typer.Option(metavar="ROWS.NPZ", dir_okay=False, help="Write the captured rows here."),
+        typer.Option(
+            metavar="ROWS.NPZ", dir_okay=False, help="Write the captured rows to this file."
+        ),
     ] = None,
     ctx: ContextOption = None,
     threads: ThreadsOption = None,

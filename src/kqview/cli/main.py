@@ -1,7 +1,7 @@
-"""The command line's table of contents, and how its errors become lines and exit codes.
+"""All commands of ``kqview``, and how their errors become one line on stderr and an exit code.
 
-Exit codes: 0 done, 1 any other error, 2 wrong usage or request, 3 the model, 4 a limit of this
-machine, 130 interrupted, 141 the reader of a pipe went away.
+Exit codes: 0 success, 2 wrong usage or request, 3 a model cannot be loaded, 4 a limit of this
+machine, 1 any other error, 130 interrupted, 141 broken pipe.
 """
 
 import os
@@ -32,7 +32,7 @@ _BROKEN_PIPE: Final = 141
 
 
 class ErrorReportingGroup(TyperGroup):
-    """Turns what a command raises into one line on stderr and an exit code."""
+    """Turns an exception of a command into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the chosen command."""
@@ -56,8 +56,8 @@ class ErrorReportingGroup(TyperGroup):
 
 app = typer.Typer(
     cls=ErrorReportingGroup,
-    help="Generate text and see the attention of every token, layer and head.",
-    epilog="Start with: kqview demo",
+    help="Run a GGUF model and see the attention of every token, layer and head.",
+    epilog="Try it with: kqview demo",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
@@ -103,8 +103,8 @@ def _print_error(error: Exception) -> None:
 
 
 def _discard_stdout() -> None:
-    # The interpreter flushes stdout once more at exit and would complain about the pipe again.
+    # The interpreter flushes stdout again at exit and would report the broken pipe once more.
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout is no file, so nothing is flushed to a pipe
+    except (OSError, ValueError):  # stdout is not a file: nothing to flush
         return

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, and the engine that they open."""
+"""Arguments and options that several commands share, and the engine they open."""
 
 import importlib
 import sys
@@ -33,53 +33,55 @@ class FlashAttention(StrEnum):
     OFF = "off"
 
     def to_engine(self) -> Literal["auto"] | bool:
-        """Value that Engine takes."""
+        """The value for `Engine`."""
         return "auto" if self is FlashAttention.AUTO else self is FlashAttention.ON
 
 
 ModelArgument = Annotated[
     str | None,
-    typer.Argument(metavar="MODEL", help="GGUF file; left out with --hf or --demo."),
+    typer.Argument(metavar="MODEL", help="GGUF file. Omit it with --hf or --demo."),
 ]
 HubOption = Annotated[
     str | None,
-    typer.Option("--hf", metavar="OWNER/REPO/FILE", help="Fetch MODEL from the Hugging Face hub."),
+    typer.Option(
+        "--hf", metavar="OWNER/REPO/FILE", help="Download the model from the Hugging Face Hub."
+    ),
 ]
-DemoOption = Annotated[
-    bool, typer.Option("--demo", help="Use the model that comes with kqview as MODEL.")
-]
+DemoOption = Annotated[bool, typer.Option("--demo", help="Use the bundled demo model.")]
 ContextOption = Annotated[
     int | None,
-    typer.Option("--ctx", min=1, help="Context in tokens. The default is the model's own."),
+    typer.Option("--ctx", min=1, help="Context size in tokens. [default: the model's]"),
 ]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Threads. The default is what the machine grants."),
+    typer.Option("--threads", min=1, help="Compute threads. [default: the available CPUs]"),
 ]
 GpuLayersOption = Annotated[
-    int, typer.Option("--ngl", min=-1, help="Layers on the GPU; -1 is all, which have to fit.")
+    int, typer.Option("--ngl", min=-1, help="Layers to offload to the GPU; -1 offloads all.")
 ]
 RpcOption = Annotated[
     list[str] | None,
-    typer.Option("--rpc", metavar="HOST:PORT", help="Put layers on this RPC server; repeatable."),
+    typer.Option(
+        "--rpc", metavar="HOST:PORT", help="Offload layers to this RPC server; repeatable."
+    ),
 ]
 FlashAttentionOption = Annotated[
-    FlashAttention, typer.Option("--flash-attn", help="Flash attention.")
+    FlashAttention, typer.Option("--flash-attn", help="Use flash attention.")
 ]
 
 
 def take_text(
     model: str | None, text: str | None, *, has_source: bool, name: str
 ) -> tuple[str | None, str]:
-    """Sort out the positional arguments ``MODEL TEXT``; with --hf or --demo the first is TEXT.
+    """Resolve the positional arguments ``MODEL TEXT``; with --hf or --demo the only one is TEXT.
 
-    ``-`` reads standard input, without the one newline that ends it.
+    ``-`` reads standard input and strips one trailing newline.
 
     Args:
         model: First positional argument.
         text: Second positional argument.
-        has_source: An option names the model.
-        name: What the text is called in the help.
+        has_source: Whether --hf or --demo names the model.
+        name: Name of the text argument in the help.
 
     Raises:
         typer.BadParameter: An argument is missing.
@@ -87,15 +89,17 @@ def take_text(
     if has_source and text is None:
         model, text = None, model
     if text is None:
-        raise typer.BadParameter(f"{name} is missing; give it in quotes, or - for standard input")
+        raise typer.BadParameter(
+            f"{name} is missing; pass it in quotes, or - to read standard input"
+        )
     return model, sys.stdin.read().removesuffix("\n") if text == "-" else text
 
 
 def parse_indices(name: str, text: str | None) -> list[int] | None:
-    """Read a list like ``0,3,8-11``; None stays None.
+    """Parse a list such as ``0,3,8-11``; None stays None.
 
     Raises:
-        typer.BadParameter: *text* is something else.
+        typer.BadParameter: *text* is not such a list.
     """
     if text is None:
         return None
@@ -103,7 +107,7 @@ def parse_indices(name: str, text: str | None) -> list[int] | None:
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise typer.BadParameter(f"{name} is {text!r}; write indices as 0,3 or 8-11")
+            raise typer.BadParameter(f"{name} is {text!r}; write a list such as 0,3 or 8-11")
         indices.extend(range(int(first), int(last if dash else first) + 1))
     return indices
 
@@ -112,32 +116,32 @@ def parse_indices(name: str, text: str | None) -> list[int] | None:
 
 
 def fetch(name: str) -> str:
-    """Return the local path of ``OWNER/REPO/FILE``, downloading it unless it is cached.
+    """Return the local path of ``OWNER/REPO/FILE``; download it unless it is cached.
 
     Raises:
-        RequestError: *name* has another form.
+        RequestError: *name* is not of that form.
         ModelLoadError: huggingface_hub is missing, or the download failed.
     """
     owner, _, rest = name.partition("/")
     repo, _, file = rest.partition("/")
     if not (owner and repo and file):
         raise RequestError(
-            f"hub.fetch: {name!r}, the form is OWNER/REPO/FILE; name the file in the repository"
+            f"--hf is {name!r}; write OWNER/REPO/FILE, with the file's path in the repository"
         )
     try:
         huggingface_hub = importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as missing:
         raise ModelLoadError(
-            "hub.fetch: huggingface_hub is not installed, --hf needs it; "
-            'pip install "kqview[hf]", or download the file and pass its path'
+            "--hf needs huggingface_hub, which is not installed; "
+            'run pip install "kqview[hf]", or download the file and pass its path'
         ) from missing
     try:
         return str(huggingface_hub.hf_hub_download(repo_id=f"{owner}/{repo}", filename=file))
-    except Exception as error:  # its errors have no common base, and each means "not fetched"
+    except Exception as error:  # its errors have no common base; each means the file is not here
         reason = next(iter(str(error).splitlines()), "")
         raise ModelLoadError(
-            f"hub.fetch: {name} failed with {type(error).__name__}: {reason}, it is not in the "
-            "local cache; check the name and the network, or pass the path of a local file"
+            f"--hf {name} failed with {type(error).__name__}: {reason}; the file is not in the "
+            "local cache either: check the name and the network, or pass the path of a local file"
         ) from error
 
 
@@ -153,21 +157,21 @@ def open_engine(
     rpc_servers: Sequence[str] | None = None,
     flash_attn: FlashAttention = FlashAttention.AUTO,
 ) -> "Generator[Engine]":
-    """Yield the engine of the one model that is named, and close it afterwards.
+    """Open the one model that is named; close the engine at the end of the block.
 
     Args:
         model: Path of a GGUF file.
-        from_hub: ``OWNER/REPO/FILE`` on the hub.
-        demo: The bundled model.
-        n_ctx: Context in tokens, None for the model's own.
-        n_threads: Threads, None for what is granted.
-        n_gpu_layers: Layers on the GPU, -1 for all, which have to fit.
-        rpc_servers: Machines that take layers, ``HOST:PORT`` each.
-        flash_attn: Setting of flash attention.
+        from_hub: ``OWNER/REPO/FILE`` on the Hugging Face Hub.
+        demo: Whether to open the bundled demo model.
+        n_ctx: Context size in tokens, None for the model's.
+        n_threads: Compute threads, None for the available CPUs.
+        n_gpu_layers: Layers to offload to the GPU, -1 for all.
+        rpc_servers: RPC servers to offload layers to, ``HOST:PORT`` each.
+        flash_attn: Whether to use flash attention.
 
     Raises:
-        typer.BadParameter: Not exactly one model is named.
-        ModelError: The model cannot be fetched or loaded.
+        typer.BadParameter: No model or more than one is named.
+        ModelError: The model cannot be downloaded or loaded.
     """
     if sum([model is not None, from_hub is not None, demo]) != 1:
         raise typer.BadParameter("name one model: MODEL, --hf or --demo")
@@ -191,7 +195,7 @@ def open_engine(
 
 @contextmanager
 def load_progress() -> Generator[Callable[[float], None] | None]:
-    """A progress bar for the loading of a model; None where there is no terminal."""
+    """A callback that shows loading as a progress bar on stderr; None without a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield None
