@@ -53,7 +53,7 @@ def test_bench_leaves_contexts_out_that_the_model_was_not_trained_for():
     options = ("--contexts", "32,9999", "--captures", "probs", "--flash-attn", "on")
     result = run(*QUICK, *options)
     assert result.exit_code == 0, result.output
-    assert "left out: context 9,999: the model was trained with 512 tokens" in result.stdout
+    assert "skipped: context 9,999: the model was trained with 512 tokens" in result.stdout
     assert "flash attention off" not in result.stdout
     assert "logits" not in result.stdout
 

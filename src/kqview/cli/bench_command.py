@@ -1,10 +1,9 @@
-"""``kqview bench``: what capture costs a decoded token on the user's own model and machine."""
+"""``kqview bench``: what capture costs per decoded token, on the user's model and machine."""
 
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -20,7 +19,6 @@ from rich.table import Table
 
 from kqview.cli.options import (
     DemoOption,
-    FlashAttention,
     GpuLayersOption,
     HubOption,
     ModelArgument,
@@ -41,19 +39,7 @@ if TYPE_CHECKING:
 _QUICK: Final = {"contexts": (64, 128), "n_rounds": 5, "n_tokens": 8}
 
 
-class FlashSettings(StrEnum):
-    """Settings of flash attention to compare."""
-
-    BOTH = "both"
-    ON = "on"
-    OFF = "off"
-
-
-_SETTINGS: Final = {
-    FlashSettings.BOTH: (True, False),
-    FlashSettings.ON: (True,),
-    FlashSettings.OFF: (False,),
-}
+_SETTINGS: Final = {"both": (True, False), "on": (True,), "off": (False,)}
 
 
 def bench(
@@ -61,42 +47,48 @@ def bench(
     hf: HubOption = None,
     demo: DemoOption = False,
     contexts: Annotated[
-        str | None, typer.Option(help="Tokens of context, such as 256,1024. [256,1024,4096]")
+        str | None, typer.Option(help="Context sizes in tokens. [default: 256,1024,4096]")
     ] = None,
     captures: Annotated[
-        str | None, typer.Option(help="Ways to capture, such as logits,10-heads. [all]")
+        str | None,
+        typer.Option(help="Captures to measure, such as logits,10-heads. [default: all]"),
     ] = None,
     flash_attn: Annotated[
-        FlashSettings, typer.Option("--flash-attn", help="Flash attention.")
-    ] = FlashSettings.BOTH,
+        Literal["both", "on", "off"], typer.Option(help="Settings of flash attention to measure.")
+    ] = "both",
     pairs: Annotated[
-        int | None, typer.Option(min=1, help="Pairs of each row; 5 are the least for a bound. [10]")
+        int | None,
+        typer.Option(min=1, help="Timed pairs per row; a bound needs at least 5. [default: 10]"),
     ] = None,
     tokens: Annotated[
-        int | None, typer.Option(min=6, help="Tokens of one run; the first 4 do not count. [16]")
+        int | None,
+        typer.Option(min=6, help="Tokens per run; the first 4 are not timed. [default: 16]"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Contexts of 64 and 128, 5 pairs: does it run?")
+        bool, typer.Option("--quick", help="A short trial: contexts of 64 and 128, 5 pairs.")
     ] = False,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", metavar="FILE", dir_okay=False, help="Append JSON lines to FILE."),
+        typer.Option(
+            "--json", metavar="FILE", dir_okay=False, help="Append the rows to FILE as JSON lines."
+        ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw the rows into FILE."),
+        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw the rows to this image file."),
     ] = None,
     threads: ThreadsOption = None,
     ngl: GpuLayersOption = -1,
 ) -> None:
     """Measure what capturing attention costs on this machine.
 
-    For each context one prompt of random tokens stays in the cache, and every way to capture
-    decodes the same number of tokens after it: interleaved, in turns of which every second one runs
-    backwards. A cell is the median of how much more a token takes, and the upper 95 % bound of that
-    median. "none, once more" captures nothing: it says what a difference is worth.
+    For each context size, one prompt of random tokens stays in the cache, and every capture decodes
+    the same number of tokens after it. Runs with and without capture are interleaved, and every
+    second round runs in reverse order. A cell is the median extra time per token, with the upper
+    95 % bound of that median. The row "none, once more" captures nothing: it shows the noise.
 
-    Ways: logits, scores, probs (every layer and head), float16, 10-heads, mean-heads, mean, top-8.
+    Captures: logits, scores, probs (every layer and head), float16, 10-heads, mean-heads, mean,
+    top-8.
 
     Examples:
 
@@ -116,12 +108,12 @@ def bench(
     }  # fmt: skip
     wanted |= {name: value for name, value in given.items() if value is not None}
     if 0 in wanted.get("contexts", ()):
-        raise typer.BadParameter("--contexts has 0; the least is 1")
+        raise typer.BadParameter("--contexts has 0; the minimum is 1")
 
     def open_one(n_ctx: int, with_flash: bool) -> "AbstractContextManager[Engine]":
         return open_engine(
             model, from_hub=hf, demo=demo, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl,
-            flash_attn=FlashAttention.ON if with_flash else FlashAttention.OFF,
+            flash_attn=with_flash,
         )  # fmt: skip
 
     with open_one(256, True) as engine:
@@ -130,7 +122,7 @@ def bench(
     fitting, left_out = fitting_contexts(info, plan.contexts)
     plan = replace(plan, contexts=tuple(fitting))
     if json_file is not None:
-        json_file.open("a").close()  # better refused now than after the first row
+        json_file.open("a").close()  # fail before the first row is measured, not after
     about = _about(info, plan, threads)
     rows: list[SweepRow] = []
     with _progress_line(plan.n_runs) as on_run:
@@ -160,7 +152,8 @@ def _capture_names(text: str | None) -> tuple[str, ...]:
     unknown = [name for name in names if name not in CAPTURE_NAMES]
     if unknown:
         raise typer.BadParameter(
-            f"--captures has {', '.join(map(repr, unknown))}; known are {', '.join(CAPTURE_NAMES)}"
+            f"--captures has {', '.join(map(repr, unknown))}; "
+            f"choose from {', '.join(CAPTURE_NAMES)}"
         )
     return tuple(dict.fromkeys(names))
 
@@ -176,7 +169,7 @@ def _check_picture(plot: Path) -> None:
 
 
 def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[str, Any]:
-    """What every JSON line begins with."""
+    """The fields that every JSON line starts with."""
     from kqview.bench.records import machine_facts
 
     return {
@@ -191,16 +184,16 @@ def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[s
 
 @contextmanager
 def _progress_line(n_runs: int) -> "Generator[Callable[[str, int], None]]":
-    """What is measured, how much is done, the time left: one line on stderr if it is a terminal."""
+    """Progress on one line of stderr, if that is a terminal: what is measured, the time left."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("runs,"),
-        TimeElapsedColumn(), TextColumn("gone,"), TimeRemainingColumn(), TextColumn("left"),
+        TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left"),
     )  # fmt: skip
     with Progress(
         *columns, console=console, disable=not console.is_terminal, transient=True
     ) as progress:
-        task = progress.add_task("opening the model", total=n_runs)
+        task = progress.add_task("loading the model", total=n_runs)
 
         def on_run(name: str, n_done: int) -> None:
             progress.update(task, description=name, advance=n_done)
@@ -214,7 +207,9 @@ def _show(model: "ModelInfo", rows: "Sequence[SweepRow]", left_out: "Sequence[Le
     console = Console()
     for found in tables(rows):
         flash = "on" if found.flash_attn else "off"
-        title = f"{model.name or model.architecture}: a decoded token, flash attention {flash}"
+        title = (
+            f"{model.name or model.architecture}: time per decoded token, flash attention {flash}"
+        )
         table = Table(*found.columns, title=title, caption=CELL_LEGEND)
         for column in table.columns[1:]:
             column.justify = "right"
@@ -222,4 +217,4 @@ def _show(model: "ModelInfo", rows: "Sequence[SweepRow]", left_out: "Sequence[Le
             table.add_row(*cells)
         console.print(table)
     for reason, names in by_reason(left_out).items():
-        console.print(f"left out: {', '.join(names)}: {reason}", highlight=False, markup=False)
+        console.print(f"skipped: {', '.join(names)}: {reason}", highlight=False, markup=False)

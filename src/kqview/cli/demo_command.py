@@ -1,4 +1,4 @@
-"""``kqview demo``: the bundled model generates, and its attention is drawn and measured."""
+"""``kqview demo``: generates with the bundled demo model, draws and times its attention."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kqview.cli.options import Kind, ThreadsOption, open_engine
+from kqview.cli.options import ThreadsOption, open_engine
+from kqview.types.capture import Kind
 from kqview.viz import heatmap
 from kqview.viz.figures import require_matplotlib, save_figure
 from kqview.viz.heads import probabilities, select_head
@@ -23,26 +24,35 @@ if TYPE_CHECKING:
 
 def demo(
     prompt: Annotated[
-        str | None, typer.Option(help="Text to go on from, not the built-in one.")
+        str | None, typer.Option(help="Text to continue. [default: a built-in one]")
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", min=2, help="Tokens.")] = 40,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", "-n", min=2, help="Number of tokens to generate.")
+    ] = 40,
     layer: Annotated[
-        int | None, typer.Option(min=0, help="Layer to draw, not the sharpest head's.")
+        int | None, typer.Option(min=0, help="Layer to draw. [default: that of the sharpest head]")
     ] = None,
-    head: Annotated[int | None, typer.Option(min=0, help="Head to draw, not the sharpest.")] = None,
-    kind: Annotated[Kind, typer.Option(help="What to capture.")] = Kind.PROBS,
-    runs: Annotated[int, typer.Option(min=1, help="Pairs of runs to time.")] = 5,
+    head: Annotated[
+        int | None, typer.Option(min=0, help="Head to draw. [default: the sharpest]")
+    ] = None,
+    kind: Annotated[Kind, typer.Option(help="Kind of attention to capture.")] = "probs",
+    runs: Annotated[
+        int, typer.Option(min=1, help="Number of timed runs, with and without capture each.")
+    ] = 5,
     png: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", dir_okay=False, help="Write the heat map as a picture."),
+        typer.Option(
+            metavar="FILE.png",
+            dir_okay=False,
+            help="Write the heat map to this image file as well.",
+        ),
     ] = None,
     threads: ThreadsOption = None,
 ) -> None:
-    """Generate with the bundled model and draw what each new token attended to.
+    """Generate with the bundled demo model and draw what each new token attends to.
 
-    The head drawn by default is the one with the largest mean weight on tokens that are neither
-    the first nor among the latest four. Speed is the median of interleaved runs with and without
-    capture.
+    The sharpest head is the one with the largest mean weight on tokens that are neither the first
+    nor among the latest four. The speeds are medians of interleaved runs.
 
     Examples:
 
@@ -56,18 +66,20 @@ def demo(
     if png is not None:
         require_matplotlib("demo --png")
     console = Console()
-    capture = Capture(kind=kind.value)
+    capture = Capture(kind)
     with open_engine(None, demo=True, n_threads=threads) as engine:
         layer_index = _find_layer(engine.model, layer)
         if head is not None and head >= engine.model.n_head:
-            raise typer.BadParameter(f"--head is {head}; the model has {engine.model.n_head}")
+            raise typer.BadParameter(
+                f"--head is {head}, but the model has {engine.model.n_head} heads"
+            )
         copied_before = engine.stats().copied_bytes
         ids = engine.tokenize(PROMPT if prompt is None else prompt, add_special=True)
         tokens, rows = _generate(engine, ids, max_tokens, capture)
         if not rows:
             return
         labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
-        place = _draw(console, engine.model, rows, labels, kind.value, layer_index, head)
+        place = _draw(console, engine.model, rows, labels, kind, layer_index, head)
         if png is not None:
             _write_picture(png, engine.model, tokens, labels, capture, place)
         copied_bytes = engine.stats().copied_bytes - copied_before
@@ -80,7 +92,7 @@ def _find_layer(model: "ModelInfo", layer: int | None) -> int | None:
         return None
     if layer not in model.attention_layers:
         known = ", ".join(map(str, model.attention_layers))
-        raise typer.BadParameter(f"--layer is {layer}; layers with attention are {known}")
+        raise typer.BadParameter(f"--layer is {layer}; choose a layer with attention: {known}")
     return model.attention_layers.index(layer)
 
 
@@ -106,19 +118,19 @@ def _draw(
     model: "ModelInfo",
     rows: Sequence["Attention"],
     labels: Sequence[str],
-    kind: str,
+    kind: Kind,
     layer_index: int | None,
     head: int | None,
 ) -> tuple[int, int]:
-    """Print the heat map; return the indices of the layer and head that it shows."""
+    """Print the heat map; return the indices of the layer and the head that it shows."""
     # For "probs" these are the captured views themselves.
     weights = [
         [probabilities(heads, kind, model.attention_scale) for heads in layers] for layers in rows
     ]
     i_layer, i_head = select_head(weights, layer=layer_index, head=head)
     console.print(
-        f"layer {model.attention_layers[i_layer]}, head {i_head}: a line is a generated token, "
-        "a column is a token before it",
+        f"layer {model.attention_layers[i_layer]}, head {i_head}: each line is a generated token, "
+        "each column a token before it",
         highlight=False,
     )
     drawn = [layers[i_layer][i_head] for layers in weights]
@@ -139,7 +151,7 @@ def _write_picture(
     figure = heatmap(
         tokens, labels, layer=layer, head=head, kind=capture.kind,
         title=f"{model.name}, layer {model.attention_layers[layer]}, head {head}: "
-        "where the model looked to generate each token (row)",
+        "attention of each generated token (row)",
     )  # fmt: skip
     save_figure(figure, path)
 
@@ -147,7 +159,7 @@ def _write_picture(
 def _measure(
     engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture", runs: int
 ) -> tuple[float, float]:
-    """Median tokens/s without and with capture, of interleaved greedy runs after a warm-up."""
+    """Median tokens/s without and with capture of interleaved greedy runs after a warm-up."""
     plans = (None, capture)
     rates: tuple[list[float], list[float]] = ([], [])
     for i_run in range(runs + 1):
@@ -161,7 +173,7 @@ def _measure(
 def _decode_rate(
     engine: "Engine", ids: list[int], max_tokens: int, plan: "Capture | None"
 ) -> float:
-    """Tokens/s by this process's clock, from the first token to the last."""
+    """Tokens/s from the first token to the last."""
     times_s: list[float] = []
     with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=plan) as stream:
         for _ in stream:
@@ -189,8 +201,8 @@ def _summary(
     n_bytes = capture.bytes_per_token(engine.model, n_context)
     rows = [
         ("attention of the last token", f"{shape} {heads.dtype}, {capture.kind}"),
-        ("its memory", f"owndata {flags.owndata}, writeable {flags.writeable}"),
-        ("captured per token", f"{n_bytes:,} bytes at {n_context} tokens before it"),
+        ("memory of the view", f"owndata {flags.owndata}, writeable {flags.writeable}"),
+        ("captured per token", f"{n_bytes:,} bytes at a context of {n_context} tokens"),
         ("copied by Python", f"{copied_bytes:,} bytes"),
         ("tokens/s without capture", f"{without:,.0f}"),
         ("tokens/s with capture", f"{with_capture:,.0f}"),

@@ -1,6 +1,7 @@
 """``kqview generate``: streams text and, with --save, writes the attention rows to a file."""
 
 import contextlib
+import inspect
 import zipfile
 from collections.abc import Generator
 from contextlib import nullcontext
@@ -15,13 +16,12 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from kqview.cli.options import (
+    FLASH_ATTN,
     ContextOption,
     DemoOption,
-    FlashAttention,
     FlashAttentionOption,
     GpuLayersOption,
     HubOption,
-    Kind,
     ModelArgument,
     RpcOption,
     ThreadsOption,
@@ -30,6 +30,8 @@ from kqview.cli.options import (
     take_text,
 )
 from kqview.state.durable import WholeFile, remove_leftovers
+from kqview.types.capture import Kind
+from kqview.types.sampling import OPTIONS
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Sampling, Token
@@ -149,24 +151,9 @@ def generate(
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=1, help="Maximum number of tokens to generate.")
     ] = 256,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.8,
-    top_k: Annotated[int, typer.Option(help="Sample from the k likeliest tokens; 0 is off.")] = 40,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens up to this probability.")
-    ] = 0.95,
-    min_p: Annotated[
-        float, typer.Option(help="Drop tokens below this share of the best one's.")
-    ] = 0.05,
-    repeat_penalty: Annotated[float, typer.Option(help="Repetition penalty; 1 is off.")] = 1.0,
-    presence_penalty: Annotated[float, typer.Option(help="Presence penalty; 0 is off.")] = 0.0,
-    frequency_penalty: Annotated[float, typer.Option(help="Frequency penalty; 0 is off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Seed that makes a run repeatable.")] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="Stop before this text; repeatable.")
     ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue past the end-of-text token.")
-    ] = False,
     capture: Annotated[
         Kind | None, typer.Option(help="Capture attention: raw, scaled or as probabilities.")
     ] = None,
@@ -186,9 +173,10 @@ def generate(
     threads: ThreadsOption = None,
     ngl: GpuLayersOption = -1,
     rpc: RpcOption = None,
-    flash_attn: FlashAttentionOption = FlashAttention.AUTO,
+    flash_attn: FlashAttentionOption = "auto",
+    **sampling: Any,
 ) -> None:
-    """Generate text from a prompt.
+    """Generate text from a prompt and, if asked, capture its attention.
 
     Examples:
 
@@ -204,22 +192,11 @@ def generate(
     plan = None
     if capture is not None:
         plan = Capture(
-            kind=capture.value,
+            kind=capture,
             layers=parse_indices("--layers", layers),
             heads=parse_indices("--heads", heads),
         )
-    sampling = Sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    options = Sampling(stop=tuple(stop or ()), **sampling)
     with open_engine(
         model,
         from_hub=hf,
@@ -228,9 +205,30 @@ def generate(
         n_threads=threads,
         n_gpu_layers=ngl,
         rpc_servers=rpc,
-        flash_attn=flash_attn,
+        flash_attn=FLASH_ATTN[flash_attn],
     ) as engine:
-        _stream(engine, prompt, max_tokens=max_tokens, sampling=sampling, plan=plan, save=save)
+        _stream(engine, prompt, max_tokens=max_tokens, sampling=options, plan=plan, save=save)
+
+
+def _signature() -> inspect.Signature:
+    """That of `generate`, with an option for each number and flag of `Sampling`."""
+    *named, _ = inspect.signature(generate).parameters.values()
+    for row in OPTIONS.values():
+        if row.type in (float, int, bool) or row.name == "seed":
+            flag = "--" + row.name.replace("_", "-")
+            option = typer.Option(flag, help=row.doc, rich_help_panel="Sampling")
+            named.append(
+                inspect.Parameter(
+                    row.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    default=row.default,
+                    annotation=Annotated[row.type, option],
+                )
+            )
+    return inspect.Signature(named)
+
+
+generate.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def _stream(

@@ -24,11 +24,11 @@ def info(
     hf: HubOption = None,
     demo: DemoOption = False,
     metadata: Annotated[
-        bool, typer.Option("--metadata", help="Show the file's metadata too.")
+        bool, typer.Option("--metadata", help="Show the metadata of the file as well.")
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
-    """Show this build and its devices; or a model: shape, vocabulary, what a capture takes.
+    """Show this build and its devices; or the shape, vocabulary and capture size of a model.
 
     Examples:
 
@@ -40,7 +40,7 @@ def info(
 
     if model is None and hf is None and not demo:
         if metadata:
-            raise typer.BadParameter("--metadata is about a model; name one: MODEL, --hf or --demo")
+            raise typer.BadParameter("--metadata needs a model; name one: MODEL, --hf or --demo")
         _show_system(as_json=as_json)
         return
     with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
@@ -91,7 +91,7 @@ def _to_text(value: object) -> str:
 
 
 def _to_json(value: object) -> object:
-    # dataclasses.asdict would deep-copy, which read-only mappings do not allow.
+    # dataclasses.asdict deep-copies, which read-only mappings do not allow.
     return dict(value) if hasattr(value, "keys") else value  # pyright: ignore
 
 
@@ -161,23 +161,24 @@ def _device_cells(device: Mapping[str, Any]) -> list[str]:
 def tokenize(
     model: ModelArgument = None,
     text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="Text; - reads standard input.")
+        str | None, typer.Argument(metavar="TEXT", help="Text to tokenize; - reads standard input.")
     ] = None,
     hf: HubOption = None,
     demo: DemoOption = False,
     add_special: Annotated[
-        bool, typer.Option("--add-special", help="Add the tokens that start a text.")
+        bool, typer.Option("--add-special", help="Add the special tokens that start a text.")
     ] = False,
     parse_special: Annotated[
         bool,
         typer.Option(
-            "--parse-special/--no-parse-special", help="Read special tokens in the text as such."
+            "--parse-special/--no-parse-special",
+            help="Treat the text of special tokens as these tokens.",
         ),
     ] = True,
-    ids_only: Annotated[bool, typer.Option("--ids", help="Print the ids alone.")] = False,
+    ids_only: Annotated[bool, typer.Option("--ids", help="Print only the ids.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Show the tokens of a text: one line a token, its id and its piece.
+    """Show the tokens of a text, one per line: id and text.
 
     Examples:
 
@@ -198,5 +199,5 @@ def tokenize(
 
 
 def _piece(data: bytes) -> str:
-    # Part of a character shows as escapes, so that different tokens look different.
+    # Incomplete characters become escapes, so that different tokens look different.
     return data.decode("utf-8", "backslashreplace")

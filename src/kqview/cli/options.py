@@ -2,10 +2,9 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
@@ -17,25 +16,8 @@ if TYPE_CHECKING:
     from kqview import Engine
 
 
-class Kind(StrEnum):
-    """Kinds of capture on the command line."""
-
-    LOGITS = "logits"
-    SCORES = "scores"
-    PROBS = "probs"
-
-
-class FlashAttention(StrEnum):
-    """Settings of flash attention on the command line."""
-
-    AUTO = "auto"
-    ON = "on"
-    OFF = "off"
-
-    def to_engine(self) -> Literal["auto"] | bool:
-        """The value for `Engine`."""
-        return "auto" if self is FlashAttention.AUTO else self is FlashAttention.ON
-
+FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on": True, "off": False}
+"""Setting of `Engine` for each value of --flash-attn."""
 
 ModelArgument = Annotated[
     str | None,
@@ -66,7 +48,7 @@ RpcOption = Annotated[
     ),
 ]
 FlashAttentionOption = Annotated[
-    FlashAttention, typer.Option("--flash-attn", help="Use flash attention.")
+    Literal["auto", "on", "off"], typer.Option("--flash-attn", help="Use flash attention.")
 ]
 
 
@@ -155,7 +137,7 @@ def open_engine(
     n_threads: int | None = None,
     n_gpu_layers: int = -1,
     rpc_servers: Sequence[str] | None = None,
-    flash_attn: FlashAttention = FlashAttention.AUTO,
+    flash_attn: Literal["auto"] | bool = "auto",
 ) -> "Generator[Engine]":
     """Open the one model that is named; close the engine at the end of the block.
 
@@ -167,7 +149,7 @@ def open_engine(
         n_threads: Compute threads, None for the available CPUs.
         n_gpu_layers: Layers to offload to the GPU, -1 for all.
         rpc_servers: RPC servers to offload layers to, ``HOST:PORT`` each.
-        flash_attn: Whether to use flash attention.
+        flash_attn: As of `Engine`.
 
     Raises:
         typer.BadParameter: No model or more than one is named.
@@ -185,7 +167,7 @@ def open_engine(
             "n_threads": n_threads,
             "n_gpu_layers": n_gpu_layers,
             "rpc_servers": rpc_servers,
-            "flash_attn": flash_attn.to_engine(),
+            "flash_attn": flash_attn,
             "progress": progress,
         }
         engine = Engine.demo(**options) if model is None else Engine(model, **options)

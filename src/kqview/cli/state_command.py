@@ -1,4 +1,4 @@
-"""``kqview state``: whether files of saved slots are whole, of which model, and what they hold."""
+"""``kqview state``: checks state files of saved slots and shows what they hold."""
 
 import dataclasses
 import json
@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from kqview.state.fingerprint import ModelFiles
 
 app = typer.Typer(
-    help="Check and show files of saved slots.", no_args_is_help=True, rich_markup_mode="markdown"
+    help="Check and show state files of saved slots.",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
 )
 
 Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="State files.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, a list of one per file.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Print a JSON list with one object per file.")
+]
 
 
 @app.command()
@@ -24,18 +28,20 @@ def check(
     files: Files,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="GGUF file that the slots should be of."),
+        typer.Option(metavar="MODEL", help="GGUF file the slots should belong to."),
     ] = None,
     lora: Annotated[
         list[str] | None,
-        typer.Option(metavar="FILE[=SCALE]", help="LoRA adapter of the model; repeatable."),
+        typer.Option(
+            metavar="FILE[=SCALE]", help="LoRA adapter the model was loaded with; repeatable."
+        ),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check that state files are whole: a line each, exit status 1 if one of them is not.
+    """Check state files: one line each; exit status 1 if any of them is damaged.
 
-    Looked at are the structure and the checksum, with --model also the fingerprint of the model,
-    for which all of its files are read. A raw blob has no checksum: altered values cannot be told.
+    Checks the structure and the checksum; with --model, the fingerprint of the model as well, for
+    which all of its files are read. A raw blob has no checksum, so altered values go unnoticed.
 
     Examples:
 
@@ -45,7 +51,7 @@ def check(
     from kqview.state.files import check_file
 
     if lora and model is None:
-        raise typer.BadParameter("--lora needs --model, whose adapters they are")
+        raise typer.BadParameter("--lora needs --model; name the model of the adapters")
     owner = None if model is None else _model_files(model, lora or [])
     reports = [check_file(file, owner) for file in files]
     if as_json:
@@ -59,7 +65,7 @@ def check(
 
 @app.command()
 def inspect(files: Files, as_json: JsonOption = False) -> None:
-    """Show what state files say about themselves; exit status as for check.
+    """Show what state files contain; exit status as for check.
 
     Examples:
 
@@ -90,17 +96,17 @@ def _adapter(text: str) -> tuple[str, float]:
     try:
         return path, float(scale)
     except ValueError:
-        return text, 1.0  # the name has a "="
+        return text, 1.0  # a file name with "="
 
 
 def _line(report: "StateReport") -> str:
     if report.problems:
-        return f"{report.path}: NOT GOOD: {'; '.join(report.problems)}"
+        return f"{report.path}: FAILED: {'; '.join(report.problems)}"
     assert report.state is not None
-    parts = ["whole", f"{report.state.n_tokens} tokens", f"{report.n_bytes:,} bytes"]
-    parts.append("checksum right" if report.trailer else "no checksum, a raw blob")
+    parts = ["intact", f"{report.state.n_tokens} tokens", f"{report.n_bytes:,} bytes"]
+    parts.append("checksum correct" if report.trailer else "raw blob without a checksum")
     if report.is_of_model:
-        parts.append("of this model")
+        parts.append("matches the model")
     return f"{report.path}: {', '.join(parts)}"
 
 
@@ -123,12 +129,12 @@ def _facts(report: "StateReport") -> list[tuple[str, str]]:
     if trailer := report.trailer:
         n_exact = trailer.marks.n_exact
         rows += [
-            ("checksum", f"right (trailer of version {trailer.version})"),
+            ("checksum", f"correct (trailer version {trailer.version})"),
             ("exact tokens", "unknown" if n_exact is None else f"{n_exact:,}"),
             ("model", trailer.model),
         ]
     elif not report.has_trailer and report.state:
-        rows.append(("checksum", "none: a raw blob, of which model is unknown too"))
+        rows.append(("checksum", "none: a raw blob, so the model is unknown as well"))
     return rows
 
 
