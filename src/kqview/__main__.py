@@ -7,7 +7,7 @@ _CLI_EXTRA: Final = frozenset({"typer", "rich"})
 
 
 def main() -> None:
-    """Run the command line and exit with its code; a missing ``cli`` extra is one line and 1."""
+    """Run the command line; without the ``cli`` extra print one line and exit with 1."""
     try:
         from kqview.cli import serve_command
         from kqview.cli.main import app
@@ -17,7 +17,7 @@ def main() -> None:
             raise
         print(
             f"error: the command line needs {package}, which is not installed; "
-            'pip install "kqview[cli]"',
+            'run pip install "kqview[cli]"',
             file=sys.stderr,
         )
         sys.exit(1)

@@ -1,7 +1,7 @@
-"""``kqview serve``: the HTTP and WebSocket API on a port, until it is told to end.
+"""``kqview serve``: serves the HTTP and WebSocket API until a signal ends it.
 
-The options are the fields of `kqview.server.settings.Settings`, made from them, so that flag,
-environment variable and table of the README cannot differ.
+The options are made from the fields of `kqview.server.settings.Settings`, so flags and environment
+variables cannot differ.
 """
 
 import dataclasses
@@ -20,11 +20,11 @@ from kqview.server import supervisor
 from kqview.server.settings import Settings
 
 is_program = False
-"""Whether this process is the command's own, as its entry point says: only that one is replaced."""
+"""Set by the entry point: this process runs the command alone, so the supervisor may replace it."""
 
-_SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog is to be first: it knows more
-_NEEDS_EXTRA: Final = 'kqview serve needs more packages; pip install "kqview[server]"'
-# Flags that the other commands have too, and lists that are given one by one.
+_SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
+_INSTALL: Final = 'run pip install "kqview[server]"'
+# Flags named as in the other commands, and repeatable flags in the singular.
 _FLAGS: Final = {
     "n_slots": "--slots",
     "n_ctx": "--ctx",
@@ -43,17 +43,17 @@ def flag_of(name: str) -> str:
 
 
 def serve(*, hf: str | None = None, **given: Any) -> None:
-    """Serve the API: text with the attention of every token, over HTTP and WebSockets.
+    """Serve text with the attention of every token over HTTP and WebSockets.
 
-    Every option is a variable of the environment too: --port is KQVIEW_PORT, --api-key is
-    KQVIEW_API_KEYS, with commas between several. Options win.
+    Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
+    KQVIEW_API_KEYS with commas between several. Options win.
 
     Examples:
 
     - `kqview serve --demo`
     - `kqview serve --model model.gguf --slots 4 --host 0.0.0.0 --api-key SECRET`
     """
-    # typer gives an empty list for an option that was left out
+    # typer passes an empty list for a repeatable option that is not given
     values = {name: None if value == [] else value for name, value in given.items()}
     settings = Settings.from_env(os.environ, **values)
     if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
@@ -65,14 +65,16 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
         from kqview.server.security import tls_context
         from kqview.server.worker import Supervised
     except ModuleNotFoundError as error:
-        raise RequestError(f"serve: {error.name} is missing; {_NEEDS_EXTRA}") from error
+        raise RequestError(
+            f"kqview serve needs {error.name}, which is not installed; {_INSTALL}"
+        ) from error
     tls_context(settings)
     if hf is not None:
         settings = dataclasses.replace(settings, model=fetch(hf))
     supervised = Supervised.from_env(os.environ)
     listener = supervised.listener if supervised else _listen(settings.host, settings.port)
     with listener:
-        app = create_app(settings)  # what it refuses is said before anything is started
+        app = create_app(settings)  # reports wrong settings before anything starts
         if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
             _become_supervisor(listener, settings, HUNG_FACTOR * settings.stall_timeout_s)
         keep_freed_memory()
@@ -81,7 +83,7 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
 
 
 def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: float) -> NoReturn:
-    """Replace this program, with all that it has loaded, by the supervisor of a worker."""
+    """Replace this program and all that it has loaded by the supervisor of a worker."""
     listener.set_inheritable(True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -92,7 +94,7 @@ def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: floa
         int(settings.ssl_certfile is not None),
     ]
     script = [sys.executable, "-I", "-S", supervisor.__file__]
-    # "-m" alone would import from the current folder first, whatever lies in it.
+    # "-m" alone would import from the current folder first.
     worker = [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", "kqview", *sys.argv[1:]]
     os.execv(sys.executable, [*script, *map(str, limits), *worker])
 
@@ -137,7 +139,7 @@ serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The listening socket; opened before the model, so that a taken port is said at once."""
+    """The listening socket; opened before the model, so that a taken port is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
