@@ -4,7 +4,6 @@
 #include <bit>
 #include <cstring>
 #include <iterator>
-#include <limits>
 #include <new>
 #include <utility>
 
@@ -55,15 +54,9 @@ std::size_t block_pool::class_of(std::size_t n_bytes) noexcept {
     return std::min(i_class, n_classes);
 }
 
-std::size_t block_pool::capacity_for(std::size_t n_bytes) noexcept {
-    const std::size_t i_class = class_of(n_bytes);
-    return i_class < n_classes ? class_bytes(i_class) : 0;
-}
-
 std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes) {
     if (n_bytes == 0) {
-        throw error(errc::request,
-                    "block_pool.try_take: 0 bytes, at least 1; ask for the size of a captured row");
+        throw error(errc::request, "a lease of 0 bytes was asked for, at least 1 is needed");
     }
     pool_block* block = take_block(n_bytes);
     if (block == nullptr) return nullptr;
@@ -174,7 +167,6 @@ pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool 
     if (added.empty()) {
         stats_.leased_bytes -= capacity;
         stats_.allocated_bytes -= capacity;
-        ++stats_.n_failed_allocations;
         return nullptr;
     }
     ++stats_.n_blocks;
@@ -242,16 +234,6 @@ block_pool_stats block_pool::stats() const {
     result.budget_bytes = budget_bytes_;
     result.copied_bytes = copied_bytes_;
     return result;
-}
-
-std::size_t block_pool::trim() {
-    block_map freed;  // outlives the lock, so the allocator is called outside it
-    const std::lock_guard lock(mutex_);
-    const std::size_t before_bytes = stats_.allocated_bytes;
-    for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
-        move_idle(*lists, std::numeric_limits<std::size_t>::max(), freed);
-    }
-    return before_bytes - stats_.allocated_bytes;
 }
 
 }  // namespace kqview

@@ -49,7 +49,6 @@ public:
 
     std::byte* data() const noexcept { return block_->buffer.data(); }
     std::size_t size_bytes() const noexcept { return size_bytes_; }  // what was asked for
-    std::size_t capacity_bytes() const noexcept { return block_->buffer.size_bytes(); }
     bool is_pinned() const noexcept { return block_->buffer.is_pinned(); }
 
 private:
@@ -73,12 +72,11 @@ struct block_pool_stats {
     std::size_t peak_leased_bytes = 0;
     std::size_t n_pinned_bytes = 0;  // page-locked part of allocated_bytes
     std::size_t n_leased = 0;
-    std::size_t n_blocks = 0;                // leased and idle
-    std::uint64_t n_allocations = 0;         // blocks that came from the allocator
-    std::uint64_t n_reused = 0;              // leases served from an idle block
-    std::uint64_t n_failed_allocations = 0;  // the budget had room, the machine had not
-    std::uint64_t plain_fallbacks = 0;       // plain blocks where page-locked ones are the rule
-    std::uint64_t copied_bytes = 0;          // see count_copied()
+    std::size_t n_blocks = 0;           // leased and idle
+    std::uint64_t n_allocations = 0;    // blocks that came from the allocator
+    std::uint64_t n_reused = 0;         // leases served from an idle block
+    std::uint64_t plain_fallbacks = 0;  // plain blocks where page-locked ones are the rule
+    std::uint64_t copied_bytes = 0;     // see count_copied()
 };
 
 class block_pool : public std::enable_shared_from_this<block_pool> {
@@ -89,13 +87,10 @@ public:
     block_pool(const block_pool&) = delete;
     block_pool& operator=(const block_pool&) = delete;
 
-    // Null when the budget has no room or the machine no memory; never waits. The content is
-    // whatever the last lease left. Throws errc::request for 0 bytes.
+    // Null when the budget has no room or the machine no memory; never waits. The block is at most
+    // 20 % larger than `n_bytes` (4 KiB at least) and holds whatever the last lease left. Throws
+    // errc::request for 0 bytes.
     std::shared_ptr<lease> try_take(std::size_t n_bytes);
-
-    // Size of the block that serves `n_bytes`: at most 20 % more (4 KiB at least), 0 when no block
-    // is that large. A request whose capacity exceeds the budget can never be served.
-    static std::size_t capacity_for(std::size_t n_bytes) noexcept;
 
     // `listener` runs after each release, on the thread that dropped the lease, maybe on several at
     // once. It must be short, must not throw, take the GIL, or set or clear the listener; it may
@@ -110,9 +105,6 @@ public:
     void count_copied(std::size_t n_bytes) noexcept { copied_bytes_ += n_bytes; }
 
     block_pool_stats stats() const;
-
-    // Frees the idle blocks; returns their bytes.
-    std::size_t trim();
 
 private:
     friend class lease;
