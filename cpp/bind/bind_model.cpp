@@ -51,8 +51,7 @@ nb::dict metadata_of(const model& source) {
 
 // Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
 // callback raises comes out of here.
-std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check_tensors,
-                                  const nb::object& progress,
+std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, const nb::object& progress,
                                   const std::vector<std::pair<std::string, float>>& lora,
                                   const std::vector<std::pair<std::string, int>>& rpc_servers,
                                   double rpc_timeout_s, bool vocabulary_only) {
@@ -60,7 +59,6 @@ std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, bool check
     model_options options;
     options.path = std::move(path);
     options.n_gpu_layers = n_gpu_layers;
-    options.check_tensors = check_tensors;
     options.vocabulary_only = vocabulary_only;
     for (const auto& [host, port] : rpc_servers) options.rpc_servers.push_back({host, port});
     options.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(rpc_timeout_s * 1000));
@@ -131,7 +129,7 @@ nb::dict info_of(const model& source) {
 void bind_model(nb::module_& module) {
     nb::class_<model>(module, "Model")
         .def_static("load", &load_model, nb::arg("path"), nb::arg("n_gpu_layers"),
-                    nb::arg("check_tensors"), nb::arg("progress").none(),
+                    nb::arg("progress").none(),
                     nb::arg("lora") = std::vector<std::pair<std::string, float>>{},
                     nb::arg("rpc_servers") = std::vector<std::pair<std::string, int>>{},
                     nb::arg("rpc_timeout_s") = 300.0, nb::arg("vocabulary_only") = false,

@@ -46,7 +46,6 @@ void model::load(const model_options& options) {
     auto params = llama_model_default_params();
     params.n_gpu_layers = options.n_gpu_layers;
     if (!rpc_.empty()) params.devices = const_cast<ggml_backend_dev_t*>(devices.data());
-    params.check_tensors = options.check_tensors;
     params.no_alloc = options.no_alloc;
     params.vocab_only = options.vocabulary_only;
     if (options.no_alloc) params.load_mode = LLAMA_LOAD_MODE_NONE;

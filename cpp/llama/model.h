@@ -31,7 +31,6 @@ struct model_options {
     int n_gpu_layers = -1;
     std::vector<rpc_endpoint> rpc_servers;
     std::chrono::milliseconds rpc_wait{300'000};  // for one answer of a server
-    bool check_tensors = false;
     bool no_alloc =
         false;  // no weights: contexts of it tell what they would need and allocate nothing
     bool vocabulary_only = false;  // tokenizes, and nothing else

@@ -29,7 +29,7 @@ def check_opening(path: str, n_gpu_layers: int, options: Mapping[str, object], h
 
 class Model:
     @staticmethod
-    def load(path: str, n_gpu_layers: int, check_tensors: bool, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0, vocabulary_only: bool = False) -> Model:
+    def load(path: str, n_gpu_layers: int, progress: object | None, lora: Sequence[tuple[str, float]] = [], rpc_servers: Sequence[tuple[str, int]] = [], rpc_timeout_s: float = 300.0, vocabulary_only: bool = False) -> Model:
         """
         Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers (host, port) too; `progress(fraction)` is called meanwhile.
         """

@@ -210,7 +210,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         try:
             if not rpc_servers:  # their memory is theirs to plan
                 _core.check_device_memory(path, n_gpu_layers, options)
-            self._model = _core.Model.load(path, n_gpu_layers, False, show, adapters, *servers)
+            self._model = _core.Model.load(path, n_gpu_layers, show, adapters, *servers)
             self._core = _core.Engine.open(
                 self._model,
                 **options,

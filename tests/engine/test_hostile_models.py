@@ -483,7 +483,7 @@ def test_a_log_line_that_is_no_utf8_reaches_no_other_engine(
     odd_model: Path, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.DEBUG, "kqview.llama"), Engine.demo(n_ctx=64) as engine:
-        _core.Model.load(str(odd_model), 0, False, None)  # logs the name, and nobody drains it
+        _core.Model.load(str(odd_model), 0, None)  # logs the name, and nobody drains it
         assert engine.generate("Anna", max_tokens=2).read()
     assert any("NA\ufffd\ufffdNAME" in record.getMessage() for record in caplog.records)
 
@@ -520,7 +520,7 @@ def test_metadata_takes_time_in_proportion_to_its_keys(tmp_path: Path):
             writer.add_uint32(f"test.key_{i}", i)
         tiny_gguf.add_bytes_vocab(writer, 320, None)
         path = tiny_gguf.finish(writer, tmp_path / f"{n_keys}.gguf")
-        model = _core.Model.load(str(path), 0, False, None, vocabulary_only=True)
+        model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
         start = time.thread_time()
         metadata = model.metadata()
         taken = time.thread_time() - start

@@ -91,7 +91,7 @@ def test_text_survives_the_tokenizer(qwen2: Engine) -> None:
 )  # fmt: skip
 def test_texts_of_ids_join_losslessly(name: str, llama_cpp_dir: Path) -> None:
     path = llama_cpp_dir / "models" / f"ggml-vocab-{name}.gguf"
-    model = _core.Model.load(str(path), 0, False, None, vocabulary_only=True)
+    model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
     written = "a , b ? it 's ' that ' I 'm . Anna !"
     ids = model.tokenize(written.encode(), False, True)
     text = model.detokenize(ids)
@@ -262,7 +262,7 @@ def demo_engine() -> Iterator[Engine]:
 
 
 def load_vocabulary(path: Path) -> _core.Model:
-    return _core.Model.load(str(path), 0, False, None, vocabulary_only=True)
+    return _core.Model.load(str(path), 0, None, vocabulary_only=True)
 
 
 def write_vocabulary(path: Path, pre: str) -> Path:
@@ -305,7 +305,7 @@ def test_every_pre_tokenizer_takes_long_runs_on_a_small_stack(tmp_path: Path, ll
         done = []
         def tokenize_all():
             for path in sorted(Path(sys.argv[1]).glob("*.gguf")):
-                model = _core.Model.load(str(path), 0, False, None, vocabulary_only=True)
+                model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
                 for unit in ("a", "A", "1", " ", "!", "é", "a "):
                     text = (unit * 30_000)[:30_000].encode()
                     ids = model.tokenize(text, False, True)
@@ -414,7 +414,7 @@ def test_a_vocabulary_that_llama_cpp_aborts_at_is_a_typed_error(tmp_path: Path):
     program = (
         "import sys; from kqview import _core, errors\n"
         "try:\n"
-        "    model = _core.Model.load(sys.argv[1], 0, False, None, vocabulary_only=True)\n"
+        "    model = _core.Model.load(sys.argv[1], 0, None, vocabulary_only=True)\n"
         "    model.tokenize(b'a  b', True, True)\n"
         "except errors.ModelError:\n"
         "    print('typed')\n"
