@@ -16,7 +16,7 @@ import numpy as np
 
 from kqview.server import Settings, app, endpoint
 from kqview.server.attention import AttentionWanted, Dense, shaped
-from kqview.server.endpoint import Call, Events, Frames, Operation, Reply
+from kqview.server.endpoint import Call, Events, Frames, HttpReply, Operation
 from kqview.server.run import GenerateRequest, Run, Step
 from kqview.server.wire import DATA_HERE, split_json
 from kqview.types import PromptBlock, Sampling
@@ -166,7 +166,7 @@ async def socket_many(call: Call, socket: Socket) -> None:
             await asyncio.gather(pump, return_exceptions=True)
 
 
-async def fail(call: Call, body: FailBody) -> Reply:
+async def fail(call: Call, body: FailBody) -> HttpReply:
     if body.how == "os":
         raise FileNotFoundError(2, "no such file", "/secret/path")
     if body.how == "memory":
@@ -190,9 +190,9 @@ async def socket_sizes(call: Call, socket: Socket) -> None:
         await socket.send(["\x7f" * n_bytes, data])
 
 
-async def large(call: Call) -> Reply:
+async def large(call: Call) -> HttpReply:
     """A plain reply that no socket buffer holds."""
-    return Reply(np.zeros(32 * 2**20, np.uint8).tobytes(), "application/octet-stream")
+    return HttpReply(np.zeros(32 * 2**20, np.uint8).tobytes(), "application/octet-stream")
 
 
 async def admin(call: Call) -> dict[str, str]:

@@ -5,7 +5,7 @@ be reduced by the engine is reduced there (`AttentionWanted.capture`); `shaped` 
 """
 
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,10 @@ from numpy.typing import NDArray
 from kqview.errors import InvalidCapture
 from kqview.types import Capture, ModelInfo
 from kqview.types.capture import DType, Kind, Reduce
-from kqview.types.token import Attention
+from kqview.types.token import Array, Attention
 
 Format = Literal["per_layer", "aggregated", "sparse", "viz"]
 Aggregation = Literal["mean", "max", "last_layer", "weighted_layers"]
-Array = NDArray[np.floating[Any]]
 
 DEFAULT_TOP_K: Final = 50
 _FLOAT16_MAX: Final = 65504.0
@@ -63,10 +62,10 @@ class AttentionWanted:
                 format has no rows of a prompt.
         """
         if self.top_k < 1:
-            raise InvalidCapture(f"attention.capture: sparse_top_k is {self.top_k}, the least is 1")
+            raise InvalidCapture(f"top_k is {self.top_k}, the least is 1", parameter="top_k")
         if self.prompt and self.format in ("sparse", "viz"):
             raise InvalidCapture(
-                f"attention.capture: rows of the prompt have no format {self.format}; "
+                f"rows of the prompt cannot be sent as {self.format}; "
                 "ask for per_layer or aggregated"
             )
         layers = self.layers
@@ -100,8 +99,8 @@ class AttentionWanted:
         weights = np.arange(1, n_layers + 1) if given is None else np.asarray(given, np.float64)
         if len(weights) != n_layers or not np.isfinite(weights).all() or not weights.sum() > 0:
             raise InvalidCapture(
-                f"attention.weights: {len(weights)} layer_weights, {n_layers} layers; "
-                "send one finite weight a layer with a sum above 0"
+                f"there are {len(weights)} layer_weights for {n_layers} layers; "
+                "send one finite weight for each layer, with a sum above 0"
             )
         return np.asarray(weights / weights.sum(), np.float32)
 

@@ -54,16 +54,15 @@ class Budget:
             "much as stays free"
         )
         if 2 * n_bytes > self.total_bytes:
-            raise TooLarge(f"server.memory: {n_bytes} bytes are needed; {rule}; send or ask less")
+            raise TooLarge(f"{n_bytes} bytes of memory are needed; {rule}; send or ask for less")
         if held_bytes >= self._used_bytes - held_bytes:
             raise RateLimited(
-                f"server.memory: {n_bytes} bytes more are needed, this client's requests hold "
+                f"{n_bytes} more bytes of memory are needed, and this client's requests hold "
                 f"{held_bytes} already; {rule}; let them end first",
                 retry_after_s=1,
             )
         raise CapacityError(
-            f"server.memory: {n_bytes} bytes are needed, {free_bytes} are free; {rule}; try again "
-            "later"
+            f"{n_bytes} bytes of memory are needed, {free_bytes} are free; {rule}; try again later"
         )
 
     def change(self, client: str, n_bytes: int) -> None:
@@ -200,8 +199,8 @@ class Body:
 
     def _no_room(self, error: OSError) -> CapacityError:
         return CapacityError(
-            f"request.body: {self.n_bytes} bytes do not fit into the folder for temporary files "
-            f"({error.strerror}); make room in it, or set TMPDIR to another one"
+            f"the body's {self.n_bytes} bytes do not fit into the folder for temporary files "
+            f"({error.strerror}); make room there, or set TMPDIR to another folder"
         )
 
     def __enter__(self) -> "Body":

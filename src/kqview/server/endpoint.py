@@ -72,7 +72,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class HttpReply:
     """A reply that is not plain JSON, or that is compressed if the client accepts it."""
 
     body: bytes
@@ -123,7 +123,7 @@ class Operation:
         path: URL path.
         handler: ``async def handler(call)``, with the decoded body as second argument if there is a
             *body*, with a `kqview.server.sockets.Socket` for a WebSocket. Returns whatever msgspec
-            can encode, a `Reply`, or `Events`.
+            can encode, an `HttpReply`, or `Events`.
         tag: Dialect, by which the API description groups; "" keeps it out of the description.
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON.
@@ -208,8 +208,8 @@ class Endpoint:
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
             return
-        if not isinstance(reply, Reply):
-            reply = Reply(msgspec.json.encode(reply))
+        if not isinstance(reply, HttpReply):
+            reply = HttpReply(msgspec.json.encode(reply))
         call.hold.take(len(reply.body))
         asks = reply.gzips or call.query.get("compression") == "gzip"
         if asks and "gzip" in call.headers.get("accept-encoding", ""):
@@ -284,7 +284,7 @@ class _Response:
         self._connection = connection
         self.is_started = False
 
-    async def whole(self, reply: Reply) -> None:
+    async def whole(self, reply: HttpReply) -> None:
         await self._start(
             reply.status,
             (b"content-type", reply.media_type.encode()),
@@ -328,7 +328,7 @@ class _Response:
         await self._connection.send(self._send, message, self._idle_s)
 
 
-def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
+def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpReply:
     """The reply for a failure, in a dialect's words."""
     headers: dict[str, str] = {}
     if answer.retry_after_s is not None:
@@ -337,7 +337,7 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> Reply:
         headers["www-authenticate"] = "Bearer"
     if answer.status == 408:  # the rest of the body is not worth waiting for
         headers["connection"] = "close"
-    return Reply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
+    return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
 def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
@@ -384,11 +384,11 @@ async def _read_body(
             return
 
 
-def _gzipped(reply: Reply) -> Reply:
+def _gzipped(reply: HttpReply) -> HttpReply:
     packer = zlib.compressobj(_GZIP_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
     body = packer.compress(reply.body) + packer.flush()
     headers = {**reply.headers, "content-encoding": "gzip", "vary": "Accept-Encoding"}
-    return Reply(body, reply.media_type, reply.status, headers=headers)
+    return HttpReply(body, reply.media_type, reply.status, headers=headers)
 
 
 # ---- a stream of tokens

@@ -5,6 +5,7 @@ A client never sees a stack trace: what has no row of the table is "internal", a
 says more.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -127,6 +128,16 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
     }
 )
 """Status and code of each class of error; a subclass without a row has that of its base."""
+
+
+def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
+    """*error* with the client's own name, if *names* has one, in place of the core's parameter."""
+    parameter = error.parameter
+    name = names.get(parameter) if parameter is not None else None
+    if parameter is None or name is None or name == parameter:
+        return error
+    message = re.sub(rf"\b{re.escape(parameter)}\b", name, str(error), count=1)
+    return type(error)(message, parameter=name)
 
 
 def answer_of(error: BaseException, **figures: Any) -> Answer:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.errors import KqviewError
-from kqview.server.endpoint import Call, Handler, Operation, Reply
+from kqview.server.endpoint import Call, Handler, HttpReply, Operation
 from kqview.server.errors import Answer
 from kqview.server.run import Run
 from kqview.server.service import Service
@@ -229,17 +229,17 @@ def error_body(answer: Answer) -> dict[str, Any]:
 def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]:
     """Rows of the route table; *description* is read when it is asked for, so it may grow."""
 
-    async def start_page(call: Call) -> Reply:
+    async def start_page(call: Call) -> HttpReply:
         return _page("index.html")
 
-    async def docs(call: Call) -> Reply:
+    async def docs(call: Call) -> HttpReply:
         return _page("docs.html")
 
-    async def openapi(call: Call) -> Reply:
-        return Reply(msgspec.json.encode(description))
+    async def openapi(call: Call) -> HttpReply:
+        return HttpReply(msgspec.json.encode(description))
 
-    async def show_metrics(call: Call) -> Reply:
-        return Reply(metrics.text(), MEDIA_TYPE)
+    async def show_metrics(call: Call) -> HttpReply:
+        return HttpReply(metrics.text(), MEDIA_TYPE)
 
     return [
         _get("/", start_page, "What is running, with links."),
@@ -251,17 +251,17 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
     ]
 
 
-async def health(call: Call) -> Reply:
+async def health(call: Call) -> HttpReply:
     """200 where requests are taken and get on, 503 where not."""
     try:
         if (reason := call.service.stall()) is not None:
             body = Health("stalled", call.service.model_name, reason)
-            return Reply(msgspec.json.encode(body), status=503)
+            return HttpReply(msgspec.json.encode(body), status=503)
         body = Health("ok", call.service.model_name)
     except KqviewError:
         status = "closing" if call.service.is_closing else "no model"
-        return Reply(msgspec.json.encode(Health(status)), status=503)
-    return Reply(msgspec.json.encode(body))
+        return HttpReply(msgspec.json.encode(Health(status)), status=503)
+    return HttpReply(msgspec.json.encode(body))
 
 
 def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -> Operation:
@@ -274,13 +274,13 @@ def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) 
 
 
 def _static(name: str) -> Handler:
-    async def serve_file(call: Call) -> Reply:
+    async def serve_file(call: Call) -> HttpReply:
         return _page(name)
 
     return serve_file
 
 
-def _page(name: str) -> Reply:
+def _page(name: str) -> HttpReply:
     data = resources.files("kqview.server").joinpath("static", name).read_bytes()
     kind = _MEDIA_TYPES[name.rpartition(".")[2]]
-    return Reply(data, kind, headers={"content-security-policy": _POLICY})
+    return HttpReply(data, kind, headers={"content-security-policy": _POLICY})

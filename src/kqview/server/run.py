@@ -7,8 +7,8 @@ slots at its next step, and who iterates sees the reason.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final
 
 from kqview.errors import KqviewError
@@ -39,6 +39,7 @@ class GenerateRequest:
         max_context: Longest prompt that the client wants to have evaluated; the server's own limit
             counts as well.
         keeps_logprobs: Whether `Run.logprobs` are kept, of the first sample.
+        names: Parameter of the core -> the client's own name for it, for error messages.
     """
 
     prompt: str | Sequence[int]
@@ -50,6 +51,7 @@ class GenerateRequest:
     key: str = ""
     max_context: int | None = None
     keeps_logprobs: bool = False
+    names: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -210,12 +210,12 @@ class Gate:
             return caller
         self.count(caller)
         if access == "admin" and not settings.admin_keys:
-            raise Forbidden("auth.check: there is no admin key; start the server with one")
+            raise Forbidden("the server has no admin key (--admin-key); start it with one")
         if access == "admin" and is_user and not is_admin:
-            raise Forbidden("auth.check: an admin key is needed; the one sent is none")
+            raise Forbidden("an admin key is needed; the key sent is not one")
         if not is_user and (settings.api_keys or access == "admin"):
             what = "the API key is unknown" if key else "an API key is needed"
-            raise Unauthorized(f"auth.check: {what}; send Authorization: Bearer KEY, or X-Api-Key")
+            raise Unauthorized(f"{what}; send Authorization: Bearer KEY, or X-Api-Key")
         return caller
 
     def count(self, caller: Caller) -> None:
@@ -235,7 +235,7 @@ class Gate:
         for host in hosts:
             if not self._hosts.allows(host, scope):
                 raise Forbidden(
-                    f"auth.check: this server is not called {host!r}; use its address, or add the "
+                    f"this server is not called {host!r}; use its address, or add the "
                     "name to allowed_hosts (--allowed-hosts)"
                 )
         return hosts
@@ -256,7 +256,7 @@ class Gate:
             return
         page = "another site" if origin is None else repr(origin)
         raise Forbidden(
-            f"auth.check: pages of {page} may not call; add their origin to cors_origins "
+            f"pages of {page} may not call this server; add their origin to cors_origins "
             "(--cors-origin)"
         )
 
@@ -350,7 +350,7 @@ class _RateLimit:
             self._buckets.popitem(last=False)
         if is_refused:
             raise RateLimited(
-                f"rate.take: {self._per_minute:g} requests a minute are the limit; wait a moment",
+                f"the limit is {self._per_minute:g} requests a minute; wait before the next one",
                 retry_after_s=math.ceil((1 - level) / self._per_s),
             )
 
@@ -366,7 +366,7 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     if certificate is None:
         if key is not None:
             raise RequestError(
-                "settings.check: ssl_keyfile is given without ssl_certfile; give the certificate "
+                "ssl_keyfile is given without ssl_certfile; give the certificate "
                 "too (--ssl-certfile)"
             )
         return None
@@ -379,11 +379,11 @@ def tls_context(settings: Settings) -> ssl.SSLContext | None:
     except ssl.SSLError as error:
         if error.reason == "KEY_VALUES_MISMATCH":
             raise RequestError(
-                f"settings.check: the key in {key or certificate!r} does not belong to the "
+                f"the key in {key or certificate!r} does not belong to the "
                 f"certificate in {certificate!r}; give the two that were made together"
             ) from None
         raise RequestError(
-            f"settings.check: ssl_certfile {certificate!r} and its key cannot be used: "
+            f"ssl_certfile {certificate!r} and its key cannot be used: "
             f"{error.reason or error}; make them again"
         ) from None
     return context
@@ -395,16 +395,14 @@ def _check(path: str, name: str, mark: bytes, kind: str) -> None:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise RequestError(
-            f"settings.check: {name} {path!r} cannot be read: {reason}; name a readable file"
+            f"{name} {path!r} cannot be read: {reason}; name a readable file"
         ) from None
     if mark not in data:
-        raise RequestError(
-            f"settings.check: {name} {path!r} holds no {kind} in PEM; name one that does"
-        )
+        raise RequestError(f"{name} {path!r} holds no {kind} in PEM; name a file that does")
 
 
 def _refuse_password() -> NoReturn:
     raise RequestError(
-        "settings.check: the private key is encrypted, and a server has nobody to ask; store it "
+        "the private key is encrypted, and a server has nobody to ask for the passphrase; store it "
         "without a passphrase: openssl pkey -in KEY -out PLAIN"
     )

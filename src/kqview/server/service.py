@@ -24,7 +24,15 @@ from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
 from kqview.server.budget import Budget, Hold, uncounted
-from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
+from kqview.server.errors import (
+    Forbidden,
+    ModelChanged,
+    NoModel,
+    NotFound,
+    ShuttingDown,
+    TimedOut,
+    renamed,
+)
 from kqview.server.run import GenerateRequest, Run, TokenLogprobs
 from kqview.server.security import ANYONE, Caller
 from kqview.server.settings import Settings
@@ -35,25 +43,25 @@ _Raw = TypeVar("_Raw", bound=Sized)
 
 _log: Final = logging.getLogger("kqview.server")
 
-# Below it, a hop to another thread takes longer than the work itself.
+# Below this, a hop to another thread takes longer than the work itself.
 OFFLOAD_BYTES: Final = 256 * 1024
-_OFFLOAD_TEXT: Final = 32 * 1024  # characters that take about a millisecond to tokenize
-_OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON that take less than that to decode
-_OFFLOAD_FIELDS: Final = 4 * 1024  # the same of a request's lists, each element of which is checked
-_OFFLOAD_ITEMS: Final = 4096  # ids and biases that a generation takes over
+_OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
+_OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
+_OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
+_OFFLOAD_ITEMS: Final = 4096  # ids and biases
 _N_WORKERS: Final = 4
 _SUFFIX: Final = ".gguf"
-_LEAST_CLOSE_S: Final = 1.0  # for an engine to end, whatever is left of the grace
+_LEAST_CLOSE_S: Final = 1.0  # for an engine to end, however little of the grace is left
 DECODED_TIMES: Final = 17
-"""Bytes that a byte of JSON and what it becomes take at most."""
-# The same of a character and its ids, and of an id with its text.
+"""Most bytes that a byte of JSON takes, with what it decodes to."""
+# The same for a character and its ids, and for an id with its text.
 _ID_BYTES: Final = 40
 _PIECE_BYTES: Final = 240
 
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
-    """What an owner's run that ended last did; zeros before the first one."""
+    """Figures of the run of an owner that ended last; zeros before the first."""
 
     usage: Usage = field(default_factory=Usage)
     finish_reason: str = ""
@@ -64,43 +72,43 @@ class LastRun:
 
 
 class Service:
-    """What every dialect calls; from the event loop that serves."""
+    """What every dialect calls, from the event loop that serves."""
 
     def __init__(self, engine: Engine | None, settings: Settings) -> None:
-        """Serve *engine*, which stays the caller's; None opens the settings' model in `open`."""
+        """Serve *engine*, which stays the caller's; with None, `open` opens the settings' model."""
         self.settings = settings
         memory_bytes = settings.memory_budget_bytes
         self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
         self.runs: dict[tuple[str, str], Run] = {}
-        """What runs, by owner and request_id."""
+        """Runs by owner and request_id."""
         self.started_s = time.monotonic()
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
-        self._last: dict[str, LastRun] = {}  # by owner, the one that ended last behind the others
+        self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
         self._engine = engine
         self._owns_engine = False
         self._path = settings.model
-        self._given: dict[str, int | None] = {}  # options of the model in place of the settings'
+        self._given: dict[str, int | None] = {}  # options of the model that override the settings
         self._leave_by_s: float | None = None  # when the grace is over
-        # Rows on their way to clients, texts that are tokenized, and requests that are read and
-        # built: none of them waits for another kind.
+        # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
+        # waits for another kind.
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
         self._tokenizers = Workers(_N_WORKERS, "text")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: set[tuple[str, str]] = set()
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
-        self._absence = "no model is loaded"  # why, once a switch began
+        self._absence = "no model is loaded"  # and why, once a switch began
         self._is_idle = asyncio.Event()
         self._is_closing = False
-        self._past: list[EngineStats] = []  # of engines that were switched away
+        self._past: list[EngineStats] = []  # of engines that were replaced
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
     # ---- life
 
     async def open(self) -> None:
-        """Open the settings' model where no engine was given.
+        """Open the settings' model if no engine was given.
 
         Raises:
             KqviewError: As the constructor of Engine.
@@ -109,7 +117,7 @@ class Service:
             await asyncio.to_thread(self.load)
 
     def load(self, progress: Callable[[float], object] | None = None) -> None:
-        """As `open`, blocking, before the event loop runs; `open` finds it done then.
+        """Like `open`, but blocking, before the event loop runs; `open` then finds it done.
 
         Args:
             progress: Called with the loaded fraction, 0..1.
@@ -133,7 +141,7 @@ class Service:
         )
 
     def _check_engine(self, path: str, **given: int | None) -> None:
-        """Raise what `_open_engine` would, as far as it shows without the weights."""
+        """Raise what `_open_engine` would, as far as that shows without the weights."""
         check_opening(path, **self._engine_options(given))
 
     def _engine_options(self, given: Mapping[str, int | None]) -> dict[str, Any]:
@@ -148,20 +156,20 @@ class Service:
         }
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
-        """End every run; their clients are told *error*."""
+        """End every run and tell its client *error*."""
         for run in list(self.runs.values()):
             run.end(error)
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more requests, end the running ones, wait until their clients were told.
+        """Refuse new requests, end the running ones, and wait until their clients were told.
 
-        WebSockets that generate nothing are closed with code 1001.
+        WebSockets without a generation are closed with code 1001.
         """
         self._is_closing = True
-        if self._leave_by_s is None:  # the first one counts: two graces are no grace
+        if self._leave_by_s is None:  # the first call sets the limit
             self._leave_by_s = time.monotonic() + grace_s
-        self.end_runs(ShuttingDown("server.close: the server is shutting down; try again later"))
-        # A client that reads nothing cannot be told; then the grace ends it.
+        self.end_runs(ShuttingDown("the server is shutting down; try again later"))
+        # A client that reads nothing cannot be told; the grace ends the wait for it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_left_s):
                 if self.runs:
@@ -170,9 +178,9 @@ class Service:
                 await asyncio.gather(*(leave() for leave in list(self.on_drain)))
 
     async def close(self) -> None:
-        """End everything; the engine too where it is ours."""
+        """End everything, including the engine if it is ours."""
         await self.drain(self.settings.shutdown_grace_s)
-        async with self._switching:  # what it opens is ours to close
+        async with self._switching:  # what a switch opens is ours to close
             if self._owns_engine and self._engine is not None:
                 limit_s = max(_LEAST_CLOSE_S, self.grace_left_s)
                 await asyncio.to_thread(self._engine.close, timeout_s=limit_s)
@@ -182,7 +190,7 @@ class Service:
 
     @property
     def grace_left_s(self) -> float:
-        """Seconds left for clients and engine once `drain` began; all of them before."""
+        """Seconds left for clients and engine since `drain` began; the whole grace before."""
         if self._leave_by_s is None:
             return self.settings.shutdown_grace_s
         return max(0.0, self._leave_by_s - time.monotonic())
@@ -193,10 +201,10 @@ class Service:
         return self._engine is not None and self._engine.health().is_lost
 
     def stall(self, factor: float = 1.0) -> str | None:
-        """Why requests get nowhere, None where they do; any thread.
+        """Why requests make no progress, None if they do; any thread.
 
         Args:
-            factor: Of the settings' ``stall_timeout_s``.
+            factor: Times the settings' ``stall_timeout_s``.
         """
         engine, limit_s = self._engine, self.settings.stall_timeout_s
         return engine.health().stall(factor * limit_s) if engine and limit_s else None
@@ -208,13 +216,13 @@ class Service:
         """The engine that serves now.
 
         Raises:
-            NoModel: None is loaded, because it is being switched or could not be opened.
+            NoModel: None is loaded: it is being switched, or could not be opened.
             ShuttingDown: The server is about to end.
         """
         if self._is_closing:
-            raise ShuttingDown("server.close: the server is shutting down; try again later")
+            raise ShuttingDown("the server is shutting down; try again later")
         if self._engine is None:
-            raise NoModel(f"service.engine: {self._absence}; load one with /api/v1/model/load")
+            raise NoModel(f"{self._absence}; load one with /api/v1/model/load")
         return self._engine
 
     @property
@@ -229,45 +237,45 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """Name of the model: that of its metadata, else of its file."""
+        """The model's name, from its metadata or else its file."""
         name = self.engine.model.name
         return name or (Path(self._path).stem if self._path else "demo")
 
     @property
     def max_context(self) -> int:
-        """Most tokens of a prompt."""
+        """Longest prompt in tokens."""
         return self.max_context_of(self.engine)
 
     def max_context_of(self, engine: Engine) -> int:
-        """Most tokens of a prompt where *engine* serves."""
+        """Longest prompt in tokens if *engine* serves."""
         limit = self.settings.max_context
         return engine.n_ctx if limit is None else min(limit, engine.n_ctx)
 
     async def switch_model(self, name: str, **options: int | None) -> Engine:
         """Unload the model and load the GGUF file *name* of ``models_dir``.
 
-        What shows without the new model's weights (a file that is none, options out of range, no
-        memory) is refused before anything changes: the old model serves on. Then running requests
-        end with ModelChanged, the old model is closed, as both may not fit, and the new one opened.
-        Where that fails after all, the old one is opened again and serves; there is none only where
-        that fails too. Switches come one after another, and one that began is finished even if who
-        asked for it is gone.
+        What can be checked without the new model's weights (not a model, options out of range, not
+        enough memory) is refused before anything changes, and the old model keeps serving.
+        Otherwise running requests end with ModelChanged, the old model is closed, because both may
+        not fit, and the new one is opened. If that fails after all, the old one is opened again;
+        only if that fails too there is no model. Switches run one after another, and one that began
+        is finished even if the client that asked for it is gone.
 
         Args:
             name: As `models` lists it.
-            **options: ``n_ctx``, ``n_slots`` or ``n_gpu_layers`` of this model in place of the
-                settings'; None for those.
+            **options: ``n_ctx``, ``n_slots`` or ``n_gpu_layers`` of this model; None takes the
+                setting.
 
         Returns:
-            The new engine; the next switch may have begun already.
+            The new engine; the next switch may already have begun.
 
         Raises:
-            Forbidden: No folder of models was set, or *name* leads out of it.
+            Forbidden: There is no folder of models, or *name* leads out of it.
             NotFound: There is no such file.
             ShuttingDown: The server is about to end.
             KqviewError: It cannot be loaded, as the constructor of Engine says.
         """
-        path = model_path(self.settings.models_dir, name)
+        path = model_file(self.settings.models_dir, name)
         switch = asyncio.ensure_future(self._switch(name, path, options))
         self._switches.add(switch)
         switch.add_done_callback(self._switched)
@@ -280,7 +288,7 @@ class Service:
             self._check_stays()
             old, self._engine = self._engine, None
             self._absence = f"{name!r} is being loaded"
-            self.end_runs(ModelChanged("service.switch: the model was switched; send it again"))
+            self.end_runs(_model_changed())
             if old is not None:
                 self._past.append(old.stats())
                 if self._owns_engine:
@@ -300,7 +308,7 @@ class Service:
             return engine
 
     async def _take_back(self, old: Engine) -> None:
-        """Serve with the model that was switched away."""
+        """Serve the old model again."""
         if not self._owns_engine:  # it was not closed
             self._past.pop()
             self._engine = old
@@ -313,12 +321,12 @@ class Service:
             _log.error("the old model cannot be opened again: %s", error)
 
     def _check_loading(self, fraction: float) -> None:
-        """What a load calls now and then: a server that ends does not wait for it."""
+        """Called by a load now and then: a server that ends does not wait for it."""
         self._check_stays()
 
     def _check_stays(self) -> None:
         if self._is_closing:
-            raise ShuttingDown("service.switch: the server is shutting down")
+            raise ShuttingDown("the server is shutting down; no model is loaded any more")
 
     def _switched(self, switch: "asyncio.Task[Engine]") -> None:
         self._switches.discard(switch)
@@ -334,10 +342,10 @@ class Service:
     async def tokenize(
         self, text: str, *, add_special: bool, hold: Hold | None = None
     ) -> list[tuple[int, str]]:
-        """Ids of *text*, each with the text that it completes; texts join to the whole.
+        """Ids of *text*, each with the text that it completes; the texts join to the whole.
 
-        A character that is spread over several ids is the text of the last one; the others' is "".
-        What they take in memory is counted in *hold*.
+        A character spread over several ids is the text of the last one; the others have "". Their
+        memory is counted in *hold*.
         """
         hold = hold or uncounted()
         engine = self.engine
@@ -348,7 +356,7 @@ class Service:
         return await self._tokenizers.run(hold.client, _pieces, engine, ids)
 
     async def ids(self, text: str, *, add_special: bool, hold: Hold | None = None) -> list[int]:
-        """Ids of *text*; what they take in memory is counted in *hold*."""
+        """Ids of *text*; their memory is counted in *hold*."""
         hold = hold or uncounted()
         hold.take(_ID_BYTES * len(text))
         engine = self.engine
@@ -369,25 +377,27 @@ class Service:
     async def start(
         self, request: GenerateRequest, caller: Caller = ANYONE, hold: Hold | None = None
     ) -> Run:
-        """Admit *request*; what cannot work raises here, before anything was sent.
+        """Admit *request*; what cannot work raises here, before anything is sent.
 
         Args:
             request: What to generate.
-            caller: Whose the run is.
-            hold: Counts what the run keeps in memory, which nothing does without it.
+            caller: Owner of the run.
+            hold: Counts the memory that the run keeps; without one nothing does.
 
         Raises:
-            RequestError: Or one of its kinds: the request cannot work.
+            RequestError: The request cannot work; the message names the client's field.
             QueueFull: Too many requests run or wait.
             NoModel: There is no model.
-            ModelChanged: It was switched in the meantime.
+            ModelChanged: The model was switched meanwhile.
         """
         settings = self.settings
         started_s = asyncio.get_running_loop().time()
-        self._check_limits(request, caller)
+        try:
+            self._check_limits(request, caller)
+        except RequestError as error:
+            raise renamed(error, request.names) from None
         hold = hold or uncounted()
         limit_s = settings.request_timeout_s
-        late = TimedOut(f"service.start: the request took more than {limit_s:g} s")
         limit = asyncio.timeout(limit_s or None)
         name = caller.owner, request.request_id
         self._starting.add(name)
@@ -395,7 +405,9 @@ class Service:
             async with limit:
                 generations = await self._generations(self.engine, request, hold)
         except TimeoutError:
-            raise (late if limit.expired() else TimeoutError) from None
+            raise (_late(limit_s) if limit.expired() else TimeoutError) from None
+        except RequestError as error:
+            raise renamed(error, request.names) from None
         finally:
             self._starting.discard(name)
         run = Run(request, generations, hold.part(), on_close=self._ended, owner=caller.owner)
@@ -404,18 +416,17 @@ class Service:
         self._n_runs_of[caller.owner] += 1
         if limit_s:
             loop = asyncio.get_running_loop()
-            run.deadline = loop.call_at(started_s + limit_s, run.end, late)
+            run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(_late(limit_s)))
         return run
 
     async def _generations(
         self, engine: Engine, request: GenerateRequest, hold: Hold
     ) -> list[Generation]:
-        """The generations of *request*, begun; large requests are built in another thread."""
-        switched = ModelChanged("service.start: the model was switched; send it again")
+        """Begin the generations of *request*; large requests are built in another thread."""
         try:
             ids = await self._prompt_ids(engine, request.prompt, hold)
             if engine is not self._engine:
-                raise switched
+                raise _model_changed()
             build = partial(self._build, engine, request, ids)
             is_gone = threading.Event()
             if _is_small(request, ids):
@@ -427,23 +438,23 @@ class Service:
                 raise
         except ClosedError:
             if engine is not self._engine:
-                raise switched from None
+                raise _model_changed() from None
             raise
         if engine is not self._engine or self._is_closing:
             for generation in generations:
                 generation.cancel()
             _ = self.engine  # says why there is none
-            raise switched
+            raise _model_changed()
         return generations
 
     def _build(
         self, engine: Engine, request: GenerateRequest, ids: Sequence[int], is_gone: threading.Event
     ) -> list[Generation]:
-        """Any thread; where *is_gone* is set, nobody waits for the result any more."""
+        """Any thread; once *is_gone* is set, nobody waits for the result any more."""
         limit = min(self.max_context, request.max_context or self.max_context)
         if len(ids) > limit:
             raise PromptTooLong(
-                f"service.start: the prompt has {len(ids)} tokens, the limit is {limit}; shorten it"
+                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it"
             )
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
@@ -452,7 +463,7 @@ class Service:
             for i in range(request.n_samples):
                 if is_gone.is_set():
                     break
-                # One prompt's rows are enough, and a seed for all would give one text.
+                # One prompt's rows are enough; one seed for all would give one text.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 generations.append(
                     engine.generate(
@@ -484,23 +495,18 @@ class Service:
         settings = self.settings
         if not 1 <= request.n_samples <= settings.max_samples:
             raise RequestError(
-                f"service.start: {request.n_samples} samples, the limit is {settings.max_samples}; "
-                "ask for fewer"
+                f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",
+                parameter="n_samples",
             )
-        # Another owner's name is free: a refusal would tell that it is in use.
+        # Another owner's name is free: refusing it would reveal that it is in use.
         name = caller.owner, request.request_id
         if name in self.runs or name in self._starting:
-            raise RequestError(
-                f"service.start: request_id {request.request_id!r} is in use; send another one"
-            )
+            raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
         n_slots = len(self.engine.slots)
         limit = min(settings.max_running, n_slots + settings.max_queued)
         n_runs = len(self.runs) + len(self._starting)
         if n_runs >= limit:
-            raise QueueFull(
-                f"service.start: {n_runs} requests run or wait, the limit is {limit}; "
-                "try again later"
-            )
+            raise QueueFull(f"{n_runs} requests run or wait, the limit is {limit}; try again later")
 
     def _ended(self, run: Run) -> None:
         self.runs.pop((run.owner, run.request_id), None)
@@ -516,10 +522,10 @@ class Service:
     def find(
         self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
     ) -> list[Run]:
-        """Runs with this ``genkey``, or of this name; in the order of their start.
+        """Runs with this ``genkey``, or of this name, in the order of their start.
 
-        Only those that *caller* may see: another owner's run is as one that does not exist. An
-        admin who has none of that name is given those of everybody.
+        Only those that *caller* may see: another owner's run looks as if it did not exist. An admin
+        without a run of that name gets everybody's.
         """
         found = [
             run
@@ -530,11 +536,11 @@ class Service:
         return [run for run in found if run.owner == caller.owner] or found
 
     def last_of(self, caller: Caller = ANYONE, *, key: str | None = None) -> LastRun:
-        """What *caller*'s run that ended last did, an admin's: anybody's.
+        """Figures of *caller*'s run that ended last; for an admin, of anybody's.
 
         Args:
             caller: Who asks.
-            key: Only where its ``genkey`` was this one; None for any.
+            key: Only runs with this ``genkey``; None for any.
         """
         for owner, last in reversed(self._last.items()):
             if caller.may_see(owner) and key in (None, last.key):
@@ -542,13 +548,13 @@ class Service:
         return LastRun()
 
     def n_runs_of(self, caller: Caller = ANYONE) -> int:
-        """How many runs *caller* started, an admin: all."""
+        """How many runs *caller* started; for an admin, how many there were."""
         return self.n_runs if caller.is_admin else self._n_runs_of[caller.owner]
 
     # ---- other threads
 
     async def decoded(self, decode: Callable[[_Raw], _T], raw: _Raw, hold: Hold) -> _T:
-        """What *decode* makes of *raw*, counted in *hold*; it may live as long as that."""
+        """*decode* of *raw*, counted in *hold*; the result may live as long as that."""
         hold.take((DECODED_TIMES - 1) * len(raw))
         if len(raw) < _OFFLOAD_BODY:
             return decode(raw)
@@ -557,12 +563,12 @@ class Service:
     async def converted(
         self, n_bytes: int, hold: Hold, convert: Callable[..., _T], *args: Any, **options: Any
     ) -> _T:
-        """What *convert* makes of a body of *n_bytes*: checks of lists take their time."""
+        """*convert* of a body of *n_bytes*; checking long lists takes time."""
         work = partial(convert, *args, **options)
         return work() if n_bytes < _OFFLOAD_FIELDS else await self._builders.run(hold.client, work)
 
     async def offload(self, n_bytes: int, work: Callable[..., _T], *args: Any) -> _T:
-        """Do *work* here, or in another thread where *n_bytes* would hold up the event loop."""
+        """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
         if n_bytes < OFFLOAD_BYTES:
             return work(*args)
         return await self._in_thread(work, *args)
@@ -571,12 +577,20 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
     def stats(self) -> list[EngineStats]:
-        """Counters of every engine that served, the present one last."""
+        """Counters of every engine that served, the current one last."""
         return [*self._past, *([self._engine.stats()] if self._engine else [])]
 
 
+def _late(limit_s: float) -> TimedOut:
+    return TimedOut(f"the request took more than {limit_s:g} s, the limit of request_timeout_s")
+
+
+def _model_changed() -> ModelChanged:
+    return ModelChanged("the model was switched; send the request again")
+
+
 def _is_small(request: GenerateRequest, ids: Sequence[int]) -> bool:
-    """Whether the generations of *request* are built in a millisecond or so."""
+    """Whether building the generations of *request* takes about a millisecond."""
     sampling = request.sampling
     lists = (ids, sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
     n_items = sum(map(len, lists)) * request.n_samples
@@ -605,10 +619,15 @@ def _for_sample(request: GenerateRequest, i: int) -> Any:
 
 
 class Workers:
-    """Some threads; belongs to one event loop."""
+    """Threads for work that would block the event loop, no client having more than half of them.
+
+    Each kind of work has threads of its own, so that rows on their way to clients never wait for
+    texts to be tokenized. Work that has begun cannot be interrupted: if its client leaves, it keeps
+    its thread until it is done, and the result is dropped. Belongs to one event loop.
+    """
 
     def __init__(self, n_threads: int, name: str) -> None:
-        """Start up to *n_threads* when there is work; a client has at most half of them."""
+        """Start up to *n_threads* when there is work."""
         self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix=f"kqview-{name}")
         self._most = max(1, n_threads // 2)
         self._n_running: dict[str, int] = {}
@@ -617,7 +636,7 @@ class Workers:
     async def run(self, client: str, work: Callable[..., _T], *args: Any) -> _T:
         """Do *work* in one of the threads when it is *client*'s turn.
 
-        Cancelled before it began, it never begins.
+        Work cancelled before it began never begins.
         """
         await self._turn(client)
         loop = asyncio.get_running_loop()
@@ -643,12 +662,12 @@ class Workers:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it was given to who no longer wants it
+            if turn.done() and not turn.cancelled():  # it came too late
                 self._done(client)
             raise
 
     def _done(self, client: str) -> None:
-        """A place of *client* is free: the next one's, if one waits."""
+        """A place of *client* is free; give it to the next that waits."""
         waiting = self._waiting.get(client)
         while waiting:
             turn = waiting.popleft()
@@ -664,41 +683,41 @@ class Workers:
             del self._n_running[client]
 
     def shutdown(self) -> None:
-        """Begin nothing more; wait for nothing."""
+        """Begin nothing more, and wait for nothing."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 # ---- the folder of models
 
 
-def model_path(folder: str | None, name: str) -> Path:
-    """The file that *name* stands for.
+def model_file(folder: str | None, name: str) -> Path:
+    """The file of the model *name*, which an administrator may load.
 
     Args:
-        folder: ``models_dir`` of the settings.
-        name: As `model_names` lists it.
+        folder: The setting ``models_dir``.
+        name: As `model_names` lists it; a path in the folder and no other.
 
     Raises:
-        Forbidden: There is no folder, or *name* leads out of it, through a link too.
+        Forbidden: There is no folder, or *name* leads out of it, be it through a link.
         NotFound: There is no such file.
     """
     if folder is None:
-        raise Forbidden("models.path: there is no models_dir; start the server with one")
+        raise Forbidden("the server has no models_dir (--models-dir); start it with one")
     try:
         root = Path(folder).resolve()
         path = (root / name).resolve()
         is_inside, is_model = path.is_relative_to(root), _is_model(root / name)
     except (OSError, ValueError):  # a name that no file can have
-        raise NotFound(f"models.path: {name[:80]!r} is no name of a file") from None
+        raise NotFound(f"model {name[:80]!r} is not the name of a file") from None
     if not is_inside:
-        raise Forbidden(f"models.path: {name!r} is outside of models_dir; name a file in it")
+        raise Forbidden(f"model {name!r} is outside models_dir; name a file in it")
     if not is_model:
-        raise NotFound(f"models.path: {name!r} is no GGUF file of models_dir")
+        raise NotFound(f"model {name!r} is not a GGUF file of models_dir; see /api/v1/models")
     return path
 
 
 def model_names(folder: str | None) -> list[str]:
-    """Names of the GGUF files in *folder* and below, sorted; links out of it are left out."""
+    """Sorted names of the GGUF files in *folder* and below, without links that lead out of it."""
     if folder is None:
         return []
     root = Path(folder).resolve()

@@ -11,7 +11,8 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal, Self, get_args
+from types import NoneType
+from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
 from kqview.errors import RequestError
 
@@ -25,9 +26,9 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 
 
-def _setting(default: Any, text: str, *, is_secret: bool = False) -> Any:
-    """A field of Settings; the call only makes a `dataclasses.Field`."""
-    return field(default=default, metadata={"help": text}, repr=not is_secret)
+def _setting(default: Any, text: str, *, low: float = 1, is_secret: bool = False) -> Any:
+    """A field of Settings: default, help and, of a number, the smallest one allowed."""
+    return field(default=default, metadata={"help": text, "low": low}, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,10 +49,10 @@ class Settings:
     n_slots: int = _setting(1, "requests generated at a time, each with a context of its own")
     n_ctx: int | None = _setting(None, "context of a slot in tokens; the model's own without it")
     n_threads: int | None = _setting(None, "compute threads; what the machine grants without it")
-    n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all")
+    n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1)
     kv_type: str = _setting("f16", "type of the KV cache")
     attention_budget_bytes: int | None = _setting(
-        None, "memory for attention rows; a quarter of the machine's without it"
+        None, "memory for attention rows; a quarter of the machine's without it", low=0
     )
 
     # ---- how it answers
@@ -65,7 +66,7 @@ class Settings:
 
     # ---- where and for whom
     host: str = _setting("127.0.0.1", "address to listen on")
-    port: int = _setting(5001, "port to listen on; 0 for a free one")
+    port: int = _setting(5001, "port to listen on; 0 for a free one", low=0)
     ssl_certfile: str | None = _setting(
         None, "certificate chain in PEM; with it the server speaks HTTPS alone"
     )
@@ -108,19 +109,24 @@ class Settings:
     max_context: int | None = _setting(None, "longest prompt in tokens; a slot's size without it")
     max_samples: int = _setting(16, "most samples of one request")
     max_running: int = _setting(64, "most requests at a time, waiting ones included")
-    max_queued: int = _setting(32, "most requests that wait for a slot")
+    max_queued: int = _setting(32, "most requests that wait for a slot", low=0)
     max_connections: int = _setting(1024, "most connections at a time")
     max_connections_per_client: int = _setting(
         128, "most connections of one address, trusted proxies apart"
     )
-    rate_limit: float = _setting(0.0, "requests a minute for each client; 0 for no limit")
-    request_timeout_s: float = _setting(3600.0, "longest request, its wait included; 0 for no end")
-    idle_timeout_s: float = _setting(120.0, "longest wait for a client that reads or sends nothing")
-    shutdown_grace_s: float = _setting(5.0, "time for running requests to end at SIGTERM")
+    rate_limit: float = _setting(0.0, "requests a minute for each client; 0 for no limit", low=0)
+    request_timeout_s: float = _setting(
+        3600.0, "longest request, its wait included; 0 for no end", low=0
+    )
+    idle_timeout_s: float = _setting(
+        120.0, "longest wait for a client that reads or sends nothing", low=0.001
+    )
+    shutdown_grace_s: float = _setting(5.0, "time for running requests to end at SIGTERM", low=0)
     stall_timeout_s: float = _setting(
         60.0,
         "silence of the engine after which /health says 503; after twice that the process ends; "
         "0 for no limit",
+        low=0,
     )
     supervise: bool = _setting(True, "start the server again when it crashed or hangs")
     access_log: bool = _setting(True, "one JSON line a request on the log kqview.access")
@@ -133,14 +139,7 @@ class Settings:
                 be reached by others and there is no key.
         """
         for spec in dataclasses.fields(self):
-            object.__setattr__(self, spec.name, _checked(spec.name, getattr(self, spec.name)))
-        for name, choices in (
-            ("attention_values", (*get_args(AttentionValues), None)),
-            ("attention_format", get_args(DefaultFormat)),
-        ):
-            if getattr(self, name) not in choices:
-                known = ", ".join(choice for choice in choices if choice)
-                raise _wrong(name, getattr(self, name), f"known are {known}")
+            object.__setattr__(self, spec.name, _checked(spec, getattr(self, spec.name)))
         if not 0 <= self.port <= 65535:
             raise _wrong("port", self.port, "ports are 0 to 65535")
 
@@ -153,7 +152,7 @@ class Settings:
         if self.public or self.api_keys or is_loopback(self.host):
             return
         raise RequestError(
-            f"settings.check: {self.host} can be reached from other machines and there is no API "
+            f"{self.host} can be reached from other machines and there is no API "
             "key; set api_keys (--api-key), listen on 127.0.0.1, or say public (--public)"
         )
 
@@ -173,7 +172,7 @@ class Settings:
         for spec in dataclasses.fields(cls):
             text = environ.get(PREFIX + spec.name.upper())
             # An empty variable is how some tools leave one out; for a list it is an empty list.
-            is_given = bool(text) or (text is not None and spec.name in _LISTS)
+            is_given = bool(text) or (text is not None and _KINDS[spec.name] is tuple)
             if is_given and spec.name not in values:
                 values[spec.name] = _read(spec.name, text or "")
         return cls(**values)
@@ -189,38 +188,31 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-_NUMBERS: Final[Mapping[str, float]] = {
-    "n_slots": 1, "n_ctx": 1, "n_threads": 1, "n_gpu_layers": -1, "attention_budget_bytes": 0,
-    "port": 0, "max_body_bytes": 1, "max_message_bytes": 1, "max_reply_bytes": 1,
-    "memory_budget_bytes": 1, "max_tokens": 1,
-    "max_context": 1, "max_samples": 1, "max_running": 1, "max_queued": 0, "max_connections": 1,
-    "max_connections_per_client": 1, "rate_limit": 0, "request_timeout_s": 0,
-    "idle_timeout_s": 0.001, "shutdown_grace_s": 0,
-    "stall_timeout_s": 0,
-}  # fmt: skip
-_FRACTIONAL: Final = frozenset(
-    {"rate_limit", "request_timeout_s", "idle_timeout_s", "shutdown_grace_s", "stall_timeout_s"}
-)
-_LISTS: Final = frozenset(
-    {"api_keys", "admin_keys", "cors_origins", "allowed_hosts", "trusted_proxies"}
-)
-_SWITCHES: Final = frozenset({"demo", "public", "query_key", "supervise", "access_log"})
-_OPTIONAL: Final = frozenset(
-    {"model", "models_dir", "n_ctx", "n_threads", "attention_budget_bytes", "max_context",
-     "memory_budget_bytes", "attention_values", "ssl_certfile", "ssl_keyfile"}
-)  # fmt: skip
-
-
-def _checked(name: str, value: Any) -> Any:
-    if value is None and name in _OPTIONAL:
+def _checked(spec: "dataclasses.Field[Any]", value: Any) -> Any:
+    name, kind = spec.name, _KINDS[spec.name]
+    if value is None and spec.default is None:
         return None
-    if name in _NUMBERS:
-        return _checked_number(name, value)
-    if name in _LISTS:
+    if kind in (int, float):
+        return _checked_number(spec, kind, value)
+    if kind is tuple:
         return _checked_list(name, value)
-    kind = bool if name in _SWITCHES else str
+    if get_origin(kind) is Literal:
+        if value not in get_args(kind):
+            raise _wrong(name, value, f"known are {', '.join(get_args(kind))}")
+        return value
     if not isinstance(value, kind):
         raise _wrong(name, value, f"{kind.__name__} is needed")
+    return value
+
+
+def _checked_number(spec: "dataclasses.Field[Any]", kind: Any, value: Any) -> float:
+    kinds = (int, float) if kind is float else (int,)
+    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
+        raise _wrong(
+            spec.name, value, "a number is needed" if kind is float else "an int is needed"
+        )
+    if value < spec.metadata["low"]:
+        raise _wrong(spec.name, value, f"the least is {spec.metadata['low']:g}")
     return value
 
 
@@ -272,26 +264,18 @@ _CHECKS: Final[Mapping[str, Callable[[str], str]]] = {
 }
 
 
-def _checked_number(name: str, value: Any) -> float:
-    kinds = (int, float) if name in _FRACTIONAL else (int,)
-    if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        raise _wrong(name, value, "a number is needed" if len(kinds) > 1 else "an int is needed")
-    if value < _NUMBERS[name]:
-        raise _wrong(name, value, f"the least is {_NUMBERS[name]:g}")
-    return value
-
-
 def _read(name: str, text: str) -> Any:
     """The value of an environment variable."""
-    if name in _LISTS:
+    kind = _KINDS[name]
+    if kind is tuple:
         return tuple(part.strip() for part in text.split(",") if part.strip())
-    if name in _SWITCHES:
+    if kind is bool:
         if text.lower() not in _TRUE | _FALSE:
             raise _wrong(name, text, "true or false is needed")
         return text.lower() in _TRUE
-    if name in _NUMBERS:
+    if kind in (int, float):
         try:
-            return float(text) if name in _FRACTIONAL else int(text)
+            return kind(text)
         except ValueError:
             raise _wrong(name, text, "a number is needed") from None
     return text
@@ -299,4 +283,14 @@ def _read(name: str, text: str) -> Any:
 
 def _wrong(name: str, value: object, limit: str) -> RequestError:
     shown = "***" if name.endswith("keys") else repr(value)
-    return RequestError(f"settings.check: {name} is {shown}, {limit}; change it")
+    return RequestError(f"{name} is {shown}: {limit}")
+
+
+def _kind(annotation: Any) -> Any:
+    """A field's type without None; ``tuple`` for lists of texts."""
+    if NoneType in get_args(annotation):
+        [annotation] = [one for one in get_args(annotation) if one is not NoneType]
+    return tuple if get_origin(annotation) is tuple else annotation
+
+
+_KINDS: Final = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}

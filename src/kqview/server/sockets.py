@@ -122,7 +122,7 @@ class Socket:
             TimeoutError: Nothing came in time.
         """
         if self.service.is_closing and not self._n_pumps:
-            raise ShuttingDown("socket.receive: the server is shutting down; try again later")
+            raise ShuttingDown("the server is shutting down; try again later")
         async with asyncio.timeout(timeout_s):
             message = await self._receive()
         if message["type"] == "websocket.disconnect":
@@ -136,7 +136,7 @@ class Socket:
         limit = self.service.settings.max_message_bytes
         n_bytes = len(data.encode()) if isinstance(data, str) and not data.isascii() else len(data)
         if n_bytes > limit:
-            raise TooLarge(f"socket.receive: {n_bytes} bytes, the limit is {limit}; send less")
+            raise TooLarge(f"the message has {n_bytes} bytes, the limit is {limit}; send less")
         if self._messages is not None:
             # What runs may keep the largest message to its end.
             kept_bytes = self._messages.n_bytes if self._n_pumps else 0

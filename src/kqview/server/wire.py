@@ -41,7 +41,7 @@ def check_values(raw: bytes | str, *, packs: bool = False) -> None:
     n_values, n_members = count_values(data, packs)
     if n_values > _MOST_VALUES or n_members > _MOST_MEMBERS:
         raise TooLarge(
-            f"request.body: {n_values} values, {n_members} of them members of objects, the limits "
+            f"the request has {n_values} values, {n_members} of them members of objects; limits "
             f"are {_MOST_VALUES} and {_MOST_MEMBERS}; send shorter lists"
         )
 

@@ -14,7 +14,7 @@ from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.errors import Forbidden, ModelChanged, NotFound, ShuttingDown
 from kqview.server.run import GenerateRequest
-from kqview.server.service import Service, model_names, model_path
+from kqview.server.service import Service, model_file, model_names
 from tests.support import tiny_gguf
 from tests.support.dream import WITHIN_S, DreamSocket, decoded
 
@@ -296,15 +296,15 @@ async def test_server_that_ends_while_a_model_is_loaded_does_not_wait_for_it(fol
 
 def test_folder_gives_files_and_nothing_else(folder: Path, tmp_path: Path):
     assert model_names(str(folder)) == ["a.gguf", "broken.gguf", "more/b.gguf"]
-    assert model_path(str(folder), "more/b.gguf") == (folder / "more" / "b.gguf").resolve()
+    assert model_file(str(folder), "more/b.gguf") == (folder / "more" / "b.gguf").resolve()
     assert model_names(None) == []
     (tmp_path / "link.gguf").symlink_to(folder / "a.gguf")
     (tmp_path / "inside.gguf").write_bytes(b"GGUF")
     (tmp_path / "alias.gguf").symlink_to(tmp_path / "inside.gguf")
     assert model_names(str(tmp_path)) == ["alias.gguf", "inside.gguf"]
     with pytest.raises(Forbidden):
-        model_path(None, "a.gguf")
+        model_file(None, "a.gguf")
     with pytest.raises(Forbidden):
-        model_path(str(tmp_path), "link.gguf")
+        model_file(str(tmp_path), "link.gguf")
     with pytest.raises(NotFound):
-        model_path(str(tmp_path), "b.gguf")
+        model_file(str(tmp_path), "b.gguf")

@@ -118,10 +118,10 @@ ONE = {"turn_id": 1, "sentence_id": 1, "start": 0, "end": 2}
     ("fields", "says"),
     [
         ({"prompt": "text", "sentences": [ONE]}, "send input_ids"),
-        ({**IDS, "sentences": [ONE, {**ONE, "end": 11}]}, "sentences[1]: 0 to 11"),
+        ({**IDS, "sentences": [ONE, {**ONE, "end": 11}]}, "sentences[1] is 0 to 11"),
         ({**IDS, "sentences": [{**ONE, "start": -1}]}, "sentences[0]"),
-        ({**IDS, "sentences": [{**ONE, "start": 2}]}, "sentences[0]: 2 to 2"),
-        ({**IDS, "sentences": [ONE] * 11}, "11, input_ids has 10"),
+        ({**IDS, "sentences": [{**ONE, "start": 2}]}, "sentences[0] is 2 to 2"),
+        ({**IDS, "sentences": [ONE] * 11}, "11 sentences and 10"),
         ({**IDS, "sentences": [ONE], "prune_below": 1.5}, "prune_below"),
         ({**IDS, "sentences": [ONE], "prune_below": float("nan")}, "prune_below"),
         (

@@ -9,13 +9,14 @@ import msgspec
 import pytest
 
 from kqview.errors import InvalidSampling, InvalidToken, PromptTooLong, QueueFull, RequestError
-from kqview.server.api.attention_protocol import logprobs_of, sampling_of
+from kqview.server.api.attention_protocol import SAMPLING_FIELDS, logprobs_of, sampling_for
 from kqview.server.api.kobold import convert, schema
 from kqview.server.errors import NoModel, Unauthorized, answer_of
 from kqview.server.run import TokenLogprobs
 from kqview.server.service import LastRun
 from kqview.server.settings import Settings
 from kqview.types import EngineStats, ModelInfo, Usage
+from kqview.types.sampling import OPTIONS
 from tests.support.kobold import golden
 
 INFO = ModelInfo(
@@ -81,7 +82,11 @@ def test_negative_seed_is_a_random_one(negative: int):
     [
         ({}, RequestError, "prompt"),
         ({"prompt": "x", "num_samples": 2}, RequestError, "num_samples"),
-        ({"prompt": "x", "temperature": -1}, InvalidSampling, "temperature"),
+        ({"prompt": "x", "temperature": -1}, InvalidSampling, "^temperature must be"),
+        ({"prompt": "x", "rep_pen": -1}, InvalidSampling, "^rep_pen must be"),
+        ({"prompt": "x", "repetition_penalty": -1}, InvalidSampling, "^repetition_penalty must be"),
+        ({"prompt": "x", "typical": 2}, InvalidSampling, "^typical must be"),
+        ({"prompt": "x", "stop_sequence": [""]}, InvalidSampling, "stop_sequence must be"),
         ({"prompt": "x", "banned_tokens": ["two words"]}, InvalidToken, "two words"),
         ({"prompt": "x", "logit_bias": {"word": 1}}, InvalidToken, "logit_bias"),
     ],
@@ -233,8 +238,15 @@ def test_logprobs_have_both_forms():
     assert logprobs_of([], texts.__getitem__) is None
 
 
+def test_every_sampling_option_has_a_field():
+    not_offered = {"json_schema", "regex"}
+    assert set(SAMPLING_FIELDS) == set(OPTIONS) - not_offered
+    fields = {field.name for field in msgspec.structs.fields(schema.StreamBody)}
+    assert {name for names in SAMPLING_FIELDS.values() for name in names} <= fields
+
+
 @pytest.mark.parametrize("name", ["top_logprobs", "logprobs"])
 def test_more_logprobs_than_the_limit_are_refused(name: str):
     body = body_of({"prompt": "a", name: 1001})
-    with pytest.raises(RequestError, match="top_logprobs: 1001, the limit is 1000"):
-        sampling_of(body, one_token=lambda text: None)
+    with pytest.raises(RequestError, match=f"^{name} is 1001, the limit is 1000"):
+        sampling_for(body, one_token=lambda text: None)

@@ -9,15 +9,17 @@ The values of an attention object may be megabytes of base64, so they stay a sep
 encoder to the transport: `event_pieces` assembles an event without joining them.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
-from kqview.errors import InvalidToken, RequestError
+from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.attention import DEFAULT_TOP_K, AttentionWanted, Dense, Shaped, Sparse, Viz
+from kqview.server.errors import renamed
 from kqview.server.run import TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.server.wire import DATA_HERE, Encoder, split_json, with_lists
@@ -31,17 +33,20 @@ DEFAULTS: Final[dict[str, Any]] = {
     "min_p": 0.0,
     "repeat_penalty": 1.0,
 }
-"""Sampling of a request that says nothing (seed 000, and the example values of seed 001)."""
+"""What a request that says nothing gets (seed 000, and the example values of seed 001)."""
+
+_SAMPLING_DEFAULTS: Final = {n: v for n, v in DEFAULTS.items() if n != "max_tokens"}
 
 MOST_LOGPROBS: Final = 1000
 """Most top_logprobs: their texts are looked up on the event loop."""
 MOST_TOKEN_TEXT: Final = 4096
-"""Characters of a text that may be one token."""
+"""Characters of a text that may be one token; longer ones are not looked up."""
 
-_SOME_LOGPROBS: Final = 5  # where a client says no more than that it wants some
+_SOME_LOGPROBS: Final = 5  # if a client says no more than that it wants some
 
+# ---- requests
 
-# Lists are looked through for every token, or checked on the event loop: long ones hold others up.
+# Lists are searched for every token, or checked on the event loop: long ones hold others up.
 Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
 Ids = Annotated[list[int], msgspec.Meta(max_length=65_536)]
 IdsOrTexts = Annotated[list[int | str], msgspec.Meta(max_length=65_536)]
@@ -51,7 +56,7 @@ Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
 
 
 class AttentionFields(msgspec.Struct, kw_only=True):
-    """What both protocols' requests for text may say; names of the same thing stand together."""
+    """Fields of a generation in both protocols; names of the same thing stand together."""
 
     prompt: str | None = None
     memory: str | None = None
@@ -112,9 +117,56 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     dtype: Literal["float32", "float16"] | None = None
 
 
+SAMPLING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        **{
+            name: (name,)
+            for name in (
+                "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base",
+                "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+                "xtc_probability", "xtc_threshold", "grammar", "logit_bias", "banned_tokens",
+                "stop_tokens",
+            )
+        },
+        "typical_p": ("typical",),
+        "repeat_penalty": ("rep_pen", "repetition_penalty"),
+        "repeat_last_n": ("rep_pen_range",),
+        "seed": ("sampler_seed", "seed"),
+        "stop": ("stop_sequence",),
+        "ignore_eos": ("ban_eos_token", "bypass_eos"),
+        "top_logprobs": ("top_logprobs", "logprobs"),
+    }
+)  # fmt: skip
+"""Option of `Sampling` -> the fields for it; the first one that is given wins."""
+
+_OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "prompt": ("input_ids", "prompt"),
+        "max_tokens": ("max_length", "max_new_tokens"),
+        "max_context": ("max_context_length",),
+        "n_samples": ("num_samples",),
+        "kind": ("attention_values",),
+        "layers": ("attention_layers",),
+        "heads": ("attention_heads",),
+        "top_k": ("sparse_top_k", "attention_top_k"),
+    }
+)
+
+
 def first(*values: Any) -> Any:
-    """The first value that is not None, None where all are."""
+    """The first value that is not None, None if all are."""
     return next((value for value in values if value is not None), None)
+
+
+def names_of(fields: AttentionFields) -> dict[str, str]:
+    """Parameter of the core -> the field that the client gave it by, for `GenerateRequest`."""
+    tables = {**SAMPLING_FIELDS, **_OTHER_FIELDS}
+    return {parameter: _given(fields, names) for parameter, names in tables.items()}
+
+
+def _given(fields: AttentionFields, names: Sequence[str]) -> str:
+    return next((name for name in names if getattr(fields, name) is not None), names[0])
 
 
 def max_tokens_of(fields: AttentionFields) -> int:
@@ -123,7 +175,7 @@ def max_tokens_of(fields: AttentionFields) -> int:
 
 
 def prompt_of(fields: AttentionFields) -> str | Sequence[int]:
-    """The prompt: ids as they are, they win over text; ``memory`` stands before the text.
+    """The prompt: ``input_ids`` win over text; ``memory`` precedes the text.
 
     Raises:
         RequestError: There is neither.
@@ -131,53 +183,37 @@ def prompt_of(fields: AttentionFields) -> str | Sequence[int]:
     if fields.input_ids is not None:
         return fields.input_ids
     if fields.prompt is None:
-        raise RequestError("request.prompt: neither prompt nor input_ids; send one of them")
+        raise RequestError("there is neither prompt nor input_ids; send one of them")
     return (fields.memory or "") + fields.prompt
 
 
-def sampling_of(fields: AttentionFields, *, one_token: Callable[[str], int | None]) -> Sampling:
+def sampling_for(fields: AttentionFields, *, one_token: Callable[[str], int | None]) -> Sampling:
     """How tokens are chosen.
 
     Args:
         fields: The request.
-        one_token: The id of a text that is one token, else None; for ``banned_tokens`` given as
-            texts.
+        one_token: The id of a text that is one token, else None; for texts in ``banned_tokens``.
 
     Raises:
-        InvalidSampling: A value is out of its range.
-        InvalidToken: A banned text is no single token, or a key of logit_bias is no id.
+        InvalidSampling: A value is out of its range; the message names the client's field.
+        InvalidToken: A banned text is not one token, or a key of ``logit_bias`` is not an id.
     """
-    given: dict[str, Any] = {
-        "temperature": fields.temperature,
-        "top_p": fields.top_p,
-        "top_k": fields.top_k,
-        "min_p": fields.min_p,
-        "typical_p": fields.typical,
-        "repeat_penalty": first(fields.rep_pen, fields.repetition_penalty),
-        "repeat_last_n": fields.rep_pen_range,
-        "presence_penalty": fields.presence_penalty,
-        "frequency_penalty": fields.frequency_penalty,
-        "mirostat": fields.mirostat,
-        "mirostat_tau": fields.mirostat_tau,
-        "mirostat_eta": fields.mirostat_eta,
-        "dry_multiplier": fields.dry_multiplier,
-        "dry_base": fields.dry_base,
-        "dry_allowed_length": fields.dry_allowed_length,
-        "dry_penalty_last_n": fields.dry_penalty_last_n,
-        "dry_sequence_breakers": fields.dry_sequence_breakers,
-        "xtc_probability": fields.xtc_probability,
-        "xtc_threshold": fields.xtc_threshold,
-        "grammar": fields.grammar or None,
-        "seed": _seed(first(fields.sampler_seed, fields.seed)),
-        "stop": fields.stop_sequence,
-        "stop_tokens": fields.stop_tokens,
-        "banned_tokens": _banned(fields.banned_tokens, one_token),
-        "logit_bias": _bias(fields.logit_bias),
-        "ignore_eos": first(fields.ban_eos_token, fields.bypass_eos),
-        "top_logprobs": _top_logprobs(fields),
+    given = {
+        option: first(*(getattr(fields, name) for name in names))
+        for option, names in SAMPLING_FIELDS.items()
     }
-    neutral = {name: value for name, value in DEFAULTS.items() if name != "max_tokens"}
-    return Sampling(**{**neutral, **{n: v for n, v in given.items() if v is not None}})
+    given["grammar"] = given["grammar"] or None
+    given["banned_tokens"] = _banned(fields.banned_tokens, one_token)
+    given["logit_bias"] = _bias(fields.logit_bias)
+    given["top_logprobs"] = _top_logprobs(fields)
+    if given["seed"] is not None and given["seed"] < 0:  # KoboldAI's clients send -1 for "any"
+        given["seed"] = None
+    chosen = {name: value for name, value in given.items() if value is not None}
+    try:
+        return Sampling(**{**_SAMPLING_DEFAULTS, **chosen})
+    except InvalidSampling as error:
+        names = SAMPLING_FIELDS.get(error.parameter or "", ("",))
+        raise renamed(error, {str(error.parameter): _given(fields, names)}) from None
 
 
 def attention_of(
@@ -188,8 +224,8 @@ def attention_of(
     Args:
         fields: The request.
         settings: For the server's defaults.
-        default: Values of this protocol where nobody says.
-        asked: Whether attention is sent where the request does not say.
+        default: Values of this protocol if neither the request nor the settings say.
+        asked: Whether attention is sent if the request does not say.
     """
     if not first(fields.output_attentions, fields.return_attention, asked):
         return None
@@ -215,21 +251,15 @@ def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
     return None if values is None else tuple(values)
 
 
-def _seed(seed: int | None) -> int | None:
-    # KoboldAI's clients send -1 for "choose one".
-    return None if seed is None or seed < 0 else seed
-
-
 def _top_logprobs(fields: AttentionFields) -> int | None:
-    wanted = first(fields.top_logprobs, fields.logprobs)
+    name = _given(fields, SAMPLING_FIELDS["top_logprobs"])
+    wanted: bool | int | None = getattr(fields, name)
     if wanted is None or wanted is False:
         return None
     if wanted is True:
         return _SOME_LOGPROBS
     if wanted > MOST_LOGPROBS:
-        raise RequestError(
-            f"request.top_logprobs: {wanted}, the limit is {MOST_LOGPROBS}; ask for fewer"
-        )
+        raise RequestError(f"{name} is {wanted}, the limit is {MOST_LOGPROBS}; ask for fewer")
     return wanted
 
 
@@ -240,14 +270,11 @@ def _banned(
         return None
     ids: list[int] = []
     for one in banned:
-        if isinstance(one, int):
-            ids.append(one)
-            continue
-        found = one_token(one)
+        found = one if isinstance(one, int) else one_token(one)
         if found is None:
             raise InvalidToken(
-                f"request.banned_tokens: {one!r} is not one token of the vocabulary; "
-                "ban ids or texts that are one token"
+                f"banned_tokens has {one!r}, which is not one token of the vocabulary; "
+                "ban ids, or texts that are one token"
             )
         ids.append(found)
     return ids
@@ -260,9 +287,11 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return {int(id_): value for id_, value in bias.items()}
     except ValueError:
         raise InvalidToken(
-            "request.logit_bias: a key is no token id; send ids as the object's keys"
+            "logit_bias has a key that is not a token id; send ids as the object's keys"
         ) from None
 
+
+# ---- attention objects
 
 Object = dict[str, Any]
 
@@ -362,6 +391,8 @@ def _small(shaped: Sparse | Viz, encoder: Encoder, layers: tuple[int, ...] | Non
         **fields,
     }
 
+
+# ---- logprobs
 
 LOGPROB_BYTES: Final = 2048
 """About what the JSON of a token's logprobs takes where there are as many as a run keeps."""

@@ -15,8 +15,9 @@ from kqview.server.api.attention_protocol import (
     first,
     layers_of,
     max_tokens_of,
+    names_of,
     prompt_of,
-    sampling_of,
+    sampling_for,
 )
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
@@ -81,7 +82,7 @@ def plan_of(
         model: That will answer.
         max_context: Longest prompt in tokens.
         settings: For the server's defaults.
-        one_token: As `sampling_of` takes it.
+        one_token: As `sampling_for` takes it.
         always_logprob: Whether tokens carry their logprob unasked.
 
     Raises:
@@ -93,12 +94,10 @@ def plan_of(
     n_prompt = None if isinstance(prompt, str) else len(prompt)
     limit = context_limit(body, max_context)
     if n_prompt is not None and n_prompt > limit:
-        raise PromptTooLong(
-            f"request.input_ids: {n_prompt} tokens, the limit is {limit}; shorten it"
-        )
+        raise PromptTooLong(f"input_ids has {n_prompt} tokens, the limit is {limit}; shorten it")
     for name in ("input_ids", "stop_tokens", "banned_tokens"):
         _check_ids(name, getattr(body, name) or (), model.n_vocab)
-    sampling = sampling_of(body, one_token=one_token)
+    sampling = sampling_for(body, one_token=one_token)
     if always_logprob and sampling.top_logprobs is None:
         sampling = replace(sampling, top_logprobs=0)
     shown = attention_of(body, settings, default=VALUES, asked=False)
@@ -117,6 +116,7 @@ def plan_of(
         key=body.genkey or "",
         max_context=body.max_context_length,
         keeps_logprobs=asks_for_logprobs(body),
+        names=names_of(body),
     )
     return Plan(
         request=request,
@@ -131,7 +131,7 @@ def _check_ids(name: str, ids: Sequence[int | str], n_vocab: int) -> None:
     for i, id_ in enumerate(ids):
         if isinstance(id_, int) and not 0 <= id_ < n_vocab:
             raise InvalidToken(
-                f"request.{name}[{i}]: token ID {id_} not in vocabulary (vocab_size={n_vocab}); "
+                f"{name}[{i}]: token ID {id_} not in vocabulary (vocab_size={n_vocab}); "
                 "take ids from /api/v1/tokenize"
             )
 
@@ -254,7 +254,7 @@ _MARKERS: Final = {"im_start_id": "<|im_start|>", "im_end_id": "<|im_end|>"}
 def model_info_of(
     model: ModelInfo, *, name: str, max_context: int, one_token: Callable[[str], int | None]
 ) -> schema.ModelInfoReply:
-    """Reply of ``GET /api/v1/model/info``.
+    """HttpReply of ``GET /api/v1/model/info``.
 
     Args:
         model: The facts.
@@ -291,10 +291,10 @@ def load_options(body: schema.LoadBody) -> dict[str, int | None]:
         RequestError: ``model`` is empty, or a number is out of its range.
     """
     if not body.model:
-        raise RequestError("request.model: it is empty; take a name from /api/v1/models")
+        raise RequestError("model is empty; take a name from /api/v1/models")
     options = {"n_ctx": body.n_ctx, "n_slots": body.n_slots, "n_gpu_layers": body.n_gpu_layers}
     for name, value in options.items():
         least = -1 if name == "n_gpu_layers" else 1
         if value is not None and not least <= value < 2**31:
-            raise RequestError(f"request.{name}: {value}, the least is {least}; change it")
+            raise RequestError(f"{name} is {value}, the least is {least}")
     return options

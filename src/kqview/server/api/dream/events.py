@@ -19,6 +19,7 @@ from kqview.generation.stream import Generation
 from kqview.server.api.attention_protocol import (
     Logprobs,
     LogprobsWriter,
+    Object,
     attention_frame,
     attention_object,
     event_pieces,
@@ -34,9 +35,6 @@ from kqview.server.run import Run, Step, TokenLogprobs
 from kqview.server.wire import Encoder, check_values, joined_text, with_lists
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
-
-Object = dict[str, Any]
-TokenText = Callable[[int], str]
 
 
 def packed(event: Object, *, packs: bool) -> bytes | str:
@@ -72,7 +70,7 @@ def attention_parts(
     return fields, data, None
 
 
-def token_fields(token: Token, token_text: TokenText) -> Object:
+def token_fields(token: Token, token_text: Callable[[int], str]) -> Object:
     """A token's fields: id and text, its logprob and the most probable ones where captured.
 
     ``top_logprobs`` is there where more than the token's own was asked for.
@@ -101,7 +99,7 @@ class EventRenderer:
     def __init__(
         self,
         plan: Plan,
-        token_text: TokenText,
+        token_text: Callable[[int], str],
         answer: Callable[[BaseException], Answer],
         *,
         packs: bool,
@@ -188,11 +186,11 @@ def error_frame(answer: Answer, request_id: str | None, *, packs: bool) -> bytes
 
 # ---- messages of the client
 
-_JSON = msgspec.json.Decoder(schema.Message)
-_PACK = msgspec.msgpack.Decoder(schema.Message)
+_JSON = msgspec.json.Decoder(schema.ClientMessage)
+_PACK = msgspec.msgpack.Decoder(schema.ClientMessage)
 
 
-def message_of(raw: bytes | str, *, packs: bool) -> schema.Message:
+def message_of(raw: bytes | str, *, packs: bool) -> schema.ClientMessage:
     """The typed message in a frame; text is JSON whatever the subprotocol.
 
     Raises:
@@ -205,7 +203,7 @@ def message_of(raw: bytes | str, *, packs: bool) -> schema.Message:
             return _PACK.decode(raw)
         return _JSON.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"request.decode: {error}; correct the message") from None
+        raise RequestError(f"the message cannot be read: {error}; correct it") from None
 
 
 def name_in(raw: bytes | str, *, packs: bool) -> str | None:
@@ -274,7 +272,7 @@ def check_reply(n_bytes: int, limit_bytes: int, *, n_prompt: int) -> None:
     """
     if n_bytes > limit_bytes:
         raise ReplyTooLarge(
-            f"generate.reply: it may have {n_bytes} bytes, the limit is {limit_bytes}; generate "
+            f"the reply may have {n_bytes} bytes, the limit is {limit_bytes}; generate "
             "fewer tokens, ask for less attention (attention_format, attention_layers, dtype), or "
             "take the WebSocket /api/v1/generate/stream",
             reply_bytes=n_bytes,

@@ -14,8 +14,8 @@ import numpy as np
 
 from kqview.errors import RequestError
 from kqview.server.api.dream.schema import PrunableSentence, Sentence
-from kqview.server.attention import Array, AttentionWanted
-from kqview.types.token import Attention
+from kqview.server.attention import AttentionWanted
+from kqview.types.token import Array, Attention
 
 
 def check_sentences(
@@ -33,24 +33,22 @@ def check_sentences(
     """
     if n_prompt is None:
         raise RequestError(
-            "request.sentences: they are positions in input_ids, which are missing; "
+            "sentences are positions in input_ids, which are missing; "
             "send input_ids in place of prompt"
         )
     if len(sentences) > n_prompt:
         raise RequestError(
-            f"request.sentences: {len(sentences)}, input_ids has {n_prompt} positions; "
+            f"there are {len(sentences)} sentences and {n_prompt} positions in input_ids; "
             "send each sentence once"
         )
     for i, sentence in enumerate(sentences):
         if not 0 <= sentence.start < sentence.end <= n_prompt:
             raise RequestError(
-                f"request.sentences[{i}]: {sentence.start} to {sentence.end}, input_ids has "
+                f"sentences[{i}] is {sentence.start} to {sentence.end}, input_ids has "
                 f"{n_prompt} positions; start is inclusive, end exclusive and above start"
             )
     if threshold is not None and not 0 <= threshold <= 1:
-        raise RequestError(
-            f"request.prune_below: {threshold}, allowed is 0 to 1; it is a share of attention"
-        )
+        raise RequestError(f"prune_below is {threshold}, a share of attention; allowed is 0 to 1")
 
 
 def watched(shown: AttentionWanted | None) -> AttentionWanted:
@@ -63,8 +61,7 @@ def watched(shown: AttentionWanted | None) -> AttentionWanted:
         return AttentionWanted("probs", format="aggregated")
     if shown.kind != "probs":
         raise RequestError(
-            f"request.sentences: attention_values is {shown.kind!r}, the mean of probabilities is "
-            "needed; ask for 'probs'"
+            f"attention_values is {shown.kind!r}, but sentences need probabilities; ask for 'probs'"
         )
     if shown.format == "aggregated" and shown.aggregation in ("max", "last_layer"):
         return replace(shown, format="per_layer", dtype="float32")

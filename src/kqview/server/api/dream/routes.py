@@ -40,7 +40,7 @@ from kqview.server.api.dream.events import (
     reply_bytes,
 )
 from kqview.server.budget import Hold, uncounted
-from kqview.server.endpoint import Call, Operation, Reply, error_reply
+from kqview.server.endpoint import Call, HttpReply, Operation, error_reply
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
@@ -69,7 +69,7 @@ def plan_for(
     )
 
 
-def model_info(service: Service, engine: Engine, name: str) -> schema.ModelInfoReply:
+def info_of(service: Service, engine: Engine, name: str) -> schema.ModelInfoReply:
     """What ``GET /api/v1/model/info`` says where *engine* serves and is called *name*."""
     return model_info_of(
         engine.model,
@@ -150,8 +150,7 @@ def answer_for(
 
 
 _BUSY: Final = (
-    "session.generate: a generation runs on this socket; wait for its done event, cancel it, or "
-    "open another socket"
+    "a generation runs on this socket; wait for its done event, cancel it, or open another socket"
 )
 
 
@@ -254,7 +253,7 @@ class Session:
             running.run.end()
         elif wanted is None or wanted != self._last_id:  # its end may have crossed the message
             error = RequestError(
-                "session.cancel: no generation of that name runs on this socket; name one that does"
+                "no generation with this request_id runs on this socket; name one that does"
             )
             await self._refuse(error, wanted)
 
@@ -296,10 +295,10 @@ _PACK_TYPES: Final = ("application/msgpack", "application/x-msgpack", "applicati
 
 async def show_model_info(call: Call) -> schema.ModelInfoReply:
     """``GET /api/v1/model/info``."""
-    return model_info(call.service, call.service.engine, call.service.model_name)
+    return info_of(call.service, call.service.engine, call.service.model_name)
 
 
-async def generate(call: Call, body: schema.GenerateBody) -> Reply:
+async def generate(call: Call, body: schema.GenerateBody) -> HttpReply:
     """``POST /api/v1/generate``."""
     try:
         return await _generate(call, body)
@@ -310,7 +309,7 @@ async def generate(call: Call, body: schema.GenerateBody) -> Reply:
         return error_reply(answer, shared_error_body)
 
 
-async def _generate(call: Call, body: schema.GenerateBody) -> Reply:
+async def _generate(call: Call, body: schema.GenerateBody) -> HttpReply:
     service = call.service
     packs = _takes_packs(call)
     plan = await service.converted(
@@ -339,7 +338,7 @@ async def _generate(call: Call, body: schema.GenerateBody) -> Reply:
             del step
     data = await service.offload(builder.n_bytes, builder.body, run)
     media_type = _PACK_TYPES[0] if packs else "application/json"
-    return Reply(data, media_type, gzips=body.compression == "gzip", headers={"vary": "Accept"})
+    return HttpReply(data, media_type, gzips=body.compression == "gzip", headers={"vary": "Accept"})
 
 
 def _takes_packs(call: Call) -> bool:
@@ -367,7 +366,7 @@ async def list_models(call: Call) -> schema.ModelsReply:
 async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:
     """``POST /api/v1/model/load``."""
     engine = await call.service.switch_model(body.model, **load_options(body))
-    return model_info(call.service, engine, engine.model.name or Path(body.model).stem)
+    return info_of(call.service, engine, engine.model.name or Path(body.model).stem)
 
 
 OPERATIONS: Final[list[Operation]] = [

@@ -56,7 +56,7 @@ class Cancel(msgspec.Struct, kw_only=True, tag_field="type", tag="cancel"):
     request_id: str | None = None
 
 
-Message = Generate | Cancel
+ClientMessage = Generate | Cancel
 
 
 class Named(msgspec.Struct):

@@ -20,8 +20,9 @@ from kqview.server.api.attention_protocol import (
     event_pieces,
     first,
     max_tokens_of,
+    names_of,
     prompt_of,
-    sampling_of,
+    sampling_for,
 )
 from kqview.server.api.kobold import schema
 from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
@@ -65,7 +66,7 @@ def with_query(body: schema.StreamBody, query: Mapping[str, str]) -> schema.Stre
     try:
         checked = msgspec.convert(given, schema.QueryFields)
     except msgspec.ValidationError as error:
-        raise RequestError(f"request.query: {error}; correct the URL") from None
+        raise RequestError(f"the URL's query cannot be read: {error}; correct it") from None
     missing = {name: getattr(checked, name) for name in given if getattr(body, name) is None}
     return msgspec.structs.replace(body, **missing)
 
@@ -89,7 +90,7 @@ def request_of(
         body: The request.
         settings: For the server's defaults.
         request_id: Its name where it gives none.
-        one_token: As in `sampling_of`.
+        one_token: As in `sampling_for`.
         asked: Whether attention is sent where the request does not say.
 
     Raises:
@@ -97,18 +98,18 @@ def request_of(
     """
     if body.num_samples not in (None, 1):
         raise RequestError(
-            f"request.num_samples: {body.num_samples}, a stream has 1; "
-            "ask /api/v1/generate for several"
+            f"num_samples is {body.num_samples}, a stream has 1; ask /api/v1/generate for several"
         )
     return GenerateRequest(
         prompt=prompt_of(body),
         max_tokens=max_tokens_of(body),
-        sampling=sampling_of(body, one_token=one_token),
+        sampling=sampling_for(body, one_token=one_token),
         request_id=body.request_id or request_id,
         attention=attention_of(body, settings, default=DEFAULT_VALUES, asked=asked),
         key=body.genkey or "",
         max_context=body.max_context_length,
         keeps_logprobs=asks_for_logprobs(body),
+        names=names_of(body),
     )
 
 
@@ -120,7 +121,7 @@ def text_of(body: schema.TokenizeBody) -> str:
     """
     text = first(body.text, body.content)
     if text is None:
-        raise RequestError("request.text: there is no text; send text")
+        raise RequestError("text is missing; send text or content")
     return text
 
 
@@ -132,7 +133,7 @@ def ids_of(body: schema.DetokenizeBody) -> list[int]:
     """
     ids = first(body.token_ids, body.tokens)
     if ids is None:
-        raise RequestError("request.token_ids: there are no ids; send token_ids")
+        raise RequestError("token_ids is missing; send token_ids or tokens")
     return ids
 
 

@@ -18,7 +18,7 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.endpoint import Call, Events, Handler, Operation, Reply, decoded
+from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation, decoded
 from kqview.server.run import Run
 from kqview.server.sockets import Socket
 from kqview.server.wire import json_in_slices
@@ -29,7 +29,7 @@ _STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
 # ---- text and ids
 
 
-async def tokenize(call: Call, body: schema.TokenizeBody) -> Reply:
+async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     """Ids and texts of a text."""
     add_special = convert.first(body.add_special_tokens, body.add_special, False)
     pieces = await call.service.tokenize(
@@ -40,7 +40,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> Reply:
     def written() -> bytes:
         return json_in_slices(convert.tokenized(pieces, with_pieces=with_pieces))
 
-    return Reply(await call.service.converted(call.n_body_bytes, call.hold, written))
+    return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
 
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
@@ -49,12 +49,12 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokeni
     return schema.Detokenized(await call.service.detokenize(ids, client=call.hold.client))
 
 
-async def token_count(call: Call, body: schema.TokenCountBody) -> Reply:
+async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
     """How many tokens a prompt has."""
     text = body.prompt or ""
     ids = await call.service.ids(text, add_special=body.special, hold=call.hold)
     counted = schema.TokenCount(len(ids), ids)
-    return Reply(
+    return HttpReply(
         await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
     )
 
@@ -126,7 +126,7 @@ async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
 async def check(call: Call, body: schema.RunBody) -> schema.Texts:
     """Text so far of the generation of a key or a name; "" where there is none."""
     runs = _meant(call, body)
-    return schema.Texts([schema.Text(runs[-1].text if runs else "")])
+    return schema.Texts([schema.ResultText(runs[-1].text if runs else "")])
 
 
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
@@ -318,7 +318,7 @@ OPERATIONS: Final[list[Operation]] = [
     _get("/props", props, "Template and slots.", schema.ServerProps),
     _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
     _get(
-        "/api", _always(Reply(b"", "text/plain", 307, headers={"location": "docs"})),
+        "/api", _always(HttpReply(b"", "text/plain", 307, headers={"location": "docs"})),
         "Leads to /docs.", access="open",
     ),
 ]  # fmt: skip

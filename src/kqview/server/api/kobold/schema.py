@@ -229,7 +229,7 @@ class Aborted(Struct):
     done: str
 
 
-class Text(Struct):
+class ResultText(Struct):
     """Text so far."""
 
     text: str
@@ -238,7 +238,7 @@ class Text(Struct):
 class Texts(Struct):
     """Text of each result."""
 
-    results: list[Text]
+    results: list[ResultText]
 
 
 class LastLogprobs(Struct):

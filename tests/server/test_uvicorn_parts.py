@@ -1,0 +1,183 @@
+"""What is private of uvicorn: frames in one write, and the same bytes where none of it is used."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import re
+import tomllib
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import uvicorn
+
+from kqview import Engine
+from kqview.server import Settings, create_app, uvicorn_parts
+from kqview.server.connection import UNKNOWN
+from kqview.server.uvicorn_parts import UvicornConnection, connection
+from tests.server.clients import (
+    json_request,
+    masked_frame,
+    raw_connection,
+    read_to_close,
+    read_until,
+    reset,
+    upgrade_bytes,
+    websocket,
+)
+from tests.server.toy_dialect import mounted, serving_toy
+
+if TYPE_CHECKING:
+    from tests.support.serving import Served
+
+CLOSED = b"\x88\x02\x03\xe8"  # a close frame with code 1000
+NAMED = b"x-request-id: same\r\n"
+BODY = {"prompt": "Once upon", "max_tokens": 4, "prompt_rows": True}
+
+
+@pytest.fixture
+def unknown_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the uvicorn that is installed were one that nobody has tried."""
+    monkeypatch.setattr(uvicorn_parts, "CHECKED", ((0, 1), (0, 2)))
+
+
+def replies(served: Served) -> list[bytes]:
+    """What a stream, a plain reply, a refusal and a WebSocket send, byte by byte."""
+    found: list[bytes] = []
+    for path, body, end in (
+        ("/toy/stream", BODY, b"\r\n0\r\n\r\n"),
+        ("/toy/generate", BODY, b'"reason":"length"}'),
+        ("/toy/generate", {"max_tokens": 1}, b"}"),
+    ):
+        with raw_connection(served) as sock:
+            sock.sendall(json_request(path, body).replace(b"\r\n", b"\r\n" + NAMED, 1))
+            found.append(read_until(sock, end))
+    with raw_connection(served) as sock:
+        sock.sendall(upgrade_bytes("/toy/ws"))
+        head = read_until(sock, b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 101 ")
+        sock.sendall(masked_frame(json.dumps(BODY).encode()))
+        found.append(read_until(sock, CLOSED))
+    return found
+
+
+def test_unknown_uvicorn_sends_the_same_bytes(request: pytest.FixtureRequest):
+    with serving_toy() as served:
+        fast = replies(served)
+    request.getfixturevalue("unknown_version")
+    with serving_toy() as served:
+        plain = replies(served)
+    assert len(fast[0]) > 1000
+    assert fast == plain
+
+
+@pytest.mark.usefixtures("unknown_version")
+@pytest.mark.parametrize("path", ["/toy/stream", "/toy/generate"])
+def test_client_that_leaves_an_unknown_uvicorn_frees_its_slot(path: str):
+    with serving_toy(Settings(n_ctx=8192)) as served:
+        sock = raw_connection(served)
+        sock.sendall(json_request(path, {**BODY, "max_tokens": 8000}))
+        served.wait_until(lambda: any(slot.is_busy for slot in served.engine.stats().slots))
+        reset(sock)
+        served.wait_idle()
+        assert served.engine.stats().n_cancelled == 1
+
+
+@pytest.mark.usefixtures("unknown_version")
+def test_unknown_uvicorn_is_used_by_its_public_parts_and_named_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+):
+    settings = Settings()
+    with caplog.at_level(logging.WARNING, "kqview.server"):
+        options = uvicorn_parts.uvicorn_options(settings)
+    assert {type(value) for value in options.values()} <= {str, type(None)}
+    assert uvicorn.__version__ in caplog.text
+
+
+def test_checked_versions_are_those_that_are_installed():
+    pyproject = Path(__file__).parents[2] / "pyproject.toml"
+    extra = tomllib.loads(pyproject.read_text())["project"]["optional-dependencies"]["server"]
+    [wanted] = [one for one in extra if one.startswith("uvicorn")]
+    least, above = re.findall(r"(\d+)\.(\d+)", wanted)
+    assert (tuple(map(int, least)), tuple(map(int, above))) == uvicorn_parts.CHECKED
+    assert uvicorn_parts.is_checked()
+
+
+def check_sizes(served: Served) -> None:
+    # The head of a frame changes at 126 and 65,536 bytes (RFC 6455, section 5.2).
+    sizes = [0, 1, 125, 126, 127, 65_535, 65_536, 65_537, 20_000_000, 0, 3, 0]
+    with websocket(served, "/toy/ws/sizes") as socket:
+        socket.send(json.dumps(sizes))
+        frames, code = read_to_close(socket)
+    assert code == 1000
+    assert [len(frame) for frame in frames[::2]] == sizes
+    assert [len(frame) for frame in frames[1::2]] == sizes
+    for text, data in zip(frames[::2], frames[1::2], strict=True):
+        assert text == "\x7f" * len(text)
+        assert data == (bytes(range(256)) * (len(data) // 256 + 1))[: len(data)]
+
+
+def test_messages_of_any_size_arrive_whole():
+    with serving_toy() as served:
+        check_sizes(served)
+
+
+def test_messages_of_any_size_arrive_whole_without_uvloop(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(uvicorn.Config, "get_loop_factory", lambda config: asyncio.new_event_loop)
+    with serving_toy() as served:
+        check_sizes(served)
+
+
+async def test_a_server_that_does_not_know_our_extension_gets_one_message_at_a_time():
+    received = [{"type": "websocket.connect"}, {"type": "websocket.receive", "text": "[3, 0]"}]
+    sent: list[Any] = []
+
+    async def receive() -> Any:
+        return received.pop(0)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/toy/ws/sizes"
+    scope = {
+        "type": "websocket", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "ws",
+        "path": path, "raw_path": path.encode(), "root_path": "", "query_string": b"",
+        "headers": [], "subprotocols": [], "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 2),
+    }  # fmt: skip
+    with mounted(), Engine.demo(n_threads=1) as engine:
+        await create_app(engine)(scope, receive, send)
+    frames = [{key: value for key, value in one.items() if key != "type"} for one in sent[1:-1]]
+    assert frames == [
+        {"text": "\x7f" * 3},
+        {"bytes": bytes(range(3))},
+        {"text": ""},
+        {"bytes": b""},
+    ]
+    assert [sent[0]["type"], sent[-1]["type"]] == ["websocket.accept", "websocket.close"]
+
+
+def test_only_who_waits_before_it_writes_needs_no_limit_where_nothing_is_on_its_way():
+    class Transport:
+        n_left = 0
+
+        def get_write_buffer_size(self) -> int:
+            return self.n_left
+
+    class WritesFirst:
+        def __init__(self) -> None:
+            self.transport = Transport()
+
+        async def send(self, message: Any) -> None: ...
+
+    class WaitsFirst(WritesFirst):
+        writable = asyncio.Event()
+
+    one = WaitsFirst()
+    assert isinstance(connection(one.send), UvicornConnection)
+    assert connection(one.send).is_clear
+    one.transport.n_left = 1
+    assert not connection(one.send).is_clear
+    assert not connection(WritesFirst().send).is_clear
+    assert not UNKNOWN.is_clear
