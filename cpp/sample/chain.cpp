@@ -67,38 +67,35 @@ void call_llama(errc code, const char* what, F&& call) {
 
 }  // namespace
 
-sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
-                 std::unique_ptr<token_filter> filter)
-    : params_(params),
-      seed_(pick_seed(params.seed)),
-      n_vocab_(llama_vocab_n_tokens(vocab)),
-      filter_(std::move(filter)),
-      limit_(params.json_schema ? "json_schema"
-             : params.regex     ? "regex"
-                                : "grammar",
-             filter_limit_s, filter_average_s) {
-    check(params_, n_vocab_);
-    collect_bans(vocab);
-    build_penalties(vocab, n_ctx_train);
-    if (!is_greedy()) build_choice(n_vocab_);
+// ---- what changes logits
+
+logit_editor::logit_editor(const llama_vocab* vocab, const sampling_params& params,
+                           std::int32_t n_ctx_train)
+    : n_vocab_(llama_vocab_n_tokens(vocab)), keeps_raw_(params.top_logprobs.has_value()) {
+    check(params, n_vocab_);
+    collect_bans(vocab, params);
+    build_penalties(vocab, params, n_ctx_train);
 }
 
-void sampler::collect_bans(const llama_vocab* vocab) {
-    banned_ = params_.banned_tokens;
+void logit_editor::collect_bans(const llama_vocab* vocab, const sampling_params& params) {
+    banned_ = params.banned_tokens;
     std::int32_t n_suppressed = 0;
     const llama_token* suppressed = llama_vocab_get_suppress_tokens(vocab, &n_suppressed);
     banned_.insert(banned_.end(), suppressed, suppressed + n_suppressed);
-    if (params_.ignore_eos) {
+    if (params.ignore_eos) {
         for (token_id id = 0; id < n_vocab_; ++id) {
             if (llama_vocab_is_eog(vocab, id)) banned_.push_back(id);
         }
     }
-    for (const auto& [id, bias] : params_.logit_bias) {
-        if (bias == minus_inf) banned_.push_back(id);
+    for (const auto& [id, bias] : params.logit_bias) {
+        if (bias == minus_inf) {
+            banned_.push_back(id);
+        } else {
+            bias_.emplace_back(id, bias);
+        }
     }
     std::sort(banned_.begin(), banned_.end());
     banned_.erase(std::unique(banned_.begin(), banned_.end()), banned_.end());
-    std::erase_if(params_.logit_bias, [](const auto& entry) { return entry.second == minus_inf; });
     if (!banned_.empty() && banned_.size() >= static_cast<std::size_t>(n_vocab_)) {
         throw error(errc::invalid_sampling, "ignore_eos, banned_tokens and logit_bias ban all " +
                                                 std::to_string(n_vocab_) +
@@ -106,38 +103,108 @@ void sampler::collect_bans(const llama_vocab* vocab) {
     }
 }
 
-void sampler::build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train) {
-    const bool has_penalties = params_.repeat_penalty != 1.0F || params_.presence_penalty != 0.0F ||
-                               params_.frequency_penalty != 0.0F;
+void logit_editor::build_penalties(const llama_vocab* vocab, const sampling_params& params,
+                                   std::int32_t n_ctx_train) {
+    const bool has_penalties = params.repeat_penalty != 1.0F || params.presence_penalty != 0.0F ||
+                               params.frequency_penalty != 0.0F;
     const std::int32_t n_penalties =
-        has_penalties ? window_tokens(params_.repeat_last_n, n_ctx_train) : 0;
+        has_penalties ? window_tokens(params.repeat_last_n, n_ctx_train) : 0;
     if (n_penalties > 0) {
-        penalties_.reset(llama_sampler_init_penalties(n_vocab_, n_penalties, params_.repeat_penalty,
-                                                      params_.frequency_penalty,
-                                                      params_.presence_penalty));
+        penalties_.reset(llama_sampler_init_penalties(n_vocab_, n_penalties, params.repeat_penalty,
+                                                      params.frequency_penalty,
+                                                      params.presence_penalty));
     }
 
     const std::int32_t n_dry =
-        params_.dry_multiplier > 0.0F ? window_tokens(params_.dry_penalty_last_n, n_ctx_train) : 0;
+        params.dry_multiplier > 0.0F ? window_tokens(params.dry_penalty_last_n, n_ctx_train) : 0;
     if (n_dry > 0) {
         if (llama_vocab_type(vocab) == LLAMA_VOCAB_TYPE_NONE) {
             throw error(errc::invalid_sampling,
                         "dry_multiplier needs a vocabulary, and this model has none; leave it out");
         }
         std::vector<const char*> breakers;
-        for (const std::string& text : params_.dry_sequence_breakers) {
+        for (const std::string& text : params.dry_sequence_breakers) {
             breakers.push_back(text.c_str());
         }
         call_llama(errc::invalid_sampling, "dry_sequence_breakers", [&] {
-            dry_.reset(llama_sampler_init_dry(vocab, params_.dry_multiplier, params_.dry_base,
-                                              params_.dry_allowed_length, n_dry, breakers.data(),
+            dry_.reset(llama_sampler_init_dry(vocab, params.dry_multiplier, params.dry_base,
+                                              params.dry_allowed_length, n_dry, breakers.data(),
                                               breakers.size()));
         });
     }
     n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
 }
 
-void sampler::build_choice(std::int32_t n_vocab) {
+void logit_editor::accept(std::span<const token_id> ids) {
+    for (const token_id id : ids.last(std::min(ids.size(), n_recent_max_))) remember(id);
+}
+
+void logit_editor::remember(token_id id) {
+    llama_sampler_accept(penalties_.get(), id);
+    llama_sampler_accept(dry_.get(), id);
+    if (recent_.size() < n_recent_max_) {
+        recent_.push_back(id);
+    } else {
+        recent_[i_recent_oldest_] = id;
+        i_recent_oldest_ = (i_recent_oldest_ + 1) % n_recent_max_;
+    }
+}
+
+float logit_editor::raw(token_id id, std::span<const float> edited) const {
+    // The first entry of an id holds its raw logit.
+    const auto found = std::find_if(replaced_.begin(), replaced_.end(),
+                                    [id](const scored_token& entry) { return entry.id == id; });
+    return found != replaced_.end() ? found->logit : edited[static_cast<std::size_t>(id)];
+}
+
+void logit_editor::edit(std::span<float> logits) {
+    replaced_.clear();
+    for (const auto& [id, bias] : bias_) {
+        float& logit = logits[static_cast<std::size_t>(id)];
+        replaced_.push_back({id, logit});
+        logit += bias;
+    }
+    for (const token_id id : banned_) logits[static_cast<std::size_t>(id)] = minus_inf;
+    if (!recent_.empty()) penalize(logits);
+}
+
+void logit_editor::penalize(std::span<float> logits) {
+    penalized_.clear();
+    for (const token_id id : recent_) {
+        if (id < 0 || id >= n_vocab_) continue;
+        const float logit = logits[static_cast<std::size_t>(id)];
+        // A banned token stays banned, and NaN is left for the scan to report.
+        if (!(logit > minus_inf)) continue;
+        penalized_.push_back({id, logit, 0.0F});
+        if (keeps_raw_) replaced_.push_back({id, logit});
+    }
+    llama_token_data_array array = as_array(penalized_, false);
+    llama_sampler_apply(penalties_.get(), &array);
+    llama_sampler_apply(dry_.get(), &array);
+    // A token that was seen twice gets the same value twice. Extreme penalties end at the limit.
+    for (const llama_token_data& entry : penalized_) {
+        logits[static_cast<std::size_t>(entry.id)] =
+            entry.logit <= float_max ? entry.logit : float_max;
+    }
+}
+
+// ---- the choice
+
+sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
+                 std::unique_ptr<token_filter> filter)
+    : params_(params),
+      seed_(pick_seed(params.seed)),
+      n_vocab_(llama_vocab_n_tokens(vocab)),
+      editor_(vocab, params, n_ctx_train),
+      filter_(std::move(filter)),
+      limit_(params.json_schema ? "json_schema"
+             : params.regex     ? "regex"
+                                : "grammar",
+             filter_limit_s, filter_average_s) {
+    if (!is_greedy()) build_choice();
+}
+
+void sampler::build_choice() {
     llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
     chain_params.no_perf = true;
     choice_.reset(llama_sampler_chain_init(chain_params));
@@ -146,7 +213,7 @@ void sampler::build_choice(std::int32_t n_vocab) {
     if (params_.mirostat == 1) {
         add(llama_sampler_init_temp(temperature));
         // 100 tokens to estimate the slope from, as in llama.cpp's tools.
-        add(llama_sampler_init_mirostat(n_vocab, seed_, params_.mirostat_tau, params_.mirostat_eta,
+        add(llama_sampler_init_mirostat(n_vocab_, seed_, params_.mirostat_tau, params_.mirostat_eta,
                                         100));
     } else if (params_.mirostat == 2) {
         add(llama_sampler_init_temp(temperature));
@@ -162,27 +229,6 @@ void sampler::build_choice(std::int32_t n_vocab) {
     }
 }
 
-void sampler::accept_prompt(std::span<const token_id> ids) {
-    for (const token_id id : ids.last(std::min(ids.size(), n_recent_max_))) remember(id);
-}
-
-void sampler::remember(token_id id) {
-    if (n_recent_max_ == 0) return;
-    llama_sampler_accept(penalties_.get(), id);
-    llama_sampler_accept(dry_.get(), id);
-    if (recent_.size() < n_recent_max_) {
-        recent_.push_back(id);
-    } else {
-        recent_[i_recent_oldest_] = id;
-        i_recent_oldest_ = (i_recent_oldest_ + 1) % n_recent_max_;
-    }
-}
-
-void sampler::accept(token_id id) {
-    remember(id);
-    if (filter_) filter_->accept(id, limit_);
-}
-
 sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
     if (n_vocab != n_vocab_) {
         throw error(errc::internal, "sampler.sample: got " + std::to_string(n_vocab) +
@@ -194,56 +240,16 @@ sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
     if (filter_) limit_.restart();
     if (has_logprobs) logprobs_.read(logits, n_vocab, *params_.top_logprobs);
 
-    edit(row);
+    editor_.edit(row);
     sampled_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
-    accept(token.id);
+    editor_.accept({&token.id, 1});
+    if (filter_) filter_->accept(token.id, limit_);
     if (filter_) limit_.pause();
     if (has_logprobs) {
-        token.logprob = logprob_of(token.id, row);
+        token.logprob = logprobs_.of(editor_.raw(token.id, row));
         token.top = logprobs_.top();
     }
     return token;
-}
-
-float sampler::logprob_of(token_id id, std::span<const float> logits) const {
-    // The first entry of an id holds its raw logit.
-    const auto found = std::find_if(replaced_.begin(), replaced_.end(),
-                                    [id](const scored_token& entry) { return entry.id == id; });
-    return logprobs_.of(found != replaced_.end() ? found->logit
-                                                 : logits[static_cast<std::size_t>(id)]);
-}
-
-// Only the few logits that change are touched; llama.cpp's own bias and penalties would look up
-// every candidate of the vocabulary.
-void sampler::edit(std::span<float> logits) {
-    replaced_.clear();
-    for (const auto& [id, bias] : params_.logit_bias) {
-        float& logit = logits[static_cast<std::size_t>(id)];
-        replaced_.push_back({id, logit});
-        logit += bias;
-    }
-    for (const token_id id : banned_) logits[static_cast<std::size_t>(id)] = minus_inf;
-    if (!recent_.empty()) penalize(logits);
-}
-
-void sampler::penalize(std::span<float> logits) {
-    penalized_.clear();
-    for (const token_id id : recent_) {
-        if (id < 0 || id >= n_vocab_) continue;
-        const float logit = logits[static_cast<std::size_t>(id)];
-        // A banned token stays banned, and NaN is left for the scan to report.
-        if (!(logit > minus_inf)) continue;
-        penalized_.push_back({id, logit, 0.0F});
-        if (params_.top_logprobs.has_value()) replaced_.push_back({id, logit});
-    }
-    llama_token_data_array array = as_array(penalized_, false);
-    llama_sampler_apply(penalties_.get(), &array);
-    llama_sampler_apply(dry_.get(), &array);
-    // A token that was seen twice gets the same value twice. Extreme penalties end at the limit.
-    for (const llama_token_data& entry : penalized_) {
-        logits[static_cast<std::size_t>(entry.id)] =
-            entry.logit <= float_max ? entry.logit : float_max;
-    }
 }
 
 token_id sampler::choose(std::span<const float> logits) {

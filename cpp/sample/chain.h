@@ -28,6 +28,49 @@ struct sampled_token {
     std::vector<std::pair<token_id, float>> top;  // logprobs, best first
 };
 
+struct llama_sampler_deleter {
+    void operator()(llama_sampler* handle) const { llama_sampler_free(handle); }
+};
+using llama_sampler_handle = std::unique_ptr<llama_sampler, llama_sampler_deleter>;
+
+// What changes logits before anything is chosen: bias and bans, penalties, DRY. Only the few logits
+// that change are touched; llama.cpp's own bias and penalties would look up every candidate of the
+// vocabulary.
+class logit_editor {
+public:
+    // As the constructor of sampler.
+    logit_editor(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train);
+
+    // Penalties and DRY look back on these tokens.
+    void accept(std::span<const token_id> ids);
+
+    void edit(std::span<float> logits);
+    // What edit() found for this token, where `params` ask for log-probabilities.
+    float raw(token_id id, std::span<const float> edited) const;
+
+private:
+    void collect_bans(const llama_vocab* vocab, const sampling_params& params);
+    void build_penalties(const llama_vocab* vocab, const sampling_params& params,
+                         std::int32_t n_ctx_train);
+    void remember(token_id id);
+    void penalize(std::span<float> logits);
+
+    const std::int32_t n_vocab_;
+    const bool keeps_raw_;
+    std::vector<std::pair<token_id, float>> bias_;
+    std::vector<token_id> banned_;
+    llama_sampler_handle penalties_;  // null when off
+    llama_sampler_handle dry_;
+
+    // The last tokens that penalties and DRY may look back on, as a ring.
+    std::vector<token_id> recent_;
+    std::size_t n_recent_max_ = 0;
+    std::size_t i_recent_oldest_ = 0;
+
+    std::vector<llama_token_data> penalized_;
+    std::vector<scored_token> replaced_;  // raw logits of what edit() changed
+};
+
 class sampler {
 public:
     // CPU time that the filter may use for one token, and for each one on average.
@@ -40,7 +83,7 @@ public:
             std::unique_ptr<token_filter> filter = nullptr);
 
     // Penalties and DRY look back on the prompt; the grammar does not.
-    void accept_prompt(std::span<const token_id> ids);
+    void accept_prompt(std::span<const token_id> ids) { editor_.accept(ids); }
 
     // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode when
     // a logit is NaN or infinite, and when nothing is left to choose; invalid_sampling when the
@@ -56,22 +99,8 @@ public:
     std::uint32_t seed() const { return seed_; }
 
 private:
-    struct llama_deleter {
-        void operator()(llama_sampler* handle) const { llama_sampler_free(handle); }
-    };
-    using handle = std::unique_ptr<llama_sampler, llama_deleter>;
-
     bool is_greedy() const { return params_.temperature == 0.0F; }
-
-    void collect_bans(const llama_vocab* vocab);
-    void build_penalties(const llama_vocab* vocab, std::int32_t n_ctx_train);
-    void build_choice(std::int32_t n_vocab);
-
-    void edit(std::span<float> logits);
-    void penalize(std::span<float> logits);
-    void accept(token_id id);
-    void remember(token_id id);
-
+    void build_choice();
     token_id choose(std::span<const float> logits);
     token_id choose_of_all(std::span<const float> logits);
     token_id run_choice(bool is_sorted);
@@ -79,30 +108,19 @@ private:
     void fill_top(std::int32_t k);
     void fill_top_allowed(std::span<const float> logits, std::int32_t k);
     void apply_filter();
-    float logprob_of(token_id id, std::span<const float> logits) const;
 
     sampling_params params_;
     std::uint32_t seed_;
     std::int32_t n_vocab_;  // of the vocabulary
-    std::vector<token_id> banned_;
-
-    handle penalties_;  // null when off
-    handle dry_;
-    handle choice_;  // null when greedy
+    logit_editor editor_;
+    llama_sampler_handle choice_;  // null when greedy
     std::unique_ptr<token_filter> filter_;
     work_limit limit_;
-
-    // The last tokens that penalties and DRY may look back on, as a ring.
-    std::vector<token_id> recent_;
-    std::size_t n_recent_max_ = 0;
-    std::size_t i_recent_oldest_ = 0;
 
     logit_scan scan_;
     logprob_scan logprobs_;
     std::vector<scored_token> top_;
     std::vector<llama_token_data> candidates_;
-    std::vector<llama_token_data> penalized_;
-    std::vector<scored_token> replaced_;  // raw logits that edit() changed, for the logprob
 };
 
 }  // namespace kqview

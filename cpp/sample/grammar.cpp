@@ -291,25 +291,10 @@ std::uint32_t hex_value(char c) {
     return static_cast<std::uint32_t>(is_digit(c) ? c - '0' : (c | 0x20) - 'a' + 10);
 }
 
-// Reads exactly the language of llama.cpp's parser and builds the same rules.
-class gbnf_reader {
-public:
-    gbnf_reader(std::string_view text, const token_finder& find_token, work_limit& limit)
-        : text_(text), find_token_(find_token), limit_(limit) {}
-
-    grammar read() {
-        space(true);
-        while (pos_ < text_.size()) rule();
-        return rules_.finish(limit_);
-    }
-
-private:
-    // What one sequence holds so far and which part of it a repetition sign would repeat.
-    struct sequence_state {
-        grammar_sequence elements;
-        std::size_t last_start = 0;
-        std::uint64_t n_rules = 1;  // that a repetition of the last part would repeat
-    };
+// The text, a place in it, and what stands there.
+class gbnf_text {
+protected:
+    explicit gbnf_text(std::string_view text) : text_(text) {}
 
     char at(std::size_t offset = 0) const {
         return pos_ + offset < text_.size() ? text_[pos_ + offset] : '\0';
@@ -397,6 +382,30 @@ private:
         }
         return value;
     }
+
+    const std::string_view text_;
+    std::size_t pos_ = 0;
+};
+
+// Reads exactly the language of llama.cpp's parser and builds the same rules.
+class gbnf_reader : gbnf_text {
+public:
+    gbnf_reader(std::string_view text, const token_finder& find_token, work_limit& limit)
+        : gbnf_text(text), find_token_(find_token), limit_(limit) {}
+
+    grammar read() {
+        space(true);
+        while (pos_ < text_.size()) rule();
+        return rules_.finish(limit_);
+    }
+
+private:
+    // What one sequence holds so far and which part of it a repetition sign would repeat.
+    struct sequence_state {
+        grammar_sequence elements;
+        std::size_t last_start = 0;
+        std::uint64_t n_rules = 1;  // that a repetition of the last part would repeat
+    };
 
     void add(sequence_state& state, grammar_element element) {
         count(1);
@@ -601,10 +610,8 @@ private:
         space(true);
     }
 
-    const std::string_view text_;
     const token_finder& find_token_;
     work_limit& limit_;
-    std::size_t pos_ = 0;
     std::uint64_t n_elements_ = 0;
     grammar_rules rules_;
 };
