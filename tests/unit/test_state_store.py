@@ -146,18 +146,18 @@ def test_name_that_is_no_plain_file_name_is_refused(tmp_path: Path, name: str) -
         lambda: store.restore(name, FakeSlot()),
         lambda: store.remove(name),
     ):
-        with pytest.raises(errors.RequestError, match="no name for a session"):
+        with pytest.raises(errors.RequestError, match="the name of a session"):
             call()
 
 
 def test_store_needs_a_folder_and_limits(tmp_path: Path) -> None:
-    with pytest.raises(errors.RequestError, match="no folder"):
+    with pytest.raises(errors.RequestError, match="folder"):
         SessionStore(tmp_path / "missing")
-    with pytest.raises(errors.RequestError, match="0 and above"):
+    with pytest.raises(errors.RequestError, match="max_bytes -1"):
         SessionStore(max_bytes=-1)
     store = SessionStore()
     store.save("a", FakeSlot())
-    with pytest.raises(errors.RequestError, match="no directory"):
+    with pytest.raises(errors.RequestError, match="directory"):
         store.flush()
 
 

@@ -1,7 +1,7 @@
-"""Saved slots: what is in a SES1 blob, files of them, and named sessions.
+"""Saved slots: reading SES1 blobs, state files, and named sessions.
 
-`Slot.save` and `Slot.restore` make and take the blobs; the checks that guard a restore are in the
-core (``cpp/state``).
+`Slot.save` and `Slot.restore` write and load the blobs; the checks that protect a restore are in
+the core (``cpp/state``).
 """
 
 from kqview.state.files import read_state, write_state

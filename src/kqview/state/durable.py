@@ -1,10 +1,10 @@
-"""Files written whole: after a crash, a full disk or Ctrl-C there is the old one or the new one.
+"""Atomic file writes: a crash, a full disk or Ctrl-C leaves either the old file or the new one.
 
-A file is written under a temporary name in its own folder, synced, given its name, and the folder
-is synced. Its writer holds a lock on it meanwhile, so that `remove_leftovers` can tell what a dead
-process has left from what another one is writing now.
+A file is written under a temporary name in its own folder, synced and renamed, and the folder is
+synced. Its writer locks it meanwhile, so `remove_leftovers` can tell the files of dead processes
+from those that another process is writing.
 
-Never: opens a file that somebody may be reading for writing, or takes a name that exists.
+Never: opens an existing file for writing, or reuses a temporary name that exists.
 """
 
 import contextlib
@@ -21,12 +21,12 @@ from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 _PREFIX: Final = ".kqview-"
 _SUFFIX: Final = ".part"
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# What a file system answers that cannot sync a folder, or needs no syncing.
+# Errors of file systems that cannot sync a folder, or need not.
 _NO_SYNC: Final = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
 class FileIdentity(NamedTuple):
-    """What tells whether a file is still the one that was read or written."""
+    """Identifies a file and its content without reading it."""
 
     device: int
     inode: int
@@ -36,33 +36,33 @@ class FileIdentity(NamedTuple):
 
     @classmethod
     def of(cls, status: os.stat_result) -> Self:
-        """Of a file with *status*."""
+        """The identity of a file with *status*."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
     def has_content_of(self, other: "FileIdentity") -> bool:
-        """Whether it is the same file with the same content: a link or new rights are no change."""
+        """Whether it is the same unmodified file; a new link or new permissions do not count."""
         return self[:4] == other[:4]
 
 
 class WholeFile:
-    """A file that appears under its name at `commit`, whole and on the disk; not before.
+    """A file that appears under its name only at `commit`, complete and synced.
 
     A context manager: commits at the end of the block, discards after an exception. A symbolic link
-    is followed, and the file it points to is replaced. An old file's rights and owner stay; one
-    that may not be written to is not replaced. What is no regular file, such as ``/dev/stdout``,
-    cannot be replaced and is written to directly.
+    is followed, and its target is replaced. The permissions and owner of an old file are kept; a
+    file without write permission is not replaced. What is not a regular file, such as
+    ``/dev/stdout``, is written to directly.
 
     Args:
-        path: Its name.
-        is_private: Readable by the owner alone, whatever the old file was.
+        path: Name of the file.
+        is_private: Whether only the owner may read it, whatever the old file allowed.
 
     Attributes:
-        stream: To write to; buffered, and seekable where *path* is a regular file.
+        stream: Buffered stream to write to; seekable if *path* is a regular file.
 
     Raises:
-        OSError: The folder cannot be written to, or the old file not. So do all methods; the error
+        OSError: The folder or the old file cannot be written to. All methods raise it as well; it
             names *path*.
     """
 
@@ -90,10 +90,10 @@ class WholeFile:
         return handle
 
     def commit(self) -> FileIdentity:
-        """Give the file its name; returns what it can be recognised by.
+        """Give the file its name and return its identity.
 
-        After an error the old file is there, unless the error is one of syncing the folder: then
-        the new one is, and may be lost with the power.
+        After an error the old file is still there, except if syncing the folder failed: then the
+        new file is there, and a power loss may undo it.
         """
         with _naming(self._path):
             try:
@@ -111,17 +111,17 @@ class WholeFile:
                 self.discard()
 
     def discard(self) -> None:
-        """Leave the old file as it is; nothing to do after `commit`."""
+        """Drop what was written and keep the old file; no effect after `commit`."""
         if self._temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._temporary)
             self._temporary = None
-        # Not the stream: it would write what it still holds.
-        with contextlib.suppress(OSError):  # synced, or not wanted
+        # Not the stream: closing it would flush its buffer.
+        with contextlib.suppress(OSError):  # synced or discarded
             self._raw.close()
 
     def __enter__(self) -> Self:
-        """Return the file itself."""
+        """Return self."""
         return self
 
     def __exit__(
@@ -138,7 +138,7 @@ class WholeFile:
 
 
 class _Target(io.FileIO):
-    """Writes to a handle; an error names the file that the caller knows."""
+    """Writes to a handle; errors name the file of the caller."""
 
     def __init__(self, handle: int, path: str) -> None:
         super().__init__(handle, "wb")
@@ -152,10 +152,10 @@ class _Target(io.FileIO):
 def write_whole(
     path: str | os.PathLike[str], *parts: bytes, is_private: bool = False
 ) -> FileIdentity:
-    """Write *parts*, one behind the other, as the file *path*.
+    """Write *parts*, concatenated, as the file *path*.
 
     Raises:
-        OSError: The file cannot be written; what was there before still is.
+        OSError: The file cannot be written; an old file stays.
     """
     file = WholeFile(path, is_private=is_private)
     try:
@@ -168,13 +168,12 @@ def write_whole(
 
 
 def append_line(path: str | os.PathLike[str], line: str) -> None:
-    """Append *line* and a newline to *path*, on the disk when this returns.
+    """Append *line* and a newline to *path* and sync it.
 
-    A line that a dead process has left unfinished is ended first. Two processes may append to one
-    file.
+    An unfinished line of a dead process is ended first. Several processes may append to one file.
 
     Raises:
-        OSError: The file cannot be written; it is as it was.
+        OSError: The file cannot be written; it stays as it was.
     """
     path = os.fspath(path)
     with _naming(path):
@@ -200,7 +199,7 @@ def append_line(path: str | os.PathLike[str], line: str) -> None:
 
 
 def remove(path: str | os.PathLike[str]) -> None:
-    """Remove the file *path*, for good when this returns; nothing to do where there is none.
+    """Remove the file *path* if it exists, and sync its folder.
 
     Raises:
         OSError: It cannot be removed, or the folder cannot be synced.
@@ -212,9 +211,9 @@ def remove(path: str | os.PathLike[str]) -> None:
 
 
 def remove_leftovers(folder: str | os.PathLike[str]) -> int:
-    """Remove what writers that died have left in *folder*; returns how many files it was.
+    """Remove the temporary files of dead processes from *folder*; return their number.
 
-    What another process writes at the moment stays, and so does what cannot be removed.
+    Files that another process is writing stay, and so do files that cannot be removed.
     """
     n_removed = 0
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -225,10 +224,10 @@ def remove_leftovers(folder: str | os.PathLike[str]) -> int:
 
 
 def sync_folder(folder: str | os.PathLike[str]) -> None:
-    """Make the names in *folder* outlive a loss of power.
+    """Make the names in *folder* survive a power loss.
 
     Raises:
-        OSError: The disk failed. Not raised where folders cannot be synced or read.
+        OSError: The disk failed. Not raised if the folder cannot be read, or synced at all.
     """
     try:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -247,7 +246,7 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
 
 
 def _create_locked(folder: str, mode: int) -> tuple[int, str]:
-    """(handle, name) of a new file that is locked and has its name."""
+    """(handle, name) of a new, locked temporary file."""
     while True:
         name = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
         try:
@@ -256,7 +255,7 @@ def _create_locked(folder: str, mode: int) -> tuple[int, str]:
             continue
         try:
             _lock(handle, fcntl.LOCK_EX)
-            # Before the lock was there it may have been taken for a leftover.
+            # Before it was locked, another process may have removed it as a leftover.
             if os.fstat(handle).st_nlink > 0:
                 return handle, name
         except BaseException:
@@ -275,7 +274,7 @@ def _remove_dead(name: str) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.unlink(name)
-    except OSError:  # its writer lives, was just done, or nobody can lock here
+    except OSError:  # its writer is alive or just done, or files cannot be locked
         return False
     finally:
         os.close(handle)
@@ -283,20 +282,20 @@ def _remove_dead(name: str) -> bool:
 
 
 def _lock(handle: int, operation: int) -> None:
-    # Where files cannot be locked there is no cleaning up either: `_remove_dead` needs the lock.
+    # Without locks nothing is cleaned up either: `_remove_dead` needs one.
     with contextlib.suppress(OSError):
         fcntl.flock(handle, operation)
 
 
 def _take_rights(handle: int, old: os.stat_result) -> None:
-    """Let the new file belong to whom the old one did; as far as this user may."""
+    """Give the new file the owner and permissions of the old one, as far as this user may."""
     mode = stat.S_IMODE(old.st_mode) & 0o777
     own = os.fstat(handle)
     if (own.st_uid, own.st_gid) != (old.st_uid, old.st_gid):
         try:
             os.fchown(handle, old.st_uid, old.st_gid)
         except OSError:
-            mode &= ~0o070  # they were another group's
+            mode &= ~0o070  # they are meant for the old group
     with contextlib.suppress(OSError):
         os.fchmod(handle, mode)
 
@@ -310,7 +309,7 @@ def _status(path: str) -> os.stat_result | None:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Generator[None]:
-    """Let an OSError name the file that the caller knows, and say what a full disk has left."""
+    """Let an OSError name the file of the caller; after a full disk, say that nothing changed."""
     try:
         yield
     except OSError as error:
@@ -318,5 +317,5 @@ def _naming(path: str) -> Generator[None]:
             raise
         reason = error.strerror or str(error)
         if error.errno in _FULL:
-            reason += "; nothing was changed, make room for it"
+            reason += "; nothing was changed, free some space"
         raise OSError(error.errno, reason, path) from error

@@ -1,15 +1,15 @@
-"""State files: a SES1 blob, and behind it a trailer that says which model it is of.
+"""State files: a SES1 blob followed by a trailer that names its model.
 
     SES1 blob | JSON | u32 bytes of the JSON | "KQVIEW01"
 
-The blob comes first, so that every reader of SES1 still finds it. The chance that a blob ends like
-a trailer by itself is one in 2**64.
+The blob comes first, so any reader of SES1 can read the file. The chance that a blob itself ends
+like a trailer is one in 2**64.
 
-The JSON is one flat object. Version 2, which is written: ``model``, ``kv_type``, the `SlotMarks`
-that are known, and ``sha256`` over the blob and all other fields. Fields that a reader does not
-know count for the checksum and are ignored otherwise; a field that must not be ignored needs a new
-version. Version 1 is still read: its ``model`` is the sampled fingerprint, and its ``sha256``
-covers the blob alone.
+The JSON is one flat object. Version 2 is written; it has ``model``, ``kv_type``, the known fields
+of `SlotMarks`, and ``sha256`` over the blob and all other fields. A reader ignores fields that it
+does not know, except for the checksum; a field that must not be ignored needs a new version.
+Version 1 can be read: its ``model`` is the sampled fingerprint, and its ``sha256`` covers only the
+blob.
 """
 
 import contextlib
@@ -35,12 +35,12 @@ _JSON_BYTES_MAX: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class StateFacts:
-    """What a slot's cache depends on besides its ids.
+    """What the cache of a slot depends on besides its ids.
 
     Attributes:
-        model: Fingerprint of the model's and the adapters' files (`ModelFiles.fingerprint`).
+        model: Fingerprint of the model and adapter files (`ModelFiles.fingerprint`).
         kv_type: Type of the KV cache, such as "f16".
-        sampled_model: The fingerprint that trailers of version 1 hold; not written.
+        sampled_model: The fingerprint in trailers of version 1; never written.
     """
 
     model: str
@@ -50,14 +50,14 @@ class StateFacts:
 
 @dataclass(frozen=True, slots=True)
 class SlotMarks:
-    """What is true of one saved slot and stands neither in its blob nor in its engine.
+    """Facts about one saved slot that neither its blob nor its engine records.
 
-    Each field is written where it is known. A new one needs no new version of the trailer as long
-    as a reader may ignore it.
+    A field is written if it is known. A new field that readers may ignore needs no new version of
+    the trailer.
 
     Attributes:
-        n_exact: Tokens whose cache is what a fresh evaluation computes; from there on it is
-            approximate. None: not known.
+        n_exact: Number of leading tokens whose cache equals that of a fresh evaluation; the rest
+            is approximate. None if unknown.
     """
 
     n_exact: int | None = None
@@ -67,7 +67,7 @@ NO_MARKS: Final = SlotMarks()
 
 
 def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) -> bytes:
-    """The trailer to write behind *blob*."""
+    """The trailer for *blob*."""
     known = {name: value for name, value in asdict(marks).items() if value is not None}
     content = {"version": 2, "model": facts.model, "kv_type": facts.kv_type, **known}
     content["sha256"] = _checksum(blob, content)
@@ -76,10 +76,10 @@ def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) ->
 
 
 def trailer_bytes(end: bytes, n_bytes: int) -> int:
-    """Size of the trailer of a file of *n_bytes* that ends with *end*; 0 without one.
+    """Size of the trailer of a file of *n_bytes* that ends with *end*; 0 if it has none.
 
     Raises:
-        StateFormatError: It cannot be as long as it says.
+        StateFormatError: The trailer gives an impossible size.
     """
     footer = end[-FOOTER_BYTES:]
     if len(footer) < FOOTER_BYTES or not footer.endswith(MAGIC):
@@ -87,21 +87,20 @@ def trailer_bytes(end: bytes, n_bytes: int) -> int:
     n_text = struct.unpack_from("<I", footer)[0]
     if n_text > min(_JSON_BYTES_MAX, n_bytes - FOOTER_BYTES):
         raise StateFormatError(
-            f"state: the trailer at the end says {n_text} bytes, of {n_bytes} in all; "
-            "the file was altered"
+            f"the trailer claims {n_text} bytes in a file of {n_bytes} bytes; the file was altered"
         )
     return n_text + FOOTER_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Trailer:
-    """What a trailer says, whose checksum is right.
+    """A trailer whose checksum is correct.
 
     Attributes:
         version: 1 or 2.
-        model: Fingerprint of the model; in version 1 the sampled one.
+        model: Fingerprint of the model; the sampled one in version 1.
         kv_type: Type of the KV cache.
-        marks: What it says of the slot.
+        marks: Facts about the slot.
     """
 
     version: int
@@ -110,37 +109,39 @@ class Trailer:
     marks: SlotMarks
 
     def check(self, own: StateFacts) -> None:
-        """Raise StateMismatch unless the slot was one of an engine with *own* facts."""
+        """Raise StateMismatch unless the slot was saved by an engine with *own* facts."""
         if self.version == 1:
             own = replace(own, model=own.sampled_model)
         check_facts(StateFacts(self.model, self.kv_type), own)
 
 
 def read_trailer(blob: bytes, trailer: bytes) -> Trailer:
-    """Read what `trailer_bytes` found at the end of a file, and check *blob* against it.
+    """Parse *trailer* and check *blob* against its checksum.
 
     Raises:
-        StateFormatError: The bytes are not those that were written.
+        StateFormatError: The file was altered, or the version is unknown.
     """
     content = _content(trailer[:-FOOTER_BYTES])
     version = content.get("version")
     if version not in (1, 2):
         raise StateFormatError(
-            f"state: the trailer has version {version!r}, 1 and 2 are known; use a newer kqview"
+            f"the trailer has version {version!r}, this kqview reads 1 and 2; use a newer kqview"
         )
     signed = {} if version == 1 else {k: v for k, v in content.items() if k != "sha256"}
     if content.get("sha256") != _checksum(blob, signed):
-        raise StateFormatError("state: the checksum differs; the file was altered")
+        raise StateFormatError(
+            "the checksum of the state file does not match; the file was altered"
+        )
     marks = NO_MARKS if version == 1 else _marks(content)
     return Trailer(version, str(content.get("model")), str(content.get("kv_type")), marks)
 
 
 def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> SlotMarks:
-    """Check *blob* against its trailer, and the trailer against *facts* where given.
+    """Check *blob* against its trailer and, if given, the trailer against *facts*.
 
     Raises:
-        StateFormatError: The bytes are not those that were written.
-        StateMismatch: The slot was one of another model or kv_type.
+        StateFormatError: The file was altered, or the version is unknown.
+        StateMismatch: The slot was saved with another model or kv_type.
     """
     read = read_trailer(blob, trailer)
     if facts is not None:
@@ -149,21 +150,21 @@ def check_trailer(blob: bytes, trailer: bytes, facts: StateFacts | None) -> Slot
 
 
 def check_facts(saved: StateFacts, own: StateFacts) -> None:
-    """Raise StateMismatch where a slot was saved with other facts than an engine's *own*."""
+    """Raise StateMismatch if the facts of a *saved* slot differ from an engine's *own*."""
     if saved.model != own.model:
         raise StateMismatch(
-            "state: the slot is one of another model or of other LoRA adapters; "
+            "the slot was saved with another model or other LoRA adapters; "
             "restore it with those it was saved with"
         )
     if saved.kv_type != own.kv_type:
         raise StateMismatch(
-            f"state: saved with kv_type {saved.kv_type!r}, this engine has {own.kv_type!r}; "
-            f"open it with kv_type={saved.kv_type!r}"
+            f"the slot was saved with kv_type {saved.kv_type!r}, this engine has {own.kv_type!r}; "
+            f"open the engine with kv_type={saved.kv_type!r}"
         )
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
-    """*data* as (blob, trailer); the trailer is b"" where there is none."""
+    """*data* as (blob, trailer); the trailer is b"" if there is none."""
     n = trailer_bytes(data[-FOOTER_BYTES:], len(data))
     return (data[:-n], data[-n:]) if n else (data, b"")
 
@@ -172,7 +173,7 @@ def _marks(content: Mapping[str, Any]) -> SlotMarks:
     n_exact = content.get("n_exact")
     if n_exact is not None and (type(n_exact) is not int or n_exact < 0):
         raise StateFormatError(
-            f"state: n_exact in the trailer is {n_exact!r}, 0 and above are known"
+            f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
         )
     return SlotMarks(n_exact=n_exact)
 
@@ -195,7 +196,7 @@ def _content(text: bytes) -> Mapping[str, Any]:
         content = None
     fields = cast("dict[str, Any]", content) if isinstance(content, dict) else None
     if fields is None or any(isinstance(value, dict | list) for value in fields.values()):
-        raise StateFormatError("state: the trailer is no flat JSON object; the file was altered")
+        raise StateFormatError("the trailer is not a flat JSON object; the file was altered")
     return fields
 
 
@@ -208,16 +209,16 @@ def write_state(
     facts: StateFacts | None = None,
     marks: SlotMarks = NO_MARKS,
 ) -> int:
-    """Write *blob* to *path*; returns the file's size.
+    """Write *blob* to *path* and return the size of the file.
 
-    With *facts* a trailer follows the blob, which holds them, *marks* and a checksum.
+    With *facts*, a trailer with them, *marks* and a checksum follows the blob.
 
-    The file appears whole, on the disk and readable by its owner alone, because it holds the
+    The file is written atomically and synced. Only its owner can read it, because it holds the
     prompt.
 
     Raises:
-        StateFormatError: *blob* is no SES1 blob.
-        OSError: The file cannot be written; what was there before still is.
+        StateFormatError: *blob* is not a SES1 blob.
+        OSError: The file cannot be written; an old file stays.
     """
     return write_marked(path, blob, facts, marks).n_bytes
 
@@ -225,19 +226,19 @@ def write_state(
 def write_marked(
     path: str | os.PathLike[str], blob: bytes, facts: StateFacts | None, marks: SlotMarks
 ) -> FileIdentity:
-    """As `write_state`; returns what the file can be recognised by."""
+    """Like `write_state`, but return the identity of the file."""
     if blob[: len(ses1.MAGIC)] != ses1.MAGIC:
-        raise StateFormatError("state.write: the magic at byte 0 is not 'SES1'; pass Slot.save()")
+        raise StateFormatError("blob does not start with 'SES1'; pass what Slot.save() returned")
     trailer = make_trailer(blob, facts, marks) if facts else b""
     return write_whole(path, blob, trailer, is_private=True)
 
 
 def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) -> bytes:
-    """The blob in a state file; its trailer, where it has one, is checked.
+    """Read the blob of a state file and check its trailer, if it has one.
 
     Raises:
-        StateFormatError: It is no regular file, or its bytes are not those that were written.
-        StateMismatch: *facts* are given and those of the trailer are others.
+        StateFormatError: It is not a regular file, or it was altered.
+        StateMismatch: *facts* differ from those of the trailer.
         OSError: The file cannot be read.
     """
     return read_marked(path, facts)[0]
@@ -246,16 +247,16 @@ def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) ->
 def read_marked(
     path: str | os.PathLike[str], facts: StateFacts | None = None
 ) -> tuple[bytes, SlotMarks]:
-    """As `read_state`, and what the trailer says of the slot."""
+    """Like `read_state`, but return (blob, marks)."""
     blob, trailer = read_parts(path)
     return blob, check_trailer(blob, trailer, facts) if trailer else NO_MARKS
 
 
 def read_parts(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
-    """(blob, trailer) of a state file, unchecked; the trailer is b"" where there is none.
+    """(blob, trailer) of a state file, unchecked; the trailer is b"" if there is none.
 
     Raises:
-        StateFormatError: It is no regular file, or its trailer cannot be as long as it says.
+        StateFormatError: It is not a regular file, or the trailer gives an impossible size.
         OSError: The file cannot be read.
     """
     with _opened(path) as (stream, status):
@@ -266,7 +267,9 @@ def read_parts(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
 
 
 def blob_bytes(path: str | os.PathLike[str]) -> int:
-    """Size of the blob in a state file, of the whole file where that cannot be told; reads its end.
+    """Size of the blob in a state file, or of the whole file if its trailer is damaged.
+
+    Reads only the end of the file.
 
     Raises:
         OSError: The file cannot be read.
@@ -280,12 +283,12 @@ def blob_bytes(path: str | os.PathLike[str]) -> int:
 
 @contextlib.contextmanager
 def _opened(path: str | os.PathLike[str]) -> Generator[tuple[BinaryIO, os.stat_result]]:
-    # Not blocking: a named pipe would keep the caller until somebody writes to it.
+    # Non-blocking: opening a named pipe would wait for a writer.
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb") as stream:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise StateFormatError(f"state.read: {os.fspath(path)!r} is no regular file")
+            raise StateFormatError(f"{os.fspath(path)!r} is not a regular file")
         yield stream, status
 
 
@@ -303,14 +306,13 @@ class StateReport:
 
     Attributes:
         path: The file.
-        problems: Why it should not be restored; empty where nothing was found.
-        n_bytes: Size of the file; None where it cannot be read.
-        state: What the blob says about itself; None where it is no sound one.
-        trailer: What the trailer says; None without one, or where its checksum is wrong.
-        has_trailer: Whether there is one. A raw blob has no checksum: values that were altered
-            cannot be told, nor of which model they are.
-        is_of_model: Whether the slot was one of the model asked about; None where none was, or
-            where the trailer does not say.
+        problems: Why it should not be restored; empty if nothing was found.
+        n_bytes: Size of the file; None if it cannot be read.
+        state: Contents of the blob; None if it is malformed.
+        trailer: The trailer; None if there is none or its checksum is wrong.
+        has_trailer: Whether there is a trailer. A raw blob has no checksum and names no model.
+        is_of_model: Whether the slot belongs to the model asked about; None if none was given
+            or the trailer cannot tell.
     """
 
     path: str
@@ -323,10 +325,10 @@ class StateReport:
 
 
 def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) -> StateReport:
-    """Check one file: its structure, its checksum, and whether it is of *model* where given.
+    """Check the structure and checksum of one file and, if *model* is given, that it belongs to it.
 
     Raises:
-        OSError: A file of *model* cannot be read. What is wrong with *path* is in the report.
+        OSError: A file of *model* cannot be read. Errors of *path* are in the report.
     """
     name = os.fspath(path)
     try:
@@ -349,9 +351,9 @@ def check_file(path: str | os.PathLike[str], model: ModelFiles | None = None) ->
     if model is not None:
         is_of_model = trailer and trailer.model == _fingerprint(model, trailer)
         if is_of_model is False:
-            problems.append("the model or its LoRA adapters are not those it was saved with")
+            problems.append("it was saved with another model or other LoRA adapters")
         elif not trailer_text:
-            problems.append("it has no trailer, so nothing says of which model it is")
+            problems.append("it has no trailer that names its model")
     n_bytes = len(blob) + len(trailer_text)
     return StateReport(
         name, tuple(problems), n_bytes, state, trailer, bool(trailer_text), is_of_model

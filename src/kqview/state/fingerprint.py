@@ -1,9 +1,9 @@
-"""Fingerprints of models: which files an engine was opened from, told by all of their bytes.
+"""Fingerprints of models, computed from all bytes of the files an engine was opened from.
 
-Two models of one shape differ in nothing but their weights, so every byte counts: of each part of
-a split model, and of each adapter. Files are read in chunks by a few threads, without the GIL; the
-digest of a file is kept in the process for as long as the file is the same one. It is not kept on
-the disk: what is read here lies in the page cache of a machine that has just loaded it.
+Two models of one shape differ only in their weights, so every byte of each part of a split model
+and of each adapter counts. A few threads read the files in chunks, without the GIL. The process
+keeps the digest of a file for as long as the file is unchanged. The digest is not stored on disk:
+a machine that has just loaded the model has its files in the page cache.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from kqview.state.durable import FileIdentity
 
 CHUNK_BYTES: Final = 1 << 23
 _N_THREADS_MAX: Final = 4
-# A file written to within this time before it was read may be written to again unseen.
+# A file modified this shortly before it was read could change again within one clock tick.
 _CLOCK_STEP_NS: Final = 2_000_000_000
 _N_SAMPLES: Final = 64
 _SAMPLE_BYTES: Final = 1 << 16
@@ -30,7 +30,7 @@ _PART: Final = re.compile(r"(?P<stem>.*)-(?P<i>\d{5})-of-(?P<n>\d{5})\.gguf", re
 
 
 def model_parts(path: str) -> list[str]:
-    """The files of a model of which *path* is the first: ``x-00001-of-00003.gguf`` has three."""
+    """All files of the model whose first is *path*: ``x-00001-of-00003.gguf`` has three."""
     matched = _PART.fullmatch(path)
     if matched is None or int(matched["i"]) != 1:
         return [path]
@@ -40,25 +40,25 @@ def model_parts(path: str) -> list[str]:
 
 
 class ModelFiles:
-    """The files of one engine: make it before they are loaded; the rest happens when asked for.
+    """The files of one engine. Create it before they are loaded; they are read on demand.
 
     Args:
-        model: Path of the model, of its first part where it is split.
+        model: Path of the model, or of its first part if it is split.
         adapters: (path, scale) of each LoRA adapter.
     """
 
     def __init__(self, model: str, adapters: Sequence[tuple[str, float]]) -> None:
-        model = os.path.abspath(model)  # the process may go elsewhere before they are read
+        model = os.path.abspath(model)  # the working directory may change before they are read
         adapters = [(os.path.abspath(path), scale) for path, scale in adapters]
         self._first = [(model, 1.0), *adapters]
         self._all = [*((part, 1.0) for part in model_parts(model)), *adapters]
         self._opened = {path: _identity_at(path) for path, _ in self._all}
 
     def fingerprint(self) -> str:
-        """Of all bytes of all files, and the adapters' scales.
+        """Fingerprint of all bytes of all files and of the scales of the adapters.
 
         Raises:
-            StateError: A file is not the one that was there when this was made.
+            StateError: A file changed since this object was created.
             OSError: A file cannot be read.
         """
         digest = hashlib.sha256()
@@ -69,9 +69,9 @@ class ModelFiles:
         return digest.hexdigest()
 
     def sampled_fingerprint(self) -> str:
-        """What trailers of version 1 hold: each file's size, scale and 64 samples of 64 KiB.
+        """Fingerprint in trailers of version 1: size, scale and 64 samples of 64 KiB per file.
 
-        It misses changes between the samples and in all parts but the first.
+        It misses changes between the samples and in every part but the first.
 
         Raises:
             OSError: A file cannot be read.
@@ -89,23 +89,23 @@ class ModelFiles:
 
 
 _digests: dict[FileIdentity, bytes] = {}
-_lock = threading.Lock()  # one file at a time: two readers of a disk are slower than one
+_lock = threading.Lock()  # one file at a time: two readers slow each other down
 
 
 def file_digest(path: str, opened: FileIdentity | None = None) -> tuple[int, bytes]:
     """(size, SHA-256 over the SHA-256 of each 8 MiB) of the file at *path*.
 
     Raises:
-        StateError: It is not the file that *opened* is of, or changed meanwhile.
-        OSError: It cannot be read.
+        StateError: The file is not the one that was *opened*, or changes while it is read.
+        OSError: The file cannot be read.
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         before = FileIdentity.of(os.fstat(handle))
         if opened is not None and not before.has_content_of(opened):
             raise StateError(
-                f"state: {path!r} was replaced or changed after the engine had opened it, so a "
-                "state file could not say whose it is; open the engine again"
+                f"{path!r} changed after the engine was opened, so state files cannot name their "
+                "model; open the engine again"
             )
         with _lock:
             digest = _digests.get(before)
@@ -113,7 +113,7 @@ def file_digest(path: str, opened: FileIdentity | None = None) -> tuple[int, byt
                 digest = _read_digest(handle, path, before.n_bytes)
                 after = FileIdentity.of(os.fstat(handle))
                 if not after.has_content_of(before):
-                    raise StateError(f"state: {path!r} changed while it was read; try again")
+                    raise StateError(f"{path!r} changed while it was read; try again")
                 if time.time_ns() - max(after.modified_ns, after.changed_ns) > _CLOCK_STEP_NS:
                     _digests[after] = digest
     finally:
@@ -128,7 +128,7 @@ def _read_digest(handle: int, path: str, n_bytes: int) -> bytes:
         while len(chunk) < n_wanted:
             more = os.pread(handle, n_wanted - len(chunk), at + len(chunk))
             if not more:
-                raise StateError(f"state: {path!r} became shorter while it was read; try again")
+                raise StateError(f"{path!r} became shorter while it was read; try again")
             chunk += more
         return hashlib.sha256(chunk).digest()
 
@@ -145,4 +145,4 @@ def _identity_at(path: str) -> FileIdentity | None:
     try:
         return FileIdentity.of(os.stat(path))
     except OSError:
-        return None  # loading says it better
+        return None  # loading reports it better

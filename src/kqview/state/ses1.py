@@ -1,9 +1,9 @@
-"""SES1, the format of a saved slot, read without an engine.
+"""SES1, the format of a saved slot, parsed without an engine.
 
     "SES1" | u32 n_tokens | n_tokens x i32 id | kv_data
 
-``kv_data`` is what ``llama_state_seq_get_data`` writes; ``cpp/state/ses1.h`` describes it. Reading
-here is for looking at a blob: whether it fits an engine is checked by that engine.
+``kv_data`` is what ``llama_state_seq_get_data`` writes; ``cpp/state/ses1.h`` describes it. This
+module only inspects blobs: whether one fits an engine is checked by that engine.
 """
 
 import struct
@@ -29,16 +29,16 @@ _CELL_BYTES: Final = (12, 24)
 
 @dataclass(frozen=True, slots=True)
 class SavedState:
-    """What a SES1 blob says about itself.
+    """Contents of a SES1 blob, without the values of the cache.
 
     Attributes:
         tokens: Ids in the slot, in order.
         n_bytes: Size of the blob.
-        kv_bytes: Size of ``kv_data``, the part of llama.cpp.
-        n_stream: Streams that ``kv_data`` lists; ours has 1.
-        n_layer: Layers that keep keys; 0 in a blob without tokens.
+        kv_bytes: Size of ``kv_data``, llama.cpp's part.
+        n_stream: Number of streams in ``kv_data``; 1 in blobs of kqview.
+        n_layer: Number of layers with keys; 0 in a blob without tokens.
         kv_type: Type of the keys of the first layer, such as "f16"; "" in a blob without tokens.
-        flash_attn: Whether the engine ran with flash attention; None in a blob without tokens.
+        flash_attn: Whether the engine used flash attention; None in a blob without tokens.
     """
 
     tokens: tuple[int, ...]
@@ -56,22 +56,22 @@ class SavedState:
 
 
 def inspect(blob: bytes) -> SavedState:
-    """Read what *blob* says about itself; values of keys and values are not looked at.
+    """Parse the structure of *blob*; the values of the cache are skipped.
 
     Raises:
-        StateFormatError: It is no SES1 blob, or cut short.
+        StateFormatError: *blob* is not a SES1 blob, or is truncated.
     """
     if blob[: len(MAGIC)] != MAGIC:
-        raise StateFormatError("state.inspect: the magic at byte 0 is not 'SES1'")
+        raise StateFormatError("blob does not start with 'SES1'")
     n_tokens = _take("<I", blob, len(MAGIC), "n_tokens")
     kv_at = HEADER_BYTES + 4 * n_tokens
     if kv_at > len(blob):
         raise StateFormatError(
-            f"state.inspect: {n_tokens} ids end at byte {kv_at}, the blob at {len(blob)}"
+            f"the {n_tokens} ids of blob end at byte {kv_at}, but blob ends at {len(blob)}"
         )
     tokens = np.frombuffer(blob, "<i4", n_tokens, HEADER_BYTES)
     if _take("<I", blob, kv_at, "kv magic") != KV_MAGIC:
-        raise StateFormatError(f"state.inspect: the kv magic at byte {kv_at} is not llama.cpp's")
+        raise StateFormatError(f"the cache magic at byte {kv_at} of blob is not llama.cpp's")
     n_stream = _take("<I", blob, kv_at + 8, "n_stream")
     layers = _layers(blob, kv_at + 12, n_stream, n_tokens)
     return SavedState(
@@ -102,12 +102,12 @@ def _layers(blob: bytes, at: int, n_stream: int, n_tokens: int) -> tuple[int, st
         if n_tokens == 0 and at == len(blob):
             return 0, "", None
     raise StateFormatError(
-        f"state.inspect: the cells from byte {at} on are not {n_tokens} of a slot"
+        f"the cells of blob from byte {at} on are not those of {n_tokens} tokens"
     )
 
 
 def _walks(blob: bytes, at: int, n_cells: int, end: int) -> Iterator[tuple[int, str, bool]]:
-    # Which cells these are only shows by whether all that follows ends where it must.
+    # Only the right size of a cell makes all that follows end where it must.
     for cell_bytes in _CELL_BYTES:
         try:
             yield _walk(blob, at + n_cells * cell_bytes, n_cells, end)
@@ -121,7 +121,7 @@ def _walk(blob: bytes, at: int, n_cells: int, end: int) -> tuple[int, str, bool]
     at += 8
     first = _take("<i", blob, at, "K type")
     if transposed > 1 or first not in _TYPE_NAMES:
-        raise StateFormatError(f"state.inspect: no layers at byte {at}")
+        raise StateFormatError(f"blob has no layers at byte {at}")
     i_block = 0
     while at < end and i_block < 2 * n_layer:
         is_column = transposed and i_block >= n_layer
@@ -130,11 +130,11 @@ def _walk(blob: bytes, at: int, n_cells: int, end: int) -> tuple[int, str, bool]
         else:
             unit, width = _take("<Q", blob, at + 4, "row size"), 1
         if unit == 0 or width == 0:
-            raise StateFormatError(f"state.inspect: no rows at byte {at}")
+            raise StateFormatError(f"blob has no rows at byte {at}")
         at += 12 + n_cells * unit * width
         i_block += 1
     if at != end or not n_layer <= i_block <= 2 * n_layer:
-        raise StateFormatError(f"state.inspect: the layers end at byte {at}, the blob at {end}")
+        raise StateFormatError(f"the layers of blob end at byte {at}, but must end at {end}")
     return n_layer, _TYPE_NAMES[first], not transposed
 
 
@@ -143,5 +143,5 @@ def _take(form: str, blob: bytes, at: int, field: str) -> int:
         return struct.unpack_from(form, blob, at)[0]
     except struct.error:
         raise StateFormatError(
-            f"state.inspect: {field} at byte {at} lies beyond the blob's {len(blob)} bytes"
+            f"{field} at byte {at} lies beyond the {len(blob)} bytes of blob"
         ) from None

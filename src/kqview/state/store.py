@@ -1,4 +1,4 @@
-"""SessionStore: saved slots by name, in memory up to two limits, beyond them in files."""
+"""SessionStore: saved slots by name, in memory up to two limits, in files beyond them."""
 
 import os
 import stat
@@ -26,7 +26,7 @@ _ENDING: Final = ".ses1"
 
 
 class SavesState(Protocol):
-    """What the store needs of a Slot."""
+    """The part of `Slot` that the store uses."""
 
     def save_marked(self) -> tuple[bytes, SlotMarks]: ...
     def restore_marked(self, blob: bytes, marks: SlotMarks, /) -> int: ...
@@ -38,11 +38,11 @@ class SessionInfo:
     """One saved session.
 
     Attributes:
-        name: Its name.
+        name: Name of the session.
         n_bytes: Size of its blob.
-        created_s: When the name was first saved, in seconds since 1970.
-        updated_s: When it was saved last.
-        path: File that holds what was saved last; None while only memory does.
+        created_s: Time when the name was first saved, in seconds since 1970.
+        updated_s: Time when it was last saved.
+        path: File with the latest version; None while only memory holds it.
     """
 
     name: str
@@ -63,11 +63,11 @@ class _Held:
 
 @dataclass(slots=True)
 class _Session:
-    """What the store knows of a session.
+    """A session of the store.
 
     Attributes:
-        info: What callers see.
-        held: None where it is in a file alone.
+        info: The public part.
+        held: The slot in memory; None if only a file holds it.
         written: The file that holds it; None while only memory does.
     """
 
@@ -77,21 +77,21 @@ class _Session:
 
 
 class SessionStore:
-    """Named sessions; use from any thread, and from several processes on one directory.
+    """Named sessions; safe to use from several threads, and from several processes per directory.
 
-    The sessions used last stay in memory. One that has to leave goes to a file of *directory*, and
-    leaves memory only once that file is on the disk; without a directory saving is refused instead.
+    The most recently used sessions stay in memory. A session that is evicted is first written to a
+    file in *directory*; without a directory, saving fails instead.
 
-    `save` alone is no promise against a crash: `flush` is. A file is replaced by the next version
-    whole, so a crash at any moment leaves the version that was written last or the one before it,
-    never parts. What another store wrote to or removed from the directory counts, unless this one
-    holds a later version in memory.
+    Only `flush` protects against a crash, `save` does not. Files are replaced atomically: after a
+    crash a file holds the version last written or the one before, never a mixture. The store sees
+    what other stores write to or remove from the directory, unless it holds a later version in
+    memory.
 
     Args:
-        directory: Folder for files, which must exist; None for memory alone. What a dead writer has
-            left there is removed.
-        max_sessions: Most sessions in memory.
-        max_bytes: Most bytes of blobs in memory.
+        directory: Existing folder for the files; None to use memory only. Temporary files of dead
+            processes are removed from it.
+        max_sessions: Maximum number of sessions in memory.
+        max_bytes: Maximum size of all blobs in memory.
     """
 
     def __init__(
@@ -103,13 +103,14 @@ class SessionStore:
     ) -> None:
         if max_sessions < 0 or max_bytes < 0:
             raise RequestError(
-                f"SessionStore: max_sessions is {max_sessions}, max_bytes {max_bytes}; "
-                "0 and above are allowed"
+                f"max_sessions is {max_sessions} and max_bytes {max_bytes}; neither may be negative"
             )
         self._directory = None if directory is None else Path(directory)
         if self._directory is not None:
             if not self._directory.is_dir():
-                raise RequestError(f"SessionStore: {os.fspath(self._directory)!r} is no folder")
+                raise RequestError(
+                    f"directory {os.fspath(self._directory)!r} is not an existing folder; create it"
+                )
             remove_leftovers(self._directory)
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
@@ -117,16 +118,16 @@ class SessionStore:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
 
     def save(self, name: str, slot: SavesState) -> SessionInfo:
-        """Save *slot* under *name*, in place of what had that name.
+        """Save *slot* as session *name*, replacing an older one.
 
-        Where it does not fit into memory it goes to its file at once; otherwise a file keeps the
-        version before until `flush`, or until this one leaves memory.
+        A session too large for memory is written to its file at once. Otherwise an existing file
+        keeps the older version until `flush` or eviction.
 
         Raises:
-            RequestError: The name cannot be one of a file.
-            CapacityError: It does not fit, and there is no directory.
-            StateError: Or another error of `Slot.save`.
-            OSError: A file cannot be written; the sessions are as they were.
+            RequestError: *name* cannot be a file name.
+            CapacityError: The session does not fit into memory and there is no directory.
+            StateError: As of `Slot.save`.
+            OSError: A file cannot be written; the sessions stay as they were.
         """
         _check_name(name)
         blob, marks = slot.save_marked()
@@ -146,52 +147,52 @@ class SessionStore:
             return session.info
 
     def restore(self, name: str, slot: SavesState) -> int:
-        """Restore session *name* into *slot*; returns the size of its blob.
+        """Restore session *name* into *slot* and return the size of its blob.
 
         Raises:
             RequestError: There is no such session.
-            StateError: It does not fit the slot, or its file was altered.
+            StateError: The session does not fit the slot, or its file was altered.
             OSError: Its file cannot be read.
         """
         facts = slot.state_facts()
         with self._lock:
-            session = self._known("restore", name)
+            session = self._known(name)
             self._sessions.move_to_end(name)
             held = session.held
             if held is None:
                 try:
                     blob, marks = read_marked(self._path_of(name), facts)
-                except FileNotFoundError:  # another process has removed it since
-                    raise self._unknown("restore", name) from None
+                except FileNotFoundError:  # removed by another process
+                    raise _unknown(name) from None
             else:
                 check_facts(held.facts, facts)
                 blob, marks = held.blob, held.marks
         return slot.restore_marked(blob, marks)
 
     def remove(self, name: str) -> None:
-        """Forget session *name*, its file too.
+        """Delete session *name* and its file.
 
         Raises:
             RequestError: There is no such session.
             OSError: Its file cannot be removed; the session stays.
         """
         with self._lock:
-            self._known("remove", name)
+            self._known(name)
             if self._directory is not None:
                 remove(self._path_of(name))
             del self._sessions[name]
 
     def flush(self) -> None:
-        """Write every session that only memory holds to its file; they stay in memory too.
+        """Write every session that only memory holds to its file; memory keeps them as well.
 
         Raises:
-            RequestError: There is no directory.
-            OSError: A file cannot be written: the first such error, after all were tried. What was
-                not written is still in memory, and its file the version before.
+            RequestError: The store has no directory.
+            OSError: A file cannot be written. All files are tried, the first error is raised. What
+                could not be written stays in memory, and its file keeps the older version.
         """
         with self._lock:
             if self._directory is None:
-                raise RequestError("SessionStore.flush: the store has no directory; give it one")
+                raise RequestError("flush() needs a directory; pass one to SessionStore")
             first: OSError | None = None
             for session in self._sessions.values():
                 try:
@@ -202,7 +203,7 @@ class SessionStore:
                 raise first
 
     def sessions(self) -> list[SessionInfo]:
-        """Every session, by name."""
+        """All sessions, sorted by name."""
         with self._lock:
             names = set(self._sessions)
             if self._directory is not None:
@@ -214,7 +215,7 @@ class SessionStore:
     # ---- under the lock
 
     def _find(self, name: str) -> _Session | None:
-        """The session as it is now, whoever wrote it."""
+        """The latest version of the session, whichever store wrote it."""
         session = self._sessions.get(name)
         if self._directory is None or (session is not None and session.written is None):
             return session
@@ -242,19 +243,19 @@ class SessionStore:
             if self._fits(name, n_bytes):
                 return
             raise CapacityError(
-                f"SessionStore.save: {n_bytes} bytes more than fit beside {len(self._sessions)} "
-                f"sessions, the limits are {self._max_sessions} sessions and {self._max_bytes} "
-                "bytes; remove one or give the store a directory"
+                f"no room for {n_bytes} bytes beside {len(self._sessions)} sessions: "
+                f"max_sessions is {self._max_sessions} and max_bytes {self._max_bytes}; "
+                "remove a session or give the store a directory"
             )
         if n_bytes > self._max_bytes or self._max_sessions == 0:
-            return  # it goes to a file itself
+            return  # it goes straight to a file
         while not self._fits(name, n_bytes):
             oldest = next(other for other, _ in self._in_memory() if other != name)
             self._write(self._sessions[oldest])
             self._sessions[oldest].held = None
 
     def _write(self, session: _Session) -> None:
-        """Bring what only memory holds to the disk."""
+        """Write the session to its file if only memory holds it."""
         if session.written is not None or session.held is None:
             return
         path, held = self._path_of(session.info.name), session.held
@@ -265,19 +266,20 @@ class SessionStore:
         assert self._directory is not None
         return self._directory / f"{name}{_ENDING}"
 
-    def _known(self, verb: str, name: str) -> _Session:
+    def _known(self, name: str) -> _Session:
         _check_name(name)
         session = self._find(name)
         if session is None:
-            raise self._unknown(verb, name)
+            raise _unknown(name)
         return session
 
-    def _unknown(self, verb: str, name: str) -> RequestError:
-        return RequestError(f"SessionStore.{verb}: there is no session {name!r}")
+
+def _unknown(name: str) -> RequestError:
+    return RequestError(f"there is no session {name!r}; sessions() lists all")
 
 
 def _identity_at(path: Path) -> FileIdentity | None:
-    """Of a regular file; None where there is no such one."""
+    """Identity of the regular file at *path*; None if there is none."""
     try:
         status = path.stat()
     except OSError:
@@ -288,12 +290,12 @@ def _identity_at(path: Path) -> FileIdentity | None:
 def _blob_bytes(path: Path, file: FileIdentity) -> int:
     try:
         return blob_bytes(path)
-    except (OSError, StateFormatError):  # restoring it says why
+    except (OSError, StateFormatError):  # restoring it reports why
         return file.n_bytes
 
 
 def _is_plain(name: str) -> bool:
-    """Whether no file system takes *name* for more than a name."""
+    """Whether *name* is an ordinary file name on every file system."""
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError:
@@ -312,6 +314,6 @@ def _is_plain(name: str) -> bool:
 def _check_name(name: str) -> None:
     if not _is_plain(name):
         raise RequestError(
-            f"SessionStore: {name!r} is no name for a session; use 1..{_NAME_BYTES_MAX} bytes "
-            "of letters, digits, '-' and '_'"
+            f"{name!r} cannot be the name of a session; use 1 to {_NAME_BYTES_MAX} bytes of "
+            "letters, digits, '-' and '_'"
         )
