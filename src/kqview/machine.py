@@ -1,8 +1,8 @@
-"""What this build is made of and what the process may use of the machine: devices, threads, memory.
+"""What this build contains, and what the process may use: devices, threads, memory.
 
-Processors and memory are those of the container: the cgroup files of Linux count, version 2 first
-and then version 1; elsewhere the whole machine counts. Nothing is cached, because a quota may
-change while the process runs.
+CPUs and memory are those of the container, from the cgroup files of Linux (version 2 and 1);
+elsewhere those of the whole machine. Nothing is cached, because a quota may change while the
+process runs.
 """
 
 import os
@@ -13,18 +13,18 @@ from typing import Any, Final
 from kqview import _core
 
 _ROOT: Final = Path("/")
-_UNKNOWN_MEMORY_BYTES: Final = 4 * 2**30  # for systems that tell neither way, on the careful side
+_UNKNOWN_MEMORY_BYTES: Final = 4 * 2**30  # a cautious guess for systems that do not tell
 
 
 def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> int:
     """Number of threads that this process can keep busy, at least 1.
 
-    The smaller of the processors that it may run on and its cgroup's quota, rounded down: a thread
-    that the quota does not pay for is stopped while all others wait for it.
+    The number of CPUs it may run on or the quota of its cgroup, rounded down, whichever is smaller:
+    a thread beyond the quota gets suspended while all others wait for it.
 
     Args:
-        root: Folder that stands for ``/``.
-        n_available: Processors that it may run on, None to ask the system.
+        root: Folder to use as ``/``.
+        n_available: Number of CPUs it may run on; None asks the system.
     """
     if n_available is None:
         n_available = _available_processors()
@@ -33,10 +33,10 @@ def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> in
 
 
 def physical_memory_bytes(root: Path = _ROOT) -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroup's limit if lower.
+    """Memory that this process may use: that of the machine or its cgroup's limit, if lower.
 
     Args:
-        root: Folder that stands for ``/``.
+        root: Folder to use as ``/``.
     """
     limits = [*_memory_limits_v2(root), *_memory_limits_v1(root)]
     return min([_machine_memory_bytes(root), *limits])
@@ -83,10 +83,9 @@ def _memory_limits_v1(root: Path) -> Iterator[int]:
 
 
 def _cgroup_folders(root: Path, mount: str, *, controller: str) -> Iterator[Path]:
-    """Yield the process's cgroup folder and all above it; a limit anywhere among them binds.
+    """Yield the cgroup folder of the process and all its parents, each of which may set a limit.
 
-    Inside a container the path may name a folder of the host that is not mounted: folders that do
-    not exist simply hold no files.
+    Inside a container the path may be one of the host; a folder that does not exist has no files.
     """
     path = Path(_cgroup_path(root, controller).lstrip("/"))
     for part in (path, *path.parents) if path.parts else (path,):
@@ -94,7 +93,7 @@ def _cgroup_folders(root: Path, mount: str, *, controller: str) -> Iterator[Path
 
 
 def _cgroup_path(root: Path, controller: str) -> str:
-    # Lines read "<hierarchy>:<controllers>:<path>"; version 2 is the one without controllers.
+    # Lines are "<hierarchy>:<controllers>:<path>"; version 2 has no controllers.
     for line in (_read(root / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -128,30 +127,30 @@ _OFFLOAD_TYPES: Final = ("GPU", "IGPU")
 
 
 def system_info() -> dict[str, Any]:
-    """Versions, build flags, hardware: plain values for printing, JSON or a bug report.
+    """Versions, build flags and hardware, as plain values for printing, JSON or a bug report.
 
     Keys:
         kqview_version, llama_cpp_commit: str.
-        is_portable: Built for any x86-64-v3 or ARMv8 machine and not for the one that built it.
+        is_portable: Whether it was built for any x86-64-v3 or ARMv8 machine, not for this CPU.
         cuda_version: CUDA toolkit of the build, such as "13.0"; None for a build without CUDA.
-        cuda_architectures: What its kernels are compiled for, such as "80,90"; None without.
+        cuda_architectures: Architectures of its kernels, such as "80,90"; None without CUDA.
         backends: Names of ggml's backends; backend_features: their build flags by name.
-        devices: One dict each: name, description, type ("CPU", "GPU", "IGPU", "ACCEL"), backend,
-            memory_free_bytes, memory_total_bytes, compute_capability ("9.0", None for all but
-            NVIDIA's), capture (how attention comes from layers on it: "zero-copy", "pinned" for one
-            copy into page-locked memory, "plain" for one into ordinary memory).
-        nvidia_driver: Version of NVIDIA's driver; nvidia_driver_cuda: the newest CUDA that it
-            runs. None where there is no driver.
-        cpu_features: llama.cpp's line about the processor; n_threads_default: int.
+        devices: A dict for each: name, description, type ("CPU", "GPU", "IGPU", "ACCEL"), backend,
+            memory_free_bytes, memory_total_bytes, compute_capability (such as "9.0"; None except
+            for NVIDIA), capture (how attention of its layers reaches a view: "zero-copy", "pinned"
+            for one copy to page-locked memory, "plain" for one copy to ordinary memory).
+        nvidia_driver: Version of NVIDIA's driver; nvidia_driver_cuda: the newest CUDA version it
+            supports. None without a driver.
+        cpu_features: llama.cpp's description of the CPU; n_threads_default: int.
     """
     return {**_core.build_info(), "n_threads_default": default_threads()}
 
 
 def engine_info(n_gpu_layers: int) -> dict[str, Any]:
-    """`system_info` with two keys more, for an engine with *n_gpu_layers*.
+    """`system_info` for an engine with *n_gpu_layers*, with two more keys.
 
     Keys:
-        capture: The slowest way on which attention of one of its layers reaches a view, as in
+        capture: The slowest way by which attention of one of its layers reaches a view, as in
             ``devices``; zero_copy: whether that is "zero-copy".
     """
     info = system_info()
@@ -160,7 +159,7 @@ def engine_info(n_gpu_layers: int) -> dict[str, Any]:
 
 
 def capture_path(devices: Iterable[Mapping[str, Any]], n_gpu_layers: int) -> str:
-    """The slowest way of *devices* that hold layers: the host alone where none is offloaded."""
+    """The slowest ``capture`` of the *devices* with layers: the host if none is offloaded."""
     if n_gpu_layers == 0:
         return "zero-copy"
     paths = {device["capture"] for device in devices if device["type"] in _OFFLOAD_TYPES}

@@ -1,4 +1,4 @@
-"""RPC servers, machines that compute layers of a model: checks of the options that name them."""
+"""RPC servers, machines that compute layers of a model: checks of the options of `Engine`."""
 
 import re
 from collections.abc import Iterable
@@ -8,7 +8,7 @@ from kqview import _core
 from kqview.errors import RequestError, shown
 
 _PORT_MAX: Final = 2**16 - 1
-_SERVERS_MAX: Final = 15  # ggml schedules 16 backends, one of them is this machine's processor
+_SERVERS_MAX: Final = 15  # ggml schedules 16 backends; one is the CPU of this machine
 _TIMEOUT_MAX_S: Final = 86_400.0
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HOST_CHARACTERS_MAX: Final = 253
@@ -18,8 +18,8 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
     """The ``rpc_servers`` option of Engine as (host, port) pairs.
 
     Raises:
-        RequestError: It is no ``"host:port"`` and no list of these, names a server twice, or names
-            too many.
+        RequestError: *value* is neither ``"host:port"`` nor a list of these, or names a server
+            twice, or names too many.
     """
     if value is None:
         return []
@@ -27,21 +27,19 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
         value = [value]
     if isinstance(value, bytes) or not isinstance(value, Iterable):
         raise RequestError(
-            f"Engine: rpc_servers is {shown(value)}, a list such as ['192.168.0.2:50052'] is needed"
+            f"rpc_servers is {shown(value)}; pass a list such as ['192.168.0.2:50052']"
         )
     endpoints: list[tuple[str, int]] = []
     for item in value:  # pyright: ignore[reportUnknownVariableType]
         endpoint = _endpoint(item)  # pyright: ignore[reportUnknownArgumentType]
         if endpoint in endpoints:
             raise RequestError(
-                f"Engine: rpc_servers names {shown(cast('object', item))} twice, a server "
-                "takes part once; leave one out"
+                f"rpc_servers names {shown(cast('object', item))} twice; name each server once"
             )
         endpoints.append(endpoint)
     if len(endpoints) > _SERVERS_MAX:
         raise RequestError(
-            f"Engine: rpc_servers has {len(endpoints)} servers, the limit is {_SERVERS_MAX}; "
-            "name fewer"
+            f"rpc_servers has {len(endpoints)} servers, the limit is {_SERVERS_MAX}; name fewer"
         )
     return endpoints
 
@@ -50,7 +48,7 @@ def rpc_timeout(value: object) -> float:
     """The ``rpc_timeout_s`` option of Engine, in seconds.
 
     Raises:
-        RequestError: It is no number of seconds from 0.001 to a day.
+        RequestError: *value* is not a number of seconds from 0.001 to a day.
     """
     if (
         isinstance(value, int | float)
@@ -59,13 +57,12 @@ def rpc_timeout(value: object) -> float:
     ):
         return float(value)
     raise RequestError(
-        f"Engine: rpc_timeout_s is {shown(value)}, seconds from 0.001 to {_TIMEOUT_MAX_S:.0f} "
-        "are needed"
+        f"rpc_timeout_s is {shown(value)}; pass seconds from 0.001 to {_TIMEOUT_MAX_S:.0f}"
     )
 
 
 def server_states(model: _core.Model) -> list[dict[str, object]]:
-    """The RPC servers of a model: endpoint, n_devices, lost (why it is gone, else None)."""
+    """The RPC servers of a model: endpoint, n_devices, lost (the reason it is lost, or None)."""
     return [
         {"endpoint": endpoint, "n_devices": n_devices, "lost": loss or None}
         for endpoint, n_devices, loss in model.rpc_servers()
@@ -74,26 +71,25 @@ def server_states(model: _core.Model) -> list[dict[str, object]]:
 
 def _endpoint(item: object) -> tuple[str, int]:
     if not isinstance(item, str):
-        raise RequestError(f"Engine: rpc_servers has {shown(item)}, a text 'host:port' is needed")
+        raise RequestError(f"rpc_servers has {shown(item)}; write 'host:port'")
     host, colon, port = item.rpartition(":")
     if ":" in host:
         raise RequestError(
-            f"Engine: rpc_servers has {shown(item)}, one colon is allowed: llama.cpp's servers "
-            "have IPv4 addresses; write 'host:port'"
+            f"rpc_servers has {shown(item)} with more than one colon, but llama.cpp's servers have "
+            "IPv4 addresses; write 'host:port'"
         )
     if not colon:
         raise RequestError(
-            f"Engine: rpc_servers has {shown(item)}, a port is missing; write 'host:port', "
-            "llama.cpp's server listens on 50052 unless told otherwise"
+            f"rpc_servers has {shown(item)} without a port; write 'host:port', such as "
+            "'192.168.0.2:50052' for the default port of llama.cpp's server"
         )
     if len(host) > _HOST_CHARACTERS_MAX or not _HOST.fullmatch(host):
         raise RequestError(
-            f"Engine: rpc_servers has {shown(item)}, {shown(host)} is no name of a host; "
-            "write 'host:port'"
+            f"rpc_servers has {shown(item)}; {shown(host)} is not a host name, write 'host:port'"
         )
     if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _PORT_MAX):
         raise RequestError(
-            f"Engine: rpc_servers has {shown(item)}, the port is {shown(port)}, "
-            f"ports are 1..{_PORT_MAX}"
+            f"rpc_servers has {shown(item)} with port {shown(port)}; "
+            f"use a port from 1 to {_PORT_MAX}"
         )
     return host.lower(), int(port)

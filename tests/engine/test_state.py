@@ -485,7 +485,7 @@ def test_file_is_refused_where_a_blob_would_be_taken(
     twin = tiny_gguf.write_preset(tmp_path / "twin.gguf", "tiny_llama", seed=5)
     lora = tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged")
     for other in (make_engine(twin), make_engine(tiny_llama, lora=lora)):
-        with pytest.raises(errors.StateMismatch, match="another model or of other LoRA"):
+        with pytest.raises(errors.StateMismatch, match="another model or other LoRA"):
             other.slots[0].restore_file(path)
         assert other.slots[0].tokens == []
         assert other.slots[0].restore(engine.slots[0].save()) > 0

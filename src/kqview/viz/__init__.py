@@ -1,4 +1,4 @@
-"""Pictures of attention. Importing this package pulls in no drawing library."""
+"""Pictures of attention. Importing this package loads no drawing library."""
 
 from kqview.viz.figures import heatmap, overhead_plot
 

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 DPI: Final = 150
 INK: Final = "#1f2933"  # text
-FAINT: Final = "#9aa5b1"  # text of lesser weight, lines
+FAINT: Final = "#9aa5b1"  # secondary text, lines
 
 
 def require_matplotlib(name: str) -> Any:
-    """matplotlib.figure, imported for the function or option *name*.
+    """Import matplotlib.figure for the function or option *name*.
 
     Raises:
-        KqviewError: It is not installed.
+        KqviewError: matplotlib is not installed.
     """
     try:
         return importlib.import_module("matplotlib.figure")
@@ -41,15 +41,15 @@ def require_matplotlib(name: str) -> Any:
         if (missing.name or "").partition(".")[0] != "matplotlib":
             raise
         raise KqviewError(
-            f'{name}: matplotlib is not installed, pictures need it; run pip install "kqview[viz]"'
+            f'{name} needs matplotlib, which is not installed; run pip install "kqview[viz]"'
         ) from missing
 
 
 def new_figure(name: str, width: float, height: float) -> "Figure":
     """A figure of *width* x *height* inches for the function *name*.
 
-    It belongs to the caller alone: pyplot, with its list of open figures and its choice of a
-    window system, is not involved.
+    It belongs to the caller alone: pyplot, with its list of open figures and its window system, is
+    not involved.
 
     Raises:
         KqviewError: matplotlib is not installed.
@@ -62,10 +62,10 @@ def new_figure(name: str, width: float, height: float) -> "Figure":
 
 
 def save_figure(figure: "Figure", path: "Path") -> None:
-    """Write *figure* to *path*, whose ending says in which format; png without one.
+    """Write *figure* to *path*, in the format of its suffix; PNG without one.
 
     Raises:
-        OSError: *path* cannot be written; what was there before still is.
+        OSError: *path* cannot be written; an old file stays.
     """
     with WholeFile(path) as file:
         figure.savefig(file.stream, format=path.suffix[1:] or "png")  # pyright: ignore[reportUnknownMemberType]
@@ -77,16 +77,16 @@ def save_figure(figure: "Figure", path: "Path") -> None:
 Values = NDArray[np.floating[Any]]
 
 _WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
-_BEYOND: Final = "#f0f1f3"  # cells of tokens that a query cannot see
+_BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
 _GRID: Final = "#e4e7eb"
 _N_LABEL_CHARACTERS: Final = 14
-_MAX_INCHES: Final = 15.0  # of the cells; beyond it they shrink
+_MAX_INCHES: Final = 15.0  # of all cells; larger pictures get smaller cells
 _CELL_INCHES: Final = 0.22
-_LEAST_LABEL_INCHES: Final = 0.12  # a cell below this has its label only every few cells
+_LEAST_LABEL_INCHES: Final = 0.12  # smaller cells share a label
 
 
 class HasArray(Protocol):
-    """What can be turned into an array of attention, such as that of a prompt."""
+    """Anything with an array of attention, such as `PromptAttention`."""
 
     def array(self) -> Attention:
         """``(n_layers, n_heads, n_query, n_context)``, or a tuple of layers."""
@@ -103,30 +103,30 @@ def heatmap(
     causal: bool = True,
     title: str | None = None,
 ) -> "Figure":
-    """Draw one head: a row for each query, a column for each token that it may look at.
+    """Draw one head: a row for each query, a column for each token before it.
 
-    The figure is the caller's: ``heatmap(...).savefig("head.png")``. A notebook shows it once
-    matplotlib.pyplot has been imported. Values are copied, nothing is kept.
+    The figure belongs to the caller: ``heatmap(...).savefig("head.png")``. A notebook shows it
+    once matplotlib.pyplot is imported. The values are copied; no view is kept.
 
     Args:
-        attention: Tokens of a generation, whose rows grow; those without attention are left out.
-            Or an array of shape ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` (of
-            one token) or ``(n_layers, n_heads, n_query, n_context)``, whose queries are the last
-            n_query of the n_context tokens; or anything with such an array as its ``array()``.
-        tokens: Texts of the context from its first token on, or Token objects. The texts of a
-            generation's own tokens may be left out, they are known. None shows positions.
-        layer: Index into the layers of the array; None with head None for the head that looks most
-            sharply at something neither first nor recent, as `kqview demo` chooses it.
-        head: Index into the heads.
-        kind: What the values are; None for what tokens say of themselves, "probs" for an array.
-            "probs" are drawn from white at 0 to dark at the largest value, others from blue over
-            white at 0 to red.
-        causal: Whether a query of an array sees only itself and what is before it; the cells
-            beyond are left out of the picture.
-        title: Line above the picture, None for the layer and head.
+        attention: Tokens of a generation; those without attention are skipped. Or an array of shape
+            ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` (one token) or
+            ``(n_layers, n_heads, n_query, n_context)``, whose queries are the last n_query of the
+            n_context tokens; or an object whose ``array()`` returns such an array.
+        tokens: Texts or Token objects of the context, from its first token on. The generated tokens
+            of a generation may be omitted. None shows positions.
+        layer: Index into the layers of the array; None chooses the sharpest head, as `kqview demo`
+            does.
+        head: Index into the heads; None chooses the sharpest.
+        kind: Kind of the values; None for that of the tokens, "probs" for an array. "probs" are
+            drawn from white at 0 to dark at the largest value, other kinds from blue over white at
+            0 to red.
+        causal: Whether a query of an array sees only itself and the tokens before it; other cells
+            stay empty.
+        title: Title of the picture; None for the layer and head.
 
     Raises:
-        ValueError: The shape is another one, there is nothing to draw, or tokens are too few.
+        ValueError: The shape is not supported, there is nothing to draw, or *tokens* is too short.
         IndexError: *layer* or *head* is out of range.
         KqviewError: matplotlib is not installed.
     """
@@ -141,12 +141,12 @@ def heatmap(
         array = attention if isinstance(attention, np.ndarray) else attention.array()
         rows, n_seen = _rows_of_array(array, causal)
     if not rows or not max(n_seen):
-        raise ValueError("heatmap: no row of attention, 1 is needed; generate with capture='probs'")
+        raise ValueError("attention has no rows; generate with capture='probs'")
     kind = kind or "probs"
     heading = ""
-    if rows[0][0].ndim == 1:  # reduced to one row, or a matrix: there is nothing to choose
+    if rows[0][0].ndim == 1:  # a reduced row or a matrix: no head to choose
         if layer is not None or head is not None:
-            raise ValueError("heatmap: layer or head is given, the rows have none; leave both out")
+            raise ValueError("layer or head is given, but the rows have neither; omit both")
         drawn = [row[0] for row in rows]
     else:
         i_layer, i_head = _choose(rows, kind, layer, head)
@@ -164,46 +164,44 @@ def heatmap(
     if title is None:
         what = "query" if generated is None else "generated token"
         title = f"{heading}: " if heading else ""
-        title += f"a row is a {what}, a column a token before it"
+        title += f"each row is a {what}, each column a token before it"
     return _draw(values, labels, columns, kind, title, n_seen[0] if generated else None)
 
 
 def _rows_of_tokens(tokens: Sequence[Token]) -> list[list[Values]]:
-    """For each token its layers, each ``(n_heads, n_context)``; one ``(n_context,)`` if reduced."""
+    """The layers of each token, each ``(n_heads, n_context)``; one ``(n_context,)`` if reduced."""
     rows: list[list[Values]] = []
     for token in tokens:
         attention = token.attention
         if token.attention_positions is not None:
             raise ValueError(
-                "heatmap: the rows hold their largest values only (top_k), whole rows are needed; "
-                "capture without top_k"
+                "the rows hold only their largest values (top_k); capture without top_k"
             )
         if isinstance(attention, tuple):
             rows.append(list(attention))
         elif attention is not None:
-            if attention.ndim == 2:  # heads are reduced: a layer has one row
+            if attention.ndim == 2:  # reduced over heads: one row per layer
                 attention = attention[:, None]
             rows.append([attention] if attention.ndim == 1 else list(attention))
     return rows
 
 
 def _rows_of_array(array: Attention, causal: bool) -> tuple[list[list[Values]], list[int]]:
-    """The same for each query of an array, and the number of columns that it sees."""
+    """The same for each query of an array, and the number of columns it sees."""
     if isinstance(array, tuple):
         rows, n_seen = _rows_of_array(array[0][None], causal)
         return [[layer[:, i] for layer in array] for i in range(len(rows))], n_seen
     if array.ndim not in (2, 3, 4):
         raise ValueError(
-            f"heatmap: an array of shape {array.shape}; (n_query, n_context), "
-            "(n_layers, n_heads, n_context) or (n_layers, n_heads, n_query, n_context) is needed"
+            f"attention has shape {array.shape}; pass (n_query, n_context), "
+            "(n_layers, n_heads, n_context) or (n_layers, n_heads, n_query, n_context)"
         )
     if array.ndim == 3:
         array = array[:, :, None]
     n_query, n_context = array.shape[-2:]
     if n_query > n_context:
         raise ValueError(
-            f"heatmap: {n_query} queries and {n_context} tokens, each query is one of the tokens; "
-            "transpose the array"
+            f"attention has {n_query} queries but only {n_context} tokens; transpose the array"
         )
     if array.ndim == 2:
         rows = [[array[i]] for i in range(n_query)]
@@ -214,7 +212,7 @@ def _rows_of_array(array: Attention, causal: bool) -> tuple[list[list[Values]], 
 
 
 def _name(generated: list[Token] | None, i_layer: int, i_head: int) -> str:
-    """Layer and head as the model counts them, where the tokens say what was captured."""
+    """Layer and head as the model counts them, if the tokens record what was captured."""
     capture = generated[0].capture if generated else None
     layers = capture.layers if capture else None
     heads = capture.heads if capture else None
@@ -227,7 +225,7 @@ def _choose(
 ) -> tuple[int, int]:
     if layer is not None and head is not None:
         return layer, head
-    # Only a choice among heads: the model's scale, which logits lack, hardly changes it.
+    # Good enough for a choice: the scale of the model, which logits lack, hardly changes it.
     softened = "probs" if kind == "probs" else "scores"
     return select_head(
         [[probabilities(heads, softened, 1.0) for heads in row] for row in rows],
@@ -244,10 +242,10 @@ def _texts(
     texts = [_text(token) for token in tokens or ()]
     if generated is None and tokens is not None and len(texts) < n_columns:
         raise ValueError(
-            f"heatmap: {len(texts)} tokens, the rows have {n_columns} columns; pass all of them"
+            f"tokens has {len(texts)} texts, the rows have {n_columns} columns; pass all of them"
         )
     labels = [str(i) for i in range(n_columns)]
-    # A generated token is the column after those that its own row has.
+    # A generated token is the column after those of its own row.
     for token, place in zip(generated or (), n_seen, strict=False):
         if place < n_columns:
             labels[place] = _text(token)
@@ -256,7 +254,7 @@ def _texts(
 
 
 def _text(token: str | Token) -> str:
-    """What a token looks like in a label: one line, short, spaces before a word not shown."""
+    """The label of a token: one short line, without the space before a word."""
     text = token if isinstance(token, str) else (token.text or f"#{token.id}")
     shown = text.strip(" ") or "␣"
     shown = shown.replace("\n", "↵").replace("\t", "⇥")
@@ -291,7 +289,7 @@ def _draw(
         aspect="equal",
         **_colours(values, kind),
     )
-    # Token texts are no formulas: "$x$" stands for itself.
+    # Token texts are not formulas: "$x$" is literal.
     text: dict[str, Any] = {"fontsize": size, "color": INK, "parse_math": False}
     axes.set_xticks(range(0, n_columns, step), column_labels[::step], rotation=90, **text)
     axes.set_yticks(range(0, n_rows, step), row_labels[::step], **text)
@@ -306,7 +304,7 @@ def _draw(
         axes.axvline(n_prompt - 0.5, color=FAINT, linewidth=1.0)
         for place, part in ((-0.5, "prompt"), (n_prompt - 0.5, "generated")):
             axes.text(place, -0.75, part, fontsize=8, color=FAINT, va="bottom")
-    # The figure's title, not the axes': a small picture is narrower than its title.
+    # Not the title of the axes: a small picture is narrower than its title.
     figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
     axes.set_anchor("NW")
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=18, shrink=0.9)
@@ -326,7 +324,7 @@ def _colours(values: NDArray[np.float64], kind: Kind) -> dict[str, Any]:
 
     finite = values[np.isfinite(values)]
     largest = float(np.abs(finite).max()) if finite.size else 0.0
-    largest = largest or 1.0  # a picture of nothing but zeros is white
+    largest = largest or 1.0  # all zeros are drawn white
     if kind == "probs":
         colours = LinearSegmentedColormap.from_list("kqview", _WHITE_TO_DARK)
         return {"cmap": colours.with_extremes(bad=_BEYOND), "vmin": 0.0, "vmax": largest}
@@ -339,7 +337,7 @@ def _colours(values: NDArray[np.float64], kind: Kind) -> dict[str, Any]:
 
 Record = Mapping[str, Any]
 
-# Distinct in hue and in lightness (Okabe and Ito), with a marker each for those who see no hues.
+# Distinct in hue and lightness (Okabe and Ito), each with its own marker for the colour-blind.
 _STYLES: Final = (
     ("#0072b2", "o"), ("#d55e00", "s"), ("#009e73", "^"), ("#cc79a7", "D"), ("#e69f00", "v"),
     ("#56b4e9", "P"), ("#5b3a8c", "X"), ("#7f7f00", "*"), ("#333333", "<"),
@@ -347,16 +345,16 @@ _STYLES: Final = (
 
 
 def overhead_plot(records: Sequence[Record], *, title: str | None = None) -> "Figure":
-    """Draw how much dearer a decoded token is with each capture, by context.
+    """Draw the extra time per decoded token of each capture, by context.
 
-    A panel for each setting of flash attention, a line for each capture: the median of the pairs'
-    ratios, and a bar up to its upper 95 % bound. The grey band is what two runs without capture
-    differ by, where the sweep has measured that. Of several records of a row the last one counts.
+    One panel per setting of flash attention, one line per capture: the median ratio of the pairs,
+    and a bar up to its upper 95 % bound. The grey band is the difference between two runs without
+    capture, if the sweep measured it. The last of several records of a row counts.
 
     Args:
-        records: Lines that ``kqview bench --json`` or ``bench/contexts.py --save`` wrote; those of
+        records: Lines from ``kqview bench --json`` or ``bench/contexts.py --save``; records of
             other rows are ignored.
-        title: Line above the panels, None for the processor and the commit of the last record.
+        title: Title above the panels; None for the processor and commit of the last record.
 
     Raises:
         ValueError: No record is a row of a sweep.
@@ -365,8 +363,8 @@ def overhead_plot(records: Sequence[Record], *, title: str | None = None) -> "Fi
     rows = list({r["row"]: r for r in records if "capture" in r and "median_ratio" in r}.values())
     if not rows:
         raise ValueError(
-            f"overhead_plot: none of {len(records)} records is a row of a sweep; "
-            "measure some with kqview bench --json FILE or bench/contexts.py --save"
+            f"none of {len(records)} records is a row of a sweep; "
+            "write some with kqview bench --json FILE or bench/contexts.py --save"
         )
     settings = sorted({bool(row["flash_attn"]) for row in rows}, reverse=True)
     captures = list(dict.fromkeys(row["capture"] for row in rows if row["capture"] != "off"))
@@ -378,7 +376,7 @@ def overhead_plot(records: Sequence[Record], *, title: str | None = None) -> "Fi
         _draw_panel(axes, of_setting, styles)
         state = "on" if flash_attn else "off"
         axes.set_title(f"flash attention {state}", fontsize=10, color=INK, loc="left")
-    panels[0].set_ylabel("a decoded token costs more by, %", color=INK)
+    panels[0].set_ylabel("extra time per decoded token, %", color=INK)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=9)
     last = rows[-1]
@@ -409,7 +407,7 @@ def _draw_panel(
         line = sorted((r for r in rows if r["capture"] == name), key=lambda r: r["n_context"])
         if not line:
             continue
-        # Side by side, so that bars of the same context do not hide each other.
+        # Side by side, so that bars of one context do not cover each other.
         shift = (i - (len(styles) - 1) / 2) * min(0.06, 0.5 / len(styles))
         medians = [_percent(row["median_ratio"]) for row in line]
         above = [

@@ -1,4 +1,4 @@
-"""Heads: the rule that picks one worth looking at, and values of any kind as probabilities."""
+"""Choosing a head worth looking at, and converting captured values to probabilities."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -9,26 +9,26 @@ from numpy.typing import NDArray
 Row = NDArray[np.floating[Any]]
 
 N_LATEST: Final = 4
-"""Columns at a row's end that select_head leaves out: the query itself and three before it."""
+"""Columns at the end of a row that `select_head` ignores: the query and the three before it."""
 
 
 def select_head(
     rows: Sequence[Row | Sequence[Row]], *, layer: int | None = None, head: int | None = None
 ) -> tuple[int, int]:
-    """Choose the head that looks most sharply at something neither first nor recent.
+    """Choose the sharpest head: the one that attends most to one token, neither first nor recent.
 
-    A head's score is the mean over the rows of its largest weight, leaving out the first column
-    (where idle heads park their mass) and the last ``N_LATEST`` (where heads look that only follow
-    the order of the text). Rows with no other column do not count; the first of equals wins.
+    The score of a head is the mean over the rows of its largest weight, without the first column
+    (where idle heads put their mass) and the last ``N_LATEST`` (where heads look that only follow
+    the order of the text). Rows without other columns are skipped; ties go to the first head.
 
     Args:
         rows: Attention of each token, shape ``(n_layers, n_heads, n_context)`` or a sequence of
             ``(n_heads, n_context)``, probabilities.
-        layer: Choose only among the heads of this index of the first axis.
-        head: Choose only among the heads with this index.
+        layer: Consider only this index of the first axis.
+        head: Consider only this index of the second axis.
 
     Returns:
-        Indices into the first two axes, 0 or what was asked for where no row counts.
+        Indices into the first two axes. If all rows are skipped, those asked for or 0.
 
     Raises:
         IndexError: *layer* or *head* is out of range.
@@ -54,10 +54,10 @@ def select_head(
 
 
 def probabilities(values: Row, kind: str, scale: float) -> Row:
-    """Turn values of any kind of capture into probabilities over the last axis.
+    """Convert values of any kind of capture to probabilities over the last axis.
 
-    "probs" come back as they are, without a copy. "logits" are scaled first; a model that caps or
-    biases its scores attends a little differently than they say.
+    "probs" are returned as they are, without a copy. "logits" are scaled first; the result is
+    approximate for models that cap or bias their scores.
 
     Args:
         values: Shape ``(..., n_context)``.

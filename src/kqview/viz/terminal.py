@@ -1,7 +1,6 @@
-"""Heat map of attention for a terminal.
+"""Heat map of attention for a terminal, drawn with rich.
 
-Draws with rich: coloured cells where the terminal has colours, the characters of ``RAMP`` where it
-has none. Reads the arrays it is given and keeps none of them.
+Cells are coloured if the terminal has colours, else characters of ``RAMP``. No array is kept.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from rich.text import Text
 Row = NDArray[np.floating[Any]]
 
 RAMP: Final = " .:-=+*#%@"
-"""Characters from 0 to 1, for terminals without colours."""
+"""Characters for values from 0 to 1, for terminals without colours."""
 
 _MARKS: Final = "abcdefghijkl"
 _N_LABEL_CELLS: Final = 14
@@ -34,16 +33,16 @@ def terminal_heatmap(
     *,
     width: int,
 ) -> "TerminalHeatmap":
-    """Return a rich renderable with one line a row and one cell a column.
+    """Return a rich renderable with one line per row and one cell per column.
 
-    Rows grow to the right as the context does. Where not all columns fit, those with the most mass
-    are shown, in their order. The columns with the most mass get a letter and a legend below.
+    Rows grow to the right with the context. If the columns do not all fit, those with the most mass
+    are shown, in order. The columns with the most mass get a letter and an entry in the legend.
 
     Args:
         rows: Probabilities of each token, shape ``(n_context,)``.
-        row_labels: Text of each row's token.
-        column_labels: Text of each context token, at least as many as the longest row.
-        width: Cells across.
+        row_labels: Token text of each row.
+        column_labels: Token text of each column of the longest row.
+        width: Width in cells.
 
     Raises:
         ValueError: There are fewer labels than rows or columns.
@@ -51,7 +50,7 @@ def terminal_heatmap(
     n_columns = max((len(row) for row in rows), default=0)
     if len(row_labels) < len(rows) or len(column_labels) < n_columns:
         raise ValueError(
-            f"terminal_heatmap: {len(row_labels)} row and {len(column_labels)} column labels, "
+            f"{len(row_labels)} row_labels and {len(column_labels)} column_labels for "
             f"{len(rows)} rows and {n_columns} columns; pass a label for each"
         )
     weights = np.zeros((len(rows), n_columns))
@@ -78,18 +77,18 @@ def terminal_heatmap(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TerminalHeatmap:
-    """A prepared heat map; print it with a rich console."""
+    """A heat map to print with a rich console."""
 
     weights: NDArray[np.float64]  # (n_rows, n_columns), 0 beyond a row's context
     n_contexts: tuple[int, ...]
     row_labels: tuple[str, ...]  # all of one width
     column_labels: tuple[str, ...]
-    shown: tuple[int, ...]  # columns that fit, ascending
+    shown: tuple[int, ...]  # columns that are drawn, ascending
     marks: dict[int, str]  # column -> letter
-    cell: int  # terminal cells a column
+    cell: int  # terminal cells per column
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Yield the lines, coloured if *console* shows colours."""
+        """Yield the lines, coloured if *console* has colours."""
         if not self.shown:
             return
         has_colour = console.color_system is not None and not console.no_color
@@ -119,7 +118,7 @@ class TerminalHeatmap:
             share = float(self.weights[:, list(self.shown)].sum()) / total
             yield Text(
                 f"{len(self.shown)} of {n_columns} context tokens fit; "
-                f"they hold {share:.0%} of the attention"
+                f"they have {share:.0%} of the attention"
             )
         entries = [
             f'{mark} = "{self.column_labels[column]}" at {column} '
@@ -130,7 +129,7 @@ class TerminalHeatmap:
 
 
 def _colour(level: float) -> str:
-    """Colour of *level* in 0 to 1, dark to bright, as rich writes it."""
+    """Colour of *level*, from 0 (dark) to 1 (bright), in the syntax of rich."""
     position = level * (len(_PALETTE) - 1)
     i, (low, high) = min(enumerate(pairwise(_PALETTE)), key=lambda p: abs(position - p[0] - 0.5))
     part = position - i
@@ -139,5 +138,5 @@ def _colour(level: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text on one line that cannot steer the terminal."""
+    """Text on one line, with control characters escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
