@@ -127,8 +127,8 @@ class Conversation:
             KqviewError: jinja2 is not installed.
         """
         self._core.check_open()
-        checked = checked_messages("chat", messages)
-        checked_tool_list = checked_tools("chat", tools)
+        checked = checked_messages(messages)
+        checked_tool_list = checked_tools(tools)
         source = self._info.chat_template if chat_template is None else chat_template
         if source is None:
             raise UnsupportedModel(
@@ -140,7 +140,7 @@ class Conversation:
             checked,
             tools=checked_tool_list,
             add_generation_prompt=add_generation_prompt,
-            options=checked_options("chat", template_options),
+            options=checked_options(template_options),
         )
         return self._chat_ids(parts) if tokenize else "".join(part.text for part in parts)
 

@@ -331,7 +331,7 @@ def test_published_templates_write_no_none_for_a_call_without_content(llama_cpp_
         {"role": "assistant", "content": None, "name": None, "tool_calls": [call]},
         {"role": "tool", "content": "42", "tool_call_id": "abcdefghi"},
     ]
-    messages = checked_messages("chat", talk)
+    messages = checked_messages(talk)
     assert "content" not in messages[1]
     n_checked = 0
     for path in sorted((llama_cpp_dir / "models" / "templates").glob("*.jinja")):

@@ -87,7 +87,7 @@ def test_line_that_was_cut_short_takes_no_other_along(tmp_path: Path) -> None:
 def test_reading_a_file_without_rows_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text("no JSON\n")
-    with pytest.raises(ValueError, match="no line of JSON"):
+    with pytest.raises(ValueError, match="no JSON line"):
         read_records(path)
 
 

@@ -33,20 +33,20 @@ from kqview.errors import RequestError
         ([{"role": "user", "content": ["x"]}], r"content\[0\]"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "only 'text'"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text is missing"),
-        ([{"role": "user", "content": "x", "extra": object()}], "extra: got object"),
+        ([{"role": "user", "content": "x", "extra": object()}], "extra is of type object"),
         ([{"role": "user", "content": "x", "extra": {1: 2}}], "key 1"),
         ([{"role": "user", "content": "x", "tool_call_id": 7}], "tool_call_id"),
         ([{"role": "assistant", "tool_calls": "f"}], "list of calls"),
-        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "name is missing"),
+        ([{"role": "assistant", "tool_calls": [{"function": {}}]}], r"name of .* is missing"),
         (
             [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "{"}]}],
-            "arguments are '{'",
+            "arguments is '{'",
         ),
     ],
 )
 def test_message_that_is_not_well_formed_is_refused(messages: Any, words: str):
     with pytest.raises(RequestError, match=words):
-        checked_messages("chat", messages)
+        checked_messages(messages)
 
 
 def test_deeply_nested_message_is_refused():
@@ -54,7 +54,7 @@ def test_deeply_nested_message_is_refused():
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(RequestError, match="nested"):
-        checked_messages("chat", [{"role": "user", "content": "x", "extra": deep}])
+        checked_messages([{"role": "user", "content": "x", "extra": deep}])
 
 
 def test_messages_are_copies_of_plain_types():
@@ -63,7 +63,7 @@ def test_messages_are_copies_of_plain_types():
             raise AssertionError("code of the caller ran")
 
     mine = UserDict({"role": Loud("user"), "content": Loud("Hi"), "n": (1, 2.5, True, None)})
-    (message,) = checked_messages("chat", (mine,))
+    (message,) = checked_messages((mine,))
     assert message == {"role": "user", "content": "Hi", "n": [1, 2.5, True, None]}
     assert type(message["content"]) is str
     message["content"] = "changed"
@@ -72,9 +72,7 @@ def test_messages_are_copies_of_plain_types():
 
 def test_arguments_as_json_text_become_an_object():
     calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
-    (message,) = checked_messages(
-        "chat", [{"role": "assistant", "content": None, "tool_calls": calls}]
-    )
+    (message,) = checked_messages([{"role": "assistant", "content": None, "tool_calls": calls}])
     assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert message["tool_calls"][0]["id"] == "1"
     assert calls[0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
@@ -83,20 +81,20 @@ def test_arguments_as_json_text_become_an_object():
 @pytest.mark.parametrize("tools", ["f", [1], [{}], [{"type": "function", "function": {}}], {}])
 def test_tools_that_are_no_functions_are_refused(tools: Any):
     with pytest.raises(RequestError, match="tools"):
-        checked_tools("chat", tools)
+        checked_tools(tools)
 
 
 def test_bare_function_becomes_a_tool():
     bare = {"name": "f", "parameters": {"type": "object"}}
-    assert checked_tools("chat", [bare]) == [{"type": "function", "function": bare}]
-    assert checked_tools("chat", []) is None
-    assert checked_tools("chat", None) is None
+    assert checked_tools([bare]) == [{"type": "function", "function": bare}]
+    assert checked_tools([]) is None
+    assert checked_tools(None) is None
 
 
 def test_options_have_names():
-    assert checked_options("chat", None) == {}
+    assert checked_options(None) == {}
     with pytest.raises(RequestError, match="template_options"):
-        checked_options("chat", [1])
+        checked_options([1])
 
 
 # ---- tool calls

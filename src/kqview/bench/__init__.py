@@ -1,5 +1,5 @@
-"""Measures what capture costs: the statistics, the runs and the sweep of ``kqview bench``.
+"""Measures what capture costs: statistics of pairs, the sweep of ``kqview bench``, its records.
 
-The scripts in the repository's folder bench/ use the same parts on a model of their own; so does
-code that wants to time its own captures. Needs nothing but numpy.
+The scripts in the folder bench/ of the repository use the same parts on their own models, and so
+can other code that times its captures.
 """

@@ -1,12 +1,12 @@
-"""Pairs: how every benchmark of kqview times two ways of doing the same work, and what it says.
+"""Pairs: how every benchmark of kqview compares two ways of doing the same work.
 
-Owns: the alternation and the statistics; pure functions and values, no engine, no output.
+Alternation and statistics only: pure functions and values, no engine, no output.
 
-A pair is one run of each way, one directly after the other; which one goes first changes from pair
-to pair, so that a drift of the machine cancels. The published figure is the median of the pairs'
-ratios (candidate / baseline) with its upper 95 % bound. The bound is an order statistic: the k-th
-smallest ratio, k being the least for which P(Binomial(n, 1/2) < k) >= 0.95. It is exact for any
-distribution and needs no resampling; below 5 pairs there is none.
+A pair is one run of each way, back to back. The order changes from pair to pair, so a drift of the
+machine cancels out. The published figure is the median of the ratios (candidate / baseline) with
+its upper 95 % bound. The bound is an order statistic: the k-th smallest ratio for the smallest k
+with P(Binomial(n, 1/2) < k) >= 0.95. It is exact for any distribution and needs no resampling, but
+at least 5 pairs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile, 0 <= q <= 1, interpolated between the two nearest of *values*."""
     if not values:
-        raise ValueError("pairs.quantile: no values, at least 1 is needed")
+        raise ValueError("values is empty; pass at least 1")
     if not 0.0 <= q <= 1.0:
-        raise ValueError(f"pairs.quantile: q is {q}, 0 to 1 is possible")
+        raise ValueError(f"q is {q}; pass 0 to 1")
     ordered = sorted(values)
     place = q * (len(ordered) - 1)
     low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
@@ -34,7 +34,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def median_upper_bound(values: Sequence[float], confidence: float = 0.95) -> float | None:
-    """One-sided upper confidence bound of the median; None where *values* are too few for it."""
+    """One-sided upper confidence bound of the median; None if there are too few *values*."""
     n = len(values)
     below = 0.0  # P(fewer than k of n values lie below the median)
     for k in range(1, n + 1):
@@ -46,7 +46,7 @@ def median_upper_bound(values: Sequence[float], confidence: float = 0.95) -> flo
 
 @dataclass(frozen=True)
 class Spread:
-    """What is left of many measurements: their 10 %, 50 % and 90 % quantiles."""
+    """The 10 %, 50 % and 90 % quantiles of measurements."""
 
     p10: float
     median: float
@@ -64,7 +64,7 @@ class Spread:
 
 @dataclass
 class Pairs:
-    """Times of both ways, pair by pair, in milliseconds of the same piece of work."""
+    """Times of both ways, pair by pair, in milliseconds for the same work."""
 
     baseline_ms: list[float] = field(default_factory=list[float])
     candidate_ms: list[float] = field(default_factory=list[float])
@@ -100,11 +100,11 @@ def alternate(
 
 
 def rounds(ways: Mapping[str, Callable[[], float]], n_rounds: int) -> Iterator[dict[str, float]]:
-    """Yield what each of *ways* returned in each round, run in the order A B C, C B A, A B C, ...
+    """Yield the results of all *ways* for each round, run in the order A B C, C B A, A B C, ...
 
-    Several ways share one run of the baseline in a round, which halves the time that pairs of their
-    own would take. A drift cancels as in pairs: a way that runs i places after the baseline in one
-    round runs i places before it in the next.
+    The ways of a round share one run of the baseline, which takes half the time of separate pairs.
+    A drift cancels out as in pairs: a way that runs i places after the baseline in one round runs i
+    places before it in the next.
     """
     order = list(ways)
     for i in range(n_rounds):
@@ -113,11 +113,11 @@ def rounds(ways: Mapping[str, Callable[[], float]], n_rounds: int) -> Iterator[d
 
 
 def step_ms(stamps_s: Sequence[float], n_skip: int = 0) -> float:
-    """Median time of a step from the arrival times of tokens, the first *n_skip* steps left out."""
+    """Median time of a step from the arrival times of tokens, without the first *n_skip* steps."""
     steps = [after - before for before, after in pairwise(stamps_s)]
     return quantile(steps[n_skip:], 0.5) * 1000.0
 
 
 def mean_step_ms(stamps_s: Sequence[float]) -> float:
-    """Time of a step over the whole run: what a tool that only times the whole can be held to."""
+    """Mean time of a step over the run, for comparison with tools that time only whole runs."""
     return (stamps_s[-1] - stamps_s[0]) / (len(stamps_s) - 1) * 1000.0

@@ -1,6 +1,4 @@
-"""Records: what a sweep found, as values, JSON lines and the cells of a table; and the facts about
-the machine and the commits that the figures belong to.
-"""
+"""Results of a sweep as values, JSON lines and tables, and the machine facts that go with them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 CELL_LEGEND: Final = "% more than without capture: median (upper 95 % bound)"
 
 OFF: Final = "off"
-"""Name of the way that captures nothing; as a row of its own it shows what the noise is worth."""
+"""Name of the run without capture; as a row of its own it shows the noise."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +30,11 @@ class LeftOut:
 
     name: str
     reason: str
-    is_failure: bool = False  # not just a thing that this build, model or machine does not have
+    is_failure: bool = False  # an error, not a limit of this build, model or machine
 
 
 def by_reason(left_out: Iterable[LeftOut]) -> dict[str, list[str]]:
-    """Names of the rows that each reason kept from being measured."""
+    """Names of the rows that were not measured, by reason."""
     names: dict[str, list[str]] = {}
     for row in left_out:
         names.setdefault(row.reason, []).append(row.name)
@@ -48,10 +46,10 @@ class SweepRow:
     """A decoded token with a capture against one without, at one context.
 
     Attributes:
-        capture: Name of the way to capture, a key of `sweep.captures`, or `OFF`.
+        capture: Name of the capture, a key of `sweep.captures`, or `OFF`.
         flash_attn: Whether flash attention was on.
-        n_context: Tokens before the first one that was decoded.
-        bytes_per_token: Bytes that the capture hands out for one token.
+        n_context: Number of tokens before the first decoded one.
+        bytes_per_token: Size of the captured rows of one token.
         pairs: Times of both.
     """
 
@@ -63,11 +61,11 @@ class SweepRow:
 
     @property
     def name(self) -> str:
-        """Name of the row, the same for the same piece of work."""
+        """Name of the row, equal for equal work."""
         return row_name(self.capture, self.n_context, flash_attn=self.flash_attn)
 
     def to_record(self) -> dict[str, Any]:
-        """The row for JSON, with every single time and what follows from them."""
+        """The row for JSON, with all times and the statistics derived from them."""
         record = {"row": self.name, **asdict(self)}
         record["median_ratio"] = self.pairs.median_ratio
         record["upper_bound"] = self.pairs.upper_bound
@@ -75,7 +73,7 @@ class SweepRow:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> SweepRow | None:
-        """The row of a record, None where it is one of another sort."""
+        """The row of a record; None if the record is not a row of a sweep."""
         if "capture" not in record or "pairs" not in record:
             return None
         return cls(
@@ -85,13 +83,13 @@ class SweepRow:
 
 
 def row_name(capture: str, n_context: int, *, flash_attn: bool) -> str:
-    """Name of a row before it is measured."""
+    """Name of the row with these settings."""
     return f"context-{n_context}-{'flash' if flash_attn else 'plain'}-{capture}"
 
 
 @dataclass(frozen=True)
 class SweepTable:
-    """Rows of one setting of flash attention as text: a line a capture, a column a context."""
+    """Rows of one setting of flash attention as text: a line per capture, a column per context."""
 
     flash_attn: bool
     columns: list[str]
@@ -99,10 +97,9 @@ class SweepTable:
 
 
 def tables(rows: Sequence[SweepRow]) -> list[SweepTable]:
-    """Arrange *rows*; captures and settings keep the order in which they come.
+    """Arrange *rows* in tables; captures and settings keep their order.
 
-    A cell is `overhead`. The first line has the times without capture: median of all runs of a
-    column.
+    A cell is `overhead`. The first line has the median times without capture of each column.
     """
     found: list[SweepTable] = []
     for flash_attn in dict.fromkeys(row.flash_attn for row in rows):
@@ -125,14 +122,14 @@ def tables(rows: Sequence[SweepRow]) -> list[SweepTable]:
 
 
 def overhead(pairs: Pairs) -> str:
-    """What the candidate costs more, in percent: median, and in brackets the upper 95 % bound."""
+    """Extra time of the candidate in percent: the median, and its upper 95 % bound in brackets."""
     upper = pairs.upper_bound
     bound = "" if upper is None else f" ({(upper - 1) * 100:+.1f})"
     return f"{(pairs.median_ratio - 1) * 100:+.1f}{bound}"
 
 
 def byte_text(n_bytes: int) -> str:
-    """Bytes as a person reads them."""
+    """A readable number of bytes."""
     for unit, size in (("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= size:
             return f"{n_bytes / size:.3g} {unit}"
@@ -148,22 +145,22 @@ def _baseline(rows: Iterable[SweepRow], n_context: int) -> str:
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one line to *path*, on the disk when this returns; a run that is stopped keeps it.
+    """Append one line to *path* and sync it, so an interrupted run keeps its rows.
 
     Raises:
-        OSError: *path* cannot be written; it is as it was.
-        ValueError: *record* holds what JSON does not know.
+        OSError: *path* cannot be written; it stays as it was.
+        ValueError: *record* has a value that JSON cannot express.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     append_line(path, json.dumps(record, allow_nan=False))
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of *path*, oldest first; lines that were cut short are left out.
+    """The records of *path*, oldest first; incomplete lines are skipped.
 
     Raises:
         OSError: *path* cannot be read.
-        ValueError: It holds no record at all.
+        ValueError: *path* has no record.
     """
     records: list[dict[str, Any]] = []
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -174,7 +171,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
         if isinstance(record, dict):
             records.append(record)  # pyright: ignore[reportUnknownArgumentType]
     if not records:
-        raise ValueError(f"{path} has no line of JSON; name a file that --save wrote")
+        raise ValueError(f"{path} has no JSON line; pass a file written with --json or --save")
     return records
 
 
@@ -185,11 +182,11 @@ _PACKAGE: Final = Path(__file__).resolve().parents[1]
 
 
 def machine_facts() -> dict[str, Any]:
-    """What has to be known to read a time.
+    """The facts needed to interpret a time.
 
-    Keys: date (UTC, ISO 8601), machine, system, cpu, n_cores, devices (other than the CPU),
-    nvidia_driver (None without one), load_average (of the minute before, None where the system has
-    none), kqview, kqview_commit, llama_cpp_commit.
+    Keys: date (UTC, ISO 8601), machine, system, cpu, n_cores, devices (without the CPU),
+    nvidia_driver (or None), load_average (of the last minute; None if the system has none), kqview,
+    kqview_commit, llama_cpp_commit.
     """
     build = _core.build_info()
     return {
@@ -208,7 +205,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, with family, model and vectors: virtual machines may hide it."""
+    """Name of the CPU with family, model and vector set, as virtual machines may hide the name."""
     fields: dict[str, str] = {}
     try:
         for line in cpuinfo.read_text(encoding="utf-8").splitlines():
@@ -224,9 +221,9 @@ def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def _commit() -> str:
-    """Commit of the checkout that the package lies in, "-dirty" where files differ from it.
+    """Commit of this package's checkout, with "-dirty" if files differ from it.
 
-    An installed package may lie inside somebody else's repository, which is not asked.
+    An installed package may lie inside another repository, which must not count.
     """
     root = _PACKAGE.parents[1]
     if _PACKAGE.parent.name != "src" or not (root / ".git").exists():

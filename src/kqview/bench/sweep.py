@@ -1,8 +1,8 @@
-"""Sweep: what each way to capture costs a decoded token, by context and flash attention.
+"""Sweep: the cost of each capture per decoded token, by context size and flash attention.
 
-For each context one prompt stays in the slot and every way decodes the same few tokens after it, in
-rounds: no capture, no capture once more (what noise is worth), then each capture. Even rounds run
-forwards and odd ones backwards. A row pairs a way with the first run without capture of its round.
+For each context size, one prompt stays in the slot and every capture decodes the same few tokens
+after it, in rounds: no capture, no capture once more (for the noise), then each capture. Odd rounds
+run in reverse order. A row pairs a capture with the first run without capture of its round.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ if TYPE_CHECKING:
     # Opens an engine, or what yields one, for (n_ctx, flash_attn).
     Opener = Callable[[int, bool], AbstractContextManager[Engine]]
 
-N_SKIP: Final = 4  # first steps of a run: a change of capture makes llama.cpp build new graphs
+N_SKIP: Final = 4  # first steps of a run: llama.cpp builds new graphs after a change of capture
 CAPTURE_NAMES: Final = (
     "logits", "scores", "probs", "float16", "10-heads", "mean-heads", "mean", "top-8",
 )  # fmt: skip
 
 _BASELINE: Final = "baseline"
-_MEMORY_SHARE: Final = 0.9  # of the machine's, for model, cache and buffers
-_N_HELD: Final = 12  # tokens whose attention exists at a time: run-ahead, and what Python holds
+_MEMORY_SHARE: Final = 0.9  # share of the memory for model, cache and buffers
+_N_HELD: Final = 12  # tokens whose attention exists at once: run-ahead, and those that Python holds
 
 
 def prompt_ids(n_tokens: int, n_vocab: int, seed: int = 0) -> list[int]:
-    """Random ids, the same for the same arguments; a shorter prompt begins a longer one."""
+    """Random ids, reproducible; a shorter prompt is a prefix of a longer one."""
     return np.random.default_rng(seed).integers(0, n_vocab, n_tokens).tolist()
 
 
 class DecodeRuns:
     """Greedy generations after one prompt, which stays in the slot.
 
-    Each run evaluates only the last prompt token again (prefix reuse), so a pair of runs costs
-    two short generations and not two prefills.
+    Prefix reuse leaves only the last prompt token to evaluate, so a pair of runs costs two short
+    generations instead of two prefills.
     """
 
     def __init__(
         self, engine: Engine, prompt: Sequence[int], *, now_s: Callable[[], float] = perf_counter
     ) -> None:
-        """Bring *prompt* into the slot; *now_s* is the clock."""
+        """Prefill *prompt*; *now_s* is the clock."""
         self._now_s = now_s
         self._engine = engine
         self._prompt = prompt
         self.stamps_s(1)
 
     def stamps_s(self, n_tokens: int, **options: Any) -> list[float]:
-        """Arrival times of *n_tokens* tokens; views are dropped as the next token comes."""
+        """Arrival times of *n_tokens* tokens; the views of a token are dropped at the next one."""
         options.setdefault("temperature", 0.0)
         stamps: list[float] = []
         for _ in self._engine.generate(
@@ -76,11 +76,11 @@ class SweepPlan:
     """What to measure.
 
     Attributes:
-        contexts: Tokens of the prompts, ascending.
-        captures: Names of the ways to capture, of `CAPTURE_NAMES`.
+        contexts: Sizes of the prompts in tokens, ascending.
+        captures: Names of captures, from `CAPTURE_NAMES`.
         flash_attn: Settings of flash attention.
-        n_rounds: Pairs of each row; below 5 there is no bound.
-        n_tokens: Tokens of one run, at least ``N_SKIP + 2``.
+        n_rounds: Pairs per row; a bound needs at least 5.
+        n_tokens: Tokens per run, at least ``N_SKIP + 2``.
         now_s: The clock.
     """
 
@@ -93,17 +93,17 @@ class SweepPlan:
 
     @property
     def n_runs(self) -> int:
-        """Runs of the whole plan, as many as `sweep` reports."""
+        """Number of runs in the plan, as `sweep` reports them."""
         return len(self.flash_attn) * len(self.contexts) * self.n_runs_of_context
 
     @property
     def n_runs_of_context(self) -> int:
-        """Runs at one context with one setting: the warm-up and the rounds."""
+        """Number of runs at one context with one setting: the warm-up and the rounds."""
         return (1 + self.n_rounds) * (2 + len(self.captures))
 
 
 def captures(model: ModelInfo) -> dict[str, Capture]:
-    """The ways to capture, by name."""
+    """The captures, by name."""
     return {
         "logits": Capture("logits"),
         "scores": Capture("scores"),
@@ -117,10 +117,7 @@ def captures(model: ModelInfo) -> dict[str, Capture]:
 
 
 def chosen_heads(model: ModelInfo, n: int = 10) -> Capture:
-    """Logits of about *n* heads: up to 5 layers, and in each of them the same heads.
-
-    Both are spread evenly, as heads are that somebody has chosen for what they do.
-    """
+    """Logits of about *n* heads: the same heads in each of up to 5 layers, both spread evenly."""
     layers = _spread(model.attention_layers, min(5, n))
     heads = _spread(range(model.n_head), max(1, round(n / len(layers))))
     return Capture("logits", layers=layers, heads=heads)
@@ -129,9 +126,9 @@ def chosen_heads(model: ModelInfo, n: int = 10) -> Capture:
 def fitting_contexts(
     model: ModelInfo, contexts: Sequence[int], *, trained_only: bool = True
 ) -> tuple[list[int], list[LeftOut]]:
-    """Those of *contexts* that *model* was trained for and this machine has memory for.
+    """Those of *contexts* that *model* was trained for and that fit into memory.
 
-    With *trained_only* False memory alone decides: random weights know no length.
+    With *trained_only* False only memory counts: random weights have no trained length.
     """
     fitting: list[int] = []
     left_out: list[LeftOut] = []
@@ -143,7 +140,7 @@ def fitting_contexts(
             reason = f"the model was trained with {model.n_ctx_train:,} tokens"
             left_out.append(LeftOut(name, reason))
         elif needed_bytes > memory_bytes:
-            reason = f"about {needed_bytes / 1e9:.1f} GB, {memory_bytes / 1e9:.1f} GB may be used"
+            reason = f"it needs about {needed_bytes / 1e9:.1f} GB of {memory_bytes / 1e9:.1f} GB"
             left_out.append(LeftOut(name, reason))
         else:
             fitting.append(n_context)
@@ -160,10 +157,10 @@ def sweep(
     Args:
         open_engine: Called with n_ctx and flash_attn for each setting; the engine is closed here.
         plan: What to measure.
-        on_run: Called with what is at work and the number of runs that are settled by it.
+        on_run: Called with a description of the work and the number of runs just completed.
 
     Yields:
-        Rows, and what had to be left out. An error of one way does not end the others.
+        Rows, and what could not be measured. An error of one capture does not end the others.
     """
     for flash_attn in plan.flash_attn:
         contexts = sorted(plan.contexts)
@@ -205,7 +202,7 @@ def _at_context(
         return run
 
     ways = {_BASELINE: run_of(None)}
-    ways[_BASELINE]()  # memory of the first blocks, and what cannot be captured is found out
+    ways[_BASELINE]()  # a warm-up, which allocates the first blocks
     for name, capture in wanted.items():
         run = run_of(capture)
         try:
@@ -227,12 +224,12 @@ def _at_context(
 
 
 def is_failure(error: Exception) -> bool:
-    """Whether something is broken, not just refused by this version or model, or too large."""
+    """Whether *error* is a fault, not a limit of this version, model or machine."""
     return not isinstance(error, RequestError | ModelError | CapacityError)
 
 
 def _needed_bytes(model: ModelInfo, n_context: int) -> int:
-    """Rough upper bound: weights, F16 cache, products of a ubatch, attention of tokens held."""
+    """Rough upper bound: weights, F16 cache, products of a ubatch, attention that is held."""
     n_row = int(_metadata(model, "key_length") or model.n_embd // max(1, model.n_head))
     cache = 2 * 2 * len(model.attention_layers) * max(1, model.n_head_kv) * n_row * n_context
     products = 2 * 4 * 512 * model.n_head * n_context  # before and after the softmax
@@ -245,6 +242,6 @@ def _metadata(model: ModelInfo, name: str) -> Any:
 
 
 def _spread(values: Sequence[int], n: int) -> tuple[int, ...]:
-    """*n* of *values*, or all of fewer, from the middles of *n* equal parts."""
+    """*n* of *values* (or all, if fewer), from the middles of *n* equal parts."""
     n = min(n, len(values))
     return tuple(values[(2 * i + 1) * len(values) // (2 * n)] for i in range(n))

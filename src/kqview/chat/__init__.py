@@ -1,6 +1,6 @@
-"""Chat: messages checked, rendered by a model's own template, and tool calls read from its answer.
+"""Chat: checks messages, renders a model's chat template, and parses tool calls in its answer.
 
-Everything here is pure Python on text; what needs a model is in `kqview.conversation`.
+All of it is Python on text; what needs a model is in `kqview.conversation`.
 """
 
 from kqview.chat.messages import Message, Reply, ToolCall, parse_tool_calls

@@ -1,9 +1,9 @@
-"""Messages and tools of a chat, checked before any template sees them.
+"""Messages and tools of a chat, checked before a template sees them; tool calls in an answer.
 
-A message is a mapping as of OpenAI's chat format and of transformers: ``role``, ``content``, and
-for tools ``tool_calls``, ``tool_call_id``, ``name``. Other keys are the template's business and
-are handed on. The results are plain dicts, lists and scalars of our own, so that a template can
-neither change what the caller holds nor call anything of it.
+A message is a mapping in the format of OpenAI's chat API and of transformers: ``role``,
+``content`` and, for tools, ``tool_calls``, ``tool_call_id`` and ``name``. Other keys are passed on
+to the template. Checking copies everything to plain dicts, lists and scalars, so that a template
+can neither modify nor call anything that belongs to the caller.
 """
 
 import json
@@ -22,48 +22,46 @@ ROLES: Final = ("system", "developer", "user", "assistant", "tool", "function")
 
 _ROLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _NESTING_MAX: Final = 64
-_WITHOUT_CONTENT: Final = frozenset({"assistant"})  # a tool call may be all of it
+_WITHOUT_CONTENT: Final = frozenset({"assistant"})  # tool calls may be the whole message
 
 
-def checked_messages(who: str, messages: object) -> list[dict[str, Any]]:
+def checked_messages(messages: object) -> list[dict[str, Any]]:
     """*messages* as dicts.
 
     Raises:
-        RequestError: They are not a sequence of at least one message, or one is not well-formed:
-            a role that is no name, content that is neither text nor a list of text parts, a tool
-            call without a function name, a value that JSON does not know.
+        RequestError: *messages* is not a sequence of at least one message, or a message is
+            malformed: a role that is not a name, content that is neither text nor a list of text
+            parts, a tool call without a function name, a value that JSON cannot express.
     """
     if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
         got = type(messages).__name__
-        raise RequestError(f"{who}: messages is of type {got}, a list of messages is needed")
+        raise RequestError(f"messages is of type {got}; pass a list of messages")
     items = cast("Sequence[object]", messages)
     if not items:
-        raise RequestError(f"{who}: messages is empty, at least one message is needed")
-    return [_message(f"{who}: messages[{i}]", item) for i, item in enumerate(items)]
+        raise RequestError("messages is empty; pass at least one message")
+    return [_message(f"messages[{i}]", item) for i, item in enumerate(items)]
 
 
-def checked_tools(who: str, tools: object) -> list[dict[str, Any]] | None:
+def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     """*tools* as dicts of the form ``{"type": "function", "function": {"name": ...}}``.
 
-    A bare function, ``{"name": ..., "parameters": ...}``, is put into that form.
+    A bare function, ``{"name": ..., "parameters": ...}``, is wrapped in that form.
 
     Raises:
-        RequestError: They are no sequence of such mappings.
+        RequestError: *tools* is not a sequence of such mappings.
     """
     if tools is None:
         return None
     if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
         got = type(tools).__name__
-        raise RequestError(f"{who}: tools is of type {got}, a list of functions is needed")
-    checked = [
-        _tool(f"{who}: tools[{i}]", item) for i, item in enumerate(cast("Sequence[object]", tools))
-    ]
+        raise RequestError(f"tools is of type {got}; pass a list of functions")
+    checked = [_tool(f"tools[{i}]", item) for i, item in enumerate(cast("Sequence[object]", tools))]
     return checked or None
 
 
-def checked_options(who: str, options: object) -> dict[str, Any]:
-    """Further variables of a template, by name."""
-    return {} if options is None else _mapping(f"{who}: template_options", options)
+def checked_options(options: object) -> dict[str, Any]:
+    """Extra variables for the template, by name."""
+    return {} if options is None else _mapping("template_options", options)
 
 
 def _message(where: str, value: object) -> dict[str, Any]:
@@ -71,18 +69,18 @@ def _message(where: str, value: object) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
         raise RequestError(
-            f"{where}: role is {_shown(role)}, a name is needed; usual are {', '.join(ROLES)}"
+            f"{where}: role is {_shown(role)}; use a name such as {', '.join(ROLES)}"
         )
     if message.get("tool_calls") is not None:
         message["tool_calls"] = _calls(f"{where}: tool_calls", message["tool_calls"])
     elif "content" not in message or (message["content"] is None and role not in _WITHOUT_CONTENT):
-        raise RequestError(f"{where}: content is missing, text is needed; '' is allowed")
+        raise RequestError(f"{where}: content is missing; pass text, which may be empty")
     if "content" in message:
         _check_content(f"{where}: content", message["content"])
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str | None):
-            raise RequestError(f"{where}: {key} is {_shown(message[key])}, text is needed")
-    # As transformers does: "content": null stands beside calls, and templates ask for the key.
+            raise RequestError(f"{where}: {key} is {_shown(message[key])}; pass text")
+    # As in transformers: templates test for the key, and "content" may be null beside calls.
     return {key: item for key, item in message.items() if item is not None}
 
 
@@ -91,18 +89,18 @@ def _check_content(where: str, content: object) -> None:
         return
     if not isinstance(content, list):
         raise RequestError(
-            f"{where} is of type {type(content).__name__}, text or a list of parts is needed"
+            f"{where} is of type {type(content).__name__}; pass text or a list of parts"
         )
     for i, part in enumerate(cast("list[object]", content)):
         if not isinstance(part, dict):
-            raise RequestError(f"{where}[{i}] is {_shown(part)}, a part such as {_PART} is needed")
+            raise RequestError(f"{where}[{i}] is {_shown(part)}; pass a part such as {_PART}")
         fields = cast("dict[str, object]", part)
         if fields.get("type") != "text":
             raise RequestError(
-                f"{where}[{i}]: type is {_shown(fields.get('type'))}, only 'text' is supported"
+                f"{where}[{i}]: type is {_shown(fields.get('type'))}; only 'text' is supported"
             )
         if not isinstance(fields.get("text"), str):
-            raise RequestError(f"{where}[{i}]: text is missing, parts look like {_PART}")
+            raise RequestError(f"{where}[{i}]: text is missing; pass a part such as {_PART}")
 
 
 _PART: Final = '{"type": "text", "text": "..."}'
@@ -110,14 +108,14 @@ _PART: Final = '{"type": "text", "text": "..."}'
 
 def _calls(where: str, value: object) -> list[Any]:
     if not isinstance(value, list):
-        raise RequestError(f"{where} is {_shown(value)}, a list of calls is needed")
+        raise RequestError(f"{where} is {_shown(value)}; pass a list of calls")
     calls = cast("list[Any]", value)
     for i, call in enumerate(calls):
         fields: dict[str, Any] = _mapping(f"{where}[{i}]", call)
         function: dict[str, Any] = _mapping(f"{where}[{i}]", fields.get("function", fields))
         if not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}[{i}]: the function's name is missing, text is needed")
-        # OpenAI's clients send arguments as JSON text, templates write them as objects.
+            raise RequestError(f"{where}[{i}]: the name of the function is missing")
+        # Clients of OpenAI's API send arguments as JSON text; templates expect objects.
         function["arguments"] = _arguments(f"{where}[{i}]", function.get("arguments", {}))
         calls[i] = {**fields, "function": function} if "function" in fields else function
     return calls
@@ -130,7 +128,7 @@ def _arguments(where: str, value: object) -> Any:
         return json.loads(value) if value.strip() else {}
     except (ValueError, RecursionError):
         raise RequestError(
-            f"{where}: arguments are {_shown(value)}, an object or its JSON is needed"
+            f"{where}: arguments is {_shown(value)}; pass an object or JSON text"
         ) from None
 
 
@@ -143,7 +141,7 @@ def _tool(where: str, value: object) -> dict[str, Any]:
         cast("dict[str, object]", function).get("name"), str
     ):
         raise RequestError(
-            f"{where}: no function with a name; tools look like "
+            f"{where}: function or its name is missing; pass a tool such as "
             '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
         )
     return tool
@@ -151,12 +149,12 @@ def _tool(where: str, value: object) -> dict[str, Any]:
 
 def _mapping(where: str, value: object) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise RequestError(f"{where} is of type {type(value).__name__}, a mapping is needed")
+        raise RequestError(f"{where} is of type {type(value).__name__}; pass a mapping")
     return _plain(where, cast("Mapping[object, object]", value), 0)
 
 
 def _plain(where: str, value: object, nesting: int) -> Any:
-    """*value* as JSON's own types, copied. Bare str and int: a subclass could bring code along."""
+    """A copy of *value* in JSON's types; subclasses, which may bring code, become plain values."""
     if nesting > _NESTING_MAX:
         raise RequestError(f"{where}: nested deeper than {_NESTING_MAX} levels; flatten it")
     match value:
@@ -172,14 +170,14 @@ def _plain(where: str, value: object, nesting: int) -> Any:
             items = cast("Mapping[object, object]", value).items()
             for key, _ in items:
                 if not isinstance(key, str):
-                    raise RequestError(f"{where}: key {_shown(key)} is no text; use text as keys")
+                    raise RequestError(f"{where}: key {_shown(key)} is not text; use text keys")
             return {str(key): _plain(f"{where}.{key}", item, nesting + 1) for key, item in items}
         case list() | tuple():
             entries = cast("Sequence[object]", value)
             return [_plain(f"{where}[{i}]", item, nesting + 1) for i, item in enumerate(entries)]
         case _:
             raise RequestError(
-                f"{where}: got {type(value).__name__}, text, numbers, lists and mappings are needed"
+                f"{where} is of type {type(value).__name__}; pass text, numbers, lists or mappings"
             )
 
 
@@ -189,6 +187,10 @@ def _shown(value: object) -> str:
 
 
 # ---- answers
+#
+# llama.cpp's own parser (its ``common`` library) knows more forms. It is not linked: it brings a
+# second template engine and several times the code of this package's core, and it parses its own
+# rendering of a template, not text.
 
 
 Family = Literal["hermes", "llama", "mistral"]
@@ -196,12 +198,12 @@ Family = Literal["hermes", "llama", "mistral"]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A function that the model wants called.
+    """A function that the model asks to be called.
 
     Attributes:
-        name: The function's name, as the model wrote it: it may be none of the given tools.
-        arguments: The arguments by name; not checked against any schema.
-        id: The id that the model gave the call, None where its family has none.
+        name: The name of the function as the model wrote it; it may not be one of the given tools.
+        arguments: The arguments by name, not checked against a schema.
+        id: The id that the model gave the call; None if its family has no ids.
     """
 
     name: str
@@ -209,7 +211,7 @@ class ToolCall:
     id: str | None = None
 
     def to_message(self) -> dict[str, Any]:
-        """The call as it stands in ``tool_calls`` of an assistant's message."""
+        """The call in the form of ``tool_calls`` in a message of the assistant."""
         call: dict[str, Any] = {
             "type": "function",
             "function": {"name": self.name, "arguments": dict(self.arguments)},
@@ -219,18 +221,18 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer, taken apart.
+    """An answer split into text and tool calls.
 
     Attributes:
-        content: The text without its calls.
-        tool_calls: The calls in the order in which they were written.
+        content: The text without the calls.
+        tool_calls: The calls in the order of the text.
     """
 
     content: str
     tool_calls: tuple[ToolCall, ...] = field(default=())
 
     def to_message(self) -> dict[str, Any]:
-        """The answer as an assistant's message for the next `Engine.chat`."""
+        """The answer as a message of the assistant for the next `Engine.chat`."""
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.to_message() for call in self.tool_calls]
@@ -240,19 +242,27 @@ class Reply:
 def parse_tool_calls(text: str, family: Family | None = None) -> Reply:
     """Split *text*, such as ``Generation.text``, into content and tool calls.
 
+    What does not parse stays text: the answer of a model is never an error.
+
     Args:
-        text: All that the model wrote.
-        family: The form of its calls; None takes the first one of hermes, mistral and llama that
-            finds a call. Name it where an answer may look like a call and is none: JSON with a
-            "name" and "parameters" is one for llama.
+        text: The whole answer.
+        family: The form of the calls:
+
+            - "hermes" (Qwen 2.5 and 3, Hermes):
+              ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``
+            - "mistral": ``[TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]``, or the newer
+              ``[TOOL_CALLS]name[ARGS]{...}``
+            - "llama" (Llama 3): the whole answer is ``{"name": ..., "parameters": {...}}``, after
+              an optional ``<|python_tag|>``
+
+            None tries them in this order. Name the family if an answer may look like a call
+            without being one.
 
     Raises:
-        RequestError: *family* is not known.
+        RequestError: *family* is unknown.
     """
     if family is not None and family not in _PARSERS:
-        raise RequestError(
-            f"parse_tool_calls: family is {family!r}, known are {', '.join(_PARSERS)}"
-        )
+        raise RequestError(f"family is {family!r}; choose from {', '.join(_PARSERS)}")
     for name, parse in _PARSERS.items():
         if family in (None, name):
             reply = parse(text)
@@ -283,7 +293,7 @@ def _hermes(text: str) -> Reply:
             continue
         content.append(text[end:start])
         calls.append(call)
-        # Generation may have ended before the mark was closed.
+        # The generation may end before the closing mark.
         closed = text.startswith(_HERMES_END, after)
         end = after + len(_HERMES_END) if closed else stop
     return _reply([*content, text[end:]], calls)
@@ -333,7 +343,7 @@ _PARSERS: Final[Mapping[Family, Callable[[str], Reply]]] = MappingProxyType(
 
 
 def _read_json(text: str, start: int) -> tuple[object, int]:
-    """The JSON value at *start* and where it ends; None and *start* where there is none."""
+    """The JSON value at *start* and its end; None and *start* if there is none."""
     try:
         return _JSON.raw_decode(text, _skip_space(text, start))
     except (ValueError, RecursionError):
@@ -351,7 +361,7 @@ def _to_call(value: object, key: str) -> ToolCall | None:
         return None
     fields = cast("dict[str, object]", value)
     name, arguments, id_ = fields.get("name"), fields.get(key), fields.get("id")
-    if isinstance(arguments, str):  # some models write them as JSON text in JSON
+    if isinstance(arguments, str):  # some models write JSON text inside JSON
         arguments, _ = _read_json(arguments, 0)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict):
         return None

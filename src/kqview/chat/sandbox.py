@@ -1,10 +1,9 @@
-"""jinja2's sandbox with limits of time, depth and memory, for templates that come with a model.
+"""jinja2's sandbox with limits on time, depth and memory, for templates that come with a model.
 
-The idea: nothing that a template does may take long without passing through here. The head of each
-loop and macro, every call, filter and operator counts, and looks at the time; whatever makes a long
-value says before how long it will be. Within these bounds a single step is short, so that looking
-between steps is enough. Rejected: a thread or a process of its own for each template, which costs
-more than rendering does, and raising into another thread, which may hit what comes after.
+Whatever takes long in a template passes through here. The head of each loop and macro, every call,
+filter and operator checks the time; what makes a long value announces its length first. So a single
+step is short, and checking between steps is enough. Rejected: a thread or process per template,
+which costs more than rendering, and raising into another thread, which may hit later code.
 """
 
 import re
@@ -24,31 +23,31 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SOURCE_MAX: Final = 1 << 20
-"""Most characters of a template."""
+"""Maximum number of characters of a template."""
 LENGTH_MAX: Final = 16 << 20
-"""Most characters of a text, or items of a list, that a template may make."""
+"""Maximum number of characters of a text, or items of a list, that a template may make."""
 CPU_S_MAX: Final = 5.0
-"""Most seconds that a template may compute."""
+"""Maximum CPU time of a template, in seconds."""
 
-_BITS_MAX: Final = 10_000  # of a whole number
-_ARGUMENT_MAX: Final = 1_000_000  # a number that says how long or how wide something is to be
+_BITS_MAX: Final = 10_000  # of an integer
+_ARGUMENT_MAX: Final = 1_000_000  # a number that gives a length or width
 _SIZED: Final = frozenset(
     {"batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "to_bytes", "truncate"}
     | {"wordwrap", "zfill"}
 )
-_WIDE: Final = re.compile(r"\*|\d{6}")  # in a format: from 100,000 columns on
+_WIDE: Final = re.compile(r"\*|\d{6}")  # in a format: 100,000 columns or more
 
 
 class Exhausted(SecurityError):
-    """A template takes or makes more than it may."""
+    """A template exceeds a limit."""
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """One for each template; any thread.
+    """The environment of one template; safe to use from any thread.
 
     Args:
-        extensions: As of jinja2.
-        filters: Filters besides jinja2's own.
+        extensions: As in jinja2.
+        filters: Filters in addition to jinja2's own.
     """
 
     intercepted_binops = frozenset({"*", "**", "%"})
@@ -60,29 +59,29 @@ class Sandbox(ImmutableSandboxedEnvironment):
     ) -> None:
         super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
         self._running = threading.local()
-        del self.globals["lipsum"]  # makes text without end
+        del self.globals["lipsum"]  # makes endless text
         own = {**self.filters, **filters}
         self.filters = {name: self._limited(name, call) for name, call in own.items()}
         self.concat = self._concat  # pyright: ignore[reportAttributeAccessIssue]
 
     def bounded(self, source: str) -> nodes.Template:
-        """The parsed template, with constants folded and a count in each loop and macro.
+        """Parse a template, fold its constants, and add a check to each loop and macro.
 
         Raises:
-            TemplateError: *source* does not parse, or is too long.
-            RecursionError: It is nested too deeply.
+            TemplateError: *source* does not parse or is too long.
+            RecursionError: *source* is nested too deeply.
         """
         if len(source) > SOURCE_MAX:
             raise Exhausted(f"{len(source)} characters, the limit is {SOURCE_MAX}")
         with self.limits():
             tree = optimize(self.parse(source), self)
-            # Constants were added while the template was read; now it is what runs that counts.
+            # Only what runs counts, not the constants folded above.
             self.intercepted_binops = frozenset({"+", *Sandbox.intercepted_binops})
             return cast("nodes.Template", _Counting().visit(tree))
 
     @contextmanager
     def limits(self) -> Generator[None]:
-        """What runs in this thread meanwhile has CPU_S_MAX seconds."""
+        """Limit what this thread runs in the block to CPU_S_MAX seconds."""
         self._running.end = time.thread_time() + CPU_S_MAX
         try:
             yield
@@ -90,10 +89,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._running.end = None
 
     def step(self) -> str:
-        """Called at the head of each loop and macro, and by everything else here."""
+        """Check the time; called at the head of each loop and macro, and by all the rest here."""
         end = getattr(self._running, "end", None)
         if end is not None and time.thread_time() > end:
-            raise Exhausted(f"it computes for more than {CPU_S_MAX:g} s")
+            raise Exhausted(f"it takes more than {CPU_S_MAX:g} s of CPU time")
         return ""
 
     def joined(self, *values: object) -> str:
@@ -143,7 +142,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def _limited(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(call)  # with what jinja2 has noted on it
+        @wraps(call)  # keeps the attributes that jinja2 sets
         def limited(*args: Any, **kwargs: Any) -> Any:
             self.step()
             given = args[1:] if hasattr(call, "jinja_pass_arg") else args
@@ -155,7 +154,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _Counting(NodeTransformer):
-    """Puts a step at the head of each loop and macro, and `Sandbox.joined` in place of ``~``."""
+    """Adds a check to the head of each loop and macro, and replaces ``~`` by `Sandbox.joined`."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_step(node)
@@ -182,12 +181,12 @@ def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:
 
 
 def _check_call(name: str, value: object, arguments: Sequence[object]) -> None:
-    """Refuse what would make a value that is too long, before it is made."""
+    """Raise before a call makes a value that is too long."""
     n_value = len(value) if isinstance(value, Sized) else 1
     texts = [len(item) for item in arguments if isinstance(item, str)]
     for item in arguments:
         if name in _SIZED and isinstance(item, int) and abs(item) > _ARGUMENT_MAX:
-            raise Exhausted(f"{name} is asked for {item}, the limit is {_ARGUMENT_MAX}")
+            raise Exhausted(f"{name} gets {item}, the limit is {_ARGUMENT_MAX}")
     widest = max((item for item in arguments if isinstance(item, int)), default=0)
     match name:
         case "replace" if isinstance(value, str) and len(texts) > 1:
@@ -205,7 +204,7 @@ def _check_call(name: str, value: object, arguments: Sequence[object]) -> None:
             _check_length(n_value * max([8, widest, *texts]))
         case "tojson":
             if widest > 64:
-                raise Exhausted(f"tojson is asked for an indent of {widest}, the limit is 64")
+                raise Exhausted(f"tojson gets an indent of {widest}, the limit is 64")
         case "format" | "format_map" if isinstance(value, str):
             _check_format(value)
         case _:
@@ -214,12 +213,12 @@ def _check_call(name: str, value: object, arguments: Sequence[object]) -> None:
 
 def _check_format(form: str | bytes) -> None:
     if _WIDE.search(form if isinstance(form, str) else form.decode("latin-1")):
-        raise Exhausted("a format is wider than 99999 columns")
+        raise Exhausted("a format is wider than 99999 columns, the limit")
 
 
 def _check_length(length: int) -> None:
     if length > LENGTH_MAX:
-        raise Exhausted(f"it makes a text or list of {length}, the limit is {LENGTH_MAX}")
+        raise Exhausted(f"it makes a text or list of length {length}, the limit is {LENGTH_MAX}")
 
 
 def _check_bits(n_bits: int) -> None:

@@ -1,17 +1,16 @@
 """A model's chat template: jinja2 in a sandbox, with special tokens that contents cannot forge.
 
-The idea: the template is trusted, what it is filled with is not. In the parsed template, each
-special token's text is replaced by a placeholder that nobody can guess (private-use characters with
-128 random bits); after rendering, placeholders are special tokens and everything else is ordinary
-text. Contents pass through untouched, so a template may cut, trim, compare and search them as it
-likes, and what is lost on the way is read as text, never as a token.
-What runs a template is bounded: see `kqview.chat.sandbox`.
-A template that puts a token together from pieces while it runs is found out by a second run; see
-`ChatTemplate.render`.
+The template is trusted, the contents it is filled with are not. In the parsed template, the text of
+each special token is replaced by an unguessable placeholder (private-use characters with 128 random
+bits). After rendering, placeholders are special tokens and everything else is ordinary text.
+Contents pass through untouched, so a template may cut, trim, compare and search them; a damaged
+placeholder is read as text, never as a token. A template that assembles a token from pieces while
+it runs is detected by a second run, see `ChatTemplate.render`. `kqview.chat.sandbox` bounds what a
+template may use.
 
-Two other ways were rejected. Marks around contents break templates that look at a content's start
-or end. A str that remembers where it came from loses its memory in jinja2's filters, and then fails
-the wrong way round.
+Two alternatives were rejected. Marks around contents break templates that test the start or end of
+a content. A str subclass that remembers its origin loses it in jinja2's filters, and then fails
+open.
 """
 
 import json
@@ -33,7 +32,7 @@ from kqview.errors import RequestError, UnsupportedModel
 
 _NONCE_PLANE: Final = 0x100000  # the two planes of private use beyond the first
 _INDEX_PLANE: Final = 0xF0000
-# GGUF's names of special tokens, where transformers' differ.
+# Names of special tokens in GGUF that differ from those of transformers.
 _VARIABLES: Final = {"padding": "pad", "unknown": "unk"}
 
 
@@ -45,12 +44,12 @@ class Part(NamedTuple):
 
 
 class ChatTemplate:
-    """One template, compiled; any thread.
+    """A compiled template; safe to use from any thread.
 
     Args:
-        source: Text of the template, in the dialect that transformers defines.
-        special_tokens: Texts of ``bos``, ``eos`` and others, which templates know as variables.
-        control_texts: Texts of all tokens that mark structure and that no content may become.
+        source: Text of the template, in the dialect of transformers.
+        special_tokens: Texts of ``bos``, ``eos`` and others, which templates use as variables.
+        control_texts: Texts of all control tokens, which contents must not produce.
 
     Raises:
         UnsupportedModel: The template does not parse.
@@ -78,11 +77,11 @@ class ChatTemplate:
             code = environment.compile(tree)
         except RecursionError:
             raise UnsupportedModel(
-                "chat: the template is nested too deeply; pass another as chat_template"
+                "the chat template is nested too deeply; pass another as chat_template"
             ) from None
         except (TemplateError, SyntaxError, ValueError, MemoryError) as error:
             raise UnsupportedModel(
-                f"chat: the template does not parse: {error}; pass another as chat_template"
+                f"the chat template does not parse: {error}; pass another as chat_template"
             ) from error
         self._template = jinja2.Template.from_code(
             environment, code, environment.make_globals(_GLOBALS)
@@ -97,18 +96,18 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         options: Mapping[str, Any] | None = None,
     ) -> list[Part]:
-        """The chat as pieces whose texts joined are what the model reads.
+        """Render the chat as pieces whose joined texts are what the model reads.
 
-        A template may put a special token together from pieces, as in ``'<|' + role + '|>'``. Where
-        ordinary text names one, the template runs once more, on contents in which the signs that
-        such a token begins and ends with are others: what it names then is its own.
+        A template may assemble a special token from pieces, as in ``'<|' + role + '|>'``. If the
+        ordinary text contains the text of one, the template runs again on contents in which the
+        first and last characters of such tokens are replaced: tokens that still appear are its own.
 
-        Lists of text parts become text, joined by newlines, for a template that knows no parts;
-        text becomes a part for one that knows nothing else. Arguments of tool calls are objects,
-        or JSON text for a template that fails on objects.
+        A list of text parts is joined with newlines for a template that does not support parts;
+        text becomes a part for a template that supports only parts. Arguments of tool calls are
+        objects, or JSON text for a template that fails on objects.
 
         Raises:
-            RequestError: The template refuses the messages, or fails on them.
+            RequestError: The template rejects the messages or fails on them.
         """
         wanted = [self._fitted(message) for message in messages]
         try:
@@ -135,15 +134,15 @@ class ChatTemplate:
                 disguise.of(options or {}),
             )
         except RequestError:
-            return parts  # nothing that could be told to be the template's own
+            return parts  # no token can be attributed to the template
         named = self._marks.split(hidden)
         lifted = disguise.lift(named)
         if _text_of(lifted) == _text_of(parts):
             return lifted
         if self._marks.found_in(named):
             raise RequestError(
-                "chat: the model's template puts special tokens together from pieces, which "
-                f"cannot be told from contents with the signs {disguise.signs}; leave them out"
+                "the chat template assembles special tokens from pieces, so the messages must not "
+                f"contain the characters {disguise.signs}; remove them"
             )
         return parts
 
@@ -167,17 +166,15 @@ class ChatTemplate:
                 return self._template.render(variables)
         except Exhausted as error:
             raise RequestError(
-                f"chat: the model's template is stopped: {error}; pass another chat_template, or "
-                "shorter messages"
+                f"the chat template was stopped: {error}; "
+                "pass another chat_template or shorter messages"
             ) from error
         except _Refusal as error:
-            raise RequestError(
-                f"chat: the model's template refuses these messages: {error}"
-            ) from error
+            raise RequestError(f"the chat template rejects these messages: {error}") from error
         except Exception as error:  # a template is a program: it can fail in any way
             raise RequestError(
-                f"chat: the model's template fails on these messages with "
-                f"{type(error).__name__}: {error}; change them or pass another chat_template"
+                f"the chat template fails on these messages with {type(error).__name__}: {error}; "
+                "change them or pass another chat_template"
             ) from error
 
     def _takes(self, content: object) -> bool:
@@ -227,7 +224,7 @@ def _with_json_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class _Disguise:
-    """Contents in which the first and last signs of some special tokens are other ones."""
+    """Replaces the first and last characters of some special tokens in contents."""
 
     def __init__(self, names: Sequence[str], text: str) -> None:
         taken = set(text)
@@ -240,7 +237,7 @@ class _Disguise:
         self._signs = str.maketrans("".join(signs), self._hide("".join(signs)))
 
     def message(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        # A role may be the middle of a special token; one that nobody knows must not.
+        # A known role may be the middle of a special token, an unknown one must not.
         role = message["role"]
         return {**self.of(message), "role": role if role in ROLES else self._hide(role)}
 
@@ -257,7 +254,7 @@ class _Disguise:
                 return value
 
     def lift(self, parts: Iterable[Part]) -> list[Part]:
-        """*parts* with the tokens that are named in them, and with the signs that were hidden."""
+        """*parts* with the tokens they contain, and with the original characters restored."""
         named = re.compile(f"({'|'.join(map(re.escape, self._names))})")
         back = str.maketrans({hidden: sign for sign, hidden in self._chars.items()})
         lifted: list[Part] = []
@@ -270,15 +267,15 @@ class _Disguise:
     def _hide(self, text: str) -> str:
         for char in text:
             if char not in self._chars:
-                self._chars[char] = next(self._free, "\ufffd")  # which tells nothing apart
+                self._chars[char] = next(self._free, "\ufffd")  # all taken: indistinguishable
         return "".join(self._chars[char] for char in text)
 
 
 class _Marks:
-    """Placeholders for special tokens, in a template's constants and in what it renders."""
+    """Placeholders for special tokens, in the constants of a template and in its output."""
 
     def __init__(self, control_texts: Iterable[str]) -> None:
-        # Longest first, as llama.cpp's tokenizer takes them.
+        # Longest first, like llama.cpp's tokenizer.
         texts = _longest_first({text for text in control_texts if text})
         self._control_texts = dict.fromkeys(texts)
         nonce = "".join(chr(_NONCE_PLANE + secrets.randbelow(0xFFFE)) for _ in range(8))
@@ -297,7 +294,7 @@ class _Marks:
         return "".join(self._of(piece) if i % 2 else piece for i, piece in enumerate(pieces))
 
     def mark_all(self, value: Any) -> Any:
-        """As `mark`, for a constant of any type."""
+        """Like `mark`, for a constant of any type."""
         match value:
             case str():
                 return self.mark(value)
@@ -312,7 +309,7 @@ class _Marks:
                 return value
 
     def split(self, rendered: str) -> list[Part]:
-        """Special tokens and the ordinary text between them, neither empty nor adjacent text."""
+        """Special tokens and the ordinary text between them; no text is empty, no two adjacent."""
         # Texts stand at even places, placeholders' indices at odd ones.
         parts: list[Part] = []
         for i, piece in enumerate(self._marked.split(rendered)):
@@ -323,7 +320,7 @@ class _Marks:
         return parts
 
     def found_in(self, parts: Iterable[Part]) -> list[str]:
-        """Special tokens whose text stands in ordinary text, longest first."""
+        """Special tokens whose text occurs in ordinary text, longest first."""
         plain = [part.text for part in parts if not part.is_special]
         return [name for name in self._control_texts if any(name in text for text in plain)]
 
@@ -350,11 +347,11 @@ def _longest_first(texts: Iterable[str]) -> tuple[str, ...]:
 
 
 class _Refusal(TemplateError):
-    """What a template raises on purpose."""
+    """A template called raise_exception()."""
 
 
 class _GenerationTag(Extension):
-    """``{% generation %}`` marks an assistant's words for training; here it is its content."""
+    """``{% generation %}`` marks the assistant's words for training; here it renders its body."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
 
