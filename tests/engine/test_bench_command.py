@@ -68,8 +68,8 @@ def test_bench_of_no_context_says_why_and_fails():
     ("options", "word"),
     [
         (("--captures", "logits,weights"), "'weights'"),
-        (("--contexts", "many"), "write indices"),
-        (("--contexts", "0"), "the least is 1"),
+        (("--contexts", "many"), "0,3 or 8-11"),
+        (("--contexts", "0"), "minimum is 1"),
         (("--plot", "x.txt"), ".png"),
         (("--plot", "no-such-folder/x.png"), "no-such-folder"),
         (("--tokens", "5"), "6"),
