@@ -2,8 +2,7 @@
 
 The sweep of `kqview bench` (kqview.bench.sweep says how it pairs) on the random model: no capture,
 each kind, chosen heads, reductions and top-k, with flash attention on and off, at 256 to 16,384
-tokens. One row of --row is all captures at one context. `python bench/plot.py` draws what --save
-has kept.
+tokens. One --row is all captures at one context. `python bench/plot.py` draws the saved rows.
 """
 
 from __future__ import annotations

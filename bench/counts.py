@@ -2,8 +2,8 @@
 
 Nodes added to the graph, bytes that the kernel writes into the views' memory, dot products of a
 query with a key, and, where `perf stat` counts them, instructions of the whole process. One thread,
-so that no thread counts its waiting. Instructions are the difference of a long and a short run,
-which leaves the prompt and the building of graphs out; perf is attached to this process for each.
+so that waiting threads add no instructions. Instructions are the difference of a long and a short
+run, which excludes the prompt and the building of graphs; perf attaches to this process for each.
 """
 
 from __future__ import annotations

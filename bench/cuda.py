@@ -1,12 +1,12 @@
-"""What does capture cost where the layers are on a GPU, by context, slots and capture?
+"""What does capture cost when the layers are on a GPU, by context, slots and capture?
 
 The random model of the 7B shape (28 layers x 28 heads, 4 KV heads, head size 128, Q8_0), flash
 attention on, prompts of 1k, 4k and 16k tokens that stay in their slots. A run decodes some tokens
 in every slot, in lockstep; its figure is the median step. Rounds as in contexts.py: no capture, no
 capture once more, then each capture, every second round backwards. Beside it, with one slot:
 llama-bench and the eval callback of the stock build, and transformers with `output_attentions` on
-the same shape. Two rows are about the copy to the host alone. Run by cuda.sh, which builds all of
-it; on a CPU it measures the same things with --device cpu.
+the same shape. Two rows measure only the copy to the host. cuda.sh builds everything and runs it;
+--device cpu measures the same things on a CPU.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The copy of attention from the device to the host alone: how fast, and how long after the step.
+"""Attention copied from the device to the host: how fast, and how long after the end of a step?
 
-The figures are the engine's own counters. What the copies are held to is measured here: the same
-number of bytes copied to page-locked memory by the driver alone (pinned.py). For their row the
-engine waits for them at the end of each step, so that their time is known and not only bounded; the
-other row is of an engine as it always is.
+The figures are the engine's own counters. The baseline is measured here: the driver copies the same
+number of bytes to page-locked memory (pinned.py). For the copy's row the engine waits for the
+copies at the end of each step, so that their time is known and not only bounded; the other row
+measures an engine in its usual mode.
 """
 
 from __future__ import annotations

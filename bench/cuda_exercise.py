@@ -1,8 +1,8 @@
-"""A short run of everything that touches device memory, for compute-sanitizer; checks what it gets.
+"""A short run of everything that touches device memory, for compute-sanitizer; checks the results.
 
 Every kind, type and reduction, rows of a prompt, two slots, saving and restoring a slot, a request
-that is cancelled, views that outlive their engine. On the bundled model, so a checker that slows
-kernels a hundredfold is done in a minute.
+that is cancelled, views that outlive their engine. It uses the bundled demo model, so that a
+checker that slows kernels a hundredfold finishes in a minute.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ CAPTURES = (
 def main() -> None:
     """Run it and print one line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=-1, help="on the device; -1 is all")
-    parser.add_argument("--tokens", type=int, default=6, help="of each generation")
+    parser.add_argument("--layers", type=int, default=-1, help="layers on the device; -1 for all")
+    parser.add_argument("--tokens", type=int, default=6, help="tokens of each generation")
     args = parser.parse_args()
     views: list[NDArray[np.generic]] = []
     n_rows = 0
@@ -69,7 +69,7 @@ def main() -> None:
             stopped = engine.generate(ids, slot=1, max_tokens=64, capture="probs")
             views.append(_checked(next(stopped).attention, CAPTURES[2]))
             stopped.cancel()
-    # The engines are closed: the blocks are still theirs who hold them.
+    # The engines are closed; the views must still be readable.
     assert all(np.isfinite(np.asarray(view, np.float64)).any() for view in views)
     for text in sorted(refused):
         print(text)

@@ -1,4 +1,4 @@
-"""Writes the GPU's table into README.md, from JSON lines that ``cuda.sh run`` has saved.
+"""Write the GPU table into README.md from the JSON lines that ``cuda.sh run`` saved.
 
 python bench/cuda_table.py bench/results/FILE.jsonl [--flags "--threads 16 ..."]
 """
@@ -18,10 +18,12 @@ MARKERS = ("<!-- cuda: begin -->", "<!-- cuda: end -->")
 
 
 def main() -> None:
-    """Take the newest line of each row with the flags that were asked for, or the newest ones."""
+    """Take the newest line of each row that has the chosen flags."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", type=Path, metavar="FILE.jsonl")
-    parser.add_argument("--flags", help="of the rows to take; those of the newest row")
+    parser.add_argument(
+        "--flags", help="take rows with these flags; default: those of the newest row"
+    )
     args = parser.parse_args()
     records = [record for record in read_records(args.source) if record.get("row") in WEIGHTS]
     if not records:

@@ -1,8 +1,8 @@
-"""How much dearer is a decoded token when its attention is captured?
+"""How much slower is a decoded token when its attention is captured?
 
 One engine, one prompt that stays in its slot. A pair is a short greedy generation with capture and
 one without; its ratio is that of their median step times, as tokens arrive in Python. Changing the
-capture makes llama.cpp build new graphs: those are the first steps, which are not counted here.
+capture makes llama.cpp build new graphs in the first steps, which do not count.
 """
 
 from __future__ import annotations

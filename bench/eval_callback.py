@@ -1,10 +1,10 @@
-"""How does the tap compare with llama.cpp's eval callback, the route that anyone can take today?
+"""How does the tap compare with llama.cpp's eval callback, the alternative without kqview?
 
 The stock program is kq-eval-rows of bench/peers: a callback copies rows of the `kq` tensor of every
 layer to the host, which needs flash attention off. Ours captures the logits of all heads, with
 flash attention on and off. A round is one start of kq-eval-rows, which runs without and with its
-callback, and a prompt and a generation of ours: one pair of each row of that setting. Both take the
-last row of the prompt; in the rows "all" both take every row of it.
+callback, plus a prompt and a generation of ours: one pair for each row of that setting. Both take
+the last row of the prompt; in the rows "all" both take every row.
 """
 
 from __future__ import annotations

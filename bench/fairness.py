@@ -1,9 +1,9 @@
-"""What does another client notice of an attack: how long /health waits, how far tokens are apart?
+"""How much does an attack slow down another client: its /health requests, the gap between its tokens?
 
-Each attack runs in a process of its own with a key of its own; a client with another key streams
-and asks. Stretches with and without the attack alternate, and the difference of their 99 %
-quantiles is what counts (target: at most 50 ms). The attackers compute too: with few cores a part
-of the difference is theirs and not the server's.
+Each attack runs in its own process with its own key, while a client with another key streams and
+polls /health. Phases with and without the attack alternate; the result is the difference of their
+99 % quantiles (target: at most 50 ms). The attackers use CPU time too: with few cores, part of the
+difference is theirs and not the server's.
 
     python bench/fairness.py [--seconds 4] [--rounds 3] [--only NAME ...]
 """

@@ -2,10 +2,10 @@
 
 A Llama of the same shape as our random model (24 layers x 16 heads, 4 KV heads, head size 64) with
 random weights, eager attention as `output_attentions` needs it, on the CPU with as many threads.
-Ours captures the probs of all heads of the same piece of work, in weights of as many bits: F32
-beside float32, F16 beside bfloat16. Rounds: theirs without and with attentions, ours without and
-with the tap, each the other way round the next time. torch and transformers are no dependency of
-kqview: without them these rows are left out.
+Ours captures the probs of all heads for the same work, with weights of the same width: F32 beside
+float32, F16 beside bfloat16. Each round runs theirs without and with attentions and ours without
+and with the tap, every second round in reverse. torch and transformers are not dependencies of
+kqview; without them these rows are skipped.
 """
 
 from __future__ import annotations

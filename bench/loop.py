@@ -1,8 +1,8 @@
-"""What does our loop cost beside llama.cpp itself, and what do sampling and logprobs add to it?
+"""What does our loop cost compared with llama.cpp itself, and what do sampling and logprobs add?
 
 No capture anywhere. The stock program is llama-bench: the same model, depth, threads, batch sizes
-and cache, in turn with ours; it decodes ids that it does not choose, we choose each one (greedy)
-and hand it to Python. Both times are the whole run divided by its tokens. A round is one start of
+and cache, alternating with ours; it decodes given ids, we sample each one (greedy) and hand it to
+Python. Both times are the whole run divided by its tokens. A round is one start of
 llama-bench with several repetitions and as many of our runs, paired in order; which program goes
 first changes from round to round. The other rows compare our loop with itself.
 """

@@ -1,6 +1,7 @@
-"""What is measured: the random model, and where the stock programs lie.
+"""The model to measure, and the folder of the stock programs.
 
-Owns: the cached model file, made once a machine by tests/support/tiny_gguf.py. Never: downloads.
+Owns: the cached random model, written once per machine by tests/support/tiny_gguf.py.
+Never: downloads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Bandwidth from a device to page-locked memory, as NVIDIA's driver alone gives it.
+"""Bandwidth from a device to page-locked memory with NVIDIA's driver alone.
 
-Through the driver's C interface (libcuda, opened at run time), so no CUDA toolkit or package is
-needed: one copy on one stream, timed by events on the device.
+Uses the driver's C interface (libcuda, opened at run time), so it needs no CUDA toolkit or package:
+one copy on one stream, timed by events on the device.
 """
 
 from __future__ import annotations

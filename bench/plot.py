@@ -1,4 +1,4 @@
-"""Draws the cost of capture against the context from rows that `bench/contexts.py --save` kept.
+"""Plot the cost of capture by context from rows that `bench/contexts.py --save` wrote.
 
 python bench/plot.py bench/results/2026-11-20.jsonl --out bench/results/contexts.png
 """
@@ -15,9 +15,11 @@ from kqview.viz import overhead_plot
 def main() -> None:
     """Read, draw, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("source", type=Path, metavar="FILE.jsonl", help="rows to draw")
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.png", help="picture")
-    parser.add_argument("--title", help="line above the picture (the processor and the commit)")
+    parser.add_argument("source", type=Path, metavar="FILE.jsonl", help="rows to plot")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE.png", help="picture to write"
+    )
+    parser.add_argument("--title", help="title of the picture; default: processor and commit")
     args = parser.parse_args()
     overhead_plot(read_records(args.source), title=args.title).savefig(args.out)
     print(f"wrote {args.out}")

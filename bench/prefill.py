@@ -1,9 +1,9 @@
-"""How much dearer is a prompt when attention is captured: of its last row, or of all its rows?
+"""How much slower is a prompt when its last row, or all its rows, are captured?
 
-One engine; every prompt begins with another id, so nothing of it is in the slot. A pair is a prompt
-with capture and one without, timed from the call to the first token in Python (or to the last block
-of rows): the graphs that a change of capture makes llama.cpp build are part of it. Blocks of rows
-are dropped as they come.
+One engine; every prompt begins with a different id, so the slot's cache never helps. A pair is a
+prompt with capture and one without, timed from the call to the first token in Python (or to the
+last block of rows), including the graphs that llama.cpp builds when the capture changes. Blocks of
+rows are dropped as they come.
 """
 
 from __future__ import annotations

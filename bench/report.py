@@ -1,4 +1,4 @@
-"""Report: rows of the table, the machine they come from, and the forms both leave in.
+"""Report: rows of the table and facts about the machine, and the forms that they are written in.
 
 Forms: a table on the terminal, JSON lines, Markdown between the markers of README.md.
 """

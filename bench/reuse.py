@@ -1,11 +1,11 @@
-"""What does it cost to keep the cache of a pruned prompt, beside evaluating the prompt again?
+"""What does keeping the cache of a pruned prompt cost, compared with evaluating the prompt again?
 
 A tenth of the context is cut out of its middle. One run sends what is left with reuse="shift", so
-that the last token alone is evaluated; the other sends it with reuse="exact", which evaluates
-everything behind the cut. Both end with the first token, and both start from the whole context in
-the slot, which is brought back by Slot.restore before each run, outside of the time. The second
-row is Slot.shift alone, which is what the first one adds to a token: beside memcpy of as many bytes
-as it moves, twice.
+that only the last token is evaluated; the other sends it with reuse="exact", which evaluates
+everything after the cut. Both end with the first token, and both start with the whole context in
+the slot; Slot.restore brings it back before each run, outside the measured time. The second row is
+Slot.shift alone, which is what the first one adds to a token, compared with two memcpy runs of the
+bytes it moves.
 """
 
 from __future__ import annotations

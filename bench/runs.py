@@ -1,4 +1,4 @@
-"""Runs: the engine that is measured, and the pieces of work with the settings put in."""
+"""Runs: the engine to measure and its pieces of work, with the settings applied."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def open_engine(
     settings: Settings, *, flash_attn: bool, weight_type: str = "Q8_0", **options: Any
 ) -> Engine:
-    """An engine as llama-bench would open it: F16 cache, ubatches of 512, layers as told."""
+    """An engine as llama-bench opens it: F16 cache, ubatches of 512, layers as set."""
     return Engine(
         model_path(settings, weight_type),
         **{
@@ -26,7 +26,7 @@ def open_engine(
             "n_threads": settings.n_threads,
             "n_gpu_layers": settings.n_gpu_layers,
             "flash_attn": flash_attn,
-            # A process clock must not count steps that nobody has taken yet.
+            # A process clock must not count steps ahead of the consumer.
             "run_ahead": 8 if settings.clock == "wall" else 0,
             **options,
         },

@@ -1,9 +1,9 @@
-"""The servers that `server.py` measures: each is a process of its own, named by its arguments.
+"""The servers that `server.py` measures, each a process of its own, chosen by its arguments.
 
-``bare PORT``: a socket that sends the rows and nothing else, the most that a server could reach.
+``bare PORT``: a socket that only sends the rows, the upper limit for any server.
 ``uvicorn PORT replay|live`` and ``granian PORT replay|live``: kqview's own app. "replay" hands out
-rows from memory in place of an engine's; all else is the path of a real request: renderer, copy,
-encoding, ASGI, socket. "live" generates with the demo model.
+rows from memory instead of an engine's; everything else is the path of a real request: renderer,
+copy, encoding, ASGI, socket. "live" generates with the demo model.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def row_sets() -> list[np.ndarray[Any, Any]]:
 
 
 class Replay:
-    """Stands where a Generation stands; its rows are there already."""
+    """Takes the place of a Generation; its rows already exist."""
 
     stop_match = None
     finish_reason = "length"

@@ -1,6 +1,6 @@
-"""Clients of `server.py`: they read into one buffer and look at lengths alone, so they cost little.
+"""Clients for `server.py`: they read into one buffer and look only at lengths, so they cost little.
 
-A client in Python that parsed what it reads would be measured in the server's place.
+A Python client that parsed what it reads would be measured instead of the server.
 """
 
 from __future__ import annotations

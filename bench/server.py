@@ -1,8 +1,8 @@
-"""How fast do rows leave the server, beside a bare socket; and what does the server cost a token?
+"""How fast do rows leave the server, compared with a bare socket, and what does it add to a token?
 
 Replay: 512 tokens with rows of 6.9 MB (28 layers x 28 heads x 2,200 tokens, float32) go from memory
-through everything that a real request goes through, to a client in this process that only receives.
-The baseline is a bare socket with the same bytes of rows. Live: the demo model generates with the
+along the whole path of a real request to a client in this process that only receives. The baseline
+is a bare socket with the same bytes of rows. Live: the demo model generates with the
 probabilities of all heads, taken in this process, or through the WebSocket from another one. Its
 token takes less than a millisecond, about as long as serving one: "live" leaves one core to server
 and client, on both sides of the pair, "live-all" computes on every core. The servers are uvicorn as

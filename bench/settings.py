@@ -1,4 +1,4 @@
-"""Settings: how much a benchmark measures, and the command line that all of them share."""
+"""Settings: how much a benchmark measures, and the command line that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -90,42 +90,44 @@ class Settings:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the shared options."""
     parser.add_argument(
-        "--quick", action="store_true", help="small model, few pairs: does it still run?"
+        "--quick", action="store_true", help="small model, few pairs: only shows that it runs"
     )
     parser.add_argument(
         "--pairs",
         type=int,
-        help="pairs of a row with a target (20; quick: 5), half as many for others",
+        help="pairs per row with a target (20; with --quick 5); other rows use half",
     )
     parser.add_argument(
-        "--tokens", type=int, help="tokens of one run of a decode row (20; quick: 12)"
+        "--tokens", type=int, help="tokens per run of a decode row (20; with --quick 12)"
     )
-    parser.add_argument("--context", type=int, help="tokens of the prompt (1024; quick: 128)")
-    parser.add_argument("--threads", type=int, help="compute threads (all this process may use)")
+    parser.add_argument("--context", type=int, help="tokens of the prompt (1024; with --quick 128)")
+    parser.add_argument(
+        "--threads", type=int, help="compute threads (default: all that this process may use)"
+    )
     parser.add_argument(
         "--clock",
         choices=("wall", "cpu"),
         default="wall",
-        help="cpu: time that this process computes; for shared machines, with --threads 1",
+        help="cpu: CPU time of this process, for shared machines; needs --threads 1",
     )
     parser.add_argument(
         "--device",
         choices=("cpu", "gpu"),
         default="cpu",
-        help="gpu: all layers on it, for a build with GGML_CUDA=ON or another backend",
+        help="gpu: all layers on the GPU; needs a build with GGML_CUDA=ON or another backend",
     )
     parser.add_argument(
         "--shape",
         choices=("24x16", "7b"),
         default="24x16",
-        help="of the random model; 7b: Qwen2.5-7B's, 8 GB",
+        help="shape of the random model; 7b: that of Qwen2.5-7B, 8 GB",
     )
     parser.add_argument(
         "--save",
         type=Path,
         nargs="?",
         const=Path(__file__).resolve().parent / "results",
-        help="append JSON lines to FILE, or to a file of today in bench/results",
+        help="append JSON lines to FILE (default: today's file in bench/results)",
     )
 
 
@@ -146,12 +148,12 @@ def settings_of(args: argparse.Namespace, rows: Iterable[str] | None = None) -> 
     )
     if settings.clock == "cpu" and settings.n_threads != 1:
         raise SystemExit(
-            f"bench: --clock cpu with {settings.n_threads} threads counts their waiting; "
+            f"bench: --clock cpu would count the waiting of {settings.n_threads} threads; "
             "add --threads 1"
         )
     if settings.n_tokens < settings.n_skip + 2:
         raise SystemExit(
-            f"bench: --tokens {settings.n_tokens}, {settings.n_skip + 2} is the least; "
+            f"bench: --tokens is {settings.n_tokens}, but the minimum is {settings.n_skip + 2}; "
             "the first steps build graphs and are not counted"
         )
     return settings

@@ -1,9 +1,9 @@
-"""What do several slots bring, and what do they cost each other?
+"""How much faster are several slots together, and how much do they slow each other down?
 
 Greedy, no capture, flash attention on. Every prompt stays in its slot, so a run is a generation in
-each slot, started together; its time is that from the moment when all of them have their first
-token, divided by all tokens that follow. The stock programs are llama-batched-bench, which decodes
-ids that it does not choose, and llama-server, which samples and streams over HTTP: the same model,
+each slot, started together; its time starts when all of them have their first token, and is divided
+by the number of tokens after that. The stock programs are llama-batched-bench, which decodes given
+ids, and llama-server, which samples and streams over HTTP: the same model,
 prompts of the same length, threads and batch sizes.
 """
 

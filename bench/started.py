@@ -1,4 +1,4 @@
-"""A program that a benchmark starts, waits for and ends; what it printed is shown when it fails."""
+"""A program that a benchmark starts, waits for and ends; its output is shown if it fails."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Started(ABC):
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

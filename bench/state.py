@@ -1,4 +1,4 @@
-"""How fast are saving and restoring a slot of 100 MB, beside copying as many bytes?
+"""How fast are saving and restoring a slot of 100 MB, compared with copying as many bytes?
 
 The slot holds a prompt that fills 100 MB of F16 cache. A pair is one save, or restore, and one copy
 of the blob's bytes with memcpy: for a save into new memory (a bytes object, as save makes one), for

@@ -1,9 +1,8 @@
-"""The table of README.md: what does capture cost, and what does our loop cost, against the targets?
+"""The table of README.md: what do capture and our loop cost, compared with the targets?
 
-Runs every benchmark and rewrites the table between its markers; with --quick it prints only. With
---from it measures nothing and takes the newest row of each name that --save has kept with the same
-flags: rows may come from several runs, one of which was stopped. Every row names the command that
-measures it alone.
+Runs every benchmark and rewrites the table between its markers; with --quick it only prints. With
+--from it measures nothing and takes the newest saved row of each name with the same flags, so rows
+may come from several runs, even an interrupted one. Every row names the command that measures it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A random model of the shape of a 7B one, written in seconds: blocks of Q8_0 cut from one pool.
+"""A random model with the shape of a 7B model, written in seconds: Q8_0 blocks cut from one pool.
 
 28 layers, 28 heads on 4 KV heads, head size 128, width 3584, 18944 in the feed-forward part, 152064
 ids: Qwen2.5-7B's. Speed does not depend on weights, so their bytes repeat where a tensor is longer
