@@ -1,4 +1,4 @@
-"""How much does an attack slow down another client: its /health requests, the gap between its tokens?
+"""How much does an attack slow down another client: /health requests, gaps between tokens?
 
 Each attack runs in its own process with its own key, while a client with another key streams and
 polls /health. Phases with and without the attack alternate; the result is the difference of their
