@@ -8,8 +8,6 @@
 #include <string>
 
 #include "bind/bind.h"
-#include "sched/slot_saving.h"
-#include "sched/slot_shifting.h"
 
 namespace kqview::bind {
 
@@ -59,9 +57,9 @@ saved_slot save(const engine_core& self, slot_id slot) {
         // Nobody else has the object yet, so its bytes may be written.
         auto* const data =
             blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
-        run_on_slot(self, slot, [&](idle_slot& idle) {
-            n_bytes = save_slot(idle, {data, n_room});
-            n_exact = std::min(idle.n_exact, idle.tokens.size());
+        run_on_slot(self, slot, [&](slot_cache& cache) {
+            n_bytes = cache.save({data, n_room});
+            n_exact = std::min(cache.n_exact(), cache.size());
         });
         if (n_bytes <= n_room) {
             PyObject* sealed = blob.release().ptr();
@@ -77,19 +75,19 @@ saved_slot save(const engine_core& self, slot_id slot) {
 
 void restore(const engine_core& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact) {
     const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
-    run_on_slot(self, slot, [&](idle_slot& idle) { restore_slot(idle, bytes, n_exact); });
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact); });
 }
 
 void truncate(const engine_core& self, slot_id slot, std::size_t n_keep) {
-    run_on_slot(self, slot, [&](idle_slot& idle) { truncate_slot(idle, n_keep); });
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.truncate(n_keep); });
 }
 
 void shift(const engine_core& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_discard) {
-    run_on_slot(self, slot, [&](idle_slot& idle) { shift_slot(idle, n_keep, n_discard); });
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.shift(n_keep, n_discard); });
 }
 
 void clear(const engine_core& self, slot_id slot) {
-    run_on_slot(self, slot, [](idle_slot& idle) { clear_slot(idle); });
+    run_on_slot(self, slot, [](slot_cache& cache) { cache.clear(); });
 }
 
 }  // namespace

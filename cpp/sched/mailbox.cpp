@@ -19,32 +19,36 @@ bool mailbox::is_starving() {
     return is_starving;
 }
 
-void mailbox::put(token_event token, std::optional<end_event> end) {
+void mailbox::put(event content, std::optional<end_event> end) {
     const std::lock_guard lock(mutex_);
-    if (is_cancelled_) {
+    if (consumer_ == consuming::cancelled) {
         // The token is dropped, what the request cost is told all the same.
-        if (!end || end_) return;
-        end_ = std::move(end);
-        end_->reason = finish_reason::cancelled;
+        if (!end || producer_ != producing::open) return;
+        end->reason = finish_reason::cancelled;
     } else {
-        events_.emplace_back(std::move(token));
-        if (end) end_ = std::move(end);
+        events_.push_back(std::move(content));
     }
-    wake_consumer();
-}
-
-void mailbox::put(prompt_event rows) {
-    const std::lock_guard lock(mutex_);
-    if (is_cancelled_) return;
-    events_.emplace_back(std::move(rows));
+    if (end) set_end(std::move(*end));
     wake_consumer();
 }
 
 void mailbox::finish(end_event end) {
     const std::lock_guard lock(mutex_);
-    if (end_) return;
-    end_ = std::move(end);
+    if (producer_ != producing::open) return;
+    set_end(std::move(end));
     wake_consumer();
+}
+
+void mailbox::settle(end_event end) {
+    const std::lock_guard lock(mutex_);
+    if (producer_ == producing::open) set_end(std::move(end));
+    producer_ = producing::settled;
+    wake_consumer();
+}
+
+void mailbox::set_end(end_event end) {
+    end_ = std::move(end);
+    producer_ = producing::ended;
 }
 
 void mailbox::stall(const std::vector<request_id>& holders) {
@@ -58,23 +62,9 @@ void mailbox::stall(const std::vector<request_id>& holders) {
     }
 }
 
-bool mailbox::is_cancelled() const {
-    const std::lock_guard lock(mutex_);
-    return is_cancelled_;
-}
-
 int mailbox::n_taken() const {
     const std::lock_guard lock(mutex_);
     return n_taken_;
-}
-
-void mailbox::settle() {
-    {
-        const std::lock_guard lock(mutex_);
-        is_settled_.store(true, std::memory_order_release);
-        wake_consumer();
-    }
-    is_settled_.notify_all();
 }
 
 std::optional<mailbox::item> mailbox::try_take() {
@@ -82,6 +72,7 @@ std::optional<mailbox::item> mailbox::try_take() {
     bool ring = false;
     {
         const std::lock_guard lock(mutex_);
+        const bool has_ended = producer_ != producing::open;
         if (!events_.empty()) {
             taken.emplace();
             if (auto* const token = std::get_if<token_event>(&events_.front())) {
@@ -91,15 +82,14 @@ std::optional<mailbox::item> mailbox::try_take() {
                 taken->prompt = std::move(std::get<prompt_event>(events_.front()));
             }
             events_.pop_front();
-            // A failure is raised, after the token that came before it.
-            if (taken->token && events_.empty() && end_ && !end_->failure) taken->end = end_;
-            is_end_taken_ = taken->end.has_value();
             ring = std::exchange(engine_waits_, false);
-        } else if (end_) {
+            // A failure is raised, after the token that came before it.
+            if (taken->token && events_.empty() && has_ended && !end_.failure) taken->end = end_;
+        } else if (has_ended) {
             taken.emplace();
             taken->end = end_;
-            is_end_taken_ = true;
         }
+        if (taken && taken->end && consumer_ == consuming::open) consumer_ = consuming::has_end;
     }
     if (ring) engine_->ring();
     return taken;
@@ -107,7 +97,7 @@ std::optional<mailbox::item> mailbox::try_take() {
 
 std::optional<end_event> mailbox::end() const {
     const std::lock_guard lock(mutex_);
-    return end_;
+    return producer_ == producing::open ? std::nullopt : std::optional(end_);
 }
 
 std::vector<request_id> mailbox::take_stall() {
@@ -136,7 +126,7 @@ bool mailbox::arm(std::shared_ptr<wake_handle> waiter) {
 
 bool mailbox::arm_settled(std::shared_ptr<wake_handle> waiter) {
     const std::lock_guard lock(mutex_);
-    if (is_settled_.load(std::memory_order_relaxed)) return true;
+    if (producer_ == producing::settled) return true;
     add_waiter(std::move(waiter));
     return false;
 }
@@ -148,20 +138,16 @@ void mailbox::disarm(const wake_handle* waiter) {
 
 bool mailbox::cancel() {
     std::deque<event> dropped;  // dies outside the lock: releasing a lease rings the engine
-    {
-        const std::lock_guard lock(mutex_);
-        if (is_cancelled_) return false;
-        is_cancelled_ = true;
-        if (is_end_taken_) {
-            is_settled_.store(true, std::memory_order_release);
-            return false;
-        }
-        dropped.swap(events_);
+    const std::lock_guard lock(mutex_);
+    if (consumer_ == consuming::cancelled) return false;
+    if (consumer_ == consuming::has_end) {
+        producer_ = producing::settled;
+        return false;
     }
+    consumer_ = consuming::cancelled;
+    dropped.swap(events_);
     return true;
 }
-
-void mailbox::wait_settled() const { is_settled_.wait(false, std::memory_order_acquire); }
 
 void mailbox::add_waiter(std::shared_ptr<wake_handle> waiter) {
     if (std::find(waiters_.begin(), waiters_.end(), waiter) == waiters_.end()) {

@@ -5,7 +5,6 @@
 // Never:   blocks the producer. The bound is kept by the producer asking has_room() first.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -32,22 +31,24 @@ public:
     // After a false the engine is rung on the next change.
     bool is_starving();
 
-    // Producer: adds a token, together with the end when it is the last one. Once the consumer
-    // cancelled the token is dropped, and the end is that of a cancelled request.
-    void put(token_event token, std::optional<end_event> end);
-    void put(prompt_event rows);
+    using event = std::variant<token_event, prompt_event>;
+
+    // Producer: adds a token or rows of the prompt, together with the end when nothing follows.
+    // Once the consumer cancelled the event is dropped, and the end is that of a cancelled request.
+    void put(event content, std::optional<end_event> end = {});
+    // Producer: the first end stays.
     void finish(end_event end);
 
     // Producer, while the request is queued: every slot waits for the consumers of `holders`, so it
     // cannot start before one of them acts. A waiting consumer is told once for each set.
     void stall(const std::vector<request_id>& holders);
 
-    // Producer: true once the consumer cancelled; takes are over then and n_taken() is final.
-    bool is_cancelled() const;
+    // Producer: tokens that were taken; final once the consumer cancelled.
     int n_taken() const;
 
-    // Producer: the cancellation was carried out, the slot is rolled back.
-    void settle();
+    // Producer: the cancellation was carried out, the slot is rolled back. Ends a request that has
+    // no end yet.
+    void settle(end_event end = {});
 
     struct item {
         std::optional<token_event> token;
@@ -68,21 +69,24 @@ public:
     // Consumer: asks that `waiter` is signalled at the next change. True: something is there
     // already. Several may wait: one for the next item, others for a cancellation.
     bool arm(std::shared_ptr<wake_handle> waiter);
-    // As arm(), for the end of a cancellation. True: it was carried out.
+    // As arm(), for a cancellation. True: it was carried out.
     bool arm_settled(std::shared_ptr<wake_handle> waiter);
     void disarm(const wake_handle* waiter = nullptr);  // null: all of them
 
     // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to
     // do, it was cancelled before or its end was taken.
     bool cancel();
-    // Consumer: blocks until the engine carried a cancellation out.
-    void wait_settled() const;
 
 private:
-    using event = std::variant<token_event, prompt_event>;
+    // How far each side is. Both only move on.
+    enum class producing { open, ended, settled };
+    enum class consuming { open, has_end, cancelled };
 
-    bool has_something() const { return !events_.empty() || end_.has_value() || is_stall_new_; }
+    bool has_something() const {
+        return !events_.empty() || producer_ != producing::open || is_stall_new_;
+    }
     bool is_awaited() const { return events_.empty() && !waiters_.empty(); }
+    void set_end(end_event end);
     void add_waiter(std::shared_ptr<wake_handle> waiter);
     void wake_consumer();
 
@@ -90,16 +94,14 @@ private:
 
     mutable std::mutex mutex_;  // guards what follows
     std::deque<event> events_;
-    std::optional<end_event> end_;
+    producing producer_ = producing::open;
+    consuming consumer_ = consuming::open;
+    end_event end_;  // once the producer is not `open`
     int n_taken_ = 0;
-    bool is_end_taken_ = false;
-    bool is_cancelled_ = false;
     bool engine_waits_ = false;  // the producer saw no room, or nobody to tell of a stall
     std::vector<std::shared_ptr<wake_handle>> waiters_;
     std::vector<request_id> stall_;  // told last
     bool is_stall_new_ = false;
-
-    std::atomic<bool> is_settled_{false};
 };
 
 }  // namespace kqview

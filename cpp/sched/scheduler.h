@@ -1,15 +1,12 @@
-// The engine thread and the door to it: submit, cancel, close.
-// Owner:   owns the runner (and so the llama_context) and the thread; one per Engine. Held by a
-//          scheduler_handle: a thread that hangs for good keeps what it uses.
-// Threads: public members from any thread, without the GIL where they wait. The engine thread runs `loop`,
-//          with every signal blocked, and never takes the GIL.
-// Never:   lets an error end the thread: each one reaches the request that caused it, and one that
-//          no request caused reaches all that run.
+// The door to the engine thread: submit, cancel, work on a slot, close.
+// Owner:   owns the runner (and so the llama_context), the engine loop and its thread; one per
+//          Engine. Held by a scheduler_handle: a thread that hangs for good keeps what it uses.
+// Threads: any, without the GIL where a member waits. The engine thread has every signal blocked
+//          and never takes the GIL.
 #pragma once
 
 #include <atomic>
 #include <chrono>
-#include <deque>
 #include <functional>
 #include <future>
 #include <memory>
@@ -20,11 +17,11 @@
 #include "base/fork_guard.h"
 #include "base/heartbeat.h"
 #include "memory/block_pool.h"
+#include "sched/command_queue.h"
+#include "sched/engine_loop.h"
 #include "sched/mailbox.h"
 #include "sched/request.h"
 #include "sched/runner.h"
-#include "sched/slot_orders.h"
-#include "sched/step.h"
 #include "sched/wakeup.h"
 
 namespace kqview {
@@ -42,15 +39,12 @@ public:
     void submit(const std::shared_ptr<request>& wanted);
 
     // Ends a request at the next step and rolls its slot back to the last token that was taken.
-    // Returns at once; mailbox::wait_settled waits for it.
+    // Returns at once; mailbox::arm_settled says when it was done.
     void cancel(const std::shared_ptr<request>& wanted);
 
-    // Blocks until a cancellation was carried out.
-    void wait_settled(const std::shared_ptr<request>& wanted) const;
-
     // Does `work` on the engine thread between two steps, while the caller waits; raises what it
-    // raises, and busy for a slot in use. `goes_on` as in slot_orders::run. False: the caller gave
-    // up.
+    // raises, and busy for a slot in use. `goes_on` as in command_queue::run_on_slot. False: the
+    // caller gave up.
     bool run_on_slot(
         slot_id id, const slot_work& work,
         const std::function<bool()>& goes_on = [] { return true; });
@@ -85,38 +79,21 @@ public:
     std::size_t n_exact_of(slot_id id) const;
     bool is_busy(slot_id id) const;
     // Of every slot; after close() too.
-    std::vector<slot_view> slots() const { return step_->slots(); }
+    std::vector<slot_view> slots() const { return loop_->slots().views(); }
     double uptime_s() const;
-    const step_counters& counters() const { return step_->counters(); }
+    const engine_counters& counters() const { return loop_->counters(); }
     const std::shared_ptr<block_pool>& pool() const { return pool_; }
 
 private:
-    void loop();
-    void abandon();
-    bool take_orders();
-    void admit_queued();
-    void tell_stalled();
-    std::shared_ptr<request> take_queued();
-    void close_requests();
-    void fail_queued();
-
     const fork_guard fork_;
     const std::shared_ptr<doorbell> bell_ = std::make_shared<doorbell>();
     const std::shared_ptr<block_pool> pool_;
     std::unique_ptr<runner> runner_;
     const std::shared_ptr<heartbeat> heart_ = std::make_shared<heartbeat>();
-    std::unique_ptr<step> step_;
+    std::unique_ptr<command_queue> queue_;
+    std::unique_ptr<engine_loop> loop_;
     const int n_slots_;
-    const step::clock::time_point opened_ = step::clock::now();
-    const std::size_t n_queue_max_;
-
-    slot_orders slot_orders_;
-
-    mutable std::mutex mutex_;                    // guards what follows
-    std::deque<std::shared_ptr<request>> queue_;  // by priority, then arrival
-    std::vector<std::shared_ptr<request>> cancels_;
-    bool is_closing_ = false;
-    request_id last_id_ = 0;
+    const engine_loop::clock::time_point opened_ = engine_loop::clock::now();
 
     std::mutex close_mutex_;  // one caller joins
     std::unique_ptr<std::thread> thread_;

@@ -68,6 +68,17 @@ inline bool is_row_of(const token_event& token) {
     return n > 0 && n <= token.rows.block->size_bytes();
 }
 
+// Blocks until a cancellation was carried out; throws when that takes 20 s.
+inline void wait_settled(mailbox& box) {
+    const auto waiter = std::make_shared<wake_handle>();
+    for (;;) {
+        waiter->drain();
+        if (box.arm_settled(waiter)) return;
+        pollfd waiting{waiter->fd(), POLLIN, 0};
+        if (::poll(&waiting, 1, 20'000) == 0) throw std::runtime_error("a cancellation hangs");
+    }
+}
+
 // Takes one request's tokens. One thread; throws when nothing comes for 20 s.
 class consumer {
 public:
@@ -162,7 +173,7 @@ public:
     // Cancels and waits until that is carried out.
     void cancel(const std::shared_ptr<request>& wanted) {
         sched->cancel(wanted);
-        sched->wait_settled(wanted);
+        wait_settled(*wanted->box);
     }
 
     // Returns when the engine thread went through one whole round of its loop, so that what it

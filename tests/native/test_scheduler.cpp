@@ -1,15 +1,59 @@
-// scheduler, one slot: how a request runs and ends, what is reused, who is next.
-// Cancellation, close and errors: test_scheduler_ends.cpp. Memory: test_scheduler_memory.cpp.
-// Several slots and threads: test_scheduler_slots.cpp, test_scheduler_threads.cpp.
+// scheduler, one slot: how a request runs and ends, what is reused, who is next; rows and
+// embeddings of a prompt. Cancellation, close and errors: test_scheduler_ends.cpp. Memory:
+// test_scheduler_memory.cpp. Several slots: test_slot_table.cpp.
 #include <doctest/doctest.h>
 
 #include <algorithm>
 #include <span>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "scheduler_fixture.h"
 
 using namespace kqview;
 using namespace kqview::test;
+
+namespace {
+
+constexpr std::size_t row_bytes(int n_prompt) { return static_cast<std::size_t>(n_prompt) * 4; }
+
+std::function<void(request&)> attends(int n_rows) {
+    return [n_rows](request& r) {
+        r.capture = make_plan();
+        r.n_prompt_rows = n_rows;
+        r.only_attends = true;
+    };
+}
+
+// (start, n_rows) of every block; drops each one as it comes.
+std::vector<std::pair<int, int>> blocks_of(consumer& taker) {
+    std::vector<std::pair<int, int>> found;
+    while (const auto rows = taker.next_prompt()) found.emplace_back(rows->start, rows->n_rows);
+    return found;
+}
+
+using blocks = std::vector<std::pair<int, int>>;
+
+void embeds(request& r) {
+    r.only_attends = true;
+    r.embeds = true;
+}
+
+// What the fake model gives of a text whose last step has `n_tokens`.
+std::vector<float> embedding_of(const ids& text, int n_tokens) {
+    return {static_cast<float>(hash_of(text)), static_cast<float>(n_tokens)};
+}
+
+// Takes the embedding and the end behind it.
+prompt_event embedding_from(consumer& taker) {
+    auto found = taker.next_prompt();
+    REQUIRE(found);
+    CHECK_FALSE(taker.next_prompt());
+    return std::move(*found);
+}
+
+}  // namespace
 
 TEST_CASE("scheduler: a request runs to max_tokens, each token with the row of its own query") {
     test_engine engine;
@@ -237,4 +281,194 @@ TEST_CASE("scheduler: a full queue refuses until one leaves it") {
 TEST_CASE("scheduler: request ids count up from 1 in the order of submission") {
     test_engine engine;
     for (int i = 1; i <= 3; ++i) CHECK(engine.submit(make_prompt(i, 1), 1)->id == i);
+}
+
+// ---- rows of the prompt, with and without tokens after it
+
+TEST_CASE("scheduler: a request that only attends samples nothing and ends with its prompt") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 20);
+    consumer taker(engine.submit(prompt, 1, attends(20)));
+    CHECK(blocks_of(taker) == blocks{{0, 8}, {8, 8}, {16, 4}});
+    CHECK(taker.reason() == finish_reason::stop);
+    CHECK(taker.usage().completion_tokens == 0);
+    for (const auto& batch : engine.model->decodes()) {
+        for (const auto& token : batch) CHECK_FALSE(token.wants_logits);
+    }
+    CHECK(engine.sched->tokens_of(0) == prompt);
+    CHECK(engine.sched->counters().n_prompt_tokens == 20);
+    CHECK(engine.sched->counters().n_tokens == 0);
+    CHECK(engine.sched->counters().n_attention_bytes == 20 * row_bytes(20));
+}
+
+TEST_CASE("scheduler: rows of the last tokens alone; what is before them may be cached") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 20);
+    consumer first(engine.submit(prompt, 1, attends(6)));
+    CHECK(blocks_of(first) == blocks{{14, 2}, {16, 4}});
+    consumer second(engine.submit(prompt, 1, attends(6)));
+    CHECK(blocks_of(second) == blocks{{14, 6}});
+    CHECK(second.usage().cached_tokens == 14);
+    consumer all(engine.submit(prompt, 1, attends(20)));
+    CHECK(blocks_of(all) == blocks{{0, 8}, {8, 8}, {16, 4}});
+    CHECK(all.usage().cached_tokens == 0);
+}
+
+TEST_CASE("scheduler: rows of the prompt come before the tokens, which are the same") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 20);
+    consumer taker(engine.submit(prompt, 4, [](request& r) {
+        r.capture = make_plan();
+        r.n_prompt_rows = 20;
+    }));
+    int n_blocks = 0;
+    for (int i = 0; i < 3; ++i) n_blocks += taker.next_prompt().has_value();
+    CHECK(n_blocks == 3);
+    CHECK(taker.rest() == continuation(prompt, 4));
+    CHECK(taker.reason() == finish_reason::length);
+}
+
+TEST_CASE("scheduler: one run of prompt rows is computed ahead, not more") {
+    test_engine engine;
+    consumer taker(engine.submit(make_prompt(1, 40), 1, attends(40)));
+    CHECK(engine.settled_decodes(1) == 1);
+    REQUIRE(taker.next_prompt());
+    CHECK(engine.settled_decodes(2) == 2);
+    CHECK(blocks_of(taker).size() == 4);
+}
+
+TEST_CASE("scheduler: a run of prompt rows takes at most a quarter of the pool") {
+    // Four blocks of 4 KiB, the least a block has: 25 rows of 40 columns each.
+    test_engine engine({}, 4 * 4096 / 8);
+    consumer taker(engine.submit(make_prompt(1, 40), 1, attends(40)));
+    CHECK_FALSE(taker.next_prompt());
+    CHECK(taker.code() == errc::pool_exhausted);
+
+    fake_options options;
+    options.n_chunk = 40;
+    test_engine wide(std::move(options), 4 * 4096);
+    consumer second(wide.submit(make_prompt(1, 40), 1, attends(40)));
+    CHECK(blocks_of(second) == blocks{{0, 25}, {25, 15}});
+}
+
+TEST_CASE("scheduler: cancelling in the prompt frees the slot and gives the blocks back") {
+    test_engine engine;
+    const auto wanted = engine.submit(make_prompt(1, 40), 1, attends(40));
+    consumer taker(wanted);
+    REQUIRE(taker.next_prompt());
+    engine.cancel(wanted);
+    CHECK_FALSE(engine.sched->is_busy(0));
+    CHECK(engine.pool->stats().n_leased == 0);
+}
+
+TEST_CASE("scheduler: dropped prompt rows are announced without a block and counted") {
+    test_engine engine({}, 2 * 4096);
+    std::vector<prompt_event> held;
+    consumer taker(engine.submit(make_prompt(1, 40), 1, [](request& r) {
+        attends(40)(r);
+        r.on_full = full_policy::drop;
+    }));
+    while (auto rows = taker.next_prompt()) held.push_back(std::move(*rows));
+    int n_rows = 0;
+    std::uint64_t n_dropped = 0;
+    for (const auto& rows : held) {
+        n_rows += rows.n_rows;
+        if (!rows.rows.block) n_dropped += static_cast<std::uint64_t>(rows.n_rows);
+    }
+    CHECK(n_rows == 40);
+    CHECK(n_dropped > 0);
+    CHECK(engine.sched->counters().n_dropped_rows == n_dropped);
+}
+
+// ---- the embedding of a prompt
+
+TEST_CASE("scheduler: an embedding is one step of the whole text and ends the request") {
+    test_engine engine({.n_chunk = 20});
+    const auto text = make_prompt(1, 20);
+    consumer taker(engine.submit(text, 1, embeds));
+    const auto found = embedding_from(taker);
+    CHECK(found.embedding == embedding_of(text, 20));
+    CHECK(found.n_rows == 1);
+    CHECK_FALSE(found.rows.block);
+    CHECK(taker.reason() == finish_reason::stop);
+    CHECK(taker.usage().prompt_tokens == 20);
+    CHECK(taker.usage().completion_tokens == 0);
+    CHECK(engine.model->decodes().size() == 1);
+    CHECK(engine.sched->counters().n_prompt_tokens == 20);
+    CHECK(engine.sched->counters().n_tokens == 0);
+}
+
+TEST_CASE("scheduler: nothing that a slot holds of a text is reused for its embedding") {
+    test_engine engine({.n_slots = 2, .n_chunk = 64});
+    const auto text = make_prompt(1, 40);
+    for (int i = 0; i < 3; ++i) {
+        consumer taker(engine.submit(text, 1, embeds));
+        CHECK(embedding_from(taker).embedding == embedding_of(text, 40));
+        CHECK(taker.usage().cached_tokens == 0);
+    }
+    CHECK(engine.model->copies().empty());
+}
+
+TEST_CASE("scheduler: a text comes in pieces where the last of them is what pools") {
+    test_engine engine({.n_chunk = 8, .can_split_embedding = true});
+    const auto text = make_prompt(1, 20);
+    consumer taker(engine.submit(text, 1, embeds));
+    CHECK(embedding_from(taker).embedding == embedding_of(text, 4));
+    CHECK(engine.model->decodes().size() == 3);
+}
+
+TEST_CASE("scheduler: a generation beside embeddings goes on as it would alone") {
+    test_engine engine({.n_slots = 2, .n_ctx = 512, .n_chunk = 200});
+    const auto prompt = make_prompt(1, 10);
+    consumer generating(engine.submit(prompt, 30));
+    auto tokens = generating.take(3);
+    for (token_id i = 2; i < 6; ++i) {
+        // More than the piece of a prompt that a generating slot waits for.
+        const auto text = make_prompt(i, 150);
+        consumer taker(engine.submit(text, 1, embeds));
+        CHECK(embedding_from(taker).embedding == embedding_of(text, 150));
+        tokens = tokens + generating.take(3);
+    }
+    CHECK(tokens + generating.rest() == continuation(prompt, 30));
+}
+
+TEST_CASE("scheduler: a text that was embedded is a prefix for the generation that follows") {
+    test_engine engine({.n_chunk = 20});
+    const auto text = make_prompt(1, 20);
+    consumer taker(engine.submit(text, 1, embeds));
+    embedding_from(taker);
+    consumer generating(engine.submit(text + ids{7}, 4));
+    CHECK(generating.rest() == continuation(text + ids{7}, 4));
+    CHECK(generating.usage().cached_tokens == 20);
+}
+
+TEST_CASE("scheduler: a step that fails ends its embedding alone") {
+    int n_failures = 1;
+    fake_options options;
+    options.n_chunk = 20;
+    options.on_decode = [&](auto) {
+        if (n_failures-- > 0) throw error(errc::decode, "injected");
+    };
+    test_engine engine(std::move(options));
+    const auto text = make_prompt(1, 20);
+    consumer failing(engine.submit(text, 1, embeds));
+    CHECK_FALSE(failing.next_prompt());
+    CHECK(failing.code() == errc::decode);
+    consumer next(engine.submit(text, 1, embeds));
+    CHECK(embedding_from(next).embedding == embedding_of(text, 20));
+}
+
+TEST_CASE("scheduler: closing ends embeddings that wait and that run") {
+    test_engine engine({.n_chunk = 20});
+    engine.model->allow(0);
+    consumer running(engine.submit(make_prompt(1, 20), 1, embeds));
+    consumer queued(engine.submit(make_prompt(2, 20), 1, embeds));
+    REQUIRE(engine.model->wait_held());
+    std::thread closer([&] { engine.sched->close(); });
+    while (!engine.sched->is_closed()) std::this_thread::yield();
+    engine.model->allow_all();
+    closer.join();
+    CHECK_FALSE(queued.next_prompt());
+    CHECK(queued.code() == errc::closed);
+    running.next_prompt();  // its embedding, if the step was done before
 }

@@ -310,7 +310,7 @@ TEST_CASE("scheduler: a cancellation that meets the last token tells what the re
     REQUIRE(engine.model->wait_held());  // in the decode that gives the last token
     engine.sched->cancel(wanted);
     engine.model->allow_all();
-    engine.sched->wait_settled(wanted);
+    wait_settled(*wanted->box);
     consumer taker(wanted);
     CHECK(taker.rest().empty());
     CHECK(taker.reason() == finish_reason::cancelled);

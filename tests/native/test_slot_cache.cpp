@@ -7,7 +7,6 @@
 #include <chrono>
 #include <thread>
 
-#include "sched/slot_saving.h"
 #include "scheduler_fixture.h"
 
 using namespace kqview;
@@ -19,7 +18,7 @@ std::vector<std::byte> save(test_engine& engine, slot_id slot) {
     std::vector<std::byte> blob;
     for (;;) {
         std::size_t n = 0;
-        engine.sched->run_on_slot(slot, [&](idle_slot& idle) { n = save_slot(idle, blob); });
+        engine.sched->run_on_slot(slot, [&](slot_cache& idle) { n = idle.save(blob); });
         const bool is_done = n <= blob.size();
         blob.resize(n);
         if (is_done) return blob;
@@ -27,11 +26,11 @@ std::vector<std::byte> save(test_engine& engine, slot_id slot) {
 }
 
 void restore(test_engine& engine, slot_id slot, std::span<const std::byte> blob) {
-    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { restore_slot(idle, blob, all_exact); });
+    engine.sched->run_on_slot(slot, [&](slot_cache& idle) { idle.restore(blob, all_exact); });
 }
 
 void truncate(test_engine& engine, slot_id slot, std::size_t n) {
-    engine.sched->run_on_slot(slot, [&](idle_slot& idle) { truncate_slot(idle, n); });
+    engine.sched->run_on_slot(slot, [&](slot_cache& idle) { idle.truncate(n); });
 }
 
 ids run(test_engine& engine, const ids& prompt, int n) {
@@ -96,7 +95,7 @@ fake_options two_slots() {
 
 }  // namespace
 
-TEST_CASE("slot_orders: a saved slot goes on in another one as if nothing had happened") {
+TEST_CASE("slot_cache: a saved slot goes on in another one as if nothing had happened") {
     test_engine engine(two_slots());
     const auto prompt = make_prompt(1, 5);
     const auto generated = run(engine, prompt, 6);
@@ -104,7 +103,7 @@ TEST_CASE("slot_orders: a saved slot goes on in another one as if nothing had ha
     const auto held = engine.sched->tokens_of(0);
     const auto blob = save(engine, 0);
     CHECK(save(engine, 0) == blob);
-    engine.sched->run_on_slot(0, clear_slot);
+    engine.sched->run_on_slot(0, &slot_cache::clear);
     CHECK(engine.sched->tokens_of(0).empty());
     CHECK(engine.model->cache(0).empty());
     restore(engine, 1, blob);
@@ -117,7 +116,7 @@ TEST_CASE("slot_orders: a saved slot goes on in another one as if nothing had ha
     CHECK(taker.usage().cached_tokens == static_cast<int>(held.size()));
 }
 
-TEST_CASE("slot_orders: a refused blob leaves the slot as it was") {
+TEST_CASE("slot_cache: a refused blob leaves the slot as it was") {
     test_engine engine;
     run(engine, make_prompt(1, 5), 4);
     const auto held = engine.sched->tokens_of(0);
@@ -131,7 +130,7 @@ TEST_CASE("slot_orders: a refused blob leaves the slot as it was") {
     CHECK(engine.model->truncations().size() == n_truncations);
 }
 
-TEST_CASE("slot_orders: a slot is empty when its cache is unknown after a failure") {
+TEST_CASE("slot_cache: a slot is empty when its cache is unknown after a failure") {
     auto options = two_slots();
     options.refuses_state = true;
     test_engine engine(options);
@@ -144,7 +143,7 @@ TEST_CASE("slot_orders: a slot is empty when its cache is unknown after a failur
     CHECK(run(engine, prompt, 3) == continuation(prompt, 3));
 }
 
-TEST_CASE("slot_orders: an empty slot is saved, and restored over a full one") {
+TEST_CASE("slot_cache: an empty slot is saved, and restored over a full one") {
     test_engine engine;
     const auto blob = save(engine, 0);
     CHECK(blob.size() == 24);
@@ -154,7 +153,7 @@ TEST_CASE("slot_orders: an empty slot is saved, and restored over a full one") {
     CHECK(engine.model->cache(0).empty());
 }
 
-TEST_CASE("slot_orders: a slot in use is refused at once, the others are not") {
+TEST_CASE("slot_cache: a slot in use is refused at once, the others are not") {
     test_engine engine(two_slots());
     const auto wanted = engine.submit(make_prompt(1, 3), 100);
     consumer taker(wanted);
@@ -167,7 +166,7 @@ TEST_CASE("slot_orders: a slot in use is refused at once, the others are not") {
     CHECK_NOTHROW(save(engine, 0));
 }
 
-TEST_CASE("slot_orders: truncate keeps the first tokens, or none where the cache cannot") {
+TEST_CASE("slot_cache: truncate keeps the first tokens, or none where the cache cannot") {
     for (const bool can_truncate : {true, false}) {
         fake_options options;
         options.can_truncate = can_truncate;
@@ -183,7 +182,7 @@ TEST_CASE("slot_orders: truncate keeps the first tokens, or none where the cache
     }
 }
 
-TEST_CASE("slot_orders: a late cancellation does not roll back what was restored") {
+TEST_CASE("slot_cache: a late cancellation does not roll back what was restored") {
     test_engine engine;
     const auto wanted = engine.submit(make_prompt(1, 5), 6);
     consumer taker(wanted);
@@ -197,7 +196,7 @@ TEST_CASE("slot_orders: a late cancellation does not roll back what was restored
     CHECK(engine.sched->tokens_of(0) == held);
 }
 
-TEST_CASE("slot_orders: a slot that is not there, and a closed engine") {
+TEST_CASE("slot_cache: a slot that is not there, and a closed engine") {
     test_engine engine;
     CHECK(code_of([&] { save(engine, 1); }) == errc::unknown_slot);
     CHECK(code_of([&] { save(engine, -1); }) == errc::unknown_slot);
@@ -205,7 +204,7 @@ TEST_CASE("slot_orders: a slot that is not there, and a closed engine") {
     CHECK(code_of([&] { save(engine, 0); }) == errc::closed);
 }
 
-TEST_CASE("slot_orders: what waits when the engine closes ends with closed") {
+TEST_CASE("slot_cache: what waits when the engine closes ends with closed") {
     test_engine engine(two_slots());
     engine.model->allow(0);
     const auto wanted = engine.submit(make_prompt(1, 3), 4);
@@ -229,13 +228,13 @@ TEST_CASE("slot_orders: what waits when the engine closes ends with closed") {
     CHECK(n_ended == 3);
 }
 
-TEST_CASE("slot_orders: who gives up after a signal is not kept waiting by a decode") {
+TEST_CASE("slot_cache: who gives up after a signal is not kept waiting by a decode") {
     test_engine engine(two_slots());
     engine.model->allow(0);
     const auto wanted = engine.submit(make_prompt(1, 3), 4);
     REQUIRE(engine.model->wait_held());
     std::atomic<bool> has_run{false};
-    interrupted_wait wait(engine, 1, [&](idle_slot&) { has_run = true; }, false);
+    interrupted_wait wait(engine, 1, [&](slot_cache&) { has_run = true; }, false);
     wait.signal_until_asked();
     CHECK_FALSE(wait.was_done());  // while the decode goes on
     engine.model->allow_all();
@@ -244,13 +243,13 @@ TEST_CASE("slot_orders: who gives up after a signal is not kept waiting by a dec
     CHECK_FALSE(has_run);
 }
 
-TEST_CASE("slot_orders: who waits on after a signal gets the work done") {
+TEST_CASE("slot_cache: who waits on after a signal gets the work done") {
     test_engine engine(two_slots());
     engine.model->allow(0);
     const auto wanted = engine.submit(make_prompt(1, 3), 4);
     REQUIRE(engine.model->wait_held());
     std::atomic<bool> has_run{false};
-    interrupted_wait wait(engine, 1, [&](idle_slot&) { has_run = true; }, true);
+    interrupted_wait wait(engine, 1, [&](slot_cache&) { has_run = true; }, true);
     wait.signal_until_asked();
     engine.model->allow_all();
     CHECK(wait.was_done());
@@ -258,14 +257,14 @@ TEST_CASE("slot_orders: who waits on after a signal gets the work done") {
     CHECK(consumer(wanted).rest().size() == 4);
 }
 
-TEST_CASE("slot_orders: work that was begun when its caller gives up is done when he returns") {
+TEST_CASE("slot_cache: work that was begun when its caller gives up is done when he returns") {
     test_engine engine(two_slots());
     std::atomic<bool> has_begun{false};
     std::atomic<bool> may_end{false};
     std::atomic<bool> has_ended{false};
     interrupted_wait wait(
         engine, 1,
-        [&](idle_slot&) {
+        [&](slot_cache&) {
             has_begun = true;
             while (!may_end) std::this_thread::yield();
             has_ended = true;
@@ -278,7 +277,7 @@ TEST_CASE("slot_orders: work that was begun when its caller gives up is done whe
     CHECK(has_ended);
 }
 
-TEST_CASE("slot_orders: many threads save and restore while others generate") {
+TEST_CASE("slot_cache: many threads save and restore while others generate") {
     auto options = two_slots();
     test_engine engine(options, 4 * mib);
     const auto prompt = make_prompt(1, 5);

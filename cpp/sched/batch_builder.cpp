@@ -1,0 +1,240 @@
+#include "sched/batch_builder.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+// Prompt tokens of a step that others wait for: evaluating more at once is faster, and stalls them.
+constexpr int n_shared_chunk = 128;
+constexpr std::size_t n_blocks_of_budget = 4;         // of prompt rows
+constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
+
+// Rows of a prompt's tokens, the last of which sees `n_columns`.
+row_layout prompt_layout(const request& active, int n_rows) {
+    return active.capture->layout(static_cast<int>(active.prompt.size()), n_rows, false);
+}
+
+}  // namespace
+
+bool batch_builder::fill() {
+    tokens_.clear();
+    rows_.clear();
+    parts_.clear();
+    return is_prefill_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
+}
+
+bool batch_builder::fill_prefill() {
+    for (auto& target : slots_) {
+        if (target.active && try_add(target, &batch_builder::add_prompt)) {
+            is_prefill_ = true;
+            return true;
+        }
+    }
+    return false;
+}
+
+bool batch_builder::fill_decode() {
+    const auto is_generating = [](const slot& one) {
+        return one.active && !one.is_in_prompt() && one.state != slot_state::sampling;
+    };
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+        auto next = (i_next_slot_ + i) % slots_.size();
+        // A run of adjacent slots that are ready, from the first one found.
+        while (next < slots_.size() && is_generating(slots_[next]) &&
+               try_add(slots_[next], &batch_builder::add_token)) {
+            ++next;
+        }
+        if (!tokens_.empty()) {
+            i_next_slot_ = next % slots_.size();
+            is_prefill_ = false;
+            return true;
+        }
+    }
+    return false;
+}
+
+// Adds what `add` does for one slot to the step. Where that fails its request ends and the step is
+// as before.
+bool batch_builder::try_add(slot& target, bool (batch_builder::*add)(slot&)) {
+    const auto n_tokens = tokens_.size();
+    const auto n_rows = rows_.size();
+    const auto n_parts = parts_.size();
+    try {
+        return (this->*add)(target);
+    } catch (...) {
+        auto failure = failure_of_request();
+        tokens_.resize(n_tokens);
+        rows_.resize(n_rows);
+        parts_.resize(n_parts);
+        out_.finish(target, finish_reason::error, std::move(failure));
+        return false;
+    }
+}
+
+bool batch_builder::add_prompt(slot& target) {
+    if (slots_.await_fork(target) || !target.is_in_prompt()) return false;
+    auto part = next_chunk(target);
+    if (!make_ready(part)) return false;
+    const auto& prompt = target.active->prompt;
+    const auto n_done = target.cache.size();
+    const auto n = static_cast<std::size_t>(part.n_tokens);
+    target.cache.make_place(n);
+    for (std::size_t i = 0; i < n; ++i) {
+        tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
+                           part.samples && i + 1 == n});
+    }
+    part.i_token = part.n_tokens - 1;
+    add_rows(part);
+    return true;
+}
+
+bool batch_builder::add_token(slot& target) {
+    batch_part part{&target, 1, 0, true, true};
+    if (!make_ready(part)) return false;
+    target.cache.make_place(1);
+    part.i_token = static_cast<int>(tokens_.size());
+    tokens_.push_back(
+        {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true});
+    add_rows(part);
+    return true;
+}
+
+void batch_builder::add_rows(const batch_part& part) {
+    const auto& target = *part.target;
+    const int n_columns = tokens_.back().position + 1;
+    if (const auto& rows = target.prompt_rows; rows.block) {
+        const int n_visible = model_.has_cache() ? n_columns - part.n_rows + 1 : n_columns;
+        rows_.push_back({rows.plan, part.i_token - part.n_rows + 1, n_visible, rows.layout,
+                         rows.block->data()});
+    }
+    if (const auto& rows = target.rows; rows.block)
+        rows_.push_back({rows.plan, part.i_token, n_columns, rows.layout, rows.block->data()});
+    parts_.push_back(part);
+}
+
+// As much of the prompt as one step takes; less where the rows of all its tokens would fill more
+// than a part of the pool, so that a consumer can hold some blocks and more come.
+batch_part batch_builder::next_chunk(slot& target) const {
+    const auto& active = *target.active;
+    const auto n_prompt = static_cast<int>(active.prompt.size());
+    const auto n_done = static_cast<int>(target.cache.size());
+    // What is pooled has to be one step.
+    const bool is_whole = active.embeds && !model_.can_split_embedding();
+    const int n_most = !is_whole && is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
+    batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk()}), 0, false,
+                    false};
+    if (active.n_prompt_rows > 0) {
+        // Tokens of this chunk before the first one whose rows are wanted.
+        const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
+        part.n_rows = std::max(0, part.n_tokens - n_before);
+        const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
+        const auto n_rows_max =
+            std::min(pool_.stats().budget_bytes / n_blocks_of_budget / row_bytes,
+                     static_cast<std::size_t>(model_.n_prompt_rows()));
+        if (model_.has_cache() && static_cast<std::size_t>(part.n_rows) > n_rows_max) {
+            part.n_rows = std::max(1, static_cast<int>(n_rows_max));
+            part.n_tokens = n_before + part.n_rows;
+        }
+    }
+    part.is_last = n_done + part.n_tokens == n_prompt;
+    part.samples = part.is_last && !active.only_attends;
+    return part;
+}
+
+// Does another slot generate, and so wait for this one's prompt?
+bool batch_builder::is_shared_step(const slot& target) const {
+    return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+        return one.id() != target.id() &&
+               (one.state == slot_state::decode || one.state == slot_state::sampling);
+    });
+}
+
+// May this slot go on? Sets its state, and takes the blocks that its rows need.
+bool batch_builder::make_ready(const batch_part& part) {
+    auto& target = *part.target;
+    const auto& active = *target.active;
+    if (!part.samples && part.n_rows == 0) return true;  // the consumer gets nothing of it
+    const bool is_prompt = target.is_in_prompt();
+    // Rows of a prompt are large: one run of them waits while the next one is computed.
+    const int run_ahead = model_.can_truncate()
+                              ? std::min(active.run_ahead, part.n_rows > 0 ? 1 : active.run_ahead)
+                              : 0;
+    const int n_coming = out_.n_on_the_way(target.active);
+    const bool has_room =
+        (n_coming == 0 || run_ahead > 0) && active.box->has_room(std::max(0, run_ahead - n_coming));
+    if (!has_room) {
+        target.starved_until.reset();
+        change(target.state, slot_state::paused);
+        return false;
+    }
+    if (!is_prompt) slots_.make_room(target);
+    const auto n_columns = is_prompt ? active.prompt.size() : target.cache.size() + 1;
+    if (part.n_rows > 0 &&
+        !take_rows(target, prompt_layout(active, part.n_rows), target.prompt_rows)) {
+        return false;
+    }
+    if (part.samples && active.capture &&
+        !take_rows(target, active.capture->layout(static_cast<int>(n_columns)), target.rows)) {
+        return false;
+    }
+    change(target.state, is_prompt ? slot_state::prefill : slot_state::decode);
+    return true;
+}
+
+// False: there is no room for these rows. Dropped ones have no block.
+bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_rows& rows) {
+    // From a try in which the other block found no room.
+    if (rows.block && rows.layout.size_bytes == layout.size_bytes) return true;
+    rows = {};
+    auto block = pool_.try_take(layout.size_bytes);
+    // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
+    // A token on its way to the consumer has a block that he may give back.
+    const bool is_final =
+        !block && out_.n_on_the_way(target.active) == 0 && target.active->box->is_starving();
+    if (is_final) block = pool_.try_take(layout.size_bytes);
+    if (block) {
+        target.starved_until.reset();
+        rows = {std::move(block), target.active->capture, layout, nullptr};
+        return true;
+    }
+    if (is_final && target.active->on_full == full_policy::drop) {
+        counters_.n_dropped_rows += static_cast<std::uint64_t>(layout.n_queries);
+        return true;
+    }
+    starve(target, layout.size_bytes, is_final);
+    return false;
+}
+
+// No room for the next row: the slot does not take part in this step. As long as the consumer has
+// tokens to take, their blocks may come back: running ahead stops first.
+void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
+    change(target.state, slot_state::starved);
+    if (!is_final) {
+        target.starved_until.reset();
+        return;
+    }
+    const auto& active = *target.active;
+    if (active.on_full == full_policy::wait) {
+        const auto now = clock::now();
+        if (!target.starved_until) {
+            const auto limit =
+                std::min<std::chrono::duration<double>>(active.wait_limit, longest_wait);
+            target.starved_until = now + std::chrono::duration_cast<clock::duration>(limit);
+        }
+        if (now < *target.starved_until) return;
+    }
+    const auto stats = pool_.stats();
+    throw error(
+        errc::pool_exhausted,
+        "the next rows of attention need " + std::to_string(n_bytes) + " bytes, but " +
+            std::to_string(stats.leased_bytes) + " of " + std::to_string(stats.budget_bytes) +
+            " are held by " + std::to_string(stats.n_leased) +
+            " views; drop views, capture fewer layers or heads, use on_full=\"drop\" or raise "
+            "attention_budget_bytes");
+}
+
+}  // namespace kqview

@@ -1,0 +1,138 @@
+#include "sched/command_queue.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+const error closed_error(errc::closed, "the engine was closed; make a new Engine");
+
+}  // namespace
+
+// ---- any thread
+
+void command_queue::check_open() const {
+    if (is_closed_) throw error(closed_error);
+}
+
+bool command_queue::submit(const std::shared_ptr<request>& wanted) {
+    {
+        const std::lock_guard lock(mutex_);
+        check_open();
+        if (waiting_.size() >= n_waiting_max_) return false;
+        wanted->id = ++last_id_;
+        const auto behind = std::find_if(waiting_.begin(), waiting_.end(), [&](const auto& other) {
+            return other->priority < wanted->priority;
+        });
+        waiting_.insert(behind, wanted);
+    }
+    engine_->ring();
+    return true;
+}
+
+command_queue::cancelling command_queue::cancel(const std::shared_ptr<request>& wanted) {
+    {
+        const std::lock_guard lock(mutex_);
+        if (std::erase(waiting_, wanted) > 0) return cancelling::withdrawn;
+        if (is_closed_) return cancelling::closed;
+        commands_.push_back({.what = command::kind::cancel, .cancelled = wanted});
+    }
+    engine_->ring();
+    return cancelling::ordered;
+}
+
+bool command_queue::run_on_slot(slot_id slot, const slot_work& work,
+                                const std::function<bool()>& goes_on) {
+    order mine{.slot = slot, .work = work};
+    {
+        const std::lock_guard lock(mutex_);
+        check_open();
+        commands_.push_back({.what = command::kind::work, .work = &mine});
+    }
+    engine_->ring();
+    bool is_wanted = true;
+    while (!is_done(mine)) {
+        if (mine.done.wait() || !is_wanted || goes_on()) continue;
+        is_wanted = false;
+        if (withdraw(mine)) return false;
+    }
+    if (is_wanted && mine.failure) throw error(*mine.failure);
+    return is_wanted;
+}
+
+bool command_queue::is_done(const order& one) const {
+    const std::lock_guard lock(mutex_);
+    return one.is_done;
+}
+
+// False: it was begun.
+bool command_queue::withdraw(const order& one) {
+    const std::lock_guard lock(mutex_);
+    return std::erase_if(commands_, [&](const auto& other) { return other.work == &one; }) > 0;
+}
+
+void command_queue::close() {
+    {
+        const std::lock_guard lock(mutex_);
+        is_closed_ = true;
+    }
+    engine_->ring();
+}
+
+bool command_queue::is_closed() const {
+    const std::lock_guard lock(mutex_);
+    return is_closed_;
+}
+
+std::size_t command_queue::n_waiting() const {
+    const std::lock_guard lock(mutex_);
+    return waiting_.size();
+}
+
+// ---- engine thread
+
+command_queue::command command_queue::take_first() {
+    if (commands_.empty()) return {};
+    auto first = std::move(commands_.front());
+    commands_.pop_front();
+    return first;
+}
+
+command_queue::command command_queue::take() {
+    const std::lock_guard lock(mutex_);
+    if (is_closed_) return {.what = command::kind::close};
+    return take_first();
+}
+
+command_queue::command command_queue::take_left() {
+    const std::lock_guard lock(mutex_);
+    return take_first();
+}
+
+// Under the lock, which the caller needs to see the end: the order is on its stack.
+void command_queue::finish(order& one, std::optional<error> failure) {
+    const std::lock_guard lock(mutex_);
+    one.failure = std::move(failure);
+    one.is_done = true;
+    one.done.signal();
+}
+
+std::shared_ptr<request> command_queue::take_waiting(
+    const std::function<bool(const request&)>& may_run) {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [&](const auto& wanted) { return may_run(*wanted); });
+    if (found == waiting_.end()) return nullptr;
+    auto taken = std::move(*found);
+    waiting_.erase(found);
+    return taken;
+}
+
+std::vector<std::shared_ptr<request>> command_queue::waiting() const {
+    const std::lock_guard lock(mutex_);
+    return {waiting_.begin(), waiting_.end()};
+}
+
+}  // namespace kqview

@@ -1,0 +1,211 @@
+#include "sched/delivery.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+double seconds(delivery::clock::duration duration) {
+    return std::chrono::duration<double>(duration).count();
+}
+
+// Made before memory can be short.
+const error no_memory(errc::out_of_memory, "no memory left; lower n_ctx or hold fewer tokens");
+
+}  // namespace
+
+error failure_of_request() noexcept { return running_failure("generate", errc::decode, no_memory); }
+
+end_event end_without_slot(const request& wanted, finish_reason reason,
+                           std::optional<error> failure) {
+    end_event end{reason, {}, std::move(failure)};
+    end.usage.prompt_tokens = static_cast<int>(wanted.prompt.size());
+    return end;
+}
+
+// ---- a step's tokens and rows
+
+void delivery::begin_step() {
+    computed_.reset();
+    is_counted_ = false;
+}
+
+void delivery::note_computed() {
+    if (!computed_) computed_ = clock::now();
+}
+
+void delivery::put(slot& target, prompt_event rows) {
+    if (rows.rows.block) counters_.n_attention_bytes += rows.rows.layout.size_bytes;
+    send({target.active, std::move(rows), {}}, target.transfer);
+}
+
+void delivery::put(slot& target, picked_token picked) {
+    const auto& stops = target.active->stop_tokens;
+    if (std::binary_search(stops.begin(), stops.end(), picked.id))
+        return finish(target, finish_reason::stop_token);
+    if (model_.is_end_of_generation(picked.id)) return finish(target, finish_reason::stop);
+
+    ++counters_.n_tokens;
+    ++target.usage.completion_tokens;
+    const auto transfer = target.transfer;
+    token_event token{picked.id, picked.logprob, std::move(picked.top),
+                      std::exchange(target.rows, {}), target.last.n_discarded};
+    if (token.rows.block) counters_.n_attention_bytes += token.rows.layout.size_bytes;
+    auto to = target.active;
+    if (n_left(target) > 0) {
+        target.pending = picked.id;
+        change(target.state, slot_state::decode);
+        return send({std::move(to), std::move(token), {}}, transfer);
+    }
+    auto end = end_of(target, finish_reason::length, {});
+    count_end(finish_reason::length);
+    target.transfer = 0;  // the token has the rows
+    release(target);
+    send({std::move(to), std::move(token), std::move(end)}, transfer);
+}
+
+// Tokens that the request may still get.
+int delivery::n_left(const slot& target) const {
+    const int n_due = target.active->max_tokens - target.usage.completion_tokens;
+    if (target.active->n_discard > 0) return std::max(0, n_due);
+    const int n_room = model_.n_ctx() - static_cast<int>(target.cache.size());
+    return std::max(0, std::min(n_due, n_room));
+}
+
+void delivery::send(parcel one, transfer_id rows) {
+    if (rows != 0) {
+        rows_on_the_way_ = std::max(rows_on_the_way_, rows);
+        parcels_.push_back(std::move(one));
+        return;
+    }
+    const auto has_rows = [](const auto& content) { return content.rows.block != nullptr; };
+    if (std::visit(has_rows, one.content)) count_view();
+    one.to->box->put(std::move(one.content), std::move(one.end));
+}
+
+// A view of the last step goes out. Counted before its consumer can see it.
+void delivery::count_view() {
+    if (!computed_) return;
+    const auto now = clock::now();
+    counters_.step_to_view_ns += nanoseconds(now - *std::exchange(computed_, now));
+    if (!std::exchange(is_counted_, true)) ++counters_.n_captured_steps;
+}
+
+bool delivery::collect() {
+    if (parcels_.empty()) return false;
+    auto parcels = std::exchange(parcels_, {});
+    std::optional<error> lost;
+    try {
+        model_.await(rows_on_the_way_);
+    } catch (...) {
+        lost = failure_of_request();
+    }
+    for (auto& one : parcels) {
+        const auto to = one.to;
+        const auto usage = one.end ? std::optional(one.end->usage) : std::nullopt;
+        auto failure = lost;
+        if (!failure) {
+            try {
+                send(std::move(one), 0);
+                continue;
+            } catch (...) {
+                failure = failure_of_request();
+            }
+        }
+        if (auto* const running = slots_.running(to)) {
+            finish(*running, finish_reason::error, failure);
+        } else if (usage) {  // it had its last token and has left its slot
+            to->box->finish({finish_reason::error, *usage, failure});
+        }
+    }
+    return true;
+}
+
+int delivery::n_on_the_way(const std::shared_ptr<request>& wanted) const {
+    return static_cast<int>(std::count_if(parcels_.begin(), parcels_.end(),
+                                          [&](const parcel& one) { return one.to == wanted; }));
+}
+
+// ---- ends
+
+end_event delivery::end_of(const slot& target, finish_reason reason,
+                           std::optional<error> failure) const {
+    const auto now = clock::now();
+    auto usage = target.usage;
+    const bool is_prefilled = usage.completion_tokens > 0;
+    usage.prefill_s = seconds((is_prefilled ? target.prefilled : now) - target.started);
+    usage.decode_s = is_prefilled ? seconds(now - target.prefilled) : 0.0;
+    return {reason, usage, std::move(failure)};
+}
+
+// Before the consumer can see the end: what it reads then has it.
+void delivery::count_end(finish_reason reason) {
+    ++(reason == finish_reason::error       ? counters_.n_failed
+       : reason == finish_reason::cancelled ? counters_.n_cancelled
+                                            : counters_.n_finished);
+}
+
+void delivery::finish(slot& target, finish_reason reason, std::optional<error> failure) {
+    if (n_on_the_way(target.active) > 0) {
+        const auto ending = target.active;
+        collect();
+        if (target.active != ending) return;  // its rows did not come: that was its end
+    }
+    const auto box = target.active->box;
+    const bool is_cancelled = reason == finish_reason::cancelled;
+    if (is_cancelled) slots_.roll_back(target, box->n_taken());
+    auto end = end_of(target, reason, std::move(failure));
+    count_end(reason);
+    release(target);  // first: who sees the end finds the slot free
+    if (is_cancelled) {
+        box->settle(std::move(end));
+    } else {
+        box->finish(std::move(end));
+    }
+}
+
+void delivery::release(slot& target) {
+    if (target.ticket) lane_.abandon(*target.ticket);
+    // Before a block that nobody will see goes back to the pool: a device may still write into it.
+    if (target.has_rows() && target.transfer != 0) {
+        try {
+            model_.await(target.transfer);
+        } catch (...) {
+            // The next decode says what is wrong with the device.
+        }
+    }
+    slots_.release(target);
+}
+
+void delivery::fail(slot& target, const std::shared_ptr<request>& asked) {
+    auto failure = failure_of_request();
+    if (target.active) {
+        finish(target, finish_reason::error, std::move(failure));
+    } else {  // it was its last one
+        asked->box->finish(end_of(target, finish_reason::error, std::move(failure)));
+    }
+}
+
+void delivery::fail_all(const error& failure) {
+    collect();
+    for (auto& target : slots_) {
+        if (target.active) finish(target, finish_reason::error, failure);
+    }
+}
+
+void delivery::cancel(const std::shared_ptr<request>& wanted) {
+    if (auto* const running = slots_.running(wanted)) {
+        finish(*running, finish_reason::cancelled);
+    } else if (const auto id = wanted->slot.load(); id >= 0) {
+        collect();
+        // It ended by itself, but its last tokens were never handed out.
+        auto& target = slots_[static_cast<std::size_t>(id)];
+        if (!target.active && target.last.request == wanted->id)
+            slots_.roll_back(target, wanted->box->n_taken());
+    }
+    wanted->box->settle();
+}
+
+}  // namespace kqview

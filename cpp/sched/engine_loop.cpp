@@ -1,0 +1,289 @@
+#include "sched/engine_loop.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+namespace kqview {
+
+namespace {
+
+constexpr std::chrono::milliseconds longest_lane_wait{2};
+
+// Made before memory can be short.
+const error closed_error(errc::closed, "the engine was closed; make a new Engine");
+const error lost_error(
+    errc::closed, "the engine was closed while a step hung, which did not end; make a new Engine");
+const error no_memory(errc::out_of_memory, "no memory left; lower n_ctx or hold fewer tokens");
+const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot holds what it held");
+
+[[noreturn]] void throw_pick_limit(double limit_s) {
+    throw error(errc::invalid_sampling,
+                "choosing one token took more than " + std::to_string(limit_s) +
+                    " s, which is the limit; simplify the grammar, json_schema or regex");
+}
+
+}  // namespace
+
+engine_loop::engine_loop(runner& model, std::shared_ptr<block_pool> pool,
+                         std::shared_ptr<heartbeat> heart, std::shared_ptr<doorbell> bell,
+                         command_queue& queue)
+    : model_(model),
+      pool_(std::move(pool)),
+      heart_(std::move(heart)),
+      bell_(std::move(bell)),
+      queue_(queue),
+      slots_(model),
+      lane_(2 * static_cast<std::size_t>(model.n_slots()), bell_),
+      out_(model, slots_, lane_, counters_),
+      batch_(model, *pool_, slots_, out_, counters_) {}
+
+void engine_loop::run() {
+    for (;;) {
+        try {
+            if (!take_commands()) break;
+            admit();
+            if (step()) continue;
+            tell_stalled();
+        } catch (...) {
+            // Memory ran out where no request asked for it: what they hold comes back.
+            out_.fail_all(running_failure("engine", errc::internal, no_memory));
+            continue;
+        }
+        heart_->enter(engine_phase::waiting);
+        bell_->wait(next_deadline());
+    }
+    heart_->enter(engine_phase::closing);
+    out_.fail_all(closed_error);
+    end_queued();
+    lane_.close();
+    heart_->enter(engine_phase::ended);
+}
+
+// ---- commands
+
+// Carries out cancellations and the work on idle slots. False: the engine closes.
+bool engine_loop::take_commands() {
+    heart_->enter(engine_phase::ordering);
+    for (;;) {
+        const auto next = queue_.take();
+        switch (next.what) {
+            case command_queue::command::kind::none: return true;
+            case command_queue::command::kind::close: return false;
+            case command_queue::command::kind::cancel: out_.cancel(next.cancelled); break;
+            case command_queue::command::kind::work: {
+                std::optional<error> failure;
+                try {
+                    slots_.work_on(next.work->slot, next.work->work);
+                } catch (...) {
+                    failure = running_failure("slot", errc::internal, no_memory_for_work);
+                }
+                queue_.finish(*next.work, std::move(failure));
+            }
+        }
+    }
+}
+
+// Ends what nobody carries out any more. What runs has ended.
+void engine_loop::end_queued() {
+    for (;;) {
+        const auto next = queue_.take_left();
+        if (next.what == command_queue::command::kind::none) break;
+        if (next.cancelled) next.cancelled->box->settle();
+        if (next.work) queue_.finish(*next.work, closed_error);
+    }
+    while (const auto wanted = queue_.take_waiting([](const request&) { return true; })) {
+        ++counters_.n_failed;
+        wanted->box->settle(end_without_slot(*wanted, finish_reason::error, closed_error));
+    }
+}
+
+void engine_loop::abandon() {
+    for (const auto& wanted : slots_.active()) {
+        ++counters_.n_failed;
+        wanted->box->settle(end_without_slot(*wanted, finish_reason::error, lost_error));
+    }
+    end_queued();
+}
+
+// ---- admit
+
+void engine_loop::admit() {
+    heart_->enter(engine_phase::admitting);
+    const auto may_run = [this](const request& wanted) { return slots_.can_admit(wanted); };
+    while (const auto wanted = queue_.take_waiting(may_run)) {
+        ++counters_.n_requests;
+        auto [target, plan] = slots_.admit(wanted);
+        try {
+            want_union(*wanted);
+            slots_.take_over(target, std::move(plan));
+            target.picker = std::move(wanted->picker);
+        } catch (...) {
+            out_.fail(target, wanted);
+        }
+    }
+}
+
+// Every graph has the nodes that the running requests want.
+void engine_loop::want_union(const request& added) {
+    // A request that ended keeps its nodes until the next one comes: alternating requests of one
+    // plan then share their graphs.
+    graph_plan all;
+    const auto add = [&all](const request& one) {
+        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0);
+    };
+    for (const auto& other : slots_) {
+        if (other.active && other.active.get() != &added) add(*other.active);
+    }
+    add(added);
+    model_.want(all);
+}
+
+// ---- a step
+
+// False: nothing could go on, and no slot became free.
+bool engine_loop::step() {
+    const auto started = clock::now();
+    heart_->enter(engine_phase::filling);
+    const bool has_picked = take_picked();
+    if (batch_.fill()) {
+        decode();
+        last_decode_ = clock::now() - started;
+        (batch_.is_prefill() ? counters_.prefill_ns : counters_.decode_ns) +=
+            nanoseconds(last_decode_);
+        return true;
+    }
+    // Nobody can go on before these are taken.
+    const bool has_delivered = out_.collect();
+    // A request that ended before it was decoded leaves its slot to one that waits for it.
+    return slots_.take_released() || has_delivered || has_picked;
+}
+
+void engine_loop::decode() {
+    const auto parts = batch_.parts();
+    // A step that ends such a prompt has no other slot's tokens.
+    const bool embeds = parts.front().is_end() && parts.front().target->active->embeds;
+    step_result result;
+    heart_->enter(engine_phase::decoding);
+    try {
+        result = model_.decode(batch_.tokens(), batch_.rows(), embeds);
+    } catch (...) {
+        const auto failure = failure_of_request();
+        for (const auto& part : parts) {
+            part.target->cache.drop_unknown();
+            // One that the end of another request found without its rows has ended already.
+            if (part.target->active) out_.finish(*part.target, finish_reason::error, failure);
+        }
+        return;
+    }
+    out_.collect();  // the rows of the step before came while this one was started
+    out_.begin_step();
+    // What the CPU writes is there; what a device computes is known with the logits.
+    if (!batch_.rows().empty() && result.transfer == 0) out_.note_computed();
+    ++counters_.n_decodes;
+    (batch_.is_prefill() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
+        batch_.tokens().size();
+    slots_.append(batch_.tokens());
+    for (const auto& part : parts) {
+        heart_->enter(engine_phase::sampling);
+        const auto asked = part.target->active;
+        if (!asked) continue;  // its rows of the step before did not come
+        try {
+            hand_out(part, result);
+        } catch (...) {
+            out_.fail(*part.target, asked);
+        }
+    }
+}
+
+// What one slot gets of a step: rows of its prompt, an embedding, a token.
+void engine_loop::hand_out(const batch_part& part, const step_result& result) {
+    auto& target = *part.target;
+    // All of it waits for the rows: what has none must not overtake what has.
+    target.transfer = target.has_rows() ? result.transfer : 0;
+    if (part.n_rows > 0) {
+        if (target.prompt_rows.block) target.prompt_rows.written_at = result.written_at;
+        out_.put(target, prompt_event{static_cast<int>(target.cache.size()) - part.n_rows,
+                                      part.n_rows, std::exchange(target.prompt_rows, {})});
+    }
+    if (part.is_end()) {
+        if (target.active->embeds) {
+            auto [n_rows, values] = model_.embedding(target.id(), part.n_tokens);
+            out_.put(target, prompt_event{0, n_rows, {}, std::move(values)});
+        }
+        return out_.finish(target, finish_reason::stop);
+    }
+    if (!part.samples) return;
+    if (target.usage.completion_tokens == 0) target.prefilled = clock::now();
+    float* const logits = model_.logits(part.i_token);
+    if (result.transfer != 0) out_.note_computed();
+    if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
+    sample(target, logits);
+}
+
+// ---- sample
+
+// Here, or in the lane where the picker takes an unknown time: the slot stays out of steps then.
+void engine_loop::sample(slot& target, float* logits) {
+    if (target.picker && target.picker->is_slow())
+        target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
+    if (!target.ticket) return out_.put(target, target.picker->pick(logits));
+    lane_.start(target.ticket, {logits, static_cast<std::size_t>(model_.n_vocab())});
+    ++counters_.n_handed_over;
+    change(target.state, slot_state::sampling);
+}
+
+// Delivers what the lane has picked since. False: nothing.
+bool engine_loop::take_picked() {
+    const auto is_sampling = [](const slot& one) { return one.state == slot_state::sampling; };
+    if (std::none_of(slots_.begin(), slots_.end(), is_sampling)) return false;
+    // A picker that is nearly done keeps its slot in the batch. Less than a step, and once a token.
+    lane_.await_quick(std::min<clock::duration>(longest_lane_wait, last_decode_ / 2));
+    bool has_picked = false;
+    for (auto& target : slots_) {
+        if (!is_sampling(target)) continue;
+        const bool is_done = lane_.is_done(*target.ticket);
+        if (!is_done && clock::now() < pick_deadline(target)) continue;
+        has_picked = true;
+        const auto asked = target.active;
+        try {
+            if (!is_done) throw_pick_limit(asked->pick_limit.count());
+            out_.put(target, lane_.take(*target.ticket));
+        } catch (...) {
+            out_.fail(target, asked);
+        }
+    }
+    return has_picked;
+}
+
+engine_loop::clock::time_point engine_loop::pick_deadline(const slot& target) const {
+    return lane_.started(*target.ticket) +
+           std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
+}
+
+// ---- wait
+
+// When every slot waits for its consumer, that may be the thread which waits for a queued request
+// here. Only the consumers can know.
+void engine_loop::tell_stalled() {
+    if (queue_.n_waiting() == 0) return;
+    for (const auto& wanted : queue_.waiting()) {
+        const auto holders = slots_.stalled_on(*wanted);
+        if (!holders.empty()) wanted->box->stall(holders);
+    }
+}
+
+// When a starved slot gives up waiting for memory, or a picker's time is over.
+std::optional<engine_loop::clock::time_point> engine_loop::next_deadline() const {
+    std::optional<clock::time_point> first;
+    const auto add = [&first](clock::time_point next) {
+        first = std::min(first.value_or(next), next);
+    };
+    for (const auto& one : slots_) {
+        if (one.starved_until) add(*one.starved_until);
+        if (one.state == slot_state::sampling) add(pick_deadline(one));
+    }
+    return first;
+}
+
+}  // namespace kqview

@@ -1,0 +1,70 @@
+// What the engine thread does, over and over: take commands, admit requests to slots, fill a step,
+// decode it, sample, deliver; and wait when nothing can go on.
+// Owner:   the scheduler, which runs run() on the engine thread. Threads: the engine thread, but
+//          abandon(), counters() and the members of slots() that say so.
+// Never:   lets an error out: each one ends the request that caused it, and one that no request
+//          caused ends all that run.
+#pragma once
+
+#include <chrono>
+#include <memory>
+#include <optional>
+
+#include "base/heartbeat.h"
+#include "memory/block_pool.h"
+#include "sched/batch_builder.h"
+#include "sched/command_queue.h"
+#include "sched/delivery.h"
+#include "sched/runner.h"
+#include "sched/sampler_lane.h"
+#include "sched/slot_table.h"
+#include "sched/wakeup.h"
+
+namespace kqview {
+
+class engine_loop {
+public:
+    using clock = std::chrono::steady_clock;
+
+    engine_loop(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
+                std::shared_ptr<doorbell> bell, command_queue& queue);
+
+    // Returns when the queue was closed and every request has ended.
+    void run();
+
+    // Any thread, when the engine thread is lost: all requests end, the slots stay as they are. Who
+    // waits for work on a slot that was begun waits on: the thread may be at it.
+    void abandon();
+
+    const slot_table& slots() const { return slots_; }
+    const engine_counters& counters() const { return counters_; }
+    engine_counters& counters() { return counters_; }
+
+private:
+    bool take_commands();
+    void admit();
+    bool step();
+    void decode();
+    void hand_out(const batch_part& part, const step_result& result);
+    void sample(slot& target, float* logits);
+    bool take_picked();
+    void tell_stalled();
+    void want_union(const request& added);
+    clock::time_point pick_deadline(const slot& target) const;
+    std::optional<clock::time_point> next_deadline() const;
+    void end_queued();
+
+    runner& model_;
+    const std::shared_ptr<block_pool> pool_;
+    const std::shared_ptr<heartbeat> heart_;
+    const std::shared_ptr<doorbell> bell_;
+    command_queue& queue_;
+    engine_counters counters_;
+    slot_table slots_;
+    sampler_lane lane_;
+    delivery out_;
+    batch_builder batch_;
+    clock::duration last_decode_{};
+};
+
+}  // namespace kqview

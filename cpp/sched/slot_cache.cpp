@@ -1,0 +1,190 @@
+#include "sched/slot_cache.h"
+
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "state/ses1.h"
+
+namespace kqview {
+
+namespace {
+
+// The mark of a cache of `n_tokens` whose first `n_exact` are exact.
+constexpr std::size_t exact_mark(std::size_t n_exact, std::size_t n_tokens) {
+    return n_exact < n_tokens ? n_exact : all_exact;
+}
+
+}  // namespace
+
+void slot_cache::set(std::vector<token_id> tokens, std::size_t n_exact) {
+    ++n_changes_;
+    const std::lock_guard lock(readers_);
+    tokens_.swap(tokens);
+    n_exact_ = exact_mark(n_exact, tokens_.size());
+}
+
+void slot_cache::shrink(std::size_t n_keep, std::size_t n_exact) {
+    ++n_changes_;
+    const std::lock_guard lock(readers_);
+    tokens_.resize(n_keep);
+    n_exact_ = exact_mark(n_exact, n_keep);
+}
+
+// ---- decoding
+
+void slot_cache::make_place(std::size_t n_tokens) {
+    const auto n_needed = tokens_.size() + n_tokens;
+    if (tokens_.capacity() >= n_needed) return;
+    const std::lock_guard lock(readers_);
+    tokens_.reserve(std::max(n_needed, 2 * tokens_.capacity()));
+}
+
+void slot_cache::append(token_id id, bool is_exact) {
+    tokens_.push_back(id);
+    if (!is_exact) n_exact_ = 0;
+}
+
+void slot_cache::drop_unknown() {
+    if (!model_.truncate(id_, static_cast<int>(tokens_.size()))) clear();
+}
+
+// ---- truncate, copy
+
+void slot_cache::truncate(std::size_t n_keep) {
+    if (n_keep > tokens_.size()) {
+        throw error(errc::request, "slot.truncate: n is " + std::to_string(n_keep) +
+                                       ", but the slot has " + std::to_string(tokens_.size()) +
+                                       " tokens");
+    }
+    if (n_keep == tokens_.size()) return;
+    if (!model_.truncate(id_, static_cast<int>(n_keep))) return clear();
+    shrink(n_keep, n_exact_);
+}
+
+void slot_cache::clear() {
+    model_.truncate(id_, 0);  // dropping everything always works
+    shrink(0, all_exact);
+}
+
+void slot_cache::copy_from(const slot_cache& source) {
+    shrink(0, all_exact);
+    try {
+        auto tokens = source.tokens_;
+        model_.copy(source.id_, id_);
+        set(std::move(tokens), source.n_exact_);
+    } catch (...) {
+        clear();
+        throw;
+    }
+}
+
+// ---- discard
+
+void slot_cache::discard(std::span<const token_range> gone) {
+    // Before anything changes: a cache's worth of memory may not be there.
+    const auto n_room_bytes = model_.state_bytes(id_);
+    const auto room = std::make_unique_for_overwrite<std::byte[]>(n_room_bytes);
+    bool is_done = false;
+    try {
+        is_done = model_.discard(id_, gone);
+        if (is_done) {
+            erase_ids(gone);
+            // Where nothing follows the first range there is no gap.
+            if (tokens_.size() > gone.front().start) close_gaps({room.get(), n_room_bytes});
+        }
+    } catch (...) {
+        clear();
+        throw;
+    }
+    if (is_done) return;
+    throw error(errc::unsupported_model,
+                "slot.shift: this model's positions cannot be moved; send the ids again");
+}
+
+void slot_cache::erase_ids(std::span<const token_range> gone) {
+    ++n_changes_;
+    const std::lock_guard lock(readers_);
+    const auto n_before = gone.front().start;
+    std::size_t n_left = 0, at = 0;
+    for (const auto& range : gone) {
+        for (; at < range.start; ++at) tokens_[n_left++] = tokens_[at];
+        at += range.n_tokens;
+    }
+    for (; at < tokens_.size(); ++at) tokens_[n_left++] = tokens_[at];
+    tokens_.resize(n_left);
+    n_exact_ = exact_mark(std::min(n_exact_, n_before), n_left);
+}
+
+// A column is a cell: tokens must lie at their positions, or the next one would go into a gap.
+void slot_cache::close_gaps(std::span<std::byte> room) {
+    const auto kv_data = room.first(model_.state_bytes(id_));
+    model_.write_state(id_, kv_data);
+    if (model_.read_state(id_, kv_data, static_cast<int>(tokens_.size()))) return;
+    throw error(errc::internal,
+                "slot.shift: llama.cpp refused its own bytes; the slot is empty now");
+}
+
+void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
+    const auto n_tokens = tokens_.size();
+    if (n_discard == 0 || n_keep > n_tokens || n_discard > n_tokens - n_keep) {
+        throw error(errc::request,
+                    "slot.shift: n_keep is " + std::to_string(n_keep) + " and n_discard " +
+                        std::to_string(n_discard) + ", but the slot has " +
+                        std::to_string(n_tokens) +
+                        " tokens; discard at least 1 and at most those that follow the kept ones");
+    }
+    const token_range gone{static_cast<std::size_t>(n_keep), static_cast<std::size_t>(n_discard)};
+    discard({&gone, 1});
+}
+
+// ---- save, restore
+
+std::size_t slot_cache::save(std::span<std::byte> out) {
+    const auto i_stream = static_cast<std::uint32_t>(id_);
+    const auto kv_at = ses1_write_offset(tokens_.size(), i_stream);
+    const auto n_room = kv_at + model_.state_bytes(id_);
+    if (out.size() < n_room) return n_room;
+    const auto buffer = out.first(n_room);
+    model_.write_state(id_, buffer.subspan(kv_at));
+    const auto n_bytes = seal_ses1(buffer, tokens_, i_stream);
+    if (tokens_.empty()) return n_bytes;
+    const auto blob = buffer.first(n_bytes);
+    const auto& layout = model_.layout_from(blob.subspan(ses1_header_bytes(tokens_.size())));
+    try {
+        const auto view = read_ses1(blob, layout, ses1_source::own);
+        if (!view.is_in_order) sort_cells(blob, view, layout);
+    } catch (const error& failure) {
+        throw error(errc::internal,
+                    std::string("slot.save: the cache is not what its ids say: ") + failure.what());
+    }
+    return n_bytes;
+}
+
+void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
+    const auto& layout = model_.layout_for(id_, tokens_.empty());
+    auto view = read_ses1(blob, layout, ses1_source::foreign);
+    if (view.tokens.empty()) return clear();  // llama.cpp would keep the cells it has
+    // As the blob has it where that is this context's form already: nothing is copied then.
+    const bool is_native = view.n_stream == layout.shape.n_stream && view.is_in_order;
+    const auto native = is_native ? std::vector<std::byte>{} : to_native(view, layout);
+    const auto n_tokens = static_cast<int>(view.tokens.size());
+    bool is_read = false;
+    try {
+        is_read = model_.read_state(id_, is_native ? view.kv_data : std::span(native), n_tokens);
+    } catch (...) {
+        clear();
+        throw;
+    }
+    if (!is_read) {
+        clear();
+        throw error(errc::internal,
+                    "slot.restore: llama.cpp refused a blob that was found sound; the slot is "
+                    "empty now");
+    }
+    set(std::move(view.tokens), n_exact);
+}
+
+}  // namespace kqview

@@ -1,0 +1,263 @@
+#include "sched/slot_table.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+#include "sched/mailbox.h"
+
+namespace kqview {
+
+namespace {
+
+// A copy moves the whole cache of a slot: fewer tokens than this are evaluated as fast.
+constexpr std::size_t n_fork_min = 32;
+
+bool may_run_in(const slot& one, const request& wanted) {
+    return wanted.wanted_slot < 0 || wanted.wanted_slot == one.id();
+}
+
+// Tokens of the prompt that may come out of a cache. Not the last one, whose logits are wanted; not
+// those whose rows are, as no query of theirs is kept; and for an embedding none.
+std::size_t n_usable(const request& wanted) {
+    if (wanted.embeds) return 0;
+    return wanted.prompt.size() - static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows));
+}
+
+}  // namespace
+
+slot_table::slot_table(runner& model) : model_(model) {
+    for (slot_id id = 0; id < model.n_slots(); ++id) slots_.emplace_back(id, model, mutex_);
+}
+
+slot* slot_table::running(const std::shared_ptr<request>& wanted) {
+    const auto found = std::find_if(slots_.begin(), slots_.end(),
+                                    [&](const slot& one) { return one.active == wanted; });
+    return found == slots_.end() ? nullptr : &*found;
+}
+
+// ---- a request comes
+
+bool slot_table::can_admit(const request& wanted) const {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [&](const slot& one) { return !one.active && may_run_in(one, wanted); });
+}
+
+reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) const {
+    try {
+        const auto& cached = candidate.cache.tokens();
+        if (wanted.n_reuse_min > 0) {
+            const auto n_run_min = static_cast<std::size_t>(wanted.n_reuse_min);
+            auto shifted = plan_shift(cached, wanted.prompt, n_run_min);
+            // A shift moves the whole cache of the slot: it has to be worth that.
+            const auto n_prefix = shifted.n_prefix();
+            if (shifted.n_kept() < n_prefix + n_run_min) cut(shifted, n_prefix);
+            return shifted;
+        }
+        auto plan = plan_prefix(cached, wanted.prompt);
+        cut(plan, std::min(plan.n_kept(), candidate.cache.n_exact()));
+        return plan;
+    } catch (const std::bad_alloc&) {
+        return {};  // evaluating everything gives the same
+    }
+}
+
+slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
+    slot* best = nullptr;
+    reuse_plan plan;
+    std::size_t n_best = 0;
+    for (auto& candidate : slots_) {
+        if (candidate.active || !may_run_in(candidate, *wanted)) continue;
+        auto offered = plan_of(candidate, *wanted);
+        const auto n = offered.n_kept();
+        if (!best || n > n_best) best = &candidate, plan = std::move(offered), n_best = n;
+    }
+    if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
+    best->usage = {};
+    best->usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
+    best->started = best->prefilled = std::chrono::steady_clock::now();
+    best->last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
+    {
+        const std::lock_guard lock(mutex_);
+        best->active = wanted;
+        change(best->state, slot_state::prefill);
+    }
+    wanted->slot.store(best->id());
+    return {*best, std::move(plan)};
+}
+
+void slot_table::take_over(slot& target, reuse_plan plan) {
+    const auto& active = *target.active;
+    auto& cache = target.cache;
+    cut(plan, n_usable(active));
+    if (plan.n_kept() > plan.n_prefix()) {
+        const auto& last = plan.runs.back();
+        cache.truncate(last.start + last.n_tokens);
+        try {
+            cache.discard(gaps_of(plan, cache.size()));
+        } catch (const std::exception&) {
+            // The slot is consistent, perhaps empty: what is not there is evaluated.
+        }
+    }
+    const auto n_exact = active.n_reuse_min > 0 ? all_exact : cache.n_exact();
+    cache.truncate(
+        std::min({common_prefix(cache.tokens(), active.prompt), n_usable(active), n_exact}));
+    target.usage.cached_tokens = static_cast<int>(cache.size());
+    plan_fork(target);
+}
+
+// ---- requests whose prompts begin alike share one evaluation
+
+// Looks for the slot that has, or will have after its own prompt, most of this prompt.
+void slot_table::plan_fork(slot& target) {
+    target.fork.reset();
+    if (!model_.can_truncate() || !model_.has_cache()) return;
+    const auto& prompt = target.active->prompt;
+    std::size_t n_best = target.cache.size() + n_fork_min - 1;
+    for (const auto& other : slots_) {
+        if (other.id() == target.id()) continue;
+        auto n = std::min(common_prefix(other.cache.tokens(), prompt), other.cache.n_exact());
+        // A prompt that is being evaluated: wait for the part that both share.
+        if (other.is_in_prompt() && n == other.cache.size())
+            n = std::max(n, common_prefix(other.active->prompt, prompt));
+        n = std::min(n, n_usable(*target.active));
+        if (n <= n_best) continue;
+        n_best = n;
+        target.fork = {other.id(), n, other.active ? other.active->id : 0};
+    }
+}
+
+bool slot_table::await_fork(slot& target) {
+    if (!target.fork) return false;
+    const auto fork = *target.fork;
+    const auto& source = at(fork.source);
+    const auto n_shared = std::min({common_prefix(source.cache.tokens(), target.active->prompt),
+                                    source.cache.n_exact(), fork.n_tokens});
+    // Only from a request admitted before this one, so that no two wait for each other; and not
+    // from one that waits for its consumer.
+    const bool is_coming = source.active && source.active->id == fork.request &&
+                           source.state == slot_state::prefill && source.is_in_prompt() &&
+                           n_shared == source.cache.size();
+    if (n_shared < fork.n_tokens && is_coming) return true;
+    target.fork.reset();
+    if (n_shared < target.cache.size() + n_fork_min) return false;  // the source was cancelled
+    target.cache.copy_from(source.cache);
+    target.cache.truncate(n_shared);
+    target.usage.cached_tokens = static_cast<int>(target.cache.size());
+    return false;
+}
+
+// ---- a request runs
+
+void slot_table::append(std::span<const step_token> tokens) {
+    const bool is_exact = model_.is_causal();
+    const std::lock_guard lock(mutex_);
+    for (const auto& token : tokens) {
+        slots_[static_cast<std::size_t>(token.slot)].cache.append(token.id, is_exact);
+    }
+}
+
+void slot_table::make_room(slot& target) {
+    const auto& active = *target.active;
+    if (active.n_discard == 0 || static_cast<int>(target.cache.size()) < model_.n_ctx()) return;
+    const token_range gone{static_cast<std::size_t>(active.n_keep),
+                           static_cast<std::size_t>(active.n_discard)};
+    target.cache.discard({&gone, 1});
+    target.last.n_discarded += active.n_discard;
+}
+
+void slot_table::roll_back(slot& target, int n_taken) {
+    const auto n_fed = target.last.n_prompt + static_cast<std::size_t>(std::max(n_taken - 1, 0));
+    const auto n_kept = static_cast<std::size_t>(target.last.n_keep);
+    const auto n_gone = static_cast<std::size_t>(target.last.n_discarded);
+    const auto n_left =
+        n_gone == 0 || n_fed <= n_kept ? n_fed : std::max(n_kept, n_fed - std::min(n_fed, n_gone));
+    target.cache.truncate(std::min(target.cache.size(), n_left));
+}
+
+void slot_table::release(slot& target) {
+    has_released_ = true;
+    target.rows = {};
+    target.prompt_rows = {};
+    target.transfer = 0;
+    target.picker.reset();
+    target.ticket.reset();
+    target.fork.reset();
+    target.starved_until.reset();
+    if (!model_.has_cache()) target.cache.forget();
+    std::shared_ptr<request> leaving;  // may die here, not under the lock
+    const std::lock_guard lock(mutex_);
+    leaving.swap(target.active);
+    change(target.state, slot_state::idle);
+}
+
+void slot_table::work_on(slot_id id, const slot_work& work) {
+    auto& target = slots_[static_cast<std::size_t>(id)];
+    if (target.active) {
+        throw error(errc::busy, "slot " + std::to_string(id) +
+                                    ": a generation runs in it; read it to its end or close it "
+                                    "first");
+    }
+    const auto n_changes = target.cache.n_changes();
+    const auto forget_request = [&] {
+        // A cancellation that comes late must not roll this back.
+        if (target.cache.n_changes() != n_changes) target.last = {};
+    };
+    try {
+        work(target.cache);
+    } catch (...) {
+        forget_request();
+        throw;
+    }
+    forget_request();
+}
+
+// ---- what others may see
+
+std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
+    std::vector<request_id> holders;
+    for (const auto& one : slots_) {
+        if (!may_run_in(one, wanted)) continue;
+        const bool is_paused = one.state == slot_state::paused ||
+                               (one.state == slot_state::starved && !one.starved_until);
+        if (!is_paused) return {};
+        holders.push_back(one.active->id);
+    }
+    return holders;
+}
+
+std::vector<token_id> slot_table::tokens_of(slot_id id) const {
+    const std::lock_guard lock(mutex_);
+    return at(id).cache.tokens();
+}
+
+std::size_t slot_table::n_exact_of(slot_id id) const {
+    const std::lock_guard lock(mutex_);
+    return std::min(at(id).cache.n_exact(), at(id).cache.size());
+}
+
+bool slot_table::is_busy(slot_id id) const {
+    const std::lock_guard lock(mutex_);
+    return at(id).active != nullptr;
+}
+
+std::vector<slot_view> slot_table::views() const {
+    std::vector<slot_view> seen;
+    seen.reserve(slots_.size());
+    const std::lock_guard lock(mutex_);
+    for (const auto& one : slots_)
+        seen.push_back({one.state, one.cache.size(), one.active ? one.active->id : 0});
+    return seen;
+}
+
+std::vector<std::shared_ptr<request>> slot_table::active() const {
+    std::vector<std::shared_ptr<request>> running;
+    running.reserve(slots_.size());
+    const std::lock_guard lock(mutex_);
+    for (const auto& one : slots_) {
+        if (one.active) running.push_back(one.active);
+    }
+    return running;
+}
+
+}  // namespace kqview

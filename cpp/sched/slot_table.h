@@ -1,0 +1,189 @@
+// The slots: which request works in which, what each of them holds, and what a request takes over
+// of that when it gets one: a common prefix, shifted runs, or a copy of another slot's cache.
+// Owner:   the engine loop. Threads: the engine thread; the last members any thread.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/error.h"
+#include "sched/request.h"
+#include "sched/reuse_plan.h"
+#include "sched/runner.h"
+#include "sched/sampler_lane.h"
+#include "sched/slot_cache.h"
+
+namespace kqview {
+
+enum class slot_state {
+    idle,      // holds tokens of the past, works for nobody
+    prefill,   // feeds the prompt in chunks
+    decode,    // one token a step
+    sampling,  // its next token is being picked in the sampler lane
+    paused,    // its consumer is behind by run_ahead tokens
+    starved,   // the block pool has no room for its next row
+};
+
+constexpr const char* name_of(slot_state state) {
+    switch (state) {
+        case slot_state::idle: return "idle";
+        case slot_state::prefill: return "prefill";
+        case slot_state::decode: return "decode";
+        case slot_state::sampling: return "sampling";
+        case slot_state::paused: return "paused";
+        case slot_state::starved: return "starved";
+    }
+    return "?";
+}
+
+constexpr bool may_follow(slot_state from, slot_state to) {
+    switch (from) {
+        case slot_state::idle: return to == slot_state::prefill;
+        // The prompt's last chunk produces a token and a row: it may have to wait for either.
+        case slot_state::prefill: return to != slot_state::prefill;
+        case slot_state::decode: return to != slot_state::prefill;
+        case slot_state::sampling: return to == slot_state::decode || to == slot_state::idle;
+        case slot_state::paused:
+        case slot_state::starved: return to != slot_state::sampling;
+    }
+    return false;
+}
+
+inline void change(std::atomic<slot_state>& state, slot_state to) {
+    const auto from = state.load(std::memory_order_relaxed);
+    if (from == to) return;
+    if (!may_follow(from, to)) {
+        throw error(errc::internal,
+                    std::string("slot: ") + name_of(from) + " cannot become " + name_of(to));
+    }
+    state.store(to, std::memory_order_relaxed);
+}
+
+struct slot {
+    using time_point = std::chrono::steady_clock::time_point;
+
+    slot(slot_id id, runner& model, std::mutex& readers) : cache(id, model, readers) {}
+
+    slot_id id() const { return cache.id(); }
+    // Is some of its prompt left to evaluate? A slot that made room may hold fewer tokens than its
+    // prompt had.
+    bool is_in_prompt() const {
+        return active && usage.completion_tokens == 0 && cache.size() < active->prompt.size();
+    }
+    bool has_rows() const { return rows.block || prompt_rows.block; }
+
+    slot_cache cache;
+    std::atomic<slot_state> state{slot_state::idle};
+    std::shared_ptr<request> active;  // null exactly while the slot is idle
+
+    // ---- of the active request
+    request_usage usage;
+    time_point started;
+    time_point prefilled;
+    token_id pending = 0;  // sampled, not decoded yet
+    // Blocks for the rows of the coming step, with their layout; then those rows, until they are
+    // handed out with their token.
+    captured_rows rows;
+    captured_rows prompt_rows;
+    transfer_id transfer = 0;                      // that brings them; 0: they are there
+    std::optional<time_point> starved_until;       // when it gives up waiting for a block
+    std::unique_ptr<token_picker> picker;          // null while the ticket has it
+    std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
+    // A slot with more of the prompt than this one, or about to have it: its cache is copied.
+    struct fork_plan {
+        slot_id source;
+        std::size_t n_tokens;  // to take over
+        request_id request;    // that evaluates them there; 0: they were there already
+    };
+    std::optional<fork_plan> fork;
+
+    // ---- of the last request: whose tokens the cache ends with; id 0 for nobody's
+    struct {
+        request_id request = 0;
+        std::size_t n_prompt = 0;
+        int n_keep = 0;       // tokens before those it discarded
+        int n_discarded = 0;  // to make room
+    } last;
+};
+
+// What others may see of a slot.
+struct slot_view {
+    slot_state state = slot_state::idle;
+    std::size_t n_tokens = 0;
+    request_id active = 0;  // 0: it works for nobody
+};
+
+class slot_table {
+public:
+    explicit slot_table(runner& model);
+
+    std::size_t size() const { return slots_.size(); }
+    slot& operator[](std::size_t i) { return slots_[i]; }
+    auto begin() { return slots_.begin(); }
+    auto end() { return slots_.end(); }
+    auto begin() const { return slots_.begin(); }
+    auto end() const { return slots_.end(); }
+    // The slot that works for this request; null: none.
+    slot* running(const std::shared_ptr<request>& wanted);
+
+    // Is a slot free that this request may run in?
+    bool can_admit(const request& wanted) const;
+    // Gives a request the free slot that has most of its prompt, the lowest among equals.
+    // can_admit() must hold.
+    struct seat {
+        slot& target;
+        reuse_plan plan;
+    };
+    seat admit(const std::shared_ptr<request>& wanted);
+    // Cuts the slot's cache down to what its request reuses, and looks for another slot to copy.
+    void take_over(slot& target, reuse_plan plan);
+    // True while the slot waits for another one's prompt; copies its cache once it is there.
+    bool await_fork(slot& target);
+
+    // The ids of a step that was decoded.
+    void append(std::span<const step_token> tokens);
+    // Before a token that a full slot has no room for: discards what the request says.
+    void make_room(slot& target);
+    // Back to the prompt and the tokens taken, less the last one, of what the slot's last request
+    // has fed. What it discarded stays gone, also where that made room for tokens that nobody took.
+    void roll_back(slot& target, int n_taken);
+    // The request leaves its slot, which becomes idle and keeps its tokens.
+    void release(slot& target);
+    // Has a slot become free since the last call?
+    bool take_released() { return std::exchange(has_released_, false); }
+
+    // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
+    void work_on(slot_id id, const slot_work& work);
+
+    // The requests in the slots that `wanted` may run in when each of them waits for its consumer;
+    // empty when any can go on.
+    std::vector<request_id> stalled_on(const request& wanted) const;
+
+    // ---- any thread
+    std::vector<token_id> tokens_of(slot_id id) const;
+    // How many of them a fresh evaluation of the same ids would compute alike.
+    std::size_t n_exact_of(slot_id id) const;
+    bool is_busy(slot_id id) const;
+    std::vector<slot_view> views() const;
+    std::vector<std::shared_ptr<request>> active() const;
+
+private:
+    const slot& at(slot_id id) const { return slots_[static_cast<std::size_t>(id)]; }
+    reuse_plan plan_of(const slot& candidate, const request& wanted) const;
+    void plan_fork(slot& target);
+
+    runner& model_;
+    mutable std::mutex mutex_;  // guards ids, marks and active requests against other threads
+    std::deque<slot> slots_;    // never moved
+    bool has_released_ = false;
+};
+
+}  // namespace kqview
