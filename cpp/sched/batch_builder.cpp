@@ -167,7 +167,7 @@ bool batch_builder::make_ready(const batch_part& part) {
     const bool has_room =
         (n_coming == 0 || run_ahead > 0) && active.box->has_room(std::max(0, run_ahead - n_coming));
     if (!has_room) {
-        target.starved_until.reset();
+        target.deadline.reset();
         change(target.state, slot_state::paused);
         return false;
     }
@@ -197,7 +197,7 @@ bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_r
         !block && out_.n_on_the_way(target.active) == 0 && target.active->box->is_starving();
     if (is_final) block = pool_.try_take(layout.size_bytes);
     if (block) {
-        target.starved_until.reset();
+        target.deadline.reset();
         rows = {std::move(block), target.active->capture, layout, nullptr};
         return true;
     }
@@ -214,18 +214,18 @@ bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_r
 void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
     change(target.state, slot_state::starved);
     if (!is_final) {
-        target.starved_until.reset();
+        target.deadline.reset();
         return;
     }
     const auto& active = *target.active;
     if (active.on_full == full_policy::wait) {
         const auto now = clock::now();
-        if (!target.starved_until) {
+        if (!target.deadline) {
             const auto limit =
                 std::min<std::chrono::duration<double>>(active.wait_limit, longest_wait);
-            target.starved_until = now + std::chrono::duration_cast<clock::duration>(limit);
+            target.deadline = now + std::chrono::duration_cast<clock::duration>(limit);
         }
-        if (now < *target.starved_until) return;
+        if (now < *target.deadline) return;
     }
     const auto stats = pool_.stats();
     throw error(

@@ -52,25 +52,18 @@ bool command_queue::run_on_slot(slot_id slot, const slot_work& work,
         commands_.push_back({.what = command::kind::work, .work = &mine});
     }
     engine_->ring();
-    bool is_wanted = true;
-    while (!is_done(mine)) {
-        if (mine.done.wait() || !is_wanted || goes_on()) continue;
-        is_wanted = false;
-        if (withdraw(mine)) return false;
+    for (bool is_wanted = true;;) {
+        const bool goes_on_waiting = mine.done.wait() || !is_wanted || goes_on();
+        const std::lock_guard lock(mutex_);
+        if (!goes_on_waiting) {
+            is_wanted = false;
+            const auto is_mine = [&](const command& one) { return one.work == &mine; };
+            if (std::erase_if(commands_, is_mine) > 0) return false;  // it was not begun
+        }
+        if (!mine.is_done) continue;
+        if (is_wanted && mine.failure) throw error(*mine.failure);
+        return is_wanted;
     }
-    if (is_wanted && mine.failure) throw error(*mine.failure);
-    return is_wanted;
-}
-
-bool command_queue::is_done(const order& one) const {
-    const std::lock_guard lock(mutex_);
-    return one.is_done;
-}
-
-// False: it was begun.
-bool command_queue::withdraw(const order& one) {
-    const std::lock_guard lock(mutex_);
-    return std::erase_if(commands_, [&](const auto& other) { return other.work == &one; }) > 0;
 }
 
 void command_queue::close() {

@@ -83,8 +83,6 @@ public:
 private:
     void check_open() const;
     command take_first();
-    bool is_done(const order& one) const;
-    bool withdraw(const order& one);
 
     const std::shared_ptr<doorbell> engine_;
     const std::size_t n_waiting_max_;

@@ -11,19 +11,7 @@ double seconds(delivery::clock::duration duration) {
     return std::chrono::duration<double>(duration).count();
 }
 
-// Made before memory can be short.
-const error no_memory(errc::out_of_memory, "no memory left; lower n_ctx or hold fewer tokens");
-
 }  // namespace
-
-error failure_of_request() noexcept { return running_failure("generate", errc::decode, no_memory); }
-
-end_event end_without_slot(const request& wanted, finish_reason reason,
-                           std::optional<error> failure) {
-    end_event end{reason, {}, std::move(failure)};
-    end.usage.prompt_tokens = static_cast<int>(wanted.prompt.size());
-    return end;
-}
 
 // ---- a step's tokens and rows
 

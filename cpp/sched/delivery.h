@@ -48,13 +48,6 @@ inline std::uint64_t nanoseconds(std::chrono::steady_clock::duration duration) {
         std::chrono::duration_cast<std::chrono::nanoseconds>(duration).count());
 }
 
-// The exception being handled, as the end of a request: the engine thread lets nothing escape.
-error failure_of_request() noexcept;
-
-// The end of a request that has no slot.
-end_event end_without_slot(const request& wanted, finish_reason reason,
-                           std::optional<error> failure = {});
-
 class delivery {
 public:
     using clock = std::chrono::steady_clock;

@@ -14,7 +14,6 @@ constexpr std::chrono::milliseconds longest_lane_wait{2};
 const error closed_error(errc::closed, "the engine was closed; make a new Engine");
 const error lost_error(
     errc::closed, "the engine was closed while a step hung, which did not end; make a new Engine");
-const error no_memory(errc::out_of_memory, "no memory left; lower n_ctx or hold fewer tokens");
 const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot holds what it held");
 
 [[noreturn]] void throw_pick_limit(double limit_s) {
@@ -47,7 +46,7 @@ void engine_loop::run() {
             tell_stalled();
         } catch (...) {
             // Memory ran out where no request asked for it: what they hold comes back.
-            out_.fail_all(running_failure("engine", errc::internal, no_memory));
+            out_.fail_all(running_failure("engine", errc::internal, no_memory_error));
             continue;
         }
         heart_->enter(engine_phase::waiting);
@@ -115,7 +114,7 @@ void engine_loop::admit() {
         ++counters_.n_requests;
         auto [target, plan] = slots_.admit(wanted);
         try {
-            want_union(*wanted);
+            want(*wanted);
             slots_.take_over(target, std::move(plan));
             target.picker = std::move(wanted->picker);
         } catch (...) {
@@ -125,7 +124,7 @@ void engine_loop::admit() {
 }
 
 // Every graph has the nodes that the running requests want.
-void engine_loop::want_union(const request& added) {
+void engine_loop::want(const request& added) {
     // A request that ended keeps its nodes until the next one comes: alternating requests of one
     // plan then share their graphs.
     graph_plan all;
@@ -229,6 +228,8 @@ void engine_loop::sample(slot& target, float* logits) {
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
     if (!target.ticket) return out_.put(target, target.picker->pick(logits));
     lane_.start(target.ticket, {logits, static_cast<std::size_t>(model_.n_vocab())});
+    target.deadline =
+        clock::now() + std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
     ++counters_.n_handed_over;
     change(target.state, slot_state::sampling);
 }
@@ -243,8 +244,9 @@ bool engine_loop::take_picked() {
     for (auto& target : slots_) {
         if (!is_sampling(target)) continue;
         const bool is_done = lane_.is_done(*target.ticket);
-        if (!is_done && clock::now() < pick_deadline(target)) continue;
+        if (!is_done && clock::now() < target.deadline) continue;
         has_picked = true;
+        target.deadline.reset();
         const auto asked = target.active;
         try {
             if (!is_done) throw_pick_limit(asked->pick_limit.count());
@@ -254,11 +256,6 @@ bool engine_loop::take_picked() {
         }
     }
     return has_picked;
-}
-
-engine_loop::clock::time_point engine_loop::pick_deadline(const slot& target) const {
-    return lane_.started(*target.ticket) +
-           std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
 }
 
 // ---- wait
@@ -273,15 +270,10 @@ void engine_loop::tell_stalled() {
     }
 }
 
-// When a starved slot gives up waiting for memory, or a picker's time is over.
 std::optional<engine_loop::clock::time_point> engine_loop::next_deadline() const {
     std::optional<clock::time_point> first;
-    const auto add = [&first](clock::time_point next) {
-        first = std::min(first.value_or(next), next);
-    };
     for (const auto& one : slots_) {
-        if (one.starved_until) add(*one.starved_until);
-        if (one.state == slot_state::sampling) add(pick_deadline(one));
+        if (one.deadline) first = std::min(first.value_or(*one.deadline), *one.deadline);
     }
     return first;
 }

@@ -49,8 +49,7 @@ private:
     void sample(slot& target, float* logits);
     bool take_picked();
     void tell_stalled();
-    void want_union(const request& added);
-    clock::time_point pick_deadline(const slot& target) const;
+    void want(const request& added);
     std::optional<clock::time_point> next_deadline() const;
     void end_queued();
 

@@ -109,4 +109,21 @@ struct request : request_options {
     std::atomic<slot_id> slot{-1};  // set at admission
 };
 
+// The end of a request that has no slot.
+inline end_event end_without_slot(const request& wanted, finish_reason reason,
+                                  std::optional<error> failure = {}) {
+    end_event end{reason, {}, std::move(failure)};
+    end.usage.prompt_tokens = static_cast<int>(wanted.prompt.size());
+    return end;
+}
+
+// Made before memory can be short.
+inline const error no_memory_error(errc::out_of_memory,
+                                   "no memory left; lower n_ctx or hold fewer tokens");
+
+// The exception being handled, as the failure of a request: the engine lets nothing escape.
+inline error failure_of_request() noexcept {
+    return running_failure("generate", errc::decode, no_memory_error);
+}
+
 }  // namespace kqview

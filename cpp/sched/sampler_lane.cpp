@@ -3,16 +3,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "base/error.h"
+#include "sched/request.h"
 
 namespace kqview {
-namespace {
-
-// Made before memory can be short.
-const error no_memory(errc::out_of_memory,
-                      "generate: no memory left; lower n_ctx or hold fewer tokens");
-
-}  // namespace
 
 void sampler_lane::start(const std::shared_ptr<ticket>& one, std::span<const float> logits) {
     one->logits_.assign(logits.begin(), logits.end());
@@ -81,7 +74,7 @@ void sampler_lane::work() {
             try {
                 picked = one->picker_->pick(one->logits_.data());
             } catch (...) {
-                failure = running_failure("generate", errc::decode, no_memory);
+                failure = failure_of_request();
             }
             lock.lock();
         }

@@ -59,7 +59,6 @@ public:
     void start(const std::shared_ptr<ticket>& one, std::span<const float> logits);
 
     bool is_done(const ticket& one) const;
-    clock::time_point started(const ticket& one) const { return one.started_; }
     // Of a ticket that is done. Raises what its picker raised.
     picked_token take(ticket& one);
 

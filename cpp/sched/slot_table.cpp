@@ -183,7 +183,7 @@ void slot_table::release(slot& target) {
     target.picker.reset();
     target.ticket.reset();
     target.fork.reset();
-    target.starved_until.reset();
+    target.deadline.reset();
     if (!model_.has_cache()) target.cache.forget();
     std::shared_ptr<request> leaving;  // may die here, not under the lock
     const std::lock_guard lock(mutex_);
@@ -218,8 +218,8 @@ std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
     std::vector<request_id> holders;
     for (const auto& one : slots_) {
         if (!may_run_in(one, wanted)) continue;
-        const bool is_paused = one.state == slot_state::paused ||
-                               (one.state == slot_state::starved && !one.starved_until);
+        const bool is_paused =
+            one.state == slot_state::paused || (one.state == slot_state::starved && !one.deadline);
         if (!is_paused) return {};
         holders.push_back(one.active->id);
     }

@@ -94,7 +94,7 @@ struct slot {
     captured_rows rows;
     captured_rows prompt_rows;
     transfer_id transfer = 0;                      // that brings them; 0: they are there
-    std::optional<time_point> starved_until;       // when it gives up waiting for a block
+    std::optional<time_point> deadline;            // of waiting for a block, or for its picker
     std::unique_ptr<token_picker> picker;          // null while the ticket has it
     std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
     // A slot with more of the prompt than this one, or about to have it: its cache is copied.
