@@ -74,7 +74,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
+def global_options(
     _version: Annotated[
         bool,
         typer.Option(

@@ -1,7 +1,7 @@
-"""Runs the app under uvicorn, and ends it so that every client hears of it.
+"""Runs the app under uvicorn and shuts it down gracefully.
 
-At SIGTERM or Ctrl-C: running requests end with an event, WebSockets close with code 1001, then the
-process ends with 0, all within one grace; at a second signal it ends at once.
+At SIGTERM or Ctrl-C running requests end with an event, WebSockets close with code 1001, and the
+process exits with 0, all within the grace period. A second signal ends it at once.
 """
 
 import asyncio
@@ -23,28 +23,28 @@ from kqview.server.settings import Settings
 from kqview.server.uvicorn_parts import allow_files, uvicorn_options
 from kqview.server.worker import STALLED, Noted, Supervised, Watchdog
 
-# Parameters of glibc's mallopt (malloc.h), and the most that it takes for the first one.
+# Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_KEPT_BYTES: Final = 32 * 2**20
 _KEPT_BYTES: Final = 256 * 2**20
-# How long a worker thread may go on when the event loop wants to: those that write rows or
-# logprobs are several, and Python's own 5 ms are for each of them.
+# How long a worker thread may keep the GIL from the event loop. Python's default of 5 ms applies to
+# each of the threads that write rows or logprobs.
 _SWITCH_S: Final = 0.0005
 HUNG_FACTOR: Final = 2.0
-"""After as many stall timeouts of silence the process ends; /health says 503 after one."""
+"""The process ends after this many stall timeouts without progress; /health is 503 after one."""
 
 _BEAT_S: Final = 0.5
 _LEAST_FLUSH_S: Final = 0.2
-_MARGIN_S: Final = 2.0  # beyond the grace, for the engine and the interpreter to end
+_MARGIN_S: Final = 2.0  # beyond the grace period, for the engine and the interpreter to end
 _CUT: Final = "ASGI callable returned without completing response."
 
 
 def run(
     app: App, settings: Settings, listener: socket.socket, supervised: Supervised | None = None
 ) -> None:
-    """Serve *app* on *listener* until a signal ends it; its model is loaded here.
+    """Load the model of *app* and serve it on *listener* until a signal ends it.
 
-    What hangs, now or at the end, is ended by a `Watchdog`, with status `STALLED`.
+    If anything hangs, at shutdown as well, a `Watchdog` ends the process with status `STALLED`.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)
@@ -58,7 +58,9 @@ def run(
         nonlocal is_orphan
         if supervised is not None and not is_orphan and not supervised.tell_alive():
             is_orphan = True
-            os.kill(os.getpid(), signal.SIGTERM)  # nobody would start it again, nor end it
+            os.kill(
+                os.getpid(), signal.SIGTERM
+            )  # without its supervisor it would neither be restarted nor stopped
 
     watchdog = Watchdog(
         HUNG_FACTOR * settings.stall_timeout_s,
@@ -75,16 +77,16 @@ def run(
         _Server(app, config, watchdog, supervised).run(sockets=[listener])
     finally:
         watchdog.stop()
-    if app.service.is_engine_lost:  # its thread would run on while the interpreter goes
+    if app.service.is_engine_lost:  # its thread would outlive the interpreter
         os._exit(STALLED)
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees, up to 256 MiB, in place of giving it back at once.
+    """Let this process keep up to 256 MiB of freed memory instead of returning it at once.
 
-    A token's rows are megabytes that are allocated and freed for every token; fresh memory of the
-    kernel costs more than the copy into it. To be called before threads are started. Without glibc
-    nothing happens.
+    The rows of a token are megabytes that are allocated and freed for every token; fresh memory
+    from the kernel costs more than the copy into it. Call it before any thread starts. Without
+    glibc it does nothing.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -92,7 +94,7 @@ def keep_freed_memory() -> None:
         return
     mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
-    mallopt(_M_ARENA_MAX, 1)  # other threads' arenas give back too early
+    mallopt(_M_ARENA_MAX, 1)  # arenas of other threads return memory too early
 
 
 def configured(app: App, settings: Settings) -> uvicorn.Config:
@@ -106,14 +108,14 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         server_header=False,
-        # It would believe whoever is on this machine; trusted_proxies says whom to (security.py).
+        # It would trust any local client; trusted_proxies names the proxies to trust (security.py).
         proxy_headers=False,
         date_header=False,
         **uvicorn_options(settings),
         ws_max_size=settings.max_message_bytes,
-        # Rows do not compress, and trying takes longer than sending them.
+        # Rows do not compress well, and trying takes longer than sending them.
         ws_per_message_deflate=False,
-        # A peer that answers no ping is gone; one that reads slowly is not.
+        # A client that answers no ping is gone; a slow reader is not.
         ws_ping_interval=settings.idle_timeout_s,
         ws_ping_timeout=settings.idle_timeout_s,
         timeout_graceful_shutdown=max(1, round(settings.shutdown_grace_s)),
@@ -121,7 +123,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, but it lets the app say goodbye before connections are closed."""
+    """uvicorn that lets the app end its requests before connections are closed."""
 
     def __init__(
         self,
@@ -136,7 +138,7 @@ class _Server(uvicorn.Server):
         self._supervised = supervised
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving: asyncio.Task[None] | None = None
-        self._has_asked = False  # a signal, for the end
+        self._has_asked = False  # whether a signal has asked for the end
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -144,13 +146,13 @@ class _Server(uvicorn.Server):
         self._beat()
         if self._supervised is not None:
             self._supervised.tell_ready()
-        for one in sockets or ():  # now, and not before, it answers and a signal ends it well
+        for one in sockets or ():  # it answers only from here on
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             scheme = "https" if self._service.settings.ssl_certfile else "http"
             print(
                 f"kqview serves {self._service.model_name} at {scheme}://{shown}:{port} "
-                "(API: /docs); Ctrl-C ends it",
+                "(API: /docs); press Ctrl-C to stop",
                 flush=True,
             )
 
@@ -159,7 +161,7 @@ class _Server(uvicorn.Server):
         asyncio.get_running_loop().call_later(_BEAT_S, self._beat)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """The signal handler: main thread, between two bytecodes of whatever ran."""
+        """The signal handler; runs on the main thread between any two bytecodes."""
         if self._loop is None or self._has_asked:
             os._exit(128 + sig)
         self._has_asked = True
@@ -174,7 +176,7 @@ class _Server(uvicorn.Server):
         try:
             await self._service.drain(self._service.settings.shutdown_grace_s)
         finally:
-            # The rest of the grace is for last bytes; who was not told by now will not read them.
+            # What is left of the grace period is for the last bytes.
             left_s = self._service.grace_left_s
             self.config.timeout_graceful_shutdown = max(_LEAST_FLUSH_S, left_s)  # pyright: ignore[reportAttributeAccessIssue]
             self.should_exit = True
