@@ -151,7 +151,7 @@ async def test_loop_goes_on_during_a_slow_prefill(
     ticker.cancel()
     assert len(tokens) == 2
     assert len(gaps) > 10
-    assert max(gaps) < max(0.1, duration / 3)
+    assert max(gaps) < duration / 2
 
 
 def work() -> None:
@@ -165,11 +165,13 @@ async def test_loop_goes_on_while_tokens_are_always_there(
     gaps: list[float] = []
     ticker = asyncio.create_task(ticks(gaps))
     await asyncio.sleep(0)
+    started = time.monotonic()
     async for _ in engine.generate(PROMPT, max_tokens=400, **GREEDY):
         work()  # slower than the engine, so that it never has to wait
+    duration = time.monotonic() - started
     ticker.cancel()
     assert len(gaps) > 20
-    assert max(gaps) < 0.2
+    assert max(gaps) < duration / 2
 
 
 async def test_aclose_rolls_back_and_frees_the_slot(
@@ -192,7 +194,7 @@ async def test_aclose_from_another_task_ends_the_iteration(
     await anext(holder)
     queued = engine.generate(PROMPT, max_tokens=100, **GREEDY)
     consuming = asyncio.create_task(collect(queued))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # the task runs as far as its wait
     await asyncio.gather(*(queued.aclose() for _ in range(3)))
     assert await asyncio.wait_for(consuming, 10) == []
     assert len(await collect(holder)) == 99
@@ -252,7 +254,8 @@ async def test_cancelled_task_drops_its_generation(
     async def consume() -> None:
         async for token in engine.generate(PROMPT, max_tokens=400, **GREEDY):
             taken.append(token.id)
-            await asyncio.sleep(0.01 if len(taken) < 5 else 30)
+            if len(taken) == 5:
+                await asyncio.Event().wait()
 
     task = asyncio.create_task(consume())
     await until(lambda: len(taken) == 5)
@@ -282,7 +285,7 @@ async def test_cancelled_wait_leaves_other_waits_alone(
         asyncio.create_task(collect(engine.generate(PROMPT, max_tokens=3, **GREEDY)))
         for _ in range(6)
     ]
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # each task runs as far as its wait
     for task in tasks[::2]:
         task.cancel()
     await asyncio.gather(*tasks[::2], return_exceptions=True)
@@ -299,7 +302,7 @@ async def test_second_task_on_one_generation_is_refused_and_the_first_goes_on(
     await anext(holder)
     queued = engine.generate(PROMPT, max_tokens=3, **GREEDY)
     first = asyncio.create_task(collect(queued))
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0)  # the task runs as far as its wait
     with pytest.raises(errors.BusyError, match="iterate it once"):
         await anext(queued)
     with pytest.raises(errors.BusyError, match="iterate it once"):
@@ -334,7 +337,7 @@ def test_closing_the_engine_wakes_coroutines_that_wait(
         holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
         await anext(holder)
         waiting = [asyncio.create_task(collect(engine.generate(PROMPT))) for _ in range(3)]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)  # each task runs as far as its wait
         engine.close()
         for task in waiting:
             with pytest.raises(errors.ClosedError):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import signal
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -188,9 +187,15 @@ def test_request_behind_one_that_ran_out_of_memory_starts_while_the_views_are_he
     held = [next(first)]
     queued = engine.generate(PROMPTS[1], max_tokens=5, **GREEDY)
     taken: list[int] = []
-    thread = threading.Thread(target=lambda: taken.extend(t.id for t in queued), daemon=True)
+    has_begun = threading.Event()
+
+    def take() -> None:
+        has_begun.set()
+        taken.extend(token.id for token in queued)
+
+    thread = threading.Thread(target=take, daemon=True)
     thread.start()
-    time.sleep(0.05)
+    assert has_begun.wait(20)
     with pytest.raises(errors.PoolExhausted):
         held.extend(first)
     thread.join(20)

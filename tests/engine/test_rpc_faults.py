@@ -24,7 +24,7 @@ import pytest
 import kqview
 from kqview import Engine, errors
 from tests.support import rpc_server, stock
-from tests.support.forking import FORK
+from tests.support.processes import FORK, output_of, wait_until_asleep
 from tests.support.rpc_server import HOST, RpcServer, free_port, impostor, serving
 
 if TYPE_CHECKING:
@@ -65,8 +65,13 @@ def test_file_that_is_missing_is_said_before_a_server_is_asked(tmp_path: Path) -
 
 
 def test_listener_that_never_answers_is_given_up(tiny_llama: Path) -> None:
-    with impostor(lambda connection: time.sleep(2)) as endpoint:
+    with impostor(read_and_say_nothing) as endpoint:
         assert "did not answer within 0.5 s" in refused(tiny_llama, endpoint, timeout_s=0.5)
+
+
+def read_and_say_nothing(connection: socket.socket) -> None:
+    while connection.recv(4096):
+        pass
 
 
 def close_at_once(connection: socket.socket) -> None:
@@ -369,7 +374,6 @@ def test_server_that_vanishes_while_the_model_is_loaded_is_named_in_time(
 # ---- fork, exit and signals while a server hangs
 
 SOURCE = Path(kqview.__file__).parents[1]
-LIMIT_S = 60
 START = """
 import gc, os, signal, sys, threading, time
 from kqview import Engine, errors
@@ -405,18 +409,6 @@ def start(script: str, model: Path, server: RpcServer) -> subprocess.Popen[str]:
         text=True,
         env={**os.environ, "PYTHONPATH": str(SOURCE), "PYTHONUNBUFFERED": "1"},
     )
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    """What it printed; it must end by itself with status 0 and without a word on stderr."""
-    try:
-        out, err = process.communicate(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        out, err = process.communicate()
-        pytest.fail(f"it hung; stdout {out!r}, stderr {err!r}")
-    assert (process.returncode, err) == (0, ""), out
-    return out.strip()
 
 
 @pytest.mark.peers
@@ -470,7 +462,8 @@ def test_forked_child_leaves_through_the_interpreter(tiny_llama: Path, server: R
     [
         "pass",
         "os.kill(SERVER, signal.SIGKILL)",
-        "os.kill(SERVER, signal.SIGSTOP); engine.generate(PROMPT); time.sleep(0.2)",
+        "os.kill(SERVER, signal.SIGSTOP); engine.generate(PROMPT)\n"
+        "while engine.health().phase != 'decoding': pass",
         "engine.close()",
     ],
     ids=["idle", "killed", "hung", "closed"],
@@ -499,7 +492,7 @@ def test_interrupt_ends_a_wait_for_a_server_that_hangs(tiny_llama: Path, server:
     process = start(script, tiny_llama, server)
     assert process.stdout is not None
     assert process.stdout.readline().strip() == "go"
-    time.sleep(0.5)
+    wait_until_asleep(process)
     process.send_signal(signal.SIGINT)
     began = time.monotonic()
     assert output_of(process) == "interrupted"

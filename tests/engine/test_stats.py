@@ -38,9 +38,8 @@ def test_slots_say_who_works_in_them(make_engine: MakeEngine, tiny_llama: Path) 
     next(running)
     deadline_s = time.monotonic() + 20
     n_ahead = len(PROMPT) + 4
-    while engine.slots[1].n_tokens < n_ahead and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    time.sleep(0.01)
+    while engine.stats().slots[1].state != "paused" and time.monotonic() < deadline_s:
+        time.sleep(0.001)
     idle, busy = engine.stats().slots
     assert (idle.state, idle.is_busy, idle.request_id) == ("idle", False, None)
     assert (busy.state, busy.is_busy, busy.request_id) == ("paused", True, "mine")
@@ -95,7 +94,7 @@ def test_tokens_and_seconds_give_the_speed_of_an_interval(
     started_s = time.monotonic()
     engine.generate(prompt, max_tokens=200, **GREEDY).read()
     took_s = time.monotonic() - started_s
-    time.sleep(0.2)  # no part of any speed
+    time.sleep(took_s)  # no part of any speed
     made = engine.stats().since(before)
     assert (made.n_requests, made.n_finished, made.n_tokens) == (1, 1, 200)
     assert made.prefill_tokens == 100
@@ -103,8 +102,8 @@ def test_tokens_and_seconds_give_the_speed_of_an_interval(
     assert made.n_decodes == 200
     assert made.prefill_s > 0
     assert made.decode_s > 0
-    assert made.uptime_s >= took_s + 0.2
-    assert made.busy_s < made.uptime_s - 0.1  # the sleep is in neither
+    assert made.uptime_s >= 2 * took_s
+    assert made.busy_s <= took_s  # without the sleep
     assert made.tokens_per_s == pytest.approx(199 / made.decode_s)
     assert made.prefill_tokens_per_s == pytest.approx(100 / made.prefill_s)
     assert made.slots == engine.stats().slots

@@ -1,0 +1,47 @@
+"""Scripts that tests run in processes of their own: how they end, and what a forked child does."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+# For scripts that import os, signal and sys. `in_child(check)` is the child's exit status: 0 where
+# `check` raised nothing.
+FORK = """
+def in_child(check):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # ends a child that hangs
+        status = 1
+        try:
+            check()
+            status = 0
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr)
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
+
+
+def output_of(process: subprocess.Popen[str], timeout_s: float = 60) -> str:
+    """What it printed; it must end by itself with status 0 and without a word on stderr."""
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"it hung; stdout {out!r}, stderr {err!r}")
+    assert (process.returncode, err) == (0, ""), out
+    return out.strip()
+
+
+def wait_until_asleep(process: subprocess.Popen[str]) -> None:
+    """Return when its main thread waits in the kernel, inside the call that it makes."""
+    status = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+    while process.poll() is None and status.read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.001)
