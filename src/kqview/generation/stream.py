@@ -144,6 +144,7 @@ class Generation:
     async def _atake(self) -> Token | PromptBlock | None:
         """As `_take`, without blocking the event loop."""
         self._check_alone()
+        self._is_awaited = True
         try:
             return await self._atake_alone()
         except BusyError:
@@ -151,6 +152,8 @@ class Generation:
         except BaseException as error:
             self._end_with(error)
             raise
+        finally:
+            self._is_awaited = False
 
     async def _atake_alone(self) -> Token | PromptBlock | None:
         if time.monotonic() > self._turn_ends:
@@ -163,20 +166,13 @@ class Generation:
                 if isinstance(item, list):
                     self._turns.check_task(item, self._request_id, asyncio.current_task())
                 has_waited = True
-                await self._wait()
+                await self._waker().wait(self._handle, self._handle.arm)
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
             self._taker.note(asyncio.current_task())
             return self._receive(item)
         return None
-
-    async def _wait(self) -> None:
-        self._is_awaited = True
-        try:
-            await self._waker().wait(self._handle, self._handle.arm)
-        finally:
-            self._is_awaited = False
 
     def _check_alone(self) -> None:
         if self._is_awaited:
