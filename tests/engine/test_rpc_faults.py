@@ -462,7 +462,7 @@ def test_forked_child_leaves_through_the_interpreter(tiny_llama: Path, server: R
     [
         "pass",
         "os.kill(SERVER, signal.SIGKILL)",
-        "os.kill(SERVER, signal.SIGSTOP); engine.generate(PROMPT)\n"
+        "os.kill(SERVER, signal.SIGSTOP); kept = engine.generate(PROMPT)\n"
         "while engine.health().phase != 'decoding': pass",
         "engine.close()",
     ],
