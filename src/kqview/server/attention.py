@@ -1,7 +1,7 @@
-"""What attention a request asks for, and what becomes of a token's rows before they are sent.
+"""Attention: what a request asks for, and how a token's rows are reduced to it.
 
-Pure functions over arrays: nothing here knows a protocol or copies more than it returns. What can
-be reduced by the engine is reduced there (`AttentionWanted.capture`); `shaped` does the rest.
+Pure functions over arrays that know no protocol and copy no more than they return. What the engine
+can reduce is reduced there (`AttentionWanted.capture`); `shaped` does the rest.
 """
 
 from dataclasses import dataclass
@@ -28,10 +28,10 @@ class AttentionWanted:
 
     Attributes:
         kind: As in Capture.
-        format: "per_layer": all rows, ``(n_layers, n_heads, n_context)``. "aggregated": one value a
-            position, ``(n_context,)``. "sparse": the *top_k* positions with the largest mean over
-            layers and heads, each with its mean over heads in every layer. "viz": per layer the
-            mean and the maximum of all heads and positions, and the entropy of the mean row.
+        format: "per_layer": all rows, ``(n_layers, n_heads, n_context)``. "aggregated": one value
+            per position, ``(n_context,)``. "sparse": the *top_k* positions with the largest mean
+            over layers and heads, each with its mean over heads in every layer. "viz": per layer
+            the mean and the maximum of all heads and positions, and the entropy of the mean row.
         aggregation: Of "aggregated": "mean" and "max" over layers and heads; "last_layer", the mean
             over the heads of the last layer with attention; "weighted_layers", the mean over
             heads of each layer, averaged with *layer_weights*.
@@ -39,9 +39,9 @@ class AttentionWanted:
         dtype: Of the values, "float32" or "float16".
         layers: Layers to keep, None for all that have attention.
         heads: Heads to keep, None for all.
-        layer_weights: Of "weighted_layers", one a layer kept; None weighs layer i of n with
+        layer_weights: Of "weighted_layers", one for each layer kept; None weighs layer i of n with
             ``(i + 1)``, so that late layers count more. Weights are divided by their sum.
-        prompt: Send the rows of the prompt's tokens too.
+        prompt: Also send the rows of the prompt's tokens.
     """
 
     kind: Kind = "probs"
@@ -55,11 +55,11 @@ class AttentionWanted:
     prompt: bool = False
 
     def capture(self, model: ModelInfo) -> Capture:
-        """The capture of the engine that gives what `shaped` needs, with as little as that takes.
+        """The smallest engine capture that gives `shaped` what it needs.
 
         Raises:
             InvalidCapture: Layers, heads or weights do not fit *model*, *top_k* is below 1, or the
-                format has no rows of a prompt.
+                format cannot show rows of a prompt.
         """
         if self.top_k < 1:
             raise InvalidCapture(f"top_k is {self.top_k}, the least is 1", parameter="top_k")
@@ -94,7 +94,7 @@ class AttentionWanted:
         return None
 
     def weights(self, n_layers: int) -> NDArray[np.float32]:
-        """What each of *n_layers* layers counts, with sum 1; raises InvalidCapture."""
+        """The weights of *n_layers* layers, with sum 1; raises InvalidCapture."""
         given = self.layer_weights
         weights = np.arange(1, n_layers + 1) if given is None else np.asarray(given, np.float64)
         if len(weights) != n_layers or not np.isfinite(weights).all() or not weights.sum() > 0:
@@ -114,9 +114,9 @@ class Dense:
         values: Shape ``(n_layers, n_heads, n_context)``, for rows of a prompt
             ``(n_layers, n_heads, n_rows, n_context)``, or ``(n_context,)`` and
             ``(n_rows, n_context)``; little-endian float32 or float16, C-contiguous; the engine's
-            own view where nothing had to be computed. Where layers differ in heads, one layer's
-            heads behind the other's: ``(1, sum of heads, n_context)``.
-        heads_by_layer: Heads of each layer where they differ, else None.
+            own view if nothing had to be computed. If layers differ in heads, the layers' heads
+            follow each other: ``(1, sum of heads, n_context)``.
+        heads_by_layer: Heads of each layer if they differ, else None.
     """
 
     format: Literal["per_layer", "aggregated"]
@@ -131,10 +131,10 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Sparse:
-    """The positions that count most.
+    """The positions with the most attention.
 
     Attributes:
-        positions: int ``(top_k,)``, largest mean first; fewer where the context is shorter.
+        positions: int ``(top_k,)``, largest mean first; fewer if the context is shorter.
         by_layer: float32 ``(top_k, n_layers)``, mean over heads.
         n_context: Columns of the whole row.
     """
@@ -152,7 +152,7 @@ class Viz:
         mean_by_layer: float32 ``(n_layers,)``, over heads and positions.
         max_by_layer: float32 ``(n_layers,)``, over heads and positions.
         entropy: Shannon entropy in nats of the mean row over layers and heads, scaled to sum 1; of
-            the softmax of that row for values that are no probabilities.
+            the softmax of that row for values other than probabilities.
         n_context: Columns of the whole row.
     """
 
@@ -166,7 +166,7 @@ Shaped = Dense | Sparse | Viz
 
 
 def shaped(wanted: AttentionWanted, rows: Attention) -> Shaped:
-    """Bring a token's rows into the format that was asked for.
+    """Reduce a token's rows to the format asked for.
 
     Args:
         wanted: What was asked for.
@@ -197,14 +197,14 @@ def _aggregated(wanted: AttentionWanted, rows: Attention) -> Array:
 
 
 def _stacked(rows: Attention) -> Array:
-    # With a reduction every layer has one row, whatever its heads.
+    # With a reduction every layer has one row, however many heads it has.
     return np.stack(rows) if isinstance(rows, tuple) else rows
 
 
 def _rounded(wanted: AttentionWanted, values: Array) -> Array:
     if wanted.dtype == "float32":
         return np.ascontiguousarray(values, np.float32)
-    # As the engine's own: beyond its range a float16 would be infinite, and read as masked.
+    # Like the engine: beyond its range a float16 would be infinite and read as masked.
     finite = np.clip(values, -_FLOAT16_MAX, _FLOAT16_MAX)
     return np.ascontiguousarray(np.where(np.isneginf(values), values, finite), np.float16)
 

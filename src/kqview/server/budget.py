@@ -1,4 +1,4 @@
-"""Budget: one number of bytes for all work in progress, and how much of it one client may hold.
+"""Budget: one number of bytes for all work in progress, and how much one client may hold of it.
 
 Counted are request bodies and messages while they arrive, what they decode to, replies being built,
 frames that a client has not read, and the logprobs that a run keeps. Attention rows have a pool of
@@ -32,18 +32,18 @@ class Budget:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that are held now."""
+        """Bytes held now."""
         return self._used_bytes
 
     def hold(self, client: str) -> "Hold":
-        """What one piece of work of *client* will hold; nothing yet."""
+        """An empty `Hold` for one piece of work of *client*."""
         return Hold(self, client)
 
     def check(self, client: str, n_bytes: int) -> None:
-        """Refuse what `take` would refuse now, and take nothing.
+        """Refuse what `Hold.take` would refuse now, and take nothing.
 
         Raises:
-            TooLarge: Or RateLimited, or CapacityError: as `Hold.take`.
+            TooLarge: Or RateLimited or CapacityError, as `Hold.take`.
         """
         held_bytes = self._by_client.get(client, 0)
         free_bytes = self.total_bytes - self._used_bytes
@@ -66,10 +66,10 @@ class Budget:
         )
 
     def change(self, client: str, n_bytes: int) -> None:
-        """Count *n_bytes* more for *client*, or fewer where that is negative.
+        """Count *n_bytes* more for *client*, or fewer if negative.
 
         Raises:
-            TooLarge: Or RateLimited, or CapacityError: as `Hold.take`; nothing changed.
+            TooLarge: Or RateLimited or CapacityError, as `Hold.take`; then nothing changes.
         """
         with self._lock:
             if n_bytes > 0:
@@ -85,7 +85,7 @@ class Budget:
 class Hold:
     """What one request or connection holds; a context manager that gives all of it back.
 
-    One that was closed counts nothing any more, so that work which nobody waits for may go on.
+    After `close` it counts nothing, so that work that nobody waits for may go on.
     """
 
     def __init__(self, budget: Budget, client: str) -> None:
@@ -98,35 +98,35 @@ class Hold:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it holds."""
+        """Bytes held."""
         return self._n_bytes
 
     def part(self) -> "Hold":
-        """A further one for the same client, with an end of its own."""
+        """Another one for the same client, closed on its own."""
         return Hold(self._budget, self.client)
 
     def check(self, n_bytes: int) -> None:
-        """Refuse at once what `take` would refuse; takes nothing, raises as `take`."""
+        """Refuse at once what `take` would refuse; takes nothing. Raises as `take`."""
         self._budget.check(self.client, n_bytes)
 
     def take(self, n_bytes: int) -> None:
         """Hold *n_bytes* more.
 
         Raises:
-            TooLarge: They never fit.
-            RateLimited: This client holds its share already.
-            CapacityError: Others hold too much at the moment.
+            TooLarge: They can never fit.
+            RateLimited: This client already holds its share.
+            CapacityError: Other clients hold too much at the moment.
         """
         with self._lock:
             self._change(n_bytes)
 
     def put(self, n_bytes: int) -> None:
-        """Give *n_bytes* of it back."""
+        """Give *n_bytes* back."""
         with self._lock:
             self._change(-min(n_bytes, self._n_bytes))
 
     def set(self, n_bytes: int) -> None:
-        """Hold *n_bytes* altogether; raises as `take`."""
+        """Hold *n_bytes* in all; raises as `take`."""
         with self._lock:
             self._change(n_bytes - self._n_bytes)
 
@@ -136,7 +136,7 @@ class Hold:
             self._n_bytes += n_bytes
 
     def close(self) -> None:
-        """Give all of it back; idempotent."""
+        """Give everything back; idempotent."""
         with self._lock:
             self._change(-self._n_bytes)
             self._is_closed = True
@@ -154,16 +154,20 @@ class Hold:
 
 
 def uncounted() -> Hold:
-    """One of a budget without end, for callers that share none."""
+    """A hold on an unlimited budget, for callers that share none."""
     return Budget(sys.maxsize).hold("")
 
 
 SPILL_BYTES: Final = 2**20
-"""More than this goes to the folder for temporary files (``TMPDIR``)."""
+"""Larger bodies go to the folder for temporary files (``TMPDIR``)."""
 
 
 class Body:
-    """Bytes in the order in which they came; a context manager that lets go of them."""
+    """A request's body while it arrives; a context manager that releases it.
+
+    Clients may take their time over megabytes, so what is beyond `SPILL_BYTES` waits in a nameless
+    temporary file until the body is whole. It belongs to the event loop, `read` to any thread.
+    """
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=SPILL_BYTES)  # noqa: SIM115 (closed by `close`)
@@ -173,7 +177,7 @@ class Body:
         return self.n_bytes
 
     def add(self, part: bytes) -> None:
-        """Put *part* behind what is there.
+        """Append *part*.
 
         Raises:
             CapacityError: There is no room on the disk.
@@ -185,7 +189,7 @@ class Body:
             raise self._no_room(error) from error
 
     def read(self) -> bytes:
-        """All of it; raises as `add`, for what was written late."""
+        """The whole body; raises as `add`, because files may be written late."""
         try:
             self._file.seek(0)
             return self._file.read()
@@ -193,8 +197,8 @@ class Body:
             raise self._no_room(error) from error
 
     def close(self) -> None:
-        """Let go of it; idempotent."""
-        with contextlib.suppress(OSError):  # what was not written does not matter any more
+        """Release it; idempotent."""
+        with contextlib.suppress(OSError):  # what was not written no longer matters
             self._file.close()
 
     def _no_room(self, error: OSError) -> CapacityError:

@@ -1,8 +1,7 @@
-"""Which status and code a failure has over the network: one table, looked up along the MRO.
+"""Errors: status and code of each failure over the network, one table looked up along the MRO.
 
-Dialects turn an `Answer` into their own body (``error_body`` of each); nothing here knows one.
-A client never sees a stack trace: what has no row of the table is "internal", and only the log
-says more.
+Dialects turn an `Answer` into their own body with their ``error_body``. A client never sees a stack
+trace: whatever has no row in the table is "internal", and only the log says more.
 """
 
 import re
@@ -17,10 +16,10 @@ _MOST_MESSAGE: Final = 1000  # characters
 
 
 class ServerError(errors.KqviewError):
-    """What only a server can refuse; the base of the classes below.
+    """Base of the errors that only a server has.
 
     Attributes:
-        retry_after_s: When to try again, where that is known better than the table does.
+        retry_after_s: When to try again, if it is known better than from the table.
     """
 
     def __init__(self, message: str, *, retry_after_s: int | None = None) -> None:
@@ -37,11 +36,11 @@ class Forbidden(ServerError):
 
 
 class NotFound(ServerError):
-    """There is nothing at this path, or no request of this name."""
+    """There is nothing at this path, or no such thing."""
 
 
 class MethodNotAllowed(ServerError):
-    """The path exists, this method of it does not."""
+    """The path exists, but not this method of it."""
 
 
 class TooLarge(ServerError):
@@ -49,11 +48,11 @@ class TooLarge(ServerError):
 
 
 class RateLimited(ServerError):
-    """This client asks too often."""
+    """This client sends too many requests."""
 
 
 class NoModel(ServerError):
-    """No model is loaded at the moment."""
+    """No model is loaded."""
 
 
 class ModelChanged(ServerError):
@@ -74,13 +73,13 @@ class ShuttingDown(ServerError):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A failure as a dialect is to tell it.
+    """A failure in neutral terms, for a dialect to tell.
 
     Attributes:
         status: HTTP status.
         code: One of the codes of the table, such as "INVALID_TOKEN".
         message: What was wrong, what the limit is and what to do.
-        retry_after_s: When to try again, None where trying again does not help.
+        retry_after_s: When to try again, None if that does not help.
         figures: Numbers that belong to it, such as ``context_length``.
     """
 
@@ -127,7 +126,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         ShuttingDown: _Row(503, "BUSY", 5),
     }
 )
-"""Status and code of each class of error; a subclass without a row has that of its base."""
+"""Status and code of each class of error; a subclass without a row has those of its base."""
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
@@ -141,13 +140,13 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
 
 
 def answer_of(error: BaseException, **figures: Any) -> Answer:
-    """What to tell the client about *error*; only kqview's own messages reach it."""
+    """What to tell the client about *error*; only messages of kqview's own errors reach it."""
     for kind in type(error).__mro__:
         row = STATUS.get(kind)
         if row is not None:
             retry_after_s = getattr(error, "retry_after_s", None) or row.retry_after_s
             message = str(error)
-            if len(message) > _MOST_MESSAGE:  # it names a value that the client sent
+            if len(message) > _MOST_MESSAGE:  # it quotes a value that the client sent
                 message = f"{message[:_MOST_MESSAGE]} ..."
             return Answer(row.status, row.code, message, retry_after_s, figures)
     return Answer(500, "INTERNAL", "the server failed; its log says more", None, figures)

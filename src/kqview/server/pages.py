@@ -39,7 +39,7 @@ _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
 class Metrics:
-    """The metrics of one server; belongs to its event loop."""
+    """Metrics of one server; belongs to its event loop."""
 
     def __init__(self, service: Service) -> None:
         """Watch *service* and its runs."""
@@ -65,7 +65,7 @@ class Metrics:
         self._seconds.observe(run.elapsed_s)
 
     def text(self) -> bytes:
-        """Everything in Prometheus' text format, of media type `MEDIA_TYPE`."""
+        """All metrics in Prometheus' text format, media type `MEDIA_TYPE`."""
         return generate_latest(self._registry)
 
 
@@ -84,11 +84,11 @@ class _EngineCollector:
             yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
         budget = self._service.budget
         yield GaugeMetricFamily(
-            "kqview_memory_used_bytes", "Bytes of requests, messages and replies under way.",
+            "kqview_memory_used_bytes", "Bytes of requests, messages and replies in progress.",
             value=budget.used_bytes,
         )  # fmt: skip
         yield GaugeMetricFamily(
-            "kqview_memory_budget_bytes", "Most that they may take.", value=budget.total_bytes
+            "kqview_memory_budget_bytes", "Most bytes that they may take.", value=budget.total_bytes
         )
         pool = current.pool if current else None
         yield GaugeMetricFamily(
@@ -96,7 +96,7 @@ class _EngineCollector:
             value=pool.leased_bytes if pool else 0,
         )  # fmt: skip
         yield GaugeMetricFamily(
-            "kqview_attention_budget_bytes", "Most that views may hold.",
+            "kqview_attention_budget_bytes", "Most bytes that views may hold.",
             value=pool.budget_bytes if pool else 0,
         )  # fmt: skip
         busy = sum(slot.is_busy for slot in current.slots) if current else 0
@@ -108,25 +108,25 @@ class _EngineCollector:
 
 _VERSION: Final = "3.1.0"
 _ERRORS: Final[Mapping[str, str]] = {
-    "400": "The request is wrong; the message says what and what the limit is.",
+    "400": "The request is wrong; the message says what, and what the limit is.",
     "401": "A key is needed.",
-    "403": "The key, the page's origin or the server's name in the request does not allow it.",
-    "404": "There is no such thing.",
+    "403": "The key, the page's origin or the Host header does not allow it.",
+    "404": "There is nothing of this name.",
     "408": "The body came too slowly.",
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
     "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
-    "504": "It took too long.",
+    "504": "The request took too long.",
 }
 
 
 def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -> dict[str, Any]:
-    """The description of *operations*; WebSockets are listed in ``x-websockets``.
+    """The OpenAPI description of *operations*; WebSockets are listed in ``x-websockets``.
 
     Args:
-        operations: The route table; what has no tag, such as parts of pages, is left out.
-        version: Of kqview.
+        operations: The route table; rows without a tag, such as parts of pages, are left out.
+        version: kqview's.
         has_keys: Whether a key is needed.
     """
     operations = [one for one in operations if one.tag]
@@ -214,20 +214,20 @@ _MEDIA_TYPES: Final = {
 
 
 class Health(msgspec.Struct):
-    """Whether the server takes requests."""
+    """Whether the server accepts requests."""
 
     status: str
     model: str | None = None
-    reason: str | msgspec.UnsetType = msgspec.UNSET  # where it is stalled
+    reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is stalled
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
-    """A failure where no dialect is asked."""
+    """The body of a failure outside of any dialect."""
     return {"error": answer.message, "error_code": answer.code, **answer.figures}
 
 
 def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]:
-    """Rows of the route table; *description* is read when it is asked for, so it may grow."""
+    """Rows of the route table; *description* is read on request, so it may be filled later."""
 
     async def start_page(call: Call) -> HttpReply:
         return _page("index.html")
@@ -245,14 +245,14 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
         _get("/", start_page, "What is running, with links."),
         _get("/docs", docs, "This API for people."),
         _get("/openapi.json", openapi, "This API for programs."),
-        _get("/health", health, "Whether requests are taken; 503 where not.", Health),
+        _get("/health", health, "Whether requests are accepted; 503 if not.", Health),
         *(_get(f"/static/{name}", _static(name), "Part of a page.", tag="") for name in _STATIC),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
 
 
 async def health(call: Call) -> HttpReply:
-    """200 where requests are taken and get on, 503 where not."""
+    """200 if requests are accepted and make progress, 503 if not."""
     try:
         if (reason := call.service.stall()) is not None:
             body = Health("stalled", call.service.model_name, reason)

@@ -1,8 +1,8 @@
 """Run: one request that was admitted, as an async iterator of its tokens.
 
-It belongs to the event loop. What ends it from outside (a client that left, a timeout, another
-model, the end of the server) goes through `end`, which any task may call: the engine lets go of the
-slots at its next step, and who iterates sees the reason.
+It belongs to the event loop. Whatever ends it from outside (a client that left, a timeout, another
+model, the end of the server) calls `end`: the engine releases the slots at its next step, and the
+iteration raises the reason.
 """
 
 import asyncio
@@ -19,26 +19,25 @@ from kqview.server.wire import Encoder
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
 _STEPS_AHEAD: Final = 1
-_LOGPROB_BYTES: Final = 128  # of an id and a number in a tuple, and of their place
+_LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
 _WRITTEN_BYTES: Final = 4096
 MOST_TOP: Final = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """What any dialect's request for text comes down to.
+    """A dialect's request for text in neutral terms.
 
     Attributes:
         prompt: Text, tokenized as ``engine.generate`` does, or ids.
         max_tokens: Most tokens to generate.
-        sampling: How they are chosen; the defaults are the dialect's.
-        request_id: Name for events, logs and `Service.find`; unique among what its owner runs.
-        attention: None for no attention at all.
-        n_samples: Texts to generate from the one prompt; its evaluation is shared.
+        sampling: How they are chosen, with the dialect's defaults.
+        request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
+        attention: What attention to send, None for none.
+        n_samples: Texts to generate from the one prompt, which is evaluated once.
         key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
-        max_context: Longest prompt that the client wants to have evaluated; the server's own limit
-            counts as well.
-        keeps_logprobs: Whether `Run.logprobs` are kept, of the first sample.
+        max_context: Longest prompt that the client allows, besides the server's own limit.
+        keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
         names: Parameter of the core -> the client's own name for it, for error messages.
     """
 
@@ -56,7 +55,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Logprobs of one token that was asked for them: its own, and the best ones."""
+    """A token's logprob, and those of the most probable tokens at its place."""
 
     token_id: int
     logprob: float
@@ -65,14 +64,14 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A token of one sample. Its attention is the engine's view: drop it soon."""
+    """A token of one sample. Its attention is a view of the engine's memory: drop it soon."""
 
     sample: int
     token: Token
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of attention in it, and as many as take as long to write as its logprobs."""
+        """Its bytes of attention, plus as many as take as long to write as its logprobs."""
         rows, n_bytes = self.token.attention, _WRITTEN_BYTES * len(self.token.top_logprobs or ())
         if rows is None:
             return n_bytes
@@ -82,7 +81,7 @@ class Step:
 class Run:
     """Async iterator of Step; also a context manager that closes it.
 
-    Iterating raises what ended it: the engine's error, or the one that `end` was given.
+    Iterating raises what ended it: the engine's error, or the one given to `end`.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Run:
     ) -> None:
         self.request = request
         self.owner = owner
-        """`Caller.owner` of who started it."""
+        """`Caller.owner` of the caller who started it."""
         self.generations = tuple(generations)
         self.hold = hold
         self.encoder = Encoder(generations[0].count_copied)
@@ -104,13 +103,13 @@ class Run:
         self.ended_s: float | None = None
         self.n_tokens = 0
         self.logprobs: list[TokenLogprobs] = []
-        """Where the request says so; of each token the best `MOST_TOP`."""
+        """If the request wants them; of each token the best `MOST_TOP`."""
         self.error: BaseException | None = None
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
         self._on_close = on_close
-        # Of several samples: a task each, that waits until its step was taken, so that a slow
-        # client holds all back.
+        # Several samples have a task each, which waits until its step was taken, so that a slow
+        # client holds all of them back.
         self._tasks: list[asyncio.Task[None]] = []
         self._n_left = len(self.generations)
         self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
@@ -130,7 +129,7 @@ class Run:
                 raise self.error from None
             raise
         except KqviewError as error:
-            # An engine that was closed says so; who closed it knows better why.
+            # A closed engine says only that; whoever closed it gave the reason.
             self.error = self.error or error
             self._finish()
             raise self.error from error
@@ -145,12 +144,12 @@ class Run:
         return step
 
     async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
-        """Rows of the prompt where they were asked for; they come before the first token."""
+        """Rows of the prompt, if they were asked for; they precede the first token."""
         if self.request.attention is None or not self.request.attention.prompt:
             return
         blocks = self.generations[0].prompt_attention
         try:
-            # Nothing here keeps a block: the pool wants its memory back while the client reads.
+            # Keep no block: the pool wants its memory back while the client reads.
             async for block in blocks:
                 held = [block]
                 del block
@@ -183,7 +182,7 @@ class Run:
                 await self._steps.put(Step(i, await anext(generation)))
         except StopAsyncIteration:
             await self._steps.put(None)
-        except Exception as error:  # whatever it is, it is raised where the run is iterated
+        except Exception as error:  # raised where the run is iterated
             await self._steps.put(error)
 
     # ---- ending it
@@ -205,11 +204,11 @@ class Run:
         try:
             await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._settle()
-        finally:  # who is cancelled while he waits is done with it too
+        finally:  # a caller that is cancelled meanwhile is done with it too
             self._finish()
 
     async def _settle(self) -> None:
-        # Until then the slots are not free, and a stop sequence's run has no times in its usage.
+        # Only then are the slots free, and is the usage of a stopped run complete.
         for generation in self.generations:
             await generation.aclose()
 
@@ -232,32 +231,32 @@ class Run:
 
     @property
     def request_id(self) -> str:
-        """The request's."""
+        """The request's name."""
         return self.request.request_id
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more will come."""
+        """Whether it has ended."""
         return self._is_over
 
     @property
     def finish_reason(self) -> str:
-        """That of the first sample, see `Generation.finish_reason`; "error" where it failed."""
+        """That of the first sample, see `Generation.finish_reason`; "error" if it failed."""
         if self.error is not None:
             return "error"
         return self.generations[0].finish_reason or "cancelled"
 
     @property
     def text(self) -> str:
-        """Text of the first sample so far, stop sequence included as on the attention path."""
+        """Text of the first sample so far, including the stop sequence."""
         return self.generations[0].text + (self.generations[0].stop_match or "")
 
     @property
     def usage(self) -> Usage:
-        """Of the first sample."""
+        """Usage of the first sample."""
         return self.generations[0].usage
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since it was admitted, until its end."""
+        """Seconds from its admission to its end, or until now."""
         return (self.ended_s or time.monotonic()) - self.started_s

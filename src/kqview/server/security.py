@@ -35,12 +35,16 @@ from kqview.server.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who calls.
+    """Who makes a request, and so what of others' work they may see.
+
+    What a request makes (a run, its text and logprobs, the figures of the last run; in dialects
+    that have them sessions, slots and states) belongs to an ``owner``: the caller whose key was
+    sent. A server without keys has one owner, so everybody there sees everything.
 
     Attributes:
         name: For logs and the rate limit: the address, or a short digest of the key.
         is_admin: Whether an admin key was sent.
-        owner: Of what this caller makes: a digest of the whole key, "" for anyone without one.
+        owner: Digest of the whole key, "" without a key.
     """
 
     name: str
@@ -48,17 +52,17 @@ class Caller:
     owner: str = ""
 
     def may_see(self, owner: str) -> bool:
-        """Whether what *owner* made is this caller's to see and to end."""
+        """Whether this caller may see and end what *owner* made."""
         return self.is_admin or self.owner == owner
 
 
 ANYONE: Final = Caller("anyone")
-"""Without a key. On a server with keys nothing belongs to it."""
+"""A caller without a key. On a server with keys nothing belongs to it."""
 
 
 _Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
-_IPV6_BITS: Final = 64  # a client of IPv6 has a whole network to call from
+_IPV6_BITS: Final = 64  # a client of IPv6 has a whole network of addresses
 _SCHEMES: Final = {"http": "http", "https": "https", "ws": "http", "wss": "https"}
 # A pair of Forwarded (RFC 7239), or the comma between what two proxies wrote.
 _FORWARDED: Final = re.compile(
@@ -67,7 +71,7 @@ _FORWARDED: Final = re.compile(
 
 
 def client_name(address: str) -> str:
-    """The client that *address* stands for in limits: itself, or its network of IPv6."""
+    """The client that *address* counts as: the address itself, or its network of IPv6."""
     ip = _parsed(address)
     if ip is None:
         return address
@@ -78,7 +82,7 @@ def client_name(address: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Hop:
-    """What one proxy says of who called it; "" where it says nothing."""
+    """What one proxy says about its caller; "" for what it does not say."""
 
     address: str
     scheme: str
@@ -86,22 +90,22 @@ class _Hop:
 
 
 class Peers:
-    """Finds the client behind the proxies that are trusted."""
+    """Finds the client behind trusted proxies."""
 
     def __init__(self, trusted_proxies: Sequence[str]) -> None:
-        """Believe *trusted_proxies*, addresses or networks, and nobody else."""
+        """Trust *trusted_proxies*, addresses or networks, and nobody else."""
         self._networks = [ipaddress.ip_network(text) for text in trusted_proxies]
 
     def trusts(self, address: str) -> bool:
-        """Whether *address* is a proxy's."""
+        """Whether *address* belongs to a trusted proxy."""
         ip = _parsed(address) if self._networks else None
         return ip is not None and any(ip in network for network in self._networks)
 
     def resolve(self, scope: Scope) -> None:
-        """Write into *scope* who called the proxies, how, and as which host.
+        """Write into *scope* which client called the proxies, by which scheme and host.
 
-        ``client`` and ``scheme`` are replaced, ``state["forwarded_host"]`` is the host where it is
-        said. Nothing changes where the request does not come from a proxy.
+        Replaces ``client`` and ``scheme``, and sets ``state["forwarded_host"]`` if a proxy names
+        one. Changes nothing if the request does not come from a trusted proxy.
         """
         client = scope.get("client")
         if client is None or not self.trusts(client[0]):
@@ -109,7 +113,7 @@ class Peers:
         hops = _hops(Headers(scope=scope))
         known: _Hop | None = None
         for hop in reversed(hops):
-            if _parsed(hop.address) is None:  # "unknown": who said so is as far as we see
+            if _parsed(hop.address) is None:  # "unknown": the trail ends here
                 break
             known = hop
             if not self.trusts(hop.address):
@@ -125,9 +129,9 @@ class Peers:
 
 
 def _hops(headers: Headers) -> list[_Hop]:
-    """What the proxies wrote, that of the nearest one last.
+    """What the proxies wrote; the nearest one comes last.
 
-    X-Forwarded-For wins: most proxies write it, and hand on a Forwarded of whoever called them.
+    X-Forwarded-For wins: most proxies write it, and pass on any Forwarded that they receive.
     """
     if "x-forwarded-for" not in headers and "forwarded" in headers:
         return list(_of_forwarded(",".join(headers.getlist("forwarded"))))
@@ -168,7 +172,7 @@ def _parsed(address: str) -> _Address | None:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
         return None
-    # What an IPv6 socket says of a client of IPv4; all of those are one network of IPv6.
+    # How an IPv6 socket shows a client of IPv4; all of those would be one IPv6 network.
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
@@ -178,7 +182,7 @@ _MOST_CLIENTS: Final = 10_000
 
 
 class Gate:
-    """Lets a request in, or raises why not."""
+    """Admits a request, or raises the reason why not."""
 
     def __init__(self, settings: Settings) -> None:
         """Enforce *settings*."""
@@ -190,10 +194,10 @@ class Gate:
         """Check one request or WebSocket.
 
         Raises:
-            Forbidden: The server is not called by a name of its own, the page's origin is not
-                allowed, or the key is no admin key.
+            Forbidden: The Host is not a name of this server, the page's origin is not allowed, or
+                the key is not an admin key.
             Unauthorized: A key is needed and none, or an unknown one, was sent.
-            RateLimited: The client asks too often; guessing keys counts too.
+            RateLimited: The client sends too many requests; guessing keys counts too.
         """
         headers = Headers(scope=scope)
         hosts = self._check_hosts(scope, headers)
@@ -222,13 +226,13 @@ class Gate:
         """Count one request of *caller*.
 
         Raises:
-            RateLimited: It asks too often.
+            RateLimited: There were too many.
         """
         if self._rate is not None:
             self._rate.take(caller.name)
 
     def _check_hosts(self, scope: Scope, headers: Headers) -> list[str]:
-        """The hosts that the request is for: what it says, and what its proxy was asked for."""
+        """The hosts that the request names: its own Host, and the one that its proxy forwarded."""
         hosts = headers.getlist("host")
         if forwarded := scope.get("state", {}).get("forwarded_host"):
             hosts.append(forwarded)
@@ -246,7 +250,7 @@ class Gate:
         if "*" in allowed or (origin is not None and is_allowed_origin(origin, allowed)):
             return
         if origin is None:
-            # What pages embed and send without an origin; following a link to here is fine.
+            # Pages embed and send things without an origin; following a link to here is fine.
             is_link = scope.get("method") in ("GET", "HEAD") and (
                 headers.get("sec-fetch-mode") == "navigate"
             )
@@ -273,18 +277,18 @@ class Gate:
 LOOPBACK_ORIGIN: Final = re.compile(
     r"https?://(?:(?:[a-z0-9-]+\.)*localhost|127(?:\.\d{1,3}){3}|\[::1\])(?::\d{1,5})?"
 )
-"""Pages of this machine, at any port. No name that somebody else could own."""
+"""Origins of pages on this machine, at any port; no name that somebody else could own."""
 
 
 def is_allowed_origin(origin: str, allowed: Sequence[str]) -> bool:
-    """Whether *allowed*, the setting ``cors_origins``, has *origin*."""
+    """Whether *allowed*, the setting ``cors_origins``, includes *origin*."""
     if "*" in allowed or (origin in allowed and origin != "loopback"):
         return True
     return "loopback" in allowed and LOOPBACK_ORIGIN.fullmatch(origin) is not None
 
 
 class _Hosts:
-    """The names that are this server's own."""
+    """The names of this server."""
 
     def __init__(self, settings: Settings) -> None:
         self._takes_any = "*" in settings.allowed_hosts
@@ -295,7 +299,7 @@ class _Hosts:
         return self._takes_any or self._is_own(host, scope)
 
     def is_own_page(self, origin: str, hosts: Sequence[str], scope: Scope) -> bool:
-        """Whether a page came from this server, as *hosts* name it."""
+        """Whether the page came from this server, as *hosts* name it."""
         scheme, _, netloc = origin.partition("://")
         default = {"http": ":80", "https": ":443"}.get(scheme)
         is_https = scope.get("scheme") in ("https", "wss")
@@ -307,7 +311,7 @@ class _Hosts:
     def _is_own(self, host: str, scope: Scope) -> bool:
         name = host.partition(":")[0] if host[:1] != "[" else host[1:].partition("]")[0]
         name = name.lower().removesuffix(".")
-        # An address is nobody's to point elsewhere, and browsers keep localhost to themselves.
+        # Nobody can point an address elsewhere, and browsers resolve localhost themselves.
         if name == "localhost" or name.endswith(".localhost") or name in self._names:
             return True
         if name.endswith(self._suffixes):
@@ -315,13 +319,13 @@ class _Hosts:
         try:
             ipaddress.ip_address(name)
         except ValueError:
-            # Where it is called from within a program, what that calls it.
+            # Called from within a program, it has the name that the program gives.
             return bool(name) and name == (scope.get("server") or ("", 0))[0]
         return True
 
 
 def _is_one_of(key: str, known: Sequence[str]) -> bool:
-    # Digests are of one length, so that not even that of a key shows.
+    # Digests have one length, so that not even the length of a key shows.
     given = _sha256(key)
     matches = [hmac.compare_digest(given, _sha256(one)) for one in known]
     return any(matches)
@@ -332,7 +336,7 @@ def _sha256(key: str) -> bytes:
 
 
 class _RateLimit:
-    """A token bucket a client: a minute's worth at once, then as they refill."""
+    """A token bucket for each client: a minute's worth at once, then as it refills."""
 
     def __init__(self, per_minute: float) -> None:
         self._per_minute = per_minute
@@ -346,7 +350,7 @@ class _RateLimit:
         level = min(self._capacity, level + (now - then) * self._per_s)
         is_refused = level < 1
         self._buckets[name] = (level if is_refused else level - 1), now
-        if len(self._buckets) > _MOST_CLIENTS:  # the one that was quiet longest
+        if len(self._buckets) > _MOST_CLIENTS:  # of the client that was quiet longest
             self._buckets.popitem(last=False)
         if is_refused:
             raise RateLimited(
@@ -356,11 +360,11 @@ class _RateLimit:
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:
-    """What the server identifies itself with; None where it speaks plain HTTP.
+    """The certificate that the server identifies itself with; None for plain HTTP.
 
     Raises:
-        RequestError: A file cannot be read or holds something else, the key is encrypted, or the
-            two do not belong together.
+        RequestError: A file cannot be read or holds something else, the key is encrypted, or it
+            does not belong to the certificate.
     """
     certificate, key = settings.ssl_certfile, settings.ssl_keyfile
     if certificate is None:

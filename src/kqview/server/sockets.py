@@ -1,8 +1,8 @@
 """Socket: a WebSocket as a dialect's handler sees it, and the ASGI app around that handler.
 
-Text frames carry JSON, binary frames rows. The frames of one event stay together, whoever else
-sends. Close codes: 1000 done, 1001 the server ends, 1008 a rule was broken, 1009 a message was too
-big, 1011 it failed.
+Text frames carry JSON, binary frames rows. The frames of one event stay together even if several
+tasks send. Close codes: 1000 done, 1001 server ends, 1008 rule broken, 1009 message too big, 1011
+failed.
 """
 
 import asyncio
@@ -64,10 +64,10 @@ class Socket:
             service: Whose settings count.
             receive: Of ASGI.
             send: Of ASGI.
-            subprotocol: The one that was agreed on.
-            connection: What is below, to drop it where the client stops reading.
-            takes_frames: Whether *send* knows the extension `FRAMES`.
-            on_message: Called for each message but the first; it may refuse by raising.
+            subprotocol: The one agreed on, None for none.
+            connection: The connection below, to drop it if the client stops reading.
+            takes_frames: Whether *send* supports the extension `FRAMES`.
+            on_message: Called for each message but the first; raising refuses the message.
         """
         self.service = service
         self.subprotocol = subprotocol
@@ -90,11 +90,11 @@ class Socket:
         return self._is_closed
 
     def admit(self, arriving: Hold, messages: Hold) -> None:
-        """Take large messages from now on: the client may send them.
+        """Allow large messages from now on.
 
         Args:
-            arriving: Counts what arrives, until it is a message.
-            messages: Counts messages and what they become.
+            arriving: Counts incoming bytes until they are a message.
+            messages: Counts messages and what they decode to.
         """
         self._messages = messages
         self._connection.admit(arriving)
@@ -118,7 +118,7 @@ class Socket:
             TooLarge: The message is larger than the limit.
             RateLimited: The client sends too often.
             ShuttingDown: The server ends.
-            KqviewError: It does not fit into the memory that the client may use.
+            KqviewError: It does not fit into the memory that the client may hold.
             TimeoutError: Nothing came in time.
         """
         if self.service.is_closing and not self._n_pumps:
@@ -138,16 +138,16 @@ class Socket:
         if n_bytes > limit:
             raise TooLarge(f"the message has {n_bytes} bytes, the limit is {limit}; send less")
         if self._messages is not None:
-            # What runs may keep the largest message to its end.
+            # A run may keep the largest message until it ends.
             kept_bytes = self._messages.n_bytes if self._n_pumps else 0
             self._messages.set(max(kept_bytes, DECODED_TIMES * n_bytes))
         return data
 
     async def send(self, frames: Frames) -> None:
-        """Send these messages, none between them; waits until the client reads on.
+        """Send *frames* as messages in a row; waits until the client reads on.
 
         Raises:
-            ClientGone: The client is gone; Stalled where it read nothing for too long.
+            ClientGone: The client is gone; Stalled if it read nothing for too long.
         """
         async with self._lock:
             if self._takes_frames:
@@ -162,7 +162,7 @@ class Socket:
         await self.send([msgspec.json.encode(value).decode()])
 
     async def close(self, code: int = CLOSE_DONE, reason: str = "") -> None:
-        """Close it, behind the event that is being sent; idempotent.
+        """Close it after the event that is being sent; idempotent.
 
         Raises:
             ClientGone: As `send`.
@@ -190,12 +190,12 @@ class Socket:
             raise
 
     async def go_away(self) -> None:
-        """Close it because the server ends, once what it generates was told so."""
+        """Close it because the server ends, after its generations were told."""
         await self._has_no_pump.wait()
         await _quietly(self.close(CLOSE_GOING_AWAY, "the server is shutting down"))
 
     async def pump(self, run: Run, renderer: Renderer) -> None:
-        """Send *run* to its end; close the socket where it failed. See `streaming.pump`."""
+        """Send *run* to its end; if it fails, close the socket. See `endpoint.pump`."""
         self._n_pumps += 1
         self._has_no_pump.clear()
         try:
@@ -208,7 +208,7 @@ class Socket:
                 self._has_no_pump.set()
 
     async def pump_alone(self, run: Run, renderer: Renderer) -> None:
-        """As `pump`, for a protocol of one request a socket: further messages are ignored.
+        """Like `pump`, for protocols with one request a socket: further messages are ignored.
 
         Raises:
             Disconnected: The client is gone.
@@ -224,8 +224,8 @@ class Socket:
             sending.cancel()
             leaving.cancel()
             await asyncio.gather(sending, leaving, return_exceptions=True)
-            # Else a task's error holds this frame, which holds the task, and all that was on its
-            # way stays until the collector runs.
+            # Otherwise a task's error holds this frame, which holds the task, and everything on
+            # its way stays until the collector runs.
             del sending, leaving
 
     async def _ignore_messages(self) -> None:
@@ -268,7 +268,7 @@ class SocketEndpoint:
         self._service.on_drain.add(socket.go_away)
         holds = contextlib.ExitStack()
         try:
-            # Accepted even where it is refused: a page sees the close code of no other one.
+            # Accepted even if it is then refused: a page sees no other close code.
             await socket.accept()
             caller = self._gate.check(scope, access=self._operation.access)
             budget = self._service.budget
@@ -283,11 +283,11 @@ class SocketEndpoint:
             await self._operation.handler(call, socket)
             await socket.close()
         except TimeoutError:  # an OSError too, so it comes first
-            await _quietly(socket.close(CLOSE_POLICY, "nothing was sent for too long"))
+            await _quietly(socket.close(CLOSE_POLICY, "idle clients are disconnected"))
         except ClientGone:
             return
         except KqviewError as error:
-            # Nothing of a stream was sent, or `pump` would have told the client.
+            # No stream has begun, or `pump` would have told the client.
             await _quietly(self._refuse(socket, error))
         except Exception as error:
             _log.error("%s failed", self._operation.path, exc_info=error)

@@ -1,11 +1,12 @@
-"""The parent of ``kqview serve``: starts the worker, and starts it again when it crashed or hangs.
+"""Supervisor: the parent of ``kqview serve``, which restarts the worker if it crashes or hangs.
 
-It owns the listening socket, so that no connection is refused while there is no worker: it answers
-503 with Retry-After itself then. It runs as a script of its own (``python supervisor.py ...``) and
-imports nothing of kqview and no package, so that it stays small and has little to fail with.
+It owns the listening socket, so that no connection is refused while there is no worker; meanwhile
+it answers 503 with Retry-After itself. It runs as a script of its own (``python supervisor.py
+...``) and imports nothing but the standard library, so that it stays small and has little to fail
+with.
 
-One thread, one loop: signals, the worker's end and its signs of life wake it by descriptors.
-`kqview.server.worker` is the other side: what it gets and what it tells.
+One thread, one loop: signals, the worker's end and its signs of life wake it through descriptors.
+`kqview.server.worker` is the other side.
 """
 
 import contextlib
@@ -19,26 +20,26 @@ import time
 from types import FrameType
 
 ENVIRONMENT = "KQVIEW_WORKER"
-"""Variable in which a worker finds its descriptors: listening socket, control socket, notes."""
+"""Variable that names a worker's descriptors: listening socket, control socket, notes."""
 
 READY = b"r"
-"""What a worker sends once it takes requests."""
+"""Sent by a worker once it accepts requests."""
 ALIVE = b"a"
-"""What a worker sends about once a second from its start on."""
+"""Sent by a worker about once a second from its start on."""
 
 NOTES_BYTES = 4096
-"""Most bytes of notes: JSON, padded with spaces, of what the worker was about."""
+"""Size of the notes: the worker's requests in flight as JSON, padded with spaces."""
 
 FIRST_DELAY_S = 0.5
 LONGEST_DELAY_S = 30.0
 GOOD_RUN_S = 60.0
-"""After a run as long as this the next restart counts as the first."""
+"""After a run of this length the next restart counts as the first."""
 
-_REFUSAL_BODY = b'{"error":"the server restarts; try again later","error_code":"BUSY"}'
+_REFUSAL_BODY = b'{"error":"the server is restarting; try again later","error_code":"BUSY"}'
 _REFUSAL_LIMIT_S = 2.0  # for a client to send its request and read the answer
 _MOST_REFUSED = 64  # connections at a time; those beyond are closed at once
-_KILL_AFTER_S = 2.0  # from SIGABRT, which lets the worker print its stacks
-_GRACE_MARGIN_S = 3.0  # beyond its own grace a worker that ends is killed
+_KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
+_GRACE_MARGIN_S = 3.0  # beyond its own grace, after which the worker is killed
 _TICK_S = 1.0
 _STOPS = tuple(
     getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
@@ -56,18 +57,18 @@ def refusal(retry_after_s: int) -> bytes:
 
 
 class Refusals:
-    """Connections that are told to come again; bounded in number and time."""
+    """Connections that are told to try again later; bounded in number and time."""
 
     def __init__(self, selector: selectors.BaseSelector, *, speaks_tls: bool) -> None:
         self._selector = selector
         self._speaks_tls = speaks_tls
-        self._open: dict[socket.socket, tuple[float, bool]] = {}  # its end, and was it answered?
+        self._open: dict[socket.socket, tuple[float, bool]] = {}  # end, whether answered
         self.retry_after_s = 1
 
     def accept(self, listener: socket.socket) -> None:
         try:
             client, _ = listener.accept()
-        except OSError:  # it left, or the worker was faster
+        except OSError:  # the client left, or the worker was faster
             return
         client.setblocking(False)
         # A plain answer would be noise to a client that waits for a TLS handshake.
@@ -78,7 +79,7 @@ class Refusals:
         self._selector.register(client, selectors.EVENT_READ, self.read)
 
     def read(self, client: socket.socket) -> None:
-        """Answer the first bytes; take the rest, as closing on unread ones would cut the answer."""
+        """Answer the first bytes; read the rest: closing on unread bytes cuts the answer."""
         try:
             data = client.recv(65536)
             end_s, is_answered = self._open[client]
@@ -109,7 +110,7 @@ class Refusals:
 
 
 class Supervisor:
-    """Runs *command* with *listener* until it ends for good."""
+    """Runs *command* until it ends for good."""
 
     def __init__(
         self,
@@ -123,11 +124,11 @@ class Supervisor:
         """Supervise *command*.
 
         Args:
-            listener: Bound; this makes it listen.
-            command: Of the worker; the first item is the program's path.
-            grace_s: What the worker takes at most to end at SIGTERM.
+            listener: A bound socket; `run` makes it listen.
+            command: The worker's; the first item is the path of the program.
+            grace_s: Longest time that the worker takes to end at SIGTERM.
             stall_s: Longest silence of a worker before it is killed; 0 for no limit.
-            speaks_tls: Whether clients expect TLS of the socket.
+            speaks_tls: Whether clients expect TLS.
         """
         self._listener = listener
         self._command = command
@@ -143,13 +144,13 @@ class Supervisor:
         self._started_s = 0.0
         self._sign_s = 0.0  # the worker's last sign of life
         self._is_ready = False
-        self._was_ready = False  # any worker
+        self._was_ready = False  # was any worker ever?
         self._kill_at_s: float | None = None
         self._delay_s = 0.0
-        self._stop = 0  # the first signal that asked for the end
+        self._stop = 0  # the first signal that asked to end
 
     def run(self) -> int:
-        """Supervise until the worker ended for good; returns the exit status."""
+        """Supervise until the worker has ended for good; returns the exit status."""
         self._listener.listen(1024)
         self._listener.setblocking(False)
         self._wakes.setblocking(False)
@@ -179,8 +180,8 @@ class Supervisor:
         self._started_s = self._sign_s = time.monotonic()
         self._is_ready = False
         self._kill_at_s = None
-        # Held back, a signal that comes now reaches the worker once it is to be ended by it, and
-        # this process once it knows the worker: its handler forwards it and sets the time limit.
+        # A signal that comes now is held back until the worker's handlers are the default ones, and
+        # until this process knows the worker: its handler forwards it and sets the time limit.
         signal.pthread_sigmask(signal.SIG_BLOCK, _STOPS)
         try:
             self._pid = os.fork()
@@ -188,7 +189,7 @@ class Supervisor:
                 self._become_worker(inherited)
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
-        if self._stop:  # asked for between the last worker and this one
+        if self._stop:  # the signal came between the last worker and this one
             self._signal(signal.SIGTERM)
             self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
         theirs.close()
@@ -199,7 +200,7 @@ class Supervisor:
 
     def _become_worker(self, inherited: tuple[int, int, int]) -> None:
         try:
-            # Ctrl-C reaches the terminal's whole group: the worker is to hear of it once, from us.
+            # Ctrl-C reaches the terminal's whole group; the worker shall hear of it once, from us.
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, *_STOPS):
@@ -215,7 +216,7 @@ class Supervisor:
             os._exit(1)
 
     def _watch(self) -> int:
-        """Wait for the worker's end; returns its wait status."""
+        """Wait for the end of the worker; returns its wait status."""
         while True:
             ended = _reaped(self._pid)
             if ended is not None:
@@ -241,7 +242,7 @@ class Supervisor:
             return
         except OSError:
             heard = b""
-        if not heard:  # it ends
+        if not heard:  # the worker ends
             self._drop_control()
             self._accept(wanted=not self._stop)
             return
@@ -257,7 +258,7 @@ class Supervisor:
         self._control = None
 
     def _goes_on(self, pid: int, status: int) -> bool:
-        """Whether a worker that ended like this is started again; logs why it ended."""
+        """Whether a worker that ended like this is restarted; logs why it ended."""
         code = os.waitstatus_to_exitcode(status)
         after_s = time.monotonic() - self._started_s
         if self._stop:
@@ -267,7 +268,7 @@ class Supervisor:
         if code == 0:
             return False
         if not self._was_ready:
-            return False  # a wrong setting, a broken model: it said so itself
+            return False  # a wrong setting or a broken model, which it reported itself
         notes = self._read_notes()
         asked = ", ".join(notes) if notes else "none"
         self._delay_s = (
@@ -277,18 +278,18 @@ class Supervisor:
         )
         _say(
             f"worker {pid} ended {_how(code)} after {after_s:.1f} s; requests in flight: "
-            f"{asked}; it is started again in {self._delay_s:g} s"
+            f"{asked}; restarting in {self._delay_s:g} s"
         )
         return True
 
     def _read_notes(self) -> list[str]:
         try:
             return list(map(str, json.loads(os.pread(self._notes, NOTES_BYTES, 0))))
-        except ValueError:  # there were none yet, or it died while it wrote them
+        except ValueError:  # none yet, or it died while writing them
             return []
 
     def _pause(self) -> bool:
-        """Wait before the next start, refusing clients; False where the end was asked for."""
+        """Wait before the next start and refuse clients meanwhile; False if asked to end."""
         end_s = time.monotonic() + self._delay_s
         self._refusals.retry_after_s = max(1, round(self._delay_s) + 1)
         self._accept(wanted=True)
@@ -314,13 +315,13 @@ class Supervisor:
             self._selector.unregister(self._listener)
 
     def _asked(self, number: int, _frame: FrameType | None) -> None:
-        """The handler of the signals that end it: the first is passed on, the second kills."""
+        """Handler of the signals that end it: the first is forwarded, the second kills."""
         if self._stop:
             self._signal(signal.SIGKILL)
             return
         self._stop = number
         self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
-        # The worker knows no SIGHUP: a terminal that closes is an end like any other.
+        # The worker does not handle SIGHUP: a terminal that closes is an end like any other.
         self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
 
     def _signal(self, number: int) -> None:
@@ -330,7 +331,7 @@ class Supervisor:
 
 
 def _reaped(wanted: int) -> int | None:
-    """Reap every child that ended, as process 1 of a container has to; the status of *wanted*."""
+    """Reap every child that ended, as process 1 of a container must; returns *wanted*'s status."""
     found = None
     while True:
         try:
@@ -358,7 +359,7 @@ def _say(text: str) -> None:
 
 
 def _woken(_number: int, _frame: FrameType | None) -> None:
-    """A handler that does nothing, so that the signal is written to the wakeup descriptor."""
+    """Does nothing; with a handler the signal is written to the wakeup descriptor."""
 
 
 def _drain(wakes: socket.socket) -> None:

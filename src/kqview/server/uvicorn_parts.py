@@ -43,7 +43,7 @@ CHECKED: Final = ((0, 53), (0, 55))
 
 _log: Final = logging.getLogger("kqview.server")
 
-# None of them says which page may read it: they come before it is known who asks.
+# No CORS headers: these are sent before it is known which page asks.
 _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\n"
     b"connection: close\r\n\r\n"
@@ -61,25 +61,26 @@ _TOO_LONG: Final = (
     b"connection: close\r\n\r\n"
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
-_MOST_UNREAD_BODY: Final = 2**20  # that may follow an answer which did not wait for it
-_MOST_UNKNOWN_MESSAGE: Final = 64 * 1024  # of a client that the app has not let in yet
+_MOST_UNREAD_BODY: Final = 2**20  # that may follow a reply that did not wait for it
+_MOST_UNKNOWN_MESSAGE: Final = 64 * 1024  # of a client that the app has not admitted yet
 _MOST_AFTER_CLOSE: Final = 64 * 1024
-_FRAGMENT_BYTES: Final = 64  # of an object that holds a fragment, beside what is in it
+_FRAGMENT_BYTES: Final = 64  # of the object around a fragment
 _TRY_AGAIN: Final = 1013
 _NO_UTF8: Final = 1007
-_MOST_REASON: Final = 123  # bytes, of a close frame
+_MOST_REASON: Final = 123  # bytes in a close frame
 _WHOLE_TEXT: Final = 0x81  # FIN and opcode 1
 _WHOLE_BINARY: Final = 0x82
-# Small frames of a client: so many at once, and so many a second for good. Reading one holds up all
-# others for 10 us. Pings and pongs are answered, or nobody asked for them: each counts as several.
+# Small frames of a client: so many at once, and so many a second in the long run. Reading one
+# blocks the loop for 10 us. A ping has to be answered and a pong was not asked for: each counts as
+# several.
 _MOST_FRAMES: Final = 1000
 _FRAMES_PER_S: Final = 100
 _SMALL_FRAME_BYTES: Final = 1024
 _PING_COST: Final = 10
-_PIECE_BYTES: Final = 4096  # read at a time, so that a flood is noticed before it is all read
+_PIECE_BYTES: Final = 4096  # read at a time, so that a flood is noticed early
 _CLOSE_POLICY: Final = 1008
 _HANDSHAKE_S: Final = 10.0
-_SPARE_FILES: Final = 128  # model, log, wake handles, connections that are just being refused
+_SPARE_FILES: Final = 128  # model, log, wake handles, connections being refused
 
 
 def is_checked() -> bool:
@@ -159,7 +160,7 @@ class UvicornConnection(Connection):
 
 
 def allow_files(settings: Settings) -> None:
-    """Raise this process's soft limit of open files to what the connections need, if it may."""
+    """Raise this process's soft limit of open files to what the connections need, if possible."""
     try:
         import resource
     except ModuleNotFoundError:  # Windows has no such limit
@@ -173,7 +174,7 @@ def allow_files(settings: Settings) -> None:
 
 
 class _Clients:
-    """How many connections each client has; trusted proxies have as many as they like."""
+    """Counts the connections of each client; trusted proxies are not limited."""
 
     def __init__(self, settings: Settings) -> None:
         self._most = settings.max_connections_per_client
@@ -181,10 +182,10 @@ class _Clients:
         self._n_of: Counter[str] = Counter()
 
     def enter(self, address: str | None) -> str | None:
-        """Count one more; the name to `leave` by, None where it is not counted.
+        """Count one more; returns the name for `leave`, None if it is not counted.
 
         Raises:
-            OverflowError: It has too many, and this one is not counted.
+            OverflowError: The client has too many; this one is not counted.
         """
         if address is None or self._peers.trusts(address):
             return None
@@ -195,7 +196,7 @@ class _Clients:
         return name
 
     def leave(self, name: str | None) -> None:
-        """One less."""
+        """Count one less."""
         if name is None:
             return
         self._n_of[name] -= 1
@@ -204,10 +205,10 @@ class _Clients:
 
 
 class WebSocketProtocol(WebSocketsSansIOProtocol):
-    """uvicorn's, but rows are not copied, and a client that only pings is not served for ever.
+    """uvicorn's WebSocket without copies of rows, and with bounds on what clients send.
 
-    Messages are gathered before the app sees them: only small ones until it has let the client in,
-    then they count as memory of that client.
+    Messages are collected before the app sees them: small ones only until the app has admitted the
+    client, and then they count as memory of that client.
     """
 
     on_lost: Callable[[], object] = staticmethod(lambda: None)
@@ -225,12 +226,12 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         self.conn.max_message_size = min(_MOST_UNKNOWN_MESSAGE, self.config.ws_max_size)
 
     def admit(self, hold: Hold) -> None:
-        """Take messages of any size that the settings allow, and count them in *hold*."""
+        """Accept messages of any size that the settings allow, counted in *hold*."""
         self._hold = hold
         self.conn.max_message_size = self.config.ws_max_size
 
     def data_received(self, data: bytes) -> None:
-        """Count what is gathered; drop who goes on sending when he was told the end."""
+        """Count incoming bytes; drop a client that goes on sending after the close."""
         if self.close_sent:
             self._n_after_close += len(data)
             if self._n_after_close > _MOST_AFTER_CLOSE:
@@ -239,7 +240,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         was_closed = self.close_sent
         for start in range(0, len(data), _PIECE_BYTES):
             super().data_received(data[start : start + _PIECE_BYTES])
-            if self.close_sent and not was_closed:  # by what came; the rest is nobody's
+            if self.close_sent and not was_closed:  # because of what came; ignore the rest
                 return
         self._count_bytes()
 
@@ -250,7 +251,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             super().handle_cont(event)
 
     def handle_text(self, event: Frame) -> None:
-        """Count a message, or the beginning of one."""
+        """Count a message, or its first fragment."""
         if self._counts(event):
             super().handle_text(event)
 
@@ -260,10 +261,10 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             super().handle_bytes(event)
 
     def send_receive_event_to_app(self) -> None:
-        """Count a message until the app takes it; text that is no UTF-8 ends it, without a log."""
+        """Count a message until the app takes it; invalid UTF-8 closes the socket, unlogged."""
         if self.curr_msg_data_type == "text" and not _is_utf8(b"".join(self.frames)):
             self.frames = []
-            self.conn.fail(_NO_UTF8, "text that is no UTF-8")
+            self.conn.fail(_NO_UTF8, "text is not UTF-8")
             self.handle_parser_exception()
             return
         self._n_queued_bytes += sum(map(len, self.frames))
@@ -271,7 +272,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         super().send_receive_event_to_app()
 
     async def receive(self) -> Any:
-        """The next message; from here on the app counts it."""
+        """The next message; from now on the app counts it."""
         message = await super().receive()
         if self.queue.empty():
             self._n_queued_bytes = 0
@@ -282,7 +283,7 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
         if self._hold is None or self.close_sent:
             return
         n_bytes = len(self.conn.reader.buffer) + self._n_fragment_bytes + self._n_queued_bytes
-        if self.frames:  # the first one of a message
+        if self.frames:  # the first fragment of a message
             n_bytes += len(self.frames[0])
         try:
             self._hold.set(n_bytes)
@@ -291,25 +292,25 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             reason = str(error).encode()[:_MOST_REASON].decode("utf-8", "ignore")
             self.conn.fail(_TRY_AGAIN, reason)
             self.conn.reader.discard()
-            self.handle_parser_exception()  # which sends that, and tells the app
+            self.handle_parser_exception()  # sends that and tells the app
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Note what to write to."""
+        """Note how the transport writes."""
         super().connection_made(transport)
-        # asyncio's own writelines() of 3.12 and later neither pauses the writer nor, in some
-        # versions, looks whether the connection is still there.
+        # From Python 3.12 on, asyncio's writelines() does not pause the writer, and in some
+        # versions does not check whether the connection is still there.
         self._joins = type(transport).__module__.startswith("asyncio.")
 
     def handle_connect(self, event: Request) -> None:
-        """Tell the app that it may send several messages at once."""
+        """Tell the app that it may send several messages in one write."""
         super().handle_connect(event)
         if not self.close_sent:
             self.scope.setdefault("extensions", {})[FRAMES] = {}  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
 
     async def send(self, message: Any) -> None:
-        """Send messages as their heads and their bytes: joining them would copy megabytes."""
+        """Send heads and data as separate buffers: joining them would copy megabytes."""
         await self.writable.wait()
-        if self.close_sent:  # by the protocol, while the app had more to say
+        if self.close_sent:  # by the protocol, while the app had more to send
             raise ClientDisconnected
         is_open = self.conn.state is State.OPEN and not self.disconnected
         if not is_open or message["type"] != "websocket.send":
@@ -322,22 +323,22 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             self.transport.writelines(buffers)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Say so to who counts connections."""
+        """Report it to the count of connections."""
         super().connection_lost(exc)
         self.on_lost()
 
     def handle_ping(self) -> None:
-        """Answer a ping, or end who sends too many."""
+        """Answer a ping, or close the connection if there are too many."""
         if self._counts(None):
             super().handle_ping()
 
     def handle_pong(self, event: Frame) -> None:
-        """As `handle_ping`: nobody asked for most of them."""
+        """As `handle_ping`: most pongs were not asked for."""
         if self._counts(None):
             super().handle_pong(event)
 
     def _counts(self, event: Frame | None) -> bool:
-        """Count a frame, None for a ping or a pong; False where it was one too many."""
+        """Count a frame, None for a ping or pong; False if it was one too many."""
         if self.close_sent:
             return False
         if event is not None and len(event.data) >= _SMALL_FRAME_BYTES:
@@ -352,8 +353,8 @@ class WebSocketProtocol(WebSocketsSansIOProtocol):
             _CLOSE_POLICY, "too many pings" if event is None else "too many small frames"
         )
         self.conn.reader.discard()
-        self.handle_parser_exception()  # which sends that, and tells the app
-        if self.transport.get_write_buffer_size():  # it does not read either
+        self.handle_parser_exception()  # sends that and tells the app
+        if self.transport.get_write_buffer_size():  # the client does not read either
             self.transport.abort()
         return False
 
@@ -366,7 +367,7 @@ def _is_utf8(data: bytes) -> bool:
 
 
 def _buffers(frames: Sequence[bytes | str]) -> list[bytes]:
-    """Whole, unmasked messages as they go over the wire (RFC 6455, section 5.2)."""
+    """Whole, unmasked messages as they are sent (RFC 6455, section 5.2)."""
     buffers: list[bytes] = []
     for frame in frames:
         is_text = isinstance(frame, str)
@@ -385,7 +386,7 @@ def _buffers(frames: Sequence[bytes | str]) -> list[bytes]:
 
 
 class _BoundedHttpProtocol(HttpToolsProtocol):
-    """Refuses connections beyond *most*; drops those that ask for nothing for *idle_s*."""
+    """Refuses connections beyond *most*, and drops those without a request for *idle_s*."""
 
     idle_s: ClassVar[float]
     most: ClassVar[int]
@@ -413,7 +414,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
             self._wait(n_before=0)
 
     def admit(self, transport: asyncio.Transport, n_open: int) -> bytes:
-        """Count a new connection, one of *n_open*; what refuses it, b"" where nothing does."""
+        """Count a new connection, one of *n_open*; returns its refusal, b"" if it is admitted."""
         if n_open > self.most:
             return _BUSY
         try:
@@ -426,8 +427,8 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._has_moved = False
         super().data_received(data)
-        # What comes between two pieces of a body, and behind the last one, is a head of a kind:
-        # extensions of chunks, trailers.
+        # What comes between two pieces of a body and after the last one is a kind of head: chunk
+        # extensions, trailers.
         self._n_head_bytes = 0 if self._has_moved else self._n_head_bytes + len(data)
         if self._n_head_bytes > _MOST_HEAD_BYTES and not self.transport.is_closing():
             if self._is_in_head or not self.cycle.response_started:
@@ -444,7 +445,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_in_head:  # trailers are headers to the parser; nobody here reads them
+        if self._is_in_head:  # to the parser trailers are headers; nobody reads them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -464,7 +465,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
     def handle_websocket_upgrade(self) -> None:
         self._stop()
         super().handle_websocket_upgrade()
-        # The transport tells the WebSocket from now on, and not this one, that it is lost.
+        # From now on the transport reports its loss to the WebSocket, and not here.
         protocol = self.transport.get_protocol()
         if isinstance(protocol, WebSocketProtocol):
             protocol.on_lost = partial(self.clients.leave, self._client)
@@ -479,7 +480,7 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
             self.on_lost()
 
     def leave(self) -> None:
-        """Count it no more."""
+        """Stop counting it."""
         self.clients.leave(self._client)
         self._client = None
 
@@ -502,11 +503,11 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
 
 
 class _TlsDoor(asyncio.Protocol):
-    """Stands where uvicorn expects its protocol, until a new connection has shaken hands.
+    """Takes the place of uvicorn's protocol until a new connection has completed its handshake.
 
-    asyncio's own TLS server tells nobody of a connection before that, so that no limit would hold
-    for clients which never begin. Here it is counted first; then its socket moves to a transport
-    with TLS and a protocol of *kind*, which goes on with what was counted.
+    asyncio's TLS server reports a connection only after that, so clients that never begin would
+    escape every limit. Here the connection is counted first; then its socket moves to a transport
+    with TLS and a protocol of *kind*, which keeps the count.
     """
 
     kind: ClassVar[type[_BoundedHttpProtocol]]
@@ -519,7 +520,7 @@ class _TlsDoor(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         n_open = len(self._http.connections) + len(self.handshakes) + 1
         sock: socket.socket | None = None
-        if not self._http.admit(transport, n_open):  # a refusal could not be told in plain words
+        if not self._http.admit(transport, n_open):  # a refusal in plain text would be noise
             with contextlib.suppress(OSError):  # no more files
                 sock = transport.get_extra_info("socket").dup()
         transport.abort()
@@ -537,7 +538,7 @@ class _TlsDoor(asyncio.Protocol):
                 lambda: http, sock, ssl=self.tls,
                 ssl_handshake_timeout=min(_HANDSHAKE_S, http.idle_s),
             )  # fmt: skip
-        except OSError:  # no TLS, none that we speak, or none in time
+        except OSError:  # not TLS, no common version, or too late
             pass
         finally:
             if http.transport is None:  # pyright: ignore[reportUnnecessaryComparison]

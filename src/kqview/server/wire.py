@@ -1,7 +1,7 @@
-"""Rows as bytes for a transport: the one place where the server copies attention, and counts it.
+"""Wire: values as bytes for a transport; the one place where the server copies attention.
 
-One copy a row is the least: ASGI takes ``bytes``, which own their memory, and views of the engine
-are not theirs. base64 is that one copy too: it reads the view and writes text.
+One copy of a row is the least possible: ASGI takes ``bytes``, which own their memory, and a
+zero-copy view does not. base64 is that one copy too: it reads the view and writes text.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,25 +15,24 @@ from numpy.typing import NDArray
 from kqview._core import count_values
 from kqview.server.errors import TooLarge
 
-# In JSON made by an encoder a control character is always escaped, so this is found nowhere else.
+# An encoder escapes control characters in JSON, so this occurs nowhere else.
 _MARK: Final = b'"\x00"'
 DATA_HERE: Final = msgspec.Raw(_MARK)
-"""Stands for a long text in a value that `split_json` encodes."""
-
+"""Placeholder for a long text in a value that `split_json` encodes."""
 
 _MOST_VALUES: Final = 2**20
 _MOST_MEMBERS: Final = 2**18
-_FEW_BYTES: Final = 32 * 1024  # that cannot have too many
+_SLICE: Final = 4096  # elements of a list that are encoded in one call
+_FEW_BYTES: Final = 32 * 1024  # too short to have too many
 
 
 def check_values(raw: bytes | str, *, packs: bool = False) -> None:
-    """Refuse what would become more objects than are made in the time of a few tokens.
+    """Refuse input that would decode to more objects than can be made in the time of a few tokens.
 
-    Whoever makes them keeps the interpreter's lock, in any thread. Texts may be as long as they
-    like: they are one value.
+    Making them holds the GIL, in any thread. A text of any length is one value.
 
     Raises:
-        TooLarge: JSON, or MessagePack where it *packs*, has too many values.
+        TooLarge: The JSON, or with *packs* the MessagePack, has too many values.
     """
     if len(raw) < _FEW_BYTES:
         return
@@ -47,40 +46,35 @@ def check_values(raw: bytes | str, *, packs: bool = False) -> None:
 
 
 class Encoder:
-    """Makes bytes of rows and tells the engine how many; any thread."""
+    """Turns rows into bytes and tells the engine how many; any thread."""
 
     def __init__(self, count_copied: Callable[[int], None]) -> None:
         """Report to *count_copied*, such as ``engine.count_copied``."""
         self._count = count_copied
 
     def raw(self, values: NDArray[Any]) -> bytes:
-        """Little-endian values in C order."""
+        """The values, little-endian, in C order."""
         self._count(values.nbytes)
         return values.tobytes()
 
     def base64(self, values: NDArray[Any]) -> bytes:
-        """`raw` in base64 (RFC 4648, with padding), as ASCII bytes."""
+        """`raw` in base64 (RFC 4648, padded), as ASCII bytes."""
         self._count(values.nbytes)
         return pybase64.b64encode(_bytes_of(values))
 
-    def base64_text(self, values: NDArray[Any]) -> str:
-        """`base64` as text."""
-        self._count(values.nbytes)
-        return pybase64.b64encode_as_string(_bytes_of(values))
-
     def numbers(self, values: NDArray[Any]) -> list[Any]:
-        """Values as numbers for JSON, nested as the array is; for small arrays."""
+        """Values as nested lists of numbers for JSON; for small arrays."""
         self._count(values.nbytes)
         return values.tolist()
 
 
 def _bytes_of(values: NDArray[Any]) -> memoryview:
-    # Rows of the engine are contiguous already, then this is no copy.
+    # The engine's rows are contiguous, so this is no copy.
     return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
 
 
 def split_json(value: object, data: bytes) -> list[bytes]:
-    """JSON of *value* in pieces, *data* as the text at `DATA_HERE`; megabytes are not moved again.
+    """JSON of *value* in pieces, with *data* at `DATA_HERE`; megabytes are not moved again.
 
     Args:
         value: What msgspec can encode, with `DATA_HERE` in it exactly once.
@@ -95,13 +89,10 @@ def joined_text(pieces: Sequence[bytes]) -> str:
     return b"".join(pieces).decode("ascii" if all(map(bytes.isascii, pieces)) else "utf-8")
 
 
-_SLICE: Final = 4096
-
-
 def json_in_slices(value: msgspec.Struct) -> bytes:
-    """JSON of *value*, whose lists may be long: slice by slice, so that threads take turns.
+    """JSON of *value*, whose lists may be long, slice by slice.
 
-    One call for all of it would keep the interpreter's lock meanwhile.
+    One call for everything would hold the GIL for all of it.
     """
     parts: list[bytes] = []
     for name in value.__struct_encode_fields__:
@@ -122,14 +113,14 @@ def json_in_slices(value: msgspec.Struct) -> bytes:
 def with_lists(
     head: dict[str, Any], lists: Sequence[tuple[str, Sequence[bytes]]], *, packs: bool
 ) -> bytes:
-    """An encoded object: *head*, then each list of elements that are encoded already.
+    """An encoded object: *head*, then lists whose elements are already encoded.
 
     Elements may be megabytes each; they are copied once, into the result.
 
     Args:
-        head: Fields before them.
-        lists: Name and elements; 1 to 15 fields together with the head's.
-        packs: MessagePack in place of JSON.
+        head: Fields that precede the lists.
+        lists: Name and elements of each; with *head* 1 to 15 fields.
+        packs: MessagePack instead of JSON.
     """
     if not packs:
         parts = [msgspec.json.encode(head)[:-1]]

@@ -23,7 +23,7 @@ from kqview.server.app import sent_id
 from kqview.server.supervisor import ALIVE, ENVIRONMENT, NOTES_BYTES, READY
 
 STALLED: Final = 70
-"""Exit status of a process that hung, or did not end in its grace (EX_SOFTWARE of sysexits.h)."""
+"""Exit status of a process that hung or did not end in time (EX_SOFTWARE in sysexits.h)."""
 
 _TICK_S: Final = 1.0
 _STDERR: Final = 2
@@ -39,13 +39,13 @@ class Watchdog:
         trouble: Callable[[], str | None],
         on_tick: Callable[[], None] = lambda: None,
     ) -> None:
-        """Watch from `start` on.
+        """Watch once `start` is called.
 
         Args:
-            limit_s: Longest silence of the event loop, and of whatever holds the GIL; 0 for no
+            limit_s: Longest silence of the event loop, and longest time without the GIL; 0 for no
                 limit.
-            trouble: What is wrong with the engine, None where nothing is.
-            on_tick: Called about once a second while all is well.
+            trouble: Returns what is wrong with the engine, None if nothing is.
+            on_tick: Called about once a second while nothing is wrong.
         """
         self._limit_s = limit_s
         self._trouble = trouble
@@ -56,21 +56,21 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="kqview-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch; the event loop from its first `beat` on."""
+        """Begin to watch; the event loop is watched from its first `beat` on."""
         self._thread.start()
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._has_stopped.set()
         self._thread.join()
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self) -> None:
-        """The event loop runs."""
+        """Note that the event loop runs."""
         self._beat_s = time.monotonic()
 
     def end_within(self, seconds: float) -> None:
-        """The process is to end by itself within *seconds*; after that it is ended."""
+        """End the process if it has not ended by itself within *seconds*."""
         self._end_by_s = time.monotonic() + seconds
 
     def _run(self) -> None:
@@ -85,7 +85,7 @@ class Watchdog:
     def _verdict(self) -> str | None:
         now_s = time.monotonic()
         if self._end_by_s is not None and now_s > self._end_by_s:
-            return "the server did not end within its grace"
+            return "the server did not end within its grace period"
         if not self._limit_s:
             return None
         if self._beat_s is not None and now_s - self._beat_s > self._limit_s:
@@ -105,7 +105,7 @@ _MOST_NOTE: Final = 160  # characters
 
 
 class Supervised:
-    """This process's line to its supervisor; any thread."""
+    """This process's connection to its supervisor; any thread."""
 
     def __init__(self, listener: socket.socket, control: socket.socket, notes: int) -> None:
         control.setblocking(False)
@@ -115,7 +115,7 @@ class Supervised:
 
     @classmethod
     def from_env(cls, environ: MutableMapping[str, str]) -> Self | None:
-        """The line whose descriptors *environ* names, and no longer does; None without one."""
+        """Take the descriptors out of *environ*; None if it names none."""
         text = environ.pop(ENVIRONMENT, None)
         if text is None:
             return None
@@ -126,24 +126,24 @@ class Supervised:
         return cls(socket.socket(fileno=listener), socket.socket(fileno=control), notes)
 
     def tell_ready(self) -> None:
-        """Requests are taken from now on."""
+        """Say that requests are accepted from now on."""
         self._tell(READY)
 
     def tell_alive(self) -> bool:
-        """Give a sign of life; False where the supervisor is gone."""
+        """Give a sign of life; False if the supervisor is gone."""
         return self._tell(ALIVE)
 
     def _tell(self, what: bytes) -> bool:
         try:
             self._control.send(what)
-        except BlockingIOError:  # it does not listen at the moment
+        except BlockingIOError:  # it is not listening at the moment
             return True
         except OSError:
             return False
         return True
 
     def note(self, requests: Iterable[str]) -> None:
-        """Keep what runs where the supervisor finds it after a crash; the newest as far as fit."""
+        """Store what runs where the supervisor finds it after a crash; the newest that fit."""
         data, kept = b"[]", list[str]()
         for request in reversed(list(requests)):
             kept.append(request[:_MOST_NOTE])
@@ -155,7 +155,7 @@ class Supervised:
 
 
 class Noted:
-    """Wraps an ASGI app: its requests in flight, by the names of the access log, are noted."""
+    """Wraps an ASGI app: notes its requests in flight, by their names in the access log."""
 
     def __init__(self, app: ASGIApp, supervised: Supervised) -> None:
         self._app = app

@@ -297,9 +297,9 @@ Object = dict[str, Any]
 
 
 def layers_of(wanted: AttentionWanted, model: ModelInfo) -> tuple[int, ...] | None:
-    """Layers in the order of the object's axis of layers; None where that says nothing new.
+    """Layers in the order of the object's layer axis; None if that says nothing new.
 
-    It does where the object has such an axis, and the layers are not all of the model's.
+    It does if the object has such an axis and the layers are not all of the model's.
     """
     if wanted.format == "aggregated":
         return None
@@ -314,17 +314,17 @@ def attention_object(
     as_list: bool = False,
     layers: tuple[int, ...] | None = None,
 ) -> tuple[Object, bytes | None]:
-    """The object for JSON, and the base64 of its values where it has some.
+    """The object for JSON, and the base64 of its values if it has any.
 
     Args:
         shaped: What `kqview.server.attention.shaped` returned.
-        encoder: Of the run.
-        as_list: Write the values of "aggregated" as a list of numbers, in place of base64.
+        encoder: The run's.
+        as_list: Write the values of "aggregated" as a list of numbers instead of base64.
         layers: As `layers_of` says.
 
     Returns:
-        The object, in which ``data`` is `DATA_HERE` where the second value stands for it; None as
-        the second value where the object is whole.
+        The object, with `DATA_HERE` as ``data`` if the second value belongs there; None as second
+        value if the object is complete.
     """
     if isinstance(shaped, Dense):
         fields = _dense(shaped, layers)
@@ -338,9 +338,9 @@ def attention_object(
 def attention_frame(
     shaped: Shaped, encoder: Encoder, *, layers: tuple[int, ...] | None = None
 ) -> tuple[Object, bytes]:
-    """The object without ``data``, and its values as little-endian bytes for a frame of their own.
+    """The object without ``data``, and its values as little-endian bytes for a separate frame.
 
-    Formats that have no array of values are whole in the object; their frame is empty.
+    Formats without an array of values are complete in the object; their frame is empty.
     """
     if isinstance(shaped, Dense):
         fields = _dense(shaped, layers)
@@ -350,7 +350,7 @@ def attention_frame(
 
 
 def event_pieces(event: Any, data: bytes | None) -> list[bytes]:
-    """JSON of *event* in pieces; *data* stands where *event* says `DATA_HERE`."""
+    """JSON of *event* in pieces, with *data* at its `DATA_HERE`."""
     return [msgspec.json.encode(event)] if data is None else split_json(event, data)
 
 
@@ -395,7 +395,7 @@ def _small(shaped: Sparse | Viz, encoder: Encoder, layers: tuple[int, ...] | Non
 # ---- logprobs
 
 LOGPROB_BYTES: Final = 2048
-"""About what the JSON of a token's logprobs takes where there are as many as a run keeps."""
+"""About the size of the JSON of a token's logprobs, with as many as a run keeps."""
 
 
 class TopLogprob(Struct):
@@ -407,7 +407,7 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(Struct, kw_only=True):
-    """A token that was chosen, beside those that could have been."""
+    """A token that was chosen, and those that could have been."""
 
     token: str
     logprob: float
@@ -416,7 +416,7 @@ class TokenLogprob(Struct, kw_only=True):
 
 
 class Logprobs(Struct, kw_only=True):
-    """Logprobs of a generation, in both of OpenAI's forms."""
+    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms."""
 
     content: list[TokenLogprob]
     tokens: list[str]
@@ -428,7 +428,7 @@ class Logprobs(Struct, kw_only=True):
 def logprobs_of(
     tokens: Sequence[TokenLogprobs], bytes_of: Callable[[int], bytes]
 ) -> Logprobs | None:
-    """Logprobs of a generation's tokens; None where none were asked for."""
+    """Logprobs of a generation's tokens; None if none were asked for."""
     if not tokens:
         return None
     content = [_logprob(one, bytes_of) for one in tokens]
@@ -443,17 +443,17 @@ def logprobs_of(
 
 
 class LogprobsWriter:
-    """`logprobs_of` while the tokens come: what is kept are the bytes of the reply, no objects."""
+    """`logprobs_of` while the tokens come; keeps the bytes of the reply, no objects."""
 
     def __init__(self, *, packs: bool) -> None:
-        """Write JSON, or MessagePack where it *packs*."""
+        """Write JSON, or MessagePack if *packs*."""
         self._packs = packs
         self._encode = msgspec.msgpack.encode if packs else msgspec.json.encode
         self._lists: dict[str, list[bytes]] = {name: [] for name in Logprobs.__struct_fields__}
         self._offset = 0
 
     def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
-        """Write one token's; how many bytes that are."""
+        """Write one token's logprobs; returns their size in bytes."""
         content = _logprob(one, bytes_of)
         values = {
             "content": content,
@@ -471,7 +471,7 @@ class LogprobsWriter:
         return n_bytes
 
     def whole(self) -> msgspec.Raw | None:
-        """What `logprobs_of` would give, encoded."""
+        """What `logprobs_of` returns, encoded."""
         if not self._lists["tokens"]:
             return None
         return msgspec.Raw(with_lists({}, [*self._lists.items()], packs=self._packs))

@@ -1,7 +1,4 @@
-"""Bodies of the dream dialect become neutral requests, and what the model says becomes bodies.
-
-Pure functions: nothing here knows a transport, or waits.
-"""
+"""Dream bodies as neutral requests, and facts of the model as bodies. Pure: nothing here waits."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,13 +25,13 @@ from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PoolStats
 
 VALUES: Final[AttentionValues] = "probs"
-"""What rows hold where nobody says (seed 001)."""
+"""What rows hold if neither request nor settings say (seed 001)."""
 
 _MIB: Final = 2**20
 
 
 class ReplyTooLarge(TooLarge):
-    """A reply that is not streamed would not fit; ask for less, or take the WebSocket."""
+    """A reply that is not streamed would be too large; ask for less, or use the WebSocket."""
 
     def __init__(self, message: str, **figures: int) -> None:
         """Args: ``reply_bytes``, ``limit_bytes``, ``prompt_tokens``."""
@@ -47,14 +44,14 @@ class ReplyTooLarge(TooLarge):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A request, and what of it its client sees.
+    """A request, and what its client sees of it.
 
     Attributes:
         request: For the service; its attention is what is captured.
         shown: Attention to send, None for none.
         layers: `layers_of` what is shown.
-        encoding: As asked for: None leaves short rows as lists of numbers.
-        scores: Of the sentences that are watched, None for none.
+        encoding: As asked for; None leaves short rows as lists of numbers.
+        scores: Of the sentences to watch, None for none.
     """
 
     request: GenerateRequest
@@ -78,17 +75,17 @@ def plan_of(
 
     Args:
         body: The request.
-        request_id: Its name where it gives none.
-        model: That will answer.
+        request_id: Its name if it gives none.
+        model: The model that will answer.
         max_context: Longest prompt in tokens.
         settings: For the server's defaults.
-        one_token: As `sampling_for` takes it.
-        always_logprob: Whether tokens carry their logprob unasked.
+        one_token: As in `sampling_for`.
+        always_logprob: Whether tokens carry their logprob without being asked.
 
     Raises:
         PromptTooLong: ``input_ids`` is longer than *max_context*.
         InvalidToken: An id is not in the vocabulary; the message names field and index.
-        RequestError: Or InvalidSampling, InvalidCapture: a value is out of its range.
+        RequestError: Or one of its kinds: a value is out of its range.
     """
     prompt = prompt_of(body)
     n_prompt = None if isinstance(prompt, str) else len(prompt)
@@ -137,7 +134,7 @@ def _check_ids(name: str, ids: Sequence[int | str], n_vocab: int) -> None:
 
 
 def context_limit(body: schema.DreamFields, max_context: int) -> int:
-    """Longest prompt in tokens: the server's *max_context*, or less where the client says so."""
+    """Longest prompt in tokens: the server's *max_context*, or less if the client says so."""
     return min(max_context, body.max_context_length or max_context)
 
 
@@ -147,13 +144,13 @@ def asks_for_tokens(body: schema.GenerateBody) -> bool:
 
 
 def trims_stop(body: schema.GenerateBody) -> bool:
-    """Whether the text ends before the stop sequence; with attention it does so only if asked."""
+    """Whether the text ends before the stop sequence; with attention only if asked."""
     asks = bool(first(body.output_attentions, body.return_attention))
     return first(body.trim_stop, not asks)
 
 
 def kobold_reason(reason: str) -> str:
-    """A finish reason in the two words that KoboldAI's clients know."""
+    """A finish reason in one of the two words that KoboldAI's clients know."""
     return "length" if reason == "length" else "stop"
 
 
@@ -167,7 +164,7 @@ def error_body(answer: Answer) -> dict[str, Any]:
 
 
 def shared_error_body(answer: Answer) -> dict[str, Any]:
-    """`error_body` where KoboldAI's clients call too: they read ``detail``."""
+    """`error_body` for routes that KoboldAI's clients call too: they read ``detail``."""
     kind = "server_error" if answer.status >= 500 else "bad_input"
     if answer.retry_after_s is not None:
         kind = "service_unavailable"
@@ -184,15 +181,15 @@ def figures_of(
 ) -> dict[str, int]:
     """Numbers that belong to *error*.
 
-    ``context_length`` is the longest prompt that is taken, as ``/api/v1/model/info`` says unless
-    the request said less.
+    ``context_length`` is the longest prompt allowed, as in ``/api/v1/model/info`` unless the
+    request said less.
 
     Args:
         error: What went wrong.
         max_context: Longest prompt in tokens.
         n_vocab: Size of the vocabulary.
-        n_prompt: Tokens of the request's prompt, None where they were not counted.
-        memory: Gives `memory_figures`; only asked where memory was short.
+        n_prompt: Tokens of the request's prompt, None if they were not counted.
+        memory: Returns `memory_figures`; called only if memory was short.
     """
     counted = {} if n_prompt is None else {"prompt_tokens": n_prompt}
     if isinstance(error, PromptTooLong):
@@ -207,11 +204,11 @@ def figures_of(
 
 
 def memory_figures(pool: PoolStats, devices: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Memory in MiB: of attention rows, and of the GPUs together where there are any.
+    """Memory in MiB: of attention rows, and of all GPUs together if there are any.
 
     Args:
-        pool: Of the engine's stats.
-        devices: Of ``engine.system_info()``.
+        pool: From the engine's stats.
+        devices: From ``engine.system_info()``.
     """
     figures = {
         "attention_used_mb": pool.leased_bytes // _MIB,
@@ -236,16 +233,16 @@ _INFO: Final[Mapping[str, Callable[[ModelInfo], Any]]] = MappingProxyType(
         "num_key_value_heads": lambda m: m.n_head_kv,
         "hidden_size": lambda m: m.n_embd,
         "max_position_embeddings": lambda m: m.n_ctx_train,
-        # llama.cpp has a default where the file is silent; the file's word is what is asked for.
+        # llama.cpp has a default if the file is silent; this is what the file says.
         "rope_theta": lambda m: _number(m.metadata.get(f"{m.architecture}.rope.freq_base")),
         "bos_token_id": lambda m: m.bos_token_id,
         "eos_token_id": lambda m: m.eos_token_id,
         "chat_template": lambda m: m.chat_template,
-        "torch_dtype": lambda m: None,  # a GGUF has file types, each tensor its own
+        "torch_dtype": lambda m: None,  # a GGUF has no such thing: each tensor has its own type
         "attention_layers": lambda m: list(m.attention_layers),
     }
 )
-"""Field of ``/api/v1/model/info`` -> where it comes from; the others are `model_info_of`'s."""
+"""Field of ``/api/v1/model/info`` -> its source; `model_info_of` adds the others."""
 
 _SPECIAL: Final = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
 _MARKERS: Final = {"im_start_id": "<|im_start|>", "im_end_id": "<|im_end|>"}

@@ -51,13 +51,13 @@ def attention_parts(
 
     Args:
         plan: Of the request; it shows attention.
-        rows: As captured, of a token or of a block of the prompt.
-        encoder: Of the run.
+        rows: As captured, of a token or a block of the prompt.
+        encoder: The run's.
         packs: Whether the object goes into MessagePack, which holds bytes as they are.
 
     Returns:
-        The object; the base64 that belongs at its `DATA_HERE`, if any; the values for a frame of
-        their own, if any.
+        The object; the base64 that belongs at its `DATA_HERE`, if any; the values for a separate
+        frame, if any.
     """
     assert plan.shown is not None
     assert plan.request.attention is not None
@@ -71,9 +71,9 @@ def attention_parts(
 
 
 def token_fields(token: Token, token_text: Callable[[int], str]) -> Object:
-    """A token's fields: id and text, its logprob and the most probable ones where captured.
+    """A token's fields: id and text, and its logprob and the most probable tokens if captured.
 
-    ``top_logprobs`` is there where more than the token's own was asked for.
+    ``top_logprobs`` is there if more than the token's own was asked for.
     """
     fields: Object = {"token_id": token.id, "text": token.text}
     if token.logprob is not None:
@@ -87,14 +87,14 @@ def token_fields(token: Token, token_text: Callable[[int], str]) -> Object:
 
 
 def watch(plan: Plan, token: Token) -> None:
-    """Let the sentences' scores see *token*."""
+    """Add *token* to the sentences' scores."""
     if plan.scores is not None and token.attention is not None:
         assert plan.request.attention is not None
         plan.scores.add(mean_row(plan.request.attention, token.attention))
 
 
 class EventRenderer:
-    """Frames of one run, for `streaming.pump`."""
+    """Frames of one run, for `endpoint.pump`."""
 
     def __init__(
         self,
@@ -107,10 +107,10 @@ class EventRenderer:
         """Render *plan*.
 
         Args:
-            plan: Of the request.
+            plan: The request's.
             token_text: Text of a token by its id.
-            answer: What to tell about an error, figures included.
-            packs: MessagePack in place of JSON.
+            answer: What to tell about an error, with its figures.
+            packs: MessagePack instead of JSON.
         """
         self._plan = plan
         self._answer = answer
@@ -138,7 +138,7 @@ class EventRenderer:
         return self._with_attention(event, token.attention, run.encoder)
 
     def done(self, run: Run) -> Frames:
-        """The end; before it what could be pruned, where that was asked for."""
+        """The end; before it the prunable sentences, if asked for."""
         event = {
             **self._head("done"),
             "finish_reason": run.finish_reason,
@@ -159,7 +159,7 @@ class EventRenderer:
         return [packed(one, packs=self._packs) for one in events]
 
     def error(self, run: Run | None, answer: Answer) -> Frames:
-        """What went wrong; with the figures that only the run's own error has."""
+        """What went wrong, with the figures that only the run's own error has."""
         if run is not None and run.error is not None:
             answer = self._answer(run.error)
         return [error_frame(answer, self._plan.request.request_id, packs=self._packs)]
@@ -177,7 +177,7 @@ class EventRenderer:
 
 
 def error_frame(answer: Answer, request_id: str | None, *, packs: bool) -> bytes | str:
-    """The error event; it names the request where that is known."""
+    """The error event; it names the request if that is known."""
     body = error_body(answer)
     if request_id is not None:
         body = {"type": body.pop("type"), "request_id": request_id, **body}
@@ -194,7 +194,7 @@ def message_of(raw: bytes | str, *, packs: bool) -> schema.ClientMessage:
     """The typed message in a frame; text is JSON whatever the subprotocol.
 
     Raises:
-        RequestError: It is none; the text names the field.
+        RequestError: It cannot be read; the message names the field.
         TooLarge: It has too many values.
     """
     check_values(raw, packs=packs and isinstance(raw, bytes))
@@ -207,7 +207,7 @@ def message_of(raw: bytes | str, *, packs: bool) -> schema.ClientMessage:
 
 
 def name_in(raw: bytes | str, *, packs: bool) -> str | None:
-    """The ``request_id`` of a message that could not be read, None where that cannot be either."""
+    """The ``request_id`` of an invalid message, None if not even that can be read."""
     try:
         if isinstance(raw, bytes) and packs:
             named = msgspec.msgpack.decode(raw, type=schema.Named)
@@ -218,20 +218,20 @@ def name_in(raw: bytes | str, *, packs: bool) -> str | None:
     return named.request_id if isinstance(named.request_id, str) else None
 
 
-_NUMBER_BYTES: Final = 26  # a float in JSON with its comma, at the longest
+_NUMBER_BYTES: Final = 26  # the longest float in JSON, with its comma
 _ENTRY_BYTES: Final = 512  # names, shape and text of a token
 _LOGPROB_BYTES: Final = 192  # one of top_logprobs, in all lists together
 
 
 def reply_bytes(plan: Plan, model: ModelInfo, *, n_prompt: int, n_ctx: int, packs: bool) -> int:
-    """Most bytes that the reply of *plan* may have.
+    """Most bytes that the reply to *plan* may have.
 
     Args:
-        plan: Of the request.
-        model: That answers.
-        n_prompt: Tokens of the prompt.
+        plan: The request's.
+        model: The model that answers.
+        n_prompt: Tokens in the prompt.
         n_ctx: Tokens that a slot holds.
-        packs: MessagePack in place of JSON.
+        packs: MessagePack instead of JSON.
     """
     n_tokens = max(1, min(plan.request.max_tokens, n_ctx - n_prompt + 1))
     entry = _ENTRY_BYTES + (plan.request.sampling.top_logprobs or 0) * _LOGPROB_BYTES
@@ -239,7 +239,7 @@ def reply_bytes(plan: Plan, model: ModelInfo, *, n_prompt: int, n_ctx: int, pack
     shown = plan.shown
     if shown is not None:
         n_last = n_prompt + n_tokens - 1
-        # Linear in the columns, so the mean of the first and the last row is that of all.
+        # Linear in the columns, so the mean of the first and last row is the mean of all.
         ends = [_row_bytes(plan, shown, model, n, packs=packs) for n in (n_prompt, n_last)]
         total += n_tokens * sum(ends) // 2
     total *= plan.request.n_samples
@@ -265,16 +265,16 @@ def _row_bytes(
 
 
 def check_reply(n_bytes: int, limit_bytes: int, *, n_prompt: int) -> None:
-    """Refuse a reply of *n_bytes* above the limit.
+    """Refuse a reply of more than *limit_bytes*.
 
     Raises:
-        ReplyTooLarge: It is.
+        ReplyTooLarge: It may be larger.
     """
     if n_bytes > limit_bytes:
         raise ReplyTooLarge(
             f"the reply may have {n_bytes} bytes, the limit is {limit_bytes}; generate "
             "fewer tokens, ask for less attention (attention_format, attention_layers, dtype), or "
-            "take the WebSocket /api/v1/generate/stream",
+            "use the WebSocket /api/v1/generate/stream",
             reply_bytes=n_bytes,
             limit_bytes=limit_bytes,
             prompt_tokens=n_prompt,
@@ -289,7 +289,7 @@ class _Sample:
 
 
 class ReplyBuilder:
-    """Takes what a run gives, and makes the body of it."""
+    """Builds the reply's body from what a run yields; one thread at a time."""
 
     def __init__(
         self,
@@ -305,15 +305,15 @@ class ReplyBuilder:
         """Answer *plan*.
 
         Args:
-            plan: Of the request.
+            plan: The request's.
             token_bytes: Bytes of a token by its id.
-            hold: Counts what the reply takes in memory while it is built.
-            packs: MessagePack in place of JSON.
-            has_tokens: Send this dialect's own fields behind the results.
+            hold: Counts the memory of the reply while it is built.
+            packs: MessagePack instead of JSON.
+            has_tokens: Send this dialect's own fields after the results.
             has_logprobs: Send logprobs with the results.
             trims_stop: Leave the stop sequence out of the text.
         """
-        # There are no frames beside a body.
+        # A body has no separate frames.
         self._plan = plan if plan.encoding != "binary" else replace(plan, encoding="base64")
         self._token_bytes = token_bytes
         self._hold = hold
@@ -326,7 +326,7 @@ class ReplyBuilder:
         ]
         self._blocks: list[bytes] = []
         self.n_bytes = 0
-        """Bytes of what was encoded so far."""
+        """Bytes encoded so far."""
 
     def prompt(self, run: Run, block: PromptBlock) -> None:
         """Rows of the prompt."""
@@ -352,7 +352,7 @@ class ReplyBuilder:
             sample.entries.append(self._with_attention(run, entry, token.attention))
 
     def body(self, run: Run) -> bytes:
-        """The whole reply; of a run that is over."""
+        """The whole reply of a run that is over."""
         ends = list(zip(run.generations, self._samples, strict=True))
         head: Object = {"results": [self._result(one, sample) for one, sample in ends]}
         if self._plan.scores is not None:
@@ -366,7 +366,7 @@ class ReplyBuilder:
             if self._plan.shown.prompt:
                 lists.append(("prompt_attention", self._blocks))
             lists.append(("attention_data", [e for one in self._samples for e in one.entries]))
-        self._hold.take(self.n_bytes)  # pieces and whole at a time
+        self._hold.take(self.n_bytes)  # the pieces and the whole at the same time
         whole = with_lists(head, lists, packs=self._packs)
         self._samples, self._blocks = [], []
         self._hold.put(2 * self.n_bytes)
@@ -381,7 +381,7 @@ class ReplyBuilder:
             usage.completion_tokens,
         )
         if self._has_logprobs:
-            # Encoded already; the field says what it is of.
+            # Already encoded; the field has the type of what it encodes.
             result.logprobs = cast("Logprobs | None", sample.logprobs.whole())
         return result
 

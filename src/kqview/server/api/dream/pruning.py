@@ -1,10 +1,10 @@
-"""Which sentences of a prompt could be left out: those that no generated token looked at.
+"""Pruning: which sentences of a prompt could be left out, because no generated token used them.
 
 The score of a sentence is the largest attention that any of its positions got from any generated
-token, where the attention of a token to a position is the mean over layers and heads (of those that
-the request keeps; every layer weighs the same) of the probabilities in its row. A sentence is
-prunable where its score is below a threshold, without one below ``1 / n_prompt``: what each
-position would get if the first row were uniform.
+token. The attention of a token to a position is the mean of its row's probabilities over layers and
+heads (of those that the request keeps; every layer weighs the same). A sentence is prunable if its
+score is below the threshold, by default ``1 / n_prompt``: what each position would get if the first
+row were uniform.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ from kqview.types.token import Array, Attention
 def check_sentences(
     sentences: Sequence[Sentence], threshold: float | None, n_prompt: int | None
 ) -> None:
-    """Refuse sentences that are no runs of the prompt.
+    """Refuse sentences that are not ranges of the prompt.
 
     Args:
-        sentences: Of the request.
-        threshold: ``prune_below`` of the request.
-        n_prompt: Length of ``input_ids``, None where the prompt is text.
+        sentences: The request's.
+        threshold: The request's ``prune_below``.
+        n_prompt: Length of ``input_ids``, None if the prompt is text.
 
     Raises:
         RequestError: The message names the field.
@@ -52,10 +52,10 @@ def check_sentences(
 
 
 def watched(shown: AttentionWanted | None) -> AttentionWanted:
-    """What to capture so that both *shown* and `mean_row` can be made of it.
+    """What to capture so that both *shown* and `mean_row` can be computed from it.
 
     Raises:
-        RequestError: The rows that are shown are no probabilities.
+        RequestError: The rows shown are not probabilities.
     """
     if shown is None:
         return AttentionWanted("probs", format="aggregated")
@@ -83,7 +83,7 @@ def mean_row(captured: AttentionWanted, rows: Attention) -> Array:
 
     Args:
         captured: What `watched` returned.
-        rows: ``token.attention`` of it.
+        rows: ``token.attention`` of a generation with it.
     """
     if captured.format == "aggregated" and captured.aggregation == "mean":
         assert isinstance(rows, np.ndarray)
@@ -100,7 +100,7 @@ class SentenceScores:
     def __init__(
         self, sentences: Sequence[Sentence], n_prompt: int, threshold: float | None
     ) -> None:
-        """Watch *sentences*, which `check_sentences` let pass."""
+        """Watch *sentences*, which `check_sentences` accepted."""
         self._sentences = sentences
         self._threshold = 1 / n_prompt if threshold is None else threshold
         self._largest = np.zeros(n_prompt, np.float32)
@@ -114,7 +114,7 @@ class SentenceScores:
     def prunable(self) -> list[PrunableSentence]:
         """Sentences below the threshold, the one with the least attention first.
 
-        None before any token came: nothing is known then.
+        Empty before the first token, when nothing is known.
         """
         if not self._n_rows:
             return []

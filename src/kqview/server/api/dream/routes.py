@@ -51,7 +51,7 @@ from kqview.server.sockets import Socket
 def plan_for(
     service: Service, body: schema.DreamFields, request_id: str, *, always_logprob: bool = False
 ) -> Plan:
-    """`plan_of` for the model that serves now.
+    """`plan_of` for the current model.
 
     Raises:
         NoModel: There is none.
@@ -70,7 +70,7 @@ def plan_for(
 
 
 def info_of(service: Service, engine: Engine, name: str) -> schema.ModelInfoReply:
-    """What ``GET /api/v1/model/info`` says where *engine* serves and is called *name*."""
+    """What ``GET /api/v1/model/info`` says if *engine* serves and is called *name*."""
     return model_info_of(
         engine.model,
         name=name,
@@ -80,7 +80,7 @@ def info_of(service: Service, engine: Engine, name: str) -> schema.ModelInfoRepl
 
 
 def one_token_of(engine: Engine) -> Callable[[str], int | None]:
-    """Gives the id of a text that is one token of *engine*'s vocabulary, else None."""
+    """A function for the id of a text that is one token of *engine*'s vocabulary, else None."""
 
     def one_token(text: str) -> int | None:
         if len(text) > MOST_TOKEN_TEXT:
@@ -95,7 +95,7 @@ def one_token_of(engine: Engine) -> Callable[[str], int | None]:
 
 
 def token_bytes_of(service: Service) -> Callable[[int], bytes]:
-    """Gives the bytes of an id of the model that serves now; none once it was closed. Any thread.
+    """A function for the bytes of an id of the current model, b"" once it is closed; any thread.
 
     Raises:
         NoModel: There is no model.
@@ -119,12 +119,12 @@ def answer_for(
     *,
     n_prompt: int | None = None,
 ) -> Answer:
-    """What to tell the client about *error*, with the figures of the model that serves now.
+    """What to tell the client about *error*, with figures of the current model.
 
     Args:
         service: Whose limits and memory they are.
         error: What went wrong.
-        body: The request, None where it could not be read.
+        body: The request, None if it could not be read.
         n_prompt: Tokens of its prompt; None counts its ``input_ids``, if there are any.
     """
     try:
@@ -170,9 +170,9 @@ class Session:
         caller: Caller = ANYONE,
         hold: Hold | None = None,
     ) -> None:
-        """Serve *caller*'s *socket*; messages are MessagePack where its subprotocol says so.
+        """Serve *caller*'s *socket*; messages are MessagePack if its subprotocol says so.
 
-        What runs keep in memory is counted in *hold*.
+        The memory that runs keep is counted in *hold*.
         """
         self._service = service
         self._socket = socket
@@ -183,12 +183,12 @@ class Session:
         self._last_id: str | None = None
 
     async def serve(self) -> None:
-        """Return when the socket was closed because a generation failed.
+        """Return if the socket was closed because a generation failed.
 
         Raises:
-            ClientGone: The client is gone, or reads nothing any more.
-            TimeoutError: It asks for nothing.
-            KqviewError: A message was refused, and the socket with it: too large, too often.
+            ClientGone: The client is gone, or has stopped reading.
+            TimeoutError: It is idle.
+            KqviewError: A message was refused and ends the socket: too large, too many.
         """
         reading = asyncio.ensure_future(self._socket.receive())
         try:
@@ -209,7 +209,7 @@ class Session:
         return [reading] if self._running is None else [reading, self._running.sending]
 
     async def _wait(self, reading: "asyncio.Future[Any]") -> None:
-        """Until there is a message, or the generation is over."""
+        """Wait for a message, or for the end of the generation."""
         idle_s = None if self._running else self._service.settings.idle_timeout_s
         done, _ = await asyncio.wait(
             self._tasks(reading), timeout=idle_s, return_when=asyncio.FIRST_COMPLETED
@@ -218,7 +218,7 @@ class Session:
             raise TimeoutError
 
     async def _end_running(self) -> None:
-        """Wait until its last event is sent; the socket is free, or closed where it failed."""
+        """Wait until its last event is sent; then the socket is free, or closed if it failed."""
         assert self._running is not None
         await self._running.sending
         self._running = None
@@ -226,7 +226,7 @@ class Session:
     # ---- messages
 
     async def _take(self, raw: bytes | str) -> None:
-        """Do what a message says."""
+        """Handle a message."""
         try:
             message = await self._converted(raw, message_of, raw, packs=self._packs)
         except RequestError as error:
@@ -236,7 +236,7 @@ class Session:
         if isinstance(message, schema.Cancel):
             await self._cancel(message)
             return
-        # Who was told the end may ask again, even if the task that told it has a step left.
+        # A client told of the end may ask again, even if the task that told it has a step left.
         if self._running is not None and self._running.run.is_over:
             await self._end_running()
         if not self._socket.is_closed:
@@ -251,7 +251,7 @@ class Session:
         running, wanted = self._running, message.request_id
         if running is not None and wanted in (None, running.run.request_id):
             running.run.end()
-        elif wanted is None or wanted != self._last_id:  # its end may have crossed the message
+        elif wanted is None or wanted != self._last_id:  # its end and this message may have crossed
             error = RequestError(
                 "no generation with this request_id runs on this socket; name one that does"
             )

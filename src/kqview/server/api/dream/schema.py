@@ -1,7 +1,7 @@
-"""Typed bodies and messages of the dream dialect, what comes in and what goes out.
+"""Typed bodies and messages of the dream dialect, both directions.
 
-Fields that nobody knows are ignored. Names that the kobold protocol has for the same thing are in
-`AttentionFields`; a field that is absent or null takes its default.
+Unknown fields are ignored. Fields shared with the kobold protocol are in `AttentionFields`; a field
+that is absent or null takes its default.
 """
 
 from typing import Any, Final, Literal
@@ -14,13 +14,14 @@ from kqview.server.api.attention_protocol import AttentionFields, Logprobs
 Encoding = Literal["base64", "binary"]
 
 SUBPROTOCOL: Final = "msgpack"
-"""WebSocket subprotocol of messages in MessagePack."""
+"""WebSocket subprotocol for messages in MessagePack."""
 
 
 class Sentence(msgspec.Struct):
-    """A run of the prompt whose attention is watched: ``start`` inclusive, ``end`` exclusive.
+    """A range of the prompt whose attention is watched: ``start`` inclusive, ``end`` exclusive.
 
-    Both are positions in ``input_ids``; the ids are the client's and come back as they are.
+    Both are positions in ``input_ids``; turn_id and sentence_id are the client's and are returned
+    unchanged.
     """
 
     turn_id: int | str
@@ -30,7 +31,7 @@ class Sentence(msgspec.Struct):
 
 
 class DreamFields(AttentionFields, kw_only=True):
-    """What this dialect's requests for text may say beside the fields of both protocols."""
+    """Fields of a generation in this dialect, besides those of both protocols."""
 
     encoding: Encoding | None = None
     sentences: list[Sentence] | None = None
@@ -60,7 +61,7 @@ ClientMessage = Generate | Cancel
 
 
 class Named(msgspec.Struct):
-    """What is read of a message that could not be read, so that its error can name it."""
+    """What is read of an invalid message, so that its error can name the request."""
 
     request_id: Any = None
 
@@ -77,7 +78,7 @@ class LikelyToken(msgspec.Struct):
 
 
 class GeneratedToken(msgspec.Struct):
-    """A token that was generated; ``sample`` where there are several."""
+    """A token that was generated; ``sample`` if there are several."""
 
     token_id: int
     text: str
@@ -104,7 +105,7 @@ class PromptEntry(msgspec.Struct):
 
 
 class PrunableSentence(msgspec.Struct):
-    """A sentence that no generated token looked at much."""
+    """A sentence that got little attention from the generated tokens."""
 
     turn_id: int | str
     sentence_id: int | str
@@ -122,7 +123,7 @@ class SampleResult(msgspec.Struct):
 
 
 class GenerateReply(msgspec.Struct, kw_only=True):
-    """Reply of ``POST /api/v1/generate``; all but ``results`` only where asked for.
+    """Reply of ``POST /api/v1/generate``; all but ``results`` only if asked for.
 
     ``generated_text`` and ``finish_reason`` are those of the first sample.
     """
@@ -139,9 +140,9 @@ class GenerateReply(msgspec.Struct, kw_only=True):
 class ModelInfoReply(msgspec.Struct, kw_only=True):
     """Reply of ``GET /api/v1/model/info``; null is what the model's file does not say.
 
-    ``context_length`` is the longest prompt that is taken, ``max_position_embeddings`` what the
-    model was trained for. ``attention_layers`` are those that rows come from, in the order of the
-    rows' first axis.
+    ``context_length`` is the longest prompt allowed, ``max_position_embeddings`` what the model was
+    trained for. ``attention_layers`` are those that rows come from, in the order of the rows' first
+    axis.
     """
 
     model_name: str
@@ -163,7 +164,7 @@ class ModelInfoReply(msgspec.Struct, kw_only=True):
 
 
 class LoadBody(msgspec.Struct, kw_only=True):
-    """Body of ``POST /api/v1/model/load``; the numbers win over the server's settings."""
+    """Body of ``POST /api/v1/model/load``; the numbers override the server's settings."""
 
     model: str
     n_ctx: int | None = None

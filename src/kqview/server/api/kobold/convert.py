@@ -35,7 +35,7 @@ from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 
 DEFAULT_VALUES: Final[AttentionValues] = "logits"
-"""Values of rows where neither the request nor the server's settings say (seed 000)."""
+"""Values of rows if neither the request nor the settings say (seed 000)."""
 
 _STOPS: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled"})
 _STOP_CODES: Final[Mapping[str, int]] = {
@@ -54,10 +54,10 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 
 
 def with_query(body: schema.StreamBody, query: Mapping[str, str]) -> schema.StreamBody:
-    """*body* with what the URL's query says of attention where *body* says nothing.
+    """*body*, with what the URL's query says about attention if *body* does not.
 
     Raises:
-        RequestError: The query has a value that the field cannot have.
+        RequestError: A value in the query is not one of the field.
     """
     names = schema.QueryFields.__struct_fields__
     given = {name: query[name] for name in names if name in query}
@@ -72,7 +72,7 @@ def with_query(body: schema.StreamBody, query: Mapping[str, str]) -> schema.Stre
 
 
 def is_typed(body: schema.StreamBody) -> bool:
-    """Whether the stream has typed events; else it is the one that KoboldAI's clients know."""
+    """Whether the stream has typed events; if not, it is the one that KoboldAI's clients know."""
     return first(body.output_attentions, body.return_attention, body.request_id) is not None
 
 
@@ -89,9 +89,9 @@ def request_of(
     Args:
         body: The request.
         settings: For the server's defaults.
-        request_id: Its name where it gives none.
+        request_id: Its name if it gives none.
         one_token: As in `sampling_for`.
-        asked: Whether attention is sent where the request does not say.
+        asked: Whether attention is sent if the request does not say.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
@@ -141,7 +141,7 @@ def ids_of(body: schema.DetokenizeBody) -> list[int]:
 
 
 def tokenized(pieces: Sequence[tuple[int, str]], *, with_pieces: bool) -> schema.Tokenized:
-    """The reply to a request to tokenize, of ids with the text that each completes."""
+    """The reply to a request to tokenize, from ids with the text that each completes."""
     tokens = [
         schema.TokenText(id_, piece) if with_pieces else schema.TokenText(id_)
         for id_, piece in pieces
@@ -150,7 +150,7 @@ def tokenized(pieces: Sequence[tuple[int, str]], *, with_pieces: bool) -> schema
 
 
 def model_of(info: ModelInfo, *, name: str, max_context: int) -> schema.Model:
-    """The model as clients want to know it; -1 stands for a token that it has not."""
+    """The model as clients want it; -1 stands for a token that it does not have."""
     is_whole = info.attention_layers == tuple(range(info.n_layer))
     return schema.Model(
         result=shown_name(name),
@@ -172,12 +172,12 @@ def model_of(info: ModelInfo, *, name: str, max_context: int) -> schema.Model:
 
 
 def shown_name(name: str) -> str:
-    """A model's name with the prefix by which clients know whose API this is."""
+    """A model's name with the prefix by which clients recognise the API."""
     return f"koboldcpp/{name}"
 
 
 def finish_reason(reason: str) -> str:
-    """ "stop" or "length": this protocol knows no other way to end well."""
+    """ "stop" or "length": this protocol knows no other good end."""
     return "stop" if reason in _STOPS else "length"
 
 
@@ -257,8 +257,9 @@ def _shaped(wanted: AttentionWanted | None, rows: Attention | None) -> Shaped | 
 class TypedEvents:
     """``type`` "token", "done", "error", and "prompt_attention" for its rows; base64 in JSON.
 
-    Every id is an event, its text "" inside a character of several; stop sequences stay in. Where
-    the model ends its text inside a character, "done" has the U+FFFD that it becomes as ``text``.
+    Every id is an event; its text is "" inside a character of several ids. Stop sequences are
+    included. If the model ends its text inside a character, "done" has the resulting U+FFFD as
+    ``text``.
     """
 
     def __init__(
@@ -310,12 +311,12 @@ class TypedEvents:
 class PlainEvents:
     """``{"token": text, "finish_reason": null}``, and the reason in an event of its own at the end.
 
-    Text that may be the beginning of a stop sequence is held back until it is clear, because the
-    stop sequence itself is not shown.
+    Text that may begin a stop sequence is held back until that is clear, because the stop sequence
+    itself is not shown.
     """
 
     def __init__(self, stops: Sequence[str], *, trims: bool) -> None:
-        """Hold back *stops*, unless they are to be shown: *trims* is off."""
+        """Hold back *stops* if *trims*; otherwise they are shown."""
         self._held = HeldText(stops if trims else ())
         self._trims = trims
         self._n_shown = 0
@@ -325,7 +326,7 @@ class PlainEvents:
         return []
 
     def token(self, run: Run, step: Step) -> list[bytes]:
-        """The text that is clear now; nothing where there is none."""
+        """The text that is clear now; nothing if there is none."""
         text = self._held.feed(step.token.text)
         self._n_shown += len(text)
         return event_pieces(_plain(text, None), None) if text else []
@@ -343,11 +344,11 @@ class PlainEvents:
 
 
 class SocketFrames:
-    """For each id a text frame and a binary frame of its row; the binary one is never left out.
+    """For each id a text frame and a binary frame with its row; the binary one is never left out.
 
     Rows are float32 of shape ``(num_layers, num_attention_heads, n_context)``, as the seed's client
-    expects. Where the request or the model makes them anything else the text frame says what they
-    are, in ``attention``; formats that are no array stand there whole.
+    expects. If the request or the model makes them anything else, the text frame describes them in
+    ``attention``; formats that are not arrays are there completely.
     """
 
     def __init__(self, wanted: AttentionWanted | None, layers: Layers) -> None:
@@ -394,7 +395,7 @@ class SocketFrames:
 
 
 class HeldText:
-    """Text without what may still become one of some stop sequences."""
+    """Text without what may still become a stop sequence."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Watch for *stops*; empty ones are ignored."""
@@ -403,7 +404,7 @@ class HeldText:
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Add *text*; returns what no stop sequence can begin in any more."""
+        """Add *text*; returns what can no longer be part of a stop sequence."""
         if not self._stops:
             return text
         whole = self._held + text

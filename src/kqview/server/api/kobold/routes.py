@@ -113,7 +113,7 @@ def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
 
 
 async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
-    """End the generation of a key or a name; without either the only one that has no key."""
+    """End the generation of a key or a name; without either, the only one without a key."""
     runs = _meant(call, body)
     is_named = bool(body.genkey or body.request_id)
     is_known = bool(runs) if is_named else len(runs) <= 1
@@ -124,13 +124,13 @@ async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
 
 
 async def check(call: Call, body: schema.RunBody) -> schema.Texts:
-    """Text so far of the generation of a key or a name; "" where there is none."""
+    """Text so far of the generation of a key or a name; "" if there is none."""
     runs = _meant(call, body)
     return schema.Texts([schema.ResultText(runs[-1].text if runs else "")])
 
 
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
-    """Logprobs of the caller's generation that ended last, where it was asked for some."""
+    """Logprobs of the caller's generation that ended last, if it asked for some."""
     last = call.service.last_of(call.caller, key=body.genkey or "")
     bytes_of = call.service.engine.token_bytes
     n_bytes = LOGPROB_BYTES * len(last.logprobs)
@@ -144,7 +144,7 @@ def _meant(call: Call, body: schema.RunBody) -> list[Run]:
 
 
 def _by_query(handler: Handler) -> Handler:
-    """*handler* for GET: what names the generation is in the URL."""
+    """*handler* for GET: the URL names the generation."""
 
     async def handle(call: Call) -> Any:
         query = call.query
@@ -314,7 +314,7 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf),
     _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
-    _get("/ping", _always(schema.Status("ok")), "It is there.", schema.Status, access="open"),
+    _get("/ping", _always(schema.Status("ok")), "Whether it is there.", schema.Status, access="open"),
     _get("/props", props, "Template and slots.", schema.ServerProps),
     _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
     _get(

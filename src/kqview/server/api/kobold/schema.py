@@ -1,7 +1,7 @@
 """Bodies of the KoboldAI API with attention: typed requests and replies, field for field.
 
-Requests take every name that this protocol, its forks and the dream protocol use for the same
-thing. Names that are not here are ignored.
+Requests accept every name that this protocol, its forks and the dream protocol use for the same
+thing. Unknown names are ignored.
 """
 
 from typing import Final
@@ -14,7 +14,7 @@ from kqview.server.attention import Aggregation, Format
 from kqview.types.capture import DType
 
 API_VERSION: Final = "1.2.5"
-"""Of the KoboldAI United API that clients look at to know what they may send."""
+"""Version of the KoboldAI United API, by which clients decide what to send."""
 KOBOLDCPP_VERSION: Final = "1.101"
 """The KoboldCpp whose routes these are."""
 
@@ -24,7 +24,7 @@ class StreamBody(AttentionFields):
 
 
 class QueryFields(Struct, kw_only=True):
-    """Fields of `StreamBody` that the URL's query may give where the body does not."""
+    """Fields of `StreamBody` that the URL's query may give if the body does not."""
 
     attention_format: Format | None = None
     attention_values: AttentionValues | None = None
@@ -74,7 +74,7 @@ class Detokenized(Struct):
 
 
 class TokenCountBody(Struct, kw_only=True):
-    """Text to count the tokens of; ``special``: with those that the model wants around it."""
+    """Text whose tokens to count; ``special``: with those that the model wants around it."""
 
     prompt: str | None = None
     special: bool = True
@@ -106,8 +106,8 @@ class ExtraDetokenized(Struct):
 class Model(Struct, kw_only=True):
     """What a client needs to read attention and to stay within the context.
 
-    ``attention_layers`` is there where not every layer has attention: rows are those of these
-    layers, in this order.
+    ``attention_layers`` is there if not every layer has attention: rows are of these layers, in
+    this order.
     """
 
     result: str
@@ -158,7 +158,7 @@ class Status(Struct):
 
 
 class Version(Struct, kw_only=True):
-    """Which KoboldCpp this answers as, and which of its parts are there."""
+    """Which KoboldCpp this answers as, and which of its parts exist."""
 
     result: str = "KoboldCpp"
     version: str = KOBOLDCPP_VERSION
@@ -204,7 +204,7 @@ class Perf(Struct, kw_only=True):
 
 
 class ServerProps(Struct, kw_only=True):
-    """What llama.cpp's server says of itself, as far as KoboldCpp answers it."""
+    """What llama.cpp's server says about itself, as far as KoboldCpp answers it."""
 
     chat_template: str
     total_slots: int
@@ -223,7 +223,7 @@ class RunBody(Struct, kw_only=True):
 
 
 class Aborted(Struct):
-    """Whether something was ended, and whether the request was carried out; texts, no booleans."""
+    """Whether something was ended, and whether the request was carried out; texts, not booleans."""
 
     success: str
     done: str
