@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from websockets.sync.client import connect
 
@@ -27,7 +28,7 @@ from tests.server.clients import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 GRACE_S = 3.0
 LONG = {
@@ -40,6 +41,13 @@ PLAIN = {**LONG, "output_attentions": False, "request_id": "p"}
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
 
 
+def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+    end_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
 @dataclass
 class Process:
     """``kqview serve`` in a process of its own; has what the clients ask of a Served."""
@@ -50,6 +58,27 @@ class Process:
     @property
     def ws_url(self) -> str:
         return "ws" + self.url.removeprefix("http")
+
+    def metric(self, name: str) -> float:
+        """A figure of /metrics."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return float(re.findall(rf"^{name} (\S+)$", text, re.MULTILINE)[0])
+
+    def wait_running(self, n: int) -> None:
+        """Wait until *n* requests run."""
+        wait_until(lambda: self.metric("kqview_running_requests") == n)
+
+    def wait_blocked(self) -> None:
+        """Wait until clients that do not read have stopped every generation."""
+        copied = -1.0
+
+        def is_blocked() -> bool:
+            nonlocal copied
+            before, copied = copied, self.metric("kqview_attention_copied_bytes_total")
+            time.sleep(0.05)
+            return before == copied > 0
+
+        wait_until(is_blocked)
 
     def end(self, number: int = signal.SIGTERM) -> float:
         """Send a signal and wait; seconds until the end."""
@@ -93,7 +122,7 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
         busy.send(json.dumps({**LONG, "request_id": "w"}))
         busy.recv(timeout=5)
         idle = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
-        time.sleep(0.2)
+        served.wait_running(3)
         took_s = served.end()
         raw = read_all(stream)
         events, code = read_to_close(busy)
@@ -124,7 +153,8 @@ def test_clients_that_do_not_read_do_not_hold_the_end_up(served: Process):
             )
             sock = stack.enter_context(raw_connection(served, receive_bytes=4096))
             sock.sendall(upgrade_bytes("/api/extra/generate/stream/ws"))
-        time.sleep(1.0)
+        served.wait_running(2)
+        served.wait_blocked()
         took_s = served.end()
     assert served.process.returncode == 0
     assert took_s < GRACE_S + 2.5  # one grace: it took two
@@ -135,15 +165,15 @@ def test_second_signal_ends_it_at_once_and_a_long_prompt_does_not_hold_it_up(ser
         for i in range(2):
             sock = stack.enter_context(raw_connection(served, receive_bytes=4096))
             # One reply is too large for any buffer, so it is not over when the signals come.
-            prompt = {"prompt": "Tom has a " * 2500, "max_length": 100} if i else {}
+            prompt = {"prompt": "Tom has a " * 1900, "max_length": 100} if i else {}
             sock.sendall(
                 json_request(
                     "/api/extra/generate/stream", {**LONG, "request_id": f"s{i}", **prompt}
                 )
             )
-        time.sleep(0.5)
+        served.wait_running(2)
         served.process.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda: httpx.get(f"{served.url}/health").status_code == 503)
         took_s = served.end()
     assert served.process.returncode != 0
     assert took_s < GRACE_S / 2
