@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -122,10 +123,13 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
         busy.send(json.dumps({**LONG, "request_id": "w"}))
         busy.recv(timeout=5)
         idle = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
+        # These two read all the time: a client that does not could not be told.
+        pool = stack.enter_context(ThreadPoolExecutor())
+        streamed, received = pool.submit(read_all, stream), pool.submit(read_to_close, busy)
         served.wait_running(3)
         took_s = served.end()
-        raw = read_all(stream)
-        events, code = read_to_close(busy)
+        raw = streamed.result()
+        events, code = received.result()
         idle_events, idle_code = read_to_close(idle)
         answer = read_all(plain)
         rest = read_all(idle_http)

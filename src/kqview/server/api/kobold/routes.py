@@ -314,7 +314,7 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf),
     _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
-    _get("/ping", _always(schema.Status("ok")), "Whether it is there.", schema.Status, access="open"),
+    _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
     _get("/props", props, "Template and slots.", schema.ServerProps),
     _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
     _get(
