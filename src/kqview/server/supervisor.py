@@ -23,7 +23,7 @@ ENVIRONMENT = "KQVIEW_WORKER"
 """Variable that names a worker's descriptors: listening socket, control socket, notes."""
 
 READY = b"r"
-"""Sent by a worker once it accepts requests."""
+"""Sent by a worker once it accepts requests, and returned once the supervisor refuses no more."""
 ALIVE = b"a"
 """Sent by a worker about once a second from its start on."""
 
@@ -250,6 +250,8 @@ class Supervisor:
         if READY in heard:
             self._is_ready = self._was_ready = True
             self._accept(wanted=False)
+            with contextlib.suppress(OSError):
+                control.send(READY)
 
     def _drop_control(self) -> None:
         assert self._control is not None

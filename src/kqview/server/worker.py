@@ -7,9 +7,11 @@ hung thread may hold a logger's lock. If something holds the GIL, not even that 
 faulthandler's own thread prints all stacks and ends the process with status 1.
 """
 
+import contextlib
 import faulthandler
 import json
 import os
+import select
 import socket
 import threading
 import time
@@ -102,6 +104,7 @@ class Watchdog:
 
 
 _MOST_NOTE: Final = 160  # characters
+_ANSWER_S: Final = 2.0  # for the supervisor to answer
 
 
 class Supervised:
@@ -126,8 +129,10 @@ class Supervised:
         return cls(socket.socket(fileno=listener), socket.socket(fileno=control), notes)
 
     def tell_ready(self) -> None:
-        """Say that requests are accepted from now on."""
-        self._tell(READY)
+        """Say that requests are accepted from now on; wait until the supervisor refuses no more."""
+        if self._tell(READY) and select.select([self._control], [], [], _ANSWER_S)[0]:
+            with contextlib.suppress(OSError):  # the supervisor is gone
+                self._control.recv(len(READY))
 
     def tell_alive(self) -> bool:
         """Give a sign of life; False if the supervisor is gone."""
