@@ -21,20 +21,20 @@ HEAD = """\
 # Architectures
 
 Written by `python -m tests.support.archs_table`; `test_architectures.py` asserts the limits. The
-models are those of llama.cpp's own `test-llama-archs`, tiny and random: architecture and variant.
-Expected are the layers for which a stock build of the same llama.cpp, flash attention off, computes
-a `kq_soft_max-<layer>`; got those that kqview hands out rows of, in both modes.
+models are the tiny random ones of llama.cpp's own `test-llama-archs`: architecture and variant.
+"Expected" lists the layers for which a stock build of the same llama.cpp, with flash attention off,
+computes a `kq_soft_max-<layer>`; "got" lists the layers whose rows kqview returns, in both modes.
 
-An error is max|a - b| / max|b| of a row (layer, head, token) against the stock build's tensors:
-logits, scores and probs of 6 generated tokens behind 20, and probs of the prompt's own tokens, with
-an F32 cache. "off" and "on" is flash attention in kqview; the reference has it off. With it on, the
-first layer shows what the tap itself adds, and the layers above also what llama.cpp's flash
-attention rounds (K, V and the sums of V to F16).
+An error is max|a - b| / max|b| of a row (layer, head, token) compared with the stock build's
+tensors: logits, scores and probs of 6 tokens generated after 20, and probs of the prompt's own
+tokens, with an F32 cache. "off" and "on" mean flash attention in kqview; the reference always has
+it off. With flash attention on, the first layer shows what the tap itself adds; the layers above
+also show what llama.cpp's flash attention rounds (K, V and the sums of V, to F16).
 
 - attend: diffusion models have no KV cache and do not generate token by token; `Engine.attend`
-  gives all rows, to both sides.
-- Probs sum to less than 1 where the softmax has a sink, an extra logit without a column, and in
-  deepseek4 also by compressed keys, which stand for several tokens each.
+  returns all rows, and each token sees both directions.
+- Probs sum to less than 1 if the softmax has a sink, which is an extra logit without a column. In
+  deepseek4 compressed keys, which stand for several tokens each, also take a share.
 - No model is left out and none aborts.
 
 | model | runs by | layers expected | layers got | heads | sum of probs | error, off \
