@@ -35,65 +35,65 @@ def _setting(default: Any, text: str, *, low: float = 1, is_secret: bool = False
 class Settings:
     """What the server allows and how it answers; checked when it is built.
 
-    The fields' meaning stands in their metadata, from which the README's table and the help of
-    ``kqview serve`` are made. Times are seconds, sizes bytes; 0 switches a limit off where its text
-    says so.
+    The metadata of each field has its meaning, which ``kqview serve --help`` shows. Times are in
+    seconds, sizes in bytes; 0 turns a limit off if its text says so.
     """
 
     # ---- what is served
     model: str | None = _setting(None, "GGUF file to serve")
-    demo: bool = _setting(False, "serve the model that comes with kqview")
+    demo: bool = _setting(False, "serve the bundled demo model")
     models_dir: str | None = _setting(
-        None, "folder whose GGUF files /api/v1/model/load may open; without it none"
+        None, "folder whose GGUF files /api/v1/model/load may open; without it, none"
     )
-    n_slots: int = _setting(1, "requests generated at a time, each with a context of its own")
-    n_ctx: int | None = _setting(None, "context of a slot in tokens; the model's own without it")
-    n_threads: int | None = _setting(None, "compute threads; what the machine grants without it")
+    n_slots: int = _setting(1, "requests generated at a time, each with its own context")
+    n_ctx: int | None = _setting(None, "context of a slot in tokens; without it, the model's own")
+    n_threads: int | None = _setting(None, "compute threads; without it, what the machine grants")
     n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1)
     kv_type: str = _setting("f16", "type of the KV cache")
     attention_budget_bytes: int | None = _setting(
-        None, "memory for attention rows; a quarter of the machine's without it", low=0
+        None, "memory for attention rows; without it, a quarter of the machine's", low=0
     )
 
     # ---- how it answers
     attention_values: AttentionValues | None = _setting(
         None,
-        "what rows hold: logits, scores or probs; without it logits for kobold, probs for dream",
+        "values of rows: logits, scores or probs; without it, logits for KoboldAI and probs for "
+        "dream",
     )
     attention_format: DefaultFormat = _setting(
-        "per_layer", "shape of rows where a request does not say: per_layer or aggregated"
+        "per_layer", "shape of rows if a request does not say: per_layer or aggregated"
     )
 
     # ---- where and for whom
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(5001, "port to listen on; 0 for a free one", low=0)
     ssl_certfile: str | None = _setting(
-        None, "certificate chain in PEM; with it the server speaks HTTPS alone"
+        None, "certificate chain in PEM; turns on HTTPS, and HTTP off"
     )
     ssl_keyfile: str | None = _setting(
-        None, "private key of the certificate in PEM; where it is not in the same file"
+        None, "private key of the certificate in PEM, if it is in another file"
     )
     public: bool = _setting(False, "allow an address that others can reach without an API key")
     api_keys: tuple[str, ...] = _setting(
-        (), "keys that may use the API; without any it is open", is_secret=True
+        (), "keys that may use the API; without any, the API is open", is_secret=True
     )
     admin_keys: tuple[str, ...] = _setting(
         (),
-        "keys that may switch the model too, and see what other keys made; without any nobody may",
+        "keys that may also switch the model and see what other keys do; without any, nobody may",
         is_secret=True,
     )
-    query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it ends up in logs")
+    query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it may end up in logs")
     cors_origins: tuple[str, ...] = _setting(
         ("loopback",),
-        "origins of pages that may call the API; loopback for those of this machine, * for any",
+        "origins of pages that may call the API; loopback for pages of this machine, * for any",
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
-        "names by which clients may call the server, beside addresses, localhost and --host; "
-        "*.example.org for those below it, * for any",
+        "names by which clients may call the server, besides addresses, localhost and --host; "
+        "*.example.org for its subdomains, * for any",
     )
     trusted_proxies: tuple[str, ...] = _setting(
-        (), "addresses or networks of proxies whose X-Forwarded-For counts; without any it does not"
+        (), "addresses or networks of proxies whose X-Forwarded-For counts; without any, none does"
     )
 
     # ---- limits
@@ -102,34 +102,36 @@ class Settings:
     max_reply_bytes: int = _setting(2**30, "largest reply that is not streamed, attention included")
     memory_budget_bytes: int | None = _setting(
         None,
-        "memory for all requests under way: bodies, messages, replies; one client may hold as much "
-        "as stays free; a quarter of the machine's without it",
+        "memory for all running requests: bodies, messages, replies; one client may hold as much "
+        "as stays free; without it, a quarter of the machine's",
     )
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
-    max_context: int | None = _setting(None, "longest prompt in tokens; a slot's size without it")
+    max_context: int | None = _setting(None, "longest prompt in tokens; without it, a slot's size")
     max_samples: int = _setting(16, "most samples of one request")
     max_running: int = _setting(64, "most requests at a time, waiting ones included")
     max_queued: int = _setting(32, "most requests that wait for a slot", low=0)
     max_connections: int = _setting(1024, "most connections at a time")
     max_connections_per_client: int = _setting(
-        128, "most connections of one address, trusted proxies apart"
+        128, "most connections of one address, trusted proxies excepted"
     )
-    rate_limit: float = _setting(0.0, "requests a minute for each client; 0 for no limit", low=0)
+    rate_limit: float = _setting(0.0, "requests per minute for each client; 0 for no limit", low=0)
     request_timeout_s: float = _setting(
-        3600.0, "longest request, its wait included; 0 for no end", low=0
+        3600.0, "longest request, waiting included; 0 for no limit", low=0
     )
     idle_timeout_s: float = _setting(
-        120.0, "longest wait for a client that reads or sends nothing", low=0.001
+        120.0, "idle clients are disconnected after this time", low=0.001
     )
-    shutdown_grace_s: float = _setting(5.0, "time for running requests to end at SIGTERM", low=0)
+    shutdown_grace_s: float = _setting(
+        5.0, "time that running requests have to end at SIGTERM", low=0
+    )
     stall_timeout_s: float = _setting(
         60.0,
-        "silence of the engine after which /health says 503; after twice that the process ends; "
-        "0 for no limit",
+        "silence of the engine after which /health answers 503; after twice that, the process "
+        "ends; 0 for no limit",
         low=0,
     )
-    supervise: bool = _setting(True, "start the server again when it crashed or hangs")
-    access_log: bool = _setting(True, "one JSON line a request on the log kqview.access")
+    supervise: bool = _setting(True, "restart the server when it crashes or hangs")
+    access_log: bool = _setting(True, "one JSON line per request on the log kqview.access")
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -141,7 +143,7 @@ class Settings:
         for spec in dataclasses.fields(self):
             object.__setattr__(self, spec.name, _checked(spec, getattr(self, spec.name)))
         if not 0 <= self.port <= 65535:
-            raise _wrong("port", self.port, "ports are 0 to 65535")
+            raise _wrong("port", self.port, "use a port from 0 to 65535")
 
     def check_bind(self) -> None:
         """Refuse to be reached by others without a key.
@@ -198,21 +200,19 @@ def _checked(spec: "dataclasses.Field[Any]", value: Any) -> Any:
         return _checked_list(name, value)
     if get_origin(kind) is Literal:
         if value not in get_args(kind):
-            raise _wrong(name, value, f"known are {', '.join(get_args(kind))}")
+            raise _wrong(name, value, f"choose from {', '.join(get_args(kind))}")
         return value
     if not isinstance(value, kind):
-        raise _wrong(name, value, f"{kind.__name__} is needed")
+        raise _wrong(name, value, f"pass a {kind.__name__}")
     return value
 
 
 def _checked_number(spec: "dataclasses.Field[Any]", kind: Any, value: Any) -> float:
     kinds = (int, float) if kind is float else (int,)
     if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value):
-        raise _wrong(
-            spec.name, value, "a number is needed" if kind is float else "an int is needed"
-        )
+        raise _wrong(spec.name, value, "pass a number" if kind is float else "pass an int")
     if value < spec.metadata["low"]:
-        raise _wrong(spec.name, value, f"the least is {spec.metadata['low']:g}")
+        raise _wrong(spec.name, value, f"the minimum is {spec.metadata['low']:g}")
     return value
 
 
@@ -220,12 +220,12 @@ def _checked_list(name: str, value: Any) -> tuple[str, ...]:
     is_list = type(value) in (list, tuple, set, frozenset)  # pyright: ignore[reportUnknownArgumentType]
     texts: tuple[Any, ...] = tuple(value) if is_list else (None,)
     if not all(isinstance(text, str) and text for text in texts):
-        raise _wrong(name, value, "a list of texts is needed, none of them empty")
+        raise _wrong(name, value, "pass a list of non-empty texts")
     if name in _CHECKS:
         return tuple(map(_CHECKS[name], texts))
     # Keys travel in a header, whose ends are trimmed and which holds nothing else as it is.
     if not all(text.isascii() and text.isprintable() and " " not in text for text in texts):
-        raise _wrong(name, value, "keys are printable ASCII without spaces")
+        raise _wrong(name, value, "use printable ASCII without spaces")
     return texts
 
 
@@ -236,7 +236,7 @@ def _checked_origin(text: str) -> str:
     origin = text.lower().rstrip("/")
     scheme, _, host = origin.partition("://")
     if not scheme or not host or set(host) & set("/?#@ "):
-        raise _wrong("cors_origins", text, "origins are scheme://host:port, such as https://a.org")
+        raise _wrong("cors_origins", text, "write scheme://host:port, such as https://a.org")
     return origin
 
 
@@ -244,7 +244,7 @@ def _checked_host(text: str) -> str:
     """A name as the Host header has it, in lower case and without its port."""
     name = text.lower().removesuffix(".")
     if text != "*" and not _HOST.fullmatch(name):
-        raise _wrong("allowed_hosts", text, "hosts are names without a port, such as a.example.org")
+        raise _wrong("allowed_hosts", text, "write a name without a port, such as a.example.org")
     return name
 
 
@@ -253,7 +253,7 @@ def _checked_proxy(text: str) -> str:
         return str(ipaddress.ip_network(text, strict=False))
     except ValueError:
         raise _wrong(
-            "trusted_proxies", text, "proxies are addresses or networks, such as 10.0.0.0/8"
+            "trusted_proxies", text, "write an address or a network, such as 10.0.0.0/8"
         ) from None
 
 
@@ -271,19 +271,19 @@ def _read(name: str, text: str) -> Any:
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if kind is bool:
         if text.lower() not in _TRUE | _FALSE:
-            raise _wrong(name, text, "true or false is needed")
+            raise _wrong(name, text, "write true or false")
         return text.lower() in _TRUE
     if kind in (int, float):
         try:
             return kind(text)
         except ValueError:
-            raise _wrong(name, text, "a number is needed") from None
+            raise _wrong(name, text, "write a number") from None
     return text
 
 
 def _wrong(name: str, value: object, limit: str) -> RequestError:
     shown = "***" if name.endswith("keys") else repr(value)
-    return RequestError(f"{name} is {shown}: {limit}")
+    return RequestError(f"{name} is {shown}; {limit}")
 
 
 def _kind(annotation: Any) -> Any:
