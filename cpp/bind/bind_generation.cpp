@@ -1,9 +1,11 @@
+// The consumer's side of a request: what it takes, how it waits, how the request ends.
+#include "bind/bind_generation.h"
+
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
-
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,11 +17,6 @@
 #include "base/fork_guard.h"
 #include "bind/bind.h"
 #include "sched/wakeup.h"
-
-// What next() returns, for the type stubs.
-#define KQVIEW_ITEM                                                                      \
-    "tuple[int, float | None, list[tuple[int, float]] | None, typing.Any, bool, int] | " \
-    "tuple[int, int, typing.Any] | list[int] | types.EllipsisType | None"
 
 namespace kqview::bind {
 
@@ -53,35 +50,25 @@ private:
     std::atomic<bool>& taken_;
 };
 
-// (id, logprob or None, top or None, rows or None, is_last, n_discarded) of a token, (start,
-// n_rows, rows or None) of prompt rows, or None at the end, whose error is raised.
+// What next() gives. Rows become arrays when they are asked for.
+struct taken_token {
+    token_event token;
+    std::optional<end_event> end;  // of the last token
+
+    bool has_logprob() const { return !std::isnan(token.logprob); }
+};
+
+// Nothing is there yet.
+struct wait_event {
+    std::vector<request_id> holders;
+};
+
 nb::object to_python(generation_handle& self, mailbox::item item) {
-    if (item.end && !self.end) self.end = std::make_shared<const end_event>(*item.end);
-    if (item.prompt) {
-        auto& prompt = *item.prompt;
-        self.written_at = prompt.rows.written_at;
-        const bool embeds = !prompt.embedding.empty();
-        return nb::make_tuple(prompt.start, prompt.n_rows,
-                              embeds
-                                  ? embedding_to_python(std::move(prompt.embedding), prompt.n_rows)
-                                  : rows_to_python(prompt.rows, true));
-    }
-    if (!item.token) {
-        if (self.end->failure) throw *self.end->failure;
-        return nb::none();
-    }
-    auto& token = *item.token;
-    self.written_at = token.rows.written_at;
-    const bool has_logprob = !std::isnan(token.logprob);
-    nb::object top = nb::none();
-    if (has_logprob) {
-        nb::list pairs;
-        for (const auto& [id, logprob] : token.top) pairs.append(nb::make_tuple(id, logprob));
-        top = pairs;
-    }
-    return nb::make_tuple(
-        token.id, has_logprob ? nb::object(nb::float_(token.logprob)) : nb::none(), top,
-        rows_to_python(token.rows, false), item.end.has_value(), token.n_discarded);
+    if (item.end && !self.end) self.end = item.end;
+    if (item.prompt) return nb::cast(std::move(*item.prompt));
+    if (item.token) return nb::cast(taken_token{std::move(*item.token), std::move(item.end)});
+    if (item.end->failure) throw *item.end->failure;
+    return nb::cast(std::move(*item.end));
 }
 
 // Waits of this thread. A forked child gets one of its own: it shares the parent's descriptor.
@@ -125,9 +112,9 @@ void sleep_on(generation_handle& self, wake_handle& waiter, int timeout_ms) {
     }
 }
 
-// The item, or the ids of the requests that keep it from starting, or `...` after `wait_s`.
+// The next event, or what it waits for after `wait_s`, or at once where that is news.
 nb::object next_item(generation_handle& self, std::optional<double> wait_s, bool goes_on) {
-    self.core->sched->check_not_forked();
+    self.core->sched().check_not_forked();
     const single_consumer guard(self);
     auto& box = *self.wanted->box;
     const auto& waiter = waiter_of_thread();
@@ -139,11 +126,12 @@ nb::object next_item(generation_handle& self, std::optional<double> wait_s, bool
     }
     for (;;) {
         if (auto item = box.try_take()) return to_python(self, std::move(*item));
-        if (auto holders = box.take_stall(); !holders.empty()) return nb::cast(std::move(holders));
+        if (auto holders = box.take_stall(); !holders.empty())
+            return nb::cast(wait_event{std::move(holders)});
         const int left_ms = milliseconds_until(deadline);
         if (left_ms == 0) {
             box.disarm(waiter.get());
-            return nb::ellipsis();
+            return nb::cast(wait_event{});
         }
         waiter->drain();
         if (!box.arm(waiter)) sleep_on(self, *waiter, left_ms);
@@ -152,42 +140,105 @@ nb::object next_item(generation_handle& self, std::optional<double> wait_s, bool
 
 // As next_item, without waiting.
 nb::object try_next_item(generation_handle& self, bool goes_on) {
-    self.core->sched->check_not_forked();
+    self.core->sched().check_not_forked();
     const single_consumer guard(self);
     auto& box = *self.wanted->box;
     if (auto item = box.try_take()) return to_python(self, std::move(*item));
     if (!goes_on && self.wanted->slot.load() < 0) box.forget_stall();
-    if (auto holders = box.take_stall(); !holders.empty()) return nb::cast(std::move(holders));
-    return nb::ellipsis();
+    if (auto holders = box.take_stall(); !holders.empty())
+        return nb::cast(wait_event{std::move(holders)});
+    return nb::cast(wait_event{});
 }
 
 void wait_settled(generation_handle& self) {
     const auto& waiter = waiter_of_thread();
     for (;;) {
-        if (self.core->sched->is_forked()) return;
+        if (self.core->sched().is_forked()) return;
         waiter->drain();
         if (self.wanted->box->arm_settled(waiter)) return;
         sleep_on(self, *waiter, -1);
     }
 }
 
-std::atomic<bool> is_exiting{false};
-thread_local bool is_exit_thread = false;
+template <typename Event>
+std::uintptr_t written_at(const Event& event) {
+    return reinterpret_cast<std::uintptr_t>(event.rows.written_at);
+}
+
+void bind_events(nb::module_& module) {
+    nb::class_<end_event>(module, "EndEvent", "The request has ended.")
+        .def_prop_ro("finish_reason",
+                     [](const end_event& self) { return name_of_reason(self.reason); })
+        .def_prop_ro("prompt_tokens",
+                     [](const end_event& self) { return self.usage.prompt_tokens; })
+        .def_prop_ro("cached_tokens",
+                     [](const end_event& self) { return self.usage.cached_tokens; })
+        .def_prop_ro("prefill_s", [](const end_event& self) { return self.usage.prefill_s; })
+        .def_prop_ro("decode_s", [](const end_event& self) { return self.usage.decode_s; });
+
+    nb::class_<taken_token>(module, "TokenEvent", "A token; its rows are views.")
+        .def_prop_ro("id", [](const taken_token& self) { return self.token.id; })
+        .def_prop_ro("logprob",
+                     [](const taken_token& self) {
+                         return self.has_logprob() ? std::optional(self.token.logprob)
+                                                   : std::nullopt;
+                     })
+        .def_prop_ro(
+            "top_logprobs",
+            [](const taken_token& self) {
+                return self.has_logprob() ? std::optional(self.token.top) : std::nullopt;
+            },
+            "None unless logprobs were asked for.")
+        .def_prop_ro(
+            "attention",
+            [](const taken_token& self) { return attention_view(self.token.rows, false); },
+            nb::sig("def attention(self) -> typing.Any"))
+        .def_prop_ro(
+            "positions",
+            [](const taken_token& self) { return positions_view(self.token.rows, false); },
+            nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro(
+            "hidden", [](const taken_token& self) { return hidden_view(self.token.rows); },
+            nb::sig("def hidden(self) -> typing.Any"))
+        .def_prop_ro(
+            "n_discarded", [](const taken_token& self) { return self.token.n_discarded; },
+            "Tokens of the slot that had been discarded before this row.")
+        .def_prop_ro(
+            "end", [](const taken_token& self) { return self.end ? &*self.end : nullptr; },
+            nb::rv_policy::reference_internal, nb::sig("def end(self) -> EndEvent | None"),
+            "With the last token, unless an error follows it.")
+        .def_prop_ro(
+            "written_at", [](const taken_token& self) { return written_at(self.token); },
+            "For tests: where the CPU's kernel wrote the first row; 0 without one.");
+
+    nb::class_<prompt_event>(module, "PromptEvent", "Rows of the prompt, or its embedding.")
+        .def_ro("start", &prompt_event::start)
+        .def_ro("n_rows", &prompt_event::n_rows)
+        .def_prop_ro(
+            "attention", [](const prompt_event& self) { return attention_view(self.rows, true); },
+            nb::sig("def attention(self) -> typing.Any"))
+        .def_prop_ro(
+            "positions", [](const prompt_event& self) { return positions_view(self.rows, true); },
+            nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro(
+            "embedding",
+            [](nb::handle_t<prompt_event> self) {
+                auto& event = nb::cast<prompt_event&>(self);
+                return embedding_array(event.embedding, event.n_rows, self);
+            },
+            nb::sig("def embedding(self) -> typing.Any"), "The caller's own.")
+        .def_prop_ro("written_at", &written_at<prompt_event>, "As of a TokenEvent.");
+
+    nb::class_<wait_event>(module, "WaitEvent", "Nothing is there yet.")
+        .def_ro("holders", &wait_event::holders,
+                "Ids of the generations that have every slot and wait for their consumers; empty "
+                "unless that is news.");
+}
 
 }  // namespace
 
-void stop_waking() noexcept {
-    is_exit_thread = true;  // exit handlers may still wait
-    is_exiting.store(true);
-}
-
-void stay_if_exiting() noexcept {
-    while (is_exiting.load() && !is_exit_thread) ::pause();
-}
-
 void bind_generation(nb::module_& module) {
-    module.def("stop_waking", &stop_waking,
-               "The interpreter exits: threads that wait do so for ever.");
+    bind_events(module);
     nb::class_<shared_waiter>(module, "WakeHandle")
         .def(nb::init<>())
         .def(
@@ -202,35 +253,27 @@ void bind_generation(nb::module_& module) {
         .def_prop_ro(
             "slot", [](const generation_handle& self) { return self.wanted->slot.load(); },
             "Slot index, -1 while the request is queued.")
-        .def_prop_ro(
-            "written_at",
-            [](const generation_handle& self) {
-                return reinterpret_cast<std::uintptr_t>(self.written_at);
-            },
-            "Address that the kernel of the last taken token wrote first; 0 without capture.")
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
-                     "-> " KQVIEW_ITEM),
-             "Next item, blocking: (id, logprob, top, rows, is_last, n_discarded) of a token or "
-             "(start, n_rows, rows) of the prompt, rows being (attention, positions, hidden) or "
-             "the embedding as (None, None, values); None at the end. "
-             "While the request is queued and every slot waits for its consumer: the ids of the "
-             "requests in them, once unless they change; `goes_on` then waits on. `...` after "
-             "wait_s.")
+                     "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
+             "Takes the next event; blocks, without the GIL. Raises what ended the request. "
+             "WaitEvent after wait_s, and, while the request is queued, when every slot waits for "
+             "its consumer: once unless the holders change; `goes_on` then waits on.")
         .def("try_next", &try_next_item, nb::arg("goes_on") = false,
-             nb::sig("def try_next(self, goes_on: bool = False) -> " KQVIEW_ITEM),
-             "As next(), but `...` when nothing is there yet.")
+             nb::sig("def try_next(self, goes_on: bool = False) "
+                     "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
+             "As next(), without blocking.")
         .def(
             "arm",
             [](generation_handle& self, const shared_waiter& waiter) {
-                self.core->sched->check_not_forked();
+                self.core->sched().check_not_forked();
                 return self.wanted->box->arm(waiter.handle);
             },
             nb::arg("waiter"), "Asks to be woken at the next item; True when one is there already.")
         .def(
             "arm_settled",
             [](generation_handle& self, const shared_waiter& waiter) {
-                return self.core->sched->is_forked() ||
+                return self.core->sched().is_forked() ||
                        self.wanted->box->arm_settled(waiter.handle);
             },
             nb::arg("waiter"),
@@ -238,33 +281,28 @@ void bind_generation(nb::module_& module) {
         .def(
             "disarm",
             [](generation_handle& self, const shared_waiter& waiter) {
-                if (!self.core->sched->is_forked()) self.wanted->box->disarm(waiter.handle.get());
+                if (!self.core->sched().is_forked()) self.wanted->box->disarm(waiter.handle.get());
             },
             nb::arg("waiter"))
         .def(
-            "cancel", [](generation_handle& self) { self.core->sched->cancel(self.wanted); },
+            "cancel", [](generation_handle& self) { self.core->sched().cancel(self.wanted); },
             "Asks the engine to stop at the next step; returns at once.")
         .def("wait_settled", &wait_settled, "Blocks until a cancellation is carried out.")
+        .def(
+            "count_copied",
+            [](generation_handle& self, std::size_t n_bytes) {
+                self.core->sched().pool()->count_copied(n_bytes);
+            },
+            nb::arg("n_bytes"), "Whoever copies attention out of a view says so here.")
         .def_prop_ro(
             "end",
-            [](generation_handle& self) -> nb::object {
-                if (!self.end) return nb::none();
-                const auto& usage = self.end->usage;
-                return nb::make_tuple(name_of_reason(self.end->reason), usage.prompt_tokens,
-                                      usage.cached_tokens, usage.completion_tokens, usage.prefill_s,
-                                      usage.decode_s);
-            },
-            nb::sig("def end(self) -> tuple[str, int, int, int, float, float] | None"),
-            "(finish reason, prompt, cached and completion tokens, prefill_s, decode_s) once it is "
-            "known.")
-        .def(
-            "peek_end",
             [](generation_handle& self) {
-                if (self.end || self.core->sched->is_forked()) return;
-                if (auto end = self.wanted->box->end())
-                    self.end = std::make_shared<const end_event>(*end);
+                if (!self.end && !self.core->sched().is_forked())
+                    self.end = self.wanted->box->end();
+                return self.end ? &*self.end : nullptr;
             },
-            "Makes `end` known after a cancellation, which takes no further items.");
+            nb::rv_policy::copy, nb::sig("def end(self) -> EndEvent | None"),
+            "None while it runs. Events before it may not be taken yet.");
 }
 
 }  // namespace kqview::bind

@@ -3,17 +3,19 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
-#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <chrono>
 #include <exception>
 #include <optional>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bind/bind.h"
+#include "llama/context.h"
+#include "llama/model.h"
+#include "llama/model_facts.h"
+#include "sched/engine.h"
 
 namespace kqview::bind {
 
@@ -51,18 +53,8 @@ nb::dict metadata_of(const model& source) {
 
 // Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
 // callback raises comes out of here.
-std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, const nb::object& progress,
-                                  const std::vector<std::pair<std::string, float>>& lora,
-                                  const std::vector<std::pair<std::string, int>>& rpc_servers,
-                                  double rpc_timeout_s, bool vocabulary_only) {
+std::shared_ptr<model> load_model(model_options options, const nb::object& progress) {
     std::exception_ptr raised;
-    model_options options;
-    options.path = std::move(path);
-    options.n_gpu_layers = n_gpu_layers;
-    options.vocabulary_only = vocabulary_only;
-    for (const auto& [host, port] : rpc_servers) options.rpc_servers.push_back({host, port});
-    options.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(rpc_timeout_s * 1000));
-    for (const auto& [adapter, scale] : lora) options.lora.push_back({adapter, scale});
     options.progress = [&](float fraction) {
         stay_if_exiting();
         const nb::gil_scoped_acquire gil;
@@ -84,69 +76,105 @@ std::shared_ptr<model> load_model(std::string path, int n_gpu_layers, const nb::
     }
 }
 
-nb::dict info_of(const model& source) {
-    const auto* const handle = source.get();
-    const auto* const vocab = source.vocab();
-    nb::dict info;
-    info["n_vocab"] = source.n_vocab();
-    info["has_vocab"] = source.has_vocab();
-    info["n_layer"] = llama_model_n_layer(handle);
-    info["n_head"] = llama_model_n_head(handle);
-    info["n_head_kv"] = llama_model_n_head_kv(handle);
-    info["n_embd"] = llama_model_n_embd(handle);
-    info["n_ctx_train"] = llama_model_n_ctx_train(handle);
-    info["n_swa"] = llama_model_n_swa(handle);
-    info["n_params"] = llama_model_n_params(handle);
-    info["size_bytes"] = llama_model_size(handle);
-    info["file_type"] = to_text(llama_ftype_name(llama_model_ftype(handle)));
-    info["rope_freq_scale"] = llama_model_rope_freq_scale_train(handle);
-    info["bos_token_id"] = llama_vocab_bos(vocab);
-    info["eos_token_id"] = llama_vocab_eos(vocab);
-    info["eot_token_id"] = llama_vocab_eot(vocab);
-    info["pad_token_id"] = llama_vocab_pad(vocab);
-    info["sep_token_id"] = llama_vocab_sep(vocab);
-    info["adds_bos"] = llama_vocab_get_add_bos(vocab);
-    info["adds_eos"] = llama_vocab_get_add_eos(vocab);
-    info["adds_sep"] = llama_vocab_get_add_sep(vocab);
-    // T5's decoder alone and diffusion models cannot be generated from token by token.
-    info["can_generate"] = llama_model_has_decoder(handle) && !llama_model_has_encoder(handle) &&
-                           !llama_model_is_diffusion(handle);
-    const char* const chat_template = llama_model_chat_template(handle, nullptr);
-    info["chat_template"] = chat_template ? nb::object(to_text(chat_template)) : nb::none();
-    const char* const rerank_template = llama_model_chat_template(handle, "rerank");
-    info["rerank_template"] = rerank_template ? nb::object(to_text(rerank_template)) : nb::none();
-    nb::list labels;
-    for (std::uint32_t i = 0; i < llama_model_n_cls_out(handle); ++i) {
-        const char* const label = llama_model_cls_label(handle, i);
-        if (label) labels.append(to_text(label));
-    }
-    info["classifier_labels"] = labels;
-    return info;
+template <auto Member>
+nb::str text(const model_facts& facts) {
+    return to_text(facts.*Member);
+}
+
+template <auto Member>
+std::optional<nb::str> text_or_none(const model_facts& facts) {
+    const auto& value = facts.*Member;
+    return value ? std::optional(to_text(*value)) : std::nullopt;
+}
+
+void bind_facts(nb::module_& module) {
+    nb::class_<model_facts>(module, "ModelFacts", "Facts of a model as llama.cpp has them.")
+        .def_ro("n_vocab", &model_facts::n_vocab)
+        .def_ro("has_vocab", &model_facts::has_vocab)
+        .def_ro("n_layer", &model_facts::n_layer)
+        .def_ro("n_head", &model_facts::n_head)
+        .def_ro("n_head_kv", &model_facts::n_head_kv)
+        .def_ro("n_embd", &model_facts::n_embd)
+        .def_ro("n_ctx_train", &model_facts::n_ctx_train)
+        .def_ro("n_swa", &model_facts::n_swa, "Width of the sliding window, 0: none.")
+        .def_ro("n_params", &model_facts::n_params)
+        .def_ro("size_bytes", &model_facts::size_bytes)
+        .def_prop_ro("file_type", &text<&model_facts::file_type>)
+        .def_ro("rope_freq_scale", &model_facts::rope_freq_scale)
+        .def_ro("bos_token_id", &model_facts::bos_token_id)
+        .def_ro("eos_token_id", &model_facts::eos_token_id)
+        .def_ro("eot_token_id", &model_facts::eot_token_id)
+        .def_ro("pad_token_id", &model_facts::pad_token_id)
+        .def_ro("sep_token_id", &model_facts::sep_token_id)
+        .def_ro("adds_bos", &model_facts::adds_bos)
+        .def_ro("adds_eos", &model_facts::adds_eos)
+        .def_ro("adds_sep", &model_facts::adds_sep)
+        .def_ro("can_generate", &model_facts::can_generate, "Token by token.")
+        .def_prop_ro("chat_template", &text_or_none<&model_facts::chat_template>)
+        .def_prop_ro("rerank_template", &text_or_none<&model_facts::rerank_template>)
+        .def_prop_ro("classifier_labels", [](const model_facts& self) {
+            std::vector<nb::str> labels;
+            for (const auto& label : self.classifier_labels) labels.push_back(to_text(label));
+            return labels;
+        });
+}
+
+double rpc_timeout_s(const model_options& self) {
+    return std::chrono::duration<double>(self.rpc_wait).count();
+}
+
+void set_rpc_timeout_s(model_options& self, double seconds) {
+    self.rpc_wait = std::chrono::milliseconds(static_cast<std::int64_t>(seconds * 1000));
+}
+
+void bind_options(nb::module_& module) {
+    nb::class_<lora_option>(module, "LoraAdapter")
+        .def(nb::init<std::string, float>(), nb::arg("path"), nb::arg("scale"));
+    nb::class_<rpc_endpoint>(module, "RpcEndpoint")
+        .def(nb::init<std::string, int>(), nb::arg("host"), nb::arg("port"));
+    nb::class_<model_options>(module, "ModelOptions", "cpp/llama/model.h says more.")
+        .def(nb::init<>())
+        .def_rw("path", &model_options::path)
+        .def_rw("n_gpu_layers", &model_options::n_gpu_layers, "-1: all that fit.")
+        .def_rw("lora", &model_options::lora)
+        .def_rw("rpc_servers", &model_options::rpc_servers)
+        .def_prop_rw("rpc_timeout_s", &rpc_timeout_s, &set_rpc_timeout_s)
+        .def_rw("vocabulary_only", &model_options::vocabulary_only);
+    nb::class_<rpc_devices::state>(module, "RpcState")
+        .def_prop_ro("endpoint",
+                     [](const rpc_devices::state& self) { return to_text(self.endpoint); })
+        .def_ro("n_devices", &rpc_devices::state::n_devices)
+        .def_prop_ro(
+            "lost", [](const rpc_devices::state& self) { return to_text(self.loss); },
+            "Why it is gone; empty while it is there.");
 }
 
 }  // namespace
 
 void bind_model(nb::module_& module) {
+    bind_options(module);
+    bind_facts(module);
+    module.def(
+        "check_device_memory",
+        [](const model_options& source, const engine_options& context) {
+            check_device_memory(source, context);
+        },
+        nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
+        "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
+    module.def(
+        "check_opening",
+        [](const model_options& source, const engine_options& context) {
+            check_opening(source, context);
+        },
+        nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
+        "Raises what opening would raise, as far as that shows without the weights.");
     nb::class_<model>(module, "Model")
-        .def_static("load", &load_model, nb::arg("path"), nb::arg("n_gpu_layers"),
-                    nb::arg("progress").none(),
-                    nb::arg("lora") = std::vector<std::pair<std::string, float>>{},
-                    nb::arg("rpc_servers") = std::vector<std::pair<std::string, int>>{},
-                    nb::arg("rpc_timeout_s") = 300.0, nb::arg("vocabulary_only") = false,
-                    "Loads a GGUF file and LoRA adapters (path, scale), layers on RPC servers "
-                    "(host, port) too; `progress(fraction)` is called meanwhile.")
-        .def("info", &info_of, nb::sig("def info(self) -> dict[str, typing.Any]"),
-             "Facts of the model as llama.cpp has them; ids of -1 mean none.")
+        .def_static("load", &load_model, nb::arg("options"), nb::arg("progress") = nb::none(),
+                    "Loads the file; `progress(fraction)` is called meanwhile.")
+        .def_prop_ro("facts", &facts_of)
         .def(
-            "rpc_servers",
-            [](const model& self) {
-                std::vector<std::tuple<nb::str, std::size_t, nb::str>> all;
-                for (const auto& one : self.rpc().states()) {
-                    all.emplace_back(to_text(one.endpoint), one.n_devices, to_text(one.loss));
-                }
-                return all;
-            },
-            "(endpoint, number of devices, why it is lost or \"\") of each RPC server.")
+            "rpc_servers", [](const model& self) { return self.rpc().states(); },
+            "What is known of each RPC server.")
         .def("metadata", &metadata_of, nb::sig("def metadata(self) -> dict[str, str]"),
              "The GGUF's key-value pairs as text; no arrays.")
         .def(

@@ -1,7 +1,7 @@
 // The only file that makes ndarrays: views of leased blocks, and embeddings.
 // Owner:  each view's capsule holds a share of the lease; the block goes back to the pool when the
 //         last view, slice included, is gone. The data pointer is the block's own: nothing is
-//         copied. An embedding's capsule owns its values.
+//         copied. An embedding belongs to the event that brought it.
 // Never:  a writable view, and never an array without an owner.
 #include <nanobind/ndarray.h>
 
@@ -41,9 +41,10 @@ nb::object view_of(const std::byte* data, const std::vector<std::size_t>& shape,
 // One array of (layers and heads as the plan keeps them, n_queries with that axis, n_values), or a
 // tuple of one a layer where layers keep different numbers of heads.
 nb::object arrays_of(const captured_rows& rows, bool has_query_axis, const std::byte* data,
-                     nb::dlpack::dtype dtype, const nb::capsule& owner) {
+                     nb::dlpack::dtype dtype) {
     const auto& plan = *rows.plan;
     if (plan.n_rows() == 0) return nb::none();
+    const auto owner = owner_of(rows.block);
     std::vector<std::size_t> tail;
     if (has_query_axis) tail.push_back(static_cast<std::size_t>(rows.layout.n_queries));
     tail.push_back(static_cast<std::size_t>(rows.layout.n_values));
@@ -70,34 +71,31 @@ nb::object arrays_of(const captured_rows& rows, bool has_query_axis, const std::
 
 }  // namespace
 
-nb::object rows_to_python(const captured_rows& rows, bool has_query_axis) {
+nb::object attention_view(const captured_rows& rows, bool has_query_axis) {
     if (!rows.block) return nb::none();
-    const auto& plan = *rows.plan;
-    const auto owner = owner_of(rows.block);
-    const auto* const data = rows.block->data();
-    nb::object positions = nb::none();
-    if (plan.top_k() > 0)
-        positions = arrays_of(rows, has_query_axis, data + rows.layout.positions_offset,
-                              nb::dtype<std::int32_t>(), owner);
-    nb::object hidden = nb::none();
-    if (rows.layout.has_hidden)
-        hidden = view_of(data + rows.layout.hidden_offset,
-                         {plan.hidden().size(), static_cast<std::size_t>(plan.n_embd())},
-                         nb::dtype<float>(), owner);
-    return nb::make_tuple(arrays_of(rows, has_query_axis, data, dtype_of(plan.type()), owner),
-                          positions, hidden);
+    return arrays_of(rows, has_query_axis, rows.block->data(), dtype_of(rows.plan->type()));
 }
 
-nb::object embedding_to_python(std::vector<float> values, int n_rows) {
-    auto held = std::make_unique<std::vector<float>>(std::move(values));
+nb::object positions_view(const captured_rows& rows, bool has_query_axis) {
+    if (!rows.block || rows.plan->top_k() == 0) return nb::none();
+    return arrays_of(rows, has_query_axis, rows.block->data() + rows.layout.positions_offset,
+                     nb::dtype<std::int32_t>());
+}
+
+nb::object hidden_view(const captured_rows& rows) {
+    if (!rows.block || !rows.layout.has_hidden) return nb::none();
+    const auto& plan = *rows.plan;
+    return view_of(rows.block->data() + rows.layout.hidden_offset,
+                   {plan.hidden().size(), static_cast<std::size_t>(plan.n_embd())},
+                   nb::dtype<float>(), owner_of(rows.block));
+}
+
+nb::object embedding_array(std::vector<float>& values, int n_rows, nb::handle owner) {
+    if (values.empty()) return nb::none();
     const auto n = static_cast<std::size_t>(n_rows);
-    const std::size_t shape[2] = {n, held->size() / n};
-    float* const data = held->data();
-    nb::capsule owner(held.get(),
-                      [](void* kept) noexcept { delete static_cast<std::vector<float>*>(kept); });
-    (void)held.release();
+    const std::size_t shape[2] = {n, values.size() / n};
     using array = nb::ndarray<nb::numpy, float, nb::ndim<2>, nb::c_contig>;
-    return nb::make_tuple(nb::none(), nb::none(), nb::cast(array(data, 2, shape, owner)));
+    return nb::cast(array(values.data(), 2, shape, owner));
 }
 
 }  // namespace kqview::bind

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bind/bind.h"
+#include "sched/engine.h"
 
 namespace kqview::bind {
 
@@ -20,12 +21,12 @@ bool goes_on_after_signal() {
     return PyErr_CheckSignals() == 0;
 }
 
-void run_on_slot(const engine_core& self, slot_id slot, const slot_work& work) {
+void run_on_slot(engine& self, slot_id slot, const slot_work& work) {
     bool is_done = false;
     {
         const nb::gil_scoped_release release;
         try {
-            is_done = self.sched->run_on_slot(slot, work, goes_on_after_signal);
+            is_done = self.sched().run_on_slot(slot, work, goes_on_after_signal);
         } catch (...) {
             stay_if_exiting();
             throw;
@@ -39,7 +40,7 @@ nb::object bytes_of_size(std::size_t n_bytes) {
     PyObject* const made = PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(n_bytes));
     if (made) return nb::steal(made);
     PyErr_Clear();
-    throw error(errc::out_of_memory, "slot.save: no memory for " + std::to_string(n_bytes) +
+    throw error(errc::out_of_memory, "no memory for a saved slot of " + std::to_string(n_bytes) +
                                          " bytes; hold fewer saved slots");
 }
 
@@ -48,7 +49,7 @@ struct saved_slot {
     std::size_t n_exact;  // of its tokens, from the first one on
 };
 
-saved_slot save(const engine_core& self, slot_id slot) {
+saved_slot save(engine& self, slot_id slot) {
     nb::object blob;
     std::size_t n_exact = 0;
     std::size_t n_room = 0;
@@ -73,20 +74,20 @@ saved_slot save(const engine_core& self, slot_id slot) {
     }
 }
 
-void restore(const engine_core& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact) {
+void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact) {
     const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact); });
 }
 
-void truncate(const engine_core& self, slot_id slot, std::size_t n_keep) {
+void truncate(engine& self, slot_id slot, std::size_t n_keep) {
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.truncate(n_keep); });
 }
 
-void shift(const engine_core& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_discard) {
+void shift(engine& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_discard) {
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.shift(n_keep, n_discard); });
 }
 
-void clear(const engine_core& self, slot_id slot) {
+void clear(engine& self, slot_id slot) {
     run_on_slot(self, slot, [](slot_cache& cache) { cache.clear(); });
 }
 

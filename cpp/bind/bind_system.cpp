@@ -1,4 +1,5 @@
-// What this build was made from, the devices that it finds, and whether a model fits on them.
+// What this build was made from, the devices that it finds.
+#include <llama.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 
@@ -6,10 +7,11 @@
 #include <string_view>
 #include <utility>
 
+#include <llama.h>
 #include "base/value_count.h"
 #include "bind/bind.h"
+
 #include "llama/backend.h"
-#include "llama/context.h"
 #include "llama/devices.h"
 
 namespace kqview::bind {
@@ -63,46 +65,6 @@ nb::dict build_info() {
     return info;
 }
 
-// `options` are those of Engine.open; what does not change how much memory a context takes is not
-// read.
-context_options context_options_of(const nb::dict& options) {
-    const auto number = [&](const char* name) { return nb::cast<int>(options[name]); };
-    const nb::object flash = options["flash_attn"];
-    context_options context;
-    context.n_ctx = number("n_ctx");
-    context.n_slots = number("n_slots");
-    context.n_batch = number("n_batch");
-    context.n_ubatch = number("n_ubatch");
-    context.n_threads = number("n_threads");
-    context.kv_type = nb::cast<std::string>(options["kv_type"]);
-    context.swa_full = nb::cast<bool>(options["swa_full"]);
-    if (!flash.is_none()) {
-        context.flash = nb::cast<bool>(flash) ? flash_attention::on : flash_attention::off;
-    }
-    return context;
-}
-
-model_options model_options_of(std::string path, int n_gpu_layers) {
-    model_options wanted;
-    wanted.path = std::move(path);
-    wanted.n_gpu_layers = n_gpu_layers;
-    return wanted;
-}
-
-void check_devices(std::string path, int n_gpu_layers, const nb::dict& options) {
-    const auto context = context_options_of(options);
-    const nb::gil_scoped_release release;
-    check_device_memory(model_options_of(std::move(path), n_gpu_layers), context);
-}
-
-void check_all(std::string path, int n_gpu_layers, const nb::dict& options,
-               std::size_t host_memory_bytes) {
-    auto context = context_options_of(options);
-    context.host_memory_bytes = host_memory_bytes;
-    const nb::gil_scoped_release release;
-    check_opening(model_options_of(std::move(path), n_gpu_layers), context);
-}
-
 std::pair<std::size_t, std::size_t> count_values(nb::bytes data, bool packs) {
     const std::string_view view(data.c_str(), data.size());
     const nb::gil_scoped_release release;  // the caller holds the bytes
@@ -117,17 +79,6 @@ void bind_system(nb::module_& module) {
                "Values of JSON, or of MessagePack, and how many of them are members of objects.");
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
                "Version, llama.cpp commit, backends, devices and NVIDIA's driver.");
-    module.def("check_device_memory", &check_devices, nb::arg("path"), nb::arg("n_gpu_layers"),
-               nb::arg("options"),
-               nb::sig("def check_device_memory(path: str, n_gpu_layers: int, "
-                       "options: collections.abc.Mapping[str, object]) -> None"),
-               "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
-    module.def("check_opening", &check_all, nb::arg("path"), nb::arg("n_gpu_layers"),
-               nb::arg("options"), nb::arg("host_memory_bytes"),
-               nb::sig("def check_opening(path: str, n_gpu_layers: int, "
-                       "options: collections.abc.Mapping[str, object], "
-                       "host_memory_bytes: int) -> None"),
-               "Raises what opening would raise, as far as that shows without the weights.");
 }
 
 }  // namespace kqview::bind

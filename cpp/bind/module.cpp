@@ -26,12 +26,10 @@ NB_MODULE(_core, module) {
     // ours. The tests switch the check on and drop everything first.
     nb::set_leak_warnings(std::getenv("KQVIEW_LEAK_CHECK") != nullptr);
     module.doc() = "Native core of kqview; use the classes of the kqview package.";
-    bind_errors(module);
-    bind_log(module);
+    bind_process(module);
     bind_system(module);
     bind_model(module);
-    bind_sampling(module);
-    bind_capture(module);
+    bind_request(module);
     bind_generation(module);
     bind_engine(module);
     bind_state(module);

@@ -122,15 +122,15 @@ void vocabulary::require(const char* who) const {
 
 void vocabulary::check_token(token_id id, const char* who) const {
     if (id >= 0 && id < size_) return;
-    throw error(errc::invalid_token, std::string(who) + ": token id " + std::to_string(id) +
-                                         ", the vocabulary has 0.." + std::to_string(size_ - 1));
+    throw error(errc::invalid_token, std::string(who) + " has token id " + std::to_string(id) +
+                                         ", but ids go from 0 to " + std::to_string(size_ - 1));
 }
 
 std::vector<token_id> vocabulary::tokenize(std::string_view text, bool add_special,
                                            bool parse_special, std::size_t apart_bytes) const {
     require("tokenize");
     if (text.size() > max_text_bytes) {
-        throw error(errc::request, "tokenize: text has " + std::to_string(text.size()) +
+        throw error(errc::request, "text has " + std::to_string(text.size()) +
                                        " bytes, the limit is " + std::to_string(max_text_bytes) +
                                        " (16 MiB); split it");
     }
@@ -280,7 +280,7 @@ void vocabulary::append_bytes(token_id id, std::string& to) const {
 
 std::string vocabulary::detokenize(std::span<const token_id> ids) const {
     require("detokenize");
-    for (const auto id : ids) check_token(id, "detokenize");
+    for (const auto id : ids) check_token(id, "ids");
     return checked("detokenizing", [&] {
         std::string text;
         for (const auto id : ids) append_bytes(id, text);
@@ -290,7 +290,7 @@ std::string vocabulary::detokenize(std::span<const token_id> ids) const {
 
 std::string vocabulary::token_bytes(token_id id) const {
     require("token_bytes");
-    check_token(id, "token_bytes");
+    check_token(id, "id");
     return checked("reading a token", [&] {
         std::string bytes;
         append_bytes(id, bytes);

@@ -90,9 +90,9 @@ pool_block* block_pool::take_block(std::size_t n_bytes) {
         stats_.allocated_bytes += capacity;
         if (may_pin) {
             leased_pinned_bytes_ += capacity;
-            stats_.n_pinned_bytes += capacity;
-            if (stats_.n_pinned_bytes > pinned_limit_bytes_) {
-                move_idle(idle_pinned_, stats_.n_pinned_bytes - pinned_limit_bytes_, freed);
+            stats_.pinned_bytes += capacity;
+            if (stats_.pinned_bytes > pinned_limit_bytes_) {
+                move_idle(idle_pinned_, stats_.pinned_bytes - pinned_limit_bytes_, freed);
             }
         }
         for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
@@ -127,7 +127,7 @@ void block_pool::move_idle(idle_lists& lists, std::size_t n_bytes, block_map& in
             lists[i_class] = block->next_idle;
             moved_bytes += block->buffer.size_bytes();
             stats_.allocated_bytes -= block->buffer.size_bytes();
-            if (block->buffer.is_pinned()) stats_.n_pinned_bytes -= block->buffer.size_bytes();
+            if (block->buffer.is_pinned()) stats_.pinned_bytes -= block->buffer.size_bytes();
             --stats_.n_blocks;
             const auto address = reinterpret_cast<std::uintptr_t>(block->buffer.data());
             into.insert(blocks_.extract(address));
@@ -162,7 +162,7 @@ pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool 
     const std::lock_guard lock(mutex_);
     if (reserved_pinned) {
         leased_pinned_bytes_ -= capacity;
-        stats_.n_pinned_bytes -= capacity;
+        stats_.pinned_bytes -= capacity;
     }
     if (added.empty()) {
         stats_.leased_bytes -= capacity;
@@ -173,7 +173,7 @@ pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool 
     ++stats_.n_allocations;
     if (is_pinned) {
         leased_pinned_bytes_ += capacity;
-        stats_.n_pinned_bytes += capacity;
+        stats_.pinned_bytes += capacity;
     } else if (allocator_->offers_pinned()) {
         ++stats_.plain_fallbacks;
     }

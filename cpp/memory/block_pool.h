@@ -70,7 +70,7 @@ struct block_pool_stats {
     std::size_t allocated_bytes = 0;  // leased and idle
     std::size_t leased_bytes = 0;
     std::size_t peak_leased_bytes = 0;
-    std::size_t n_pinned_bytes = 0;  // page-locked part of allocated_bytes
+    std::size_t pinned_bytes = 0;  // page-locked part of allocated_bytes
     std::size_t n_leased = 0;
     std::size_t n_blocks = 0;           // leased and idle
     std::uint64_t n_allocations = 0;    // blocks that came from the allocator

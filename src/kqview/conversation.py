@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
+from kqview.arguments import encode
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.errors import KqviewError, UnsupportedModel
 from kqview.generation.stream import Generation
-from kqview.request_options import GenerateOptions, encode
+from kqview.submission import GenerateOptions
 from kqview.types import ModelInfo
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class Conversation:
                 f"chat: {self._info.name or self._info.architecture} has no chat template; "
                 "pass one as chat_template, or use generate"
             )
-        encode("chat", source)
+        encode("chat_template", source)
         parts = self._template(source).render(
             checked,
             tools=checked_tool_list,
@@ -178,7 +179,7 @@ class Conversation:
     def _run_ids(self, run: "Sequence[Part]") -> list[int]:
         text = "".join(part.text for part in run)
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
-        ids = self._model.tokenize(encode("chat", text), False, True)
+        ids = self._model.tokenize(encode("messages", text), False, True)
         if [i for i in ids if i in self._control_id_set] == wanted:
             return ids
         # A special token and the text beside it read as another one.
@@ -196,7 +197,7 @@ class Conversation:
         llama.cpp's merges can end in one even where it does not look for special tokens; then the
         text is cut inside of it.
         """
-        ids = self._model.tokenize(encode("chat", text), False, False)
+        ids = self._model.tokenize(encode("messages", text), False, False)
         bad = next((i for i in ids if i in self._control_id_set), None)
         if bad is None:
             return ids
@@ -209,5 +210,5 @@ class Conversation:
         return [i for piece in pieces for i in self._plain_ids(piece)]
 
     def _names_control(self, text: str) -> bool:
-        ids = self._model.tokenize(encode("chat", text), False, True)
+        ids = self._model.tokenize(encode("messages", text), False, True)
         return not self._control_id_set.isdisjoint(ids)

@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
+from kqview._core import ModelFacts
+from kqview.arguments import checked_ids, encode, invalid
 from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
-from kqview.request_options import checked_ids, encode
-from kqview.requests import Requests
-from kqview.types import Classification, ModelInfo, Sampling
+from kqview.submission import Submission
+from kqview.types import Classification, ModelInfo
 
 Text = str | Sequence[int]
 Pair = tuple[str, str]
@@ -36,7 +37,8 @@ class Embedding:
     _core: CoreEngine
     _model: CoreModel
     _info: ModelInfo
-    _requests: Requests
+    _model_facts: ModelFacts
+    _submission: Submission
 
     @property
     def pooling(self) -> str | None:
@@ -107,15 +109,15 @@ class Embedding:
         self._core.check_open()
         if self.pooling is None:
             raise UnsupportedModel(
-                f"embed: {self._name()} is no embedding model; open it with "
+                f"{self._name()} is no embedding model; open it with "
                 "Engine(..., pooling='mean'), or 'last', 'cls', 'none'"
             )
         if self.pooling == "rank":
             raise UnsupportedModel(
-                "embed: this engine pools for the model's classifier ('rank'); use classify, or "
+                "this engine pools for the model's classifier ('rank'); use classify, or "
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
-        is_one, items = _items_of("embed", texts)
+        is_one, items = _items_of(texts)
         ids = self._ids_of("embed", is_one, items, add_special, parse_special)
         found = list(self._run("embed", ids, priority))
         if normalize:
@@ -179,15 +181,15 @@ class Embedding:
         self._core.check_open()
         if self._core.n_classes == 0:
             raise UnsupportedModel(
-                f"classify: {self._name()} has no classifier head; use a sequence classifier or a "
+                f"{self._name()} has no classifier head; use a sequence classifier or a "
                 "reranker, or embed for vectors"
             )
         if self.pooling != "rank":
             raise UnsupportedModel(
-                f"classify: this engine's pooling is {self.pooling!r}; open it with "
+                f"this engine's pooling is {self.pooling!r}; open it with "
                 "Engine(..., pooling='rank')"
             )
-        is_one, items = _items_of("classify", texts)
+        is_one, items = _items_of(texts)
         ids = self._ids_of("classify", is_one, items, add_special, parse_special)
         found = [self._classified(values[0]) for values in self._run("classify", ids, priority)]
         return found[0] if is_one else found
@@ -208,38 +210,38 @@ class Embedding:
         """Ids of every text, all of them checked before any is computed."""
         checked: list[list[int]] = []
         for i, item in enumerate(items):
-            name = who if is_one else f"{who}: text {i}"
+            name = "texts" if is_one else f"texts[{i}]"
             if isinstance(item, str):
                 ids = self._model.tokenize(encode(name, item), add_special, parse_special)
             elif who == "classify" and not is_one and _is_pair(item):
                 ids = self._pair_ids(name, *cast("Pair", item))
             else:
                 ids = checked_ids(name, cast("Iterable[object]", item))
-            self._requests.check_prompt(name, ids, embeds=True)
+            self._submission.check_prompt(name, ids, embeds=True)
             checked.append(ids)
         return checked
 
-    def _pair_ids(self, who: str, query: str, document: str) -> list[int]:
+    def _pair_ids(self, name: str, query: str, document: str) -> list[int]:
         """The prompt of a reranker, joined as llama-server does (format_prompt_rerank)."""
-        facts = self._model.info()
-        template: str | None = facts["rerank_template"]
+        facts = self._model_facts
+        template: str | None = facts.rerank_template
         if template is not None:
             # One pass: a query that names {document} is text.
             parts = template.replace("{document}", "{query}\0").split("{query}")
             text = parts[0] + "".join(
                 document + part[1:] if part[:1] == "\0" else query + part for part in parts[1:]
             )
-            return self._model.tokenize(encode(who, text), False, True)
-        end = facts["eos_token_id"] if facts["eos_token_id"] >= 0 else facts["sep_token_id"]
-        ends = [end] if facts["adds_eos"] else []
-        return [
-            *([facts["bos_token_id"]] if facts["adds_bos"] else []),
-            *self._model.tokenize(encode(who, query), False, False),
-            *ends,
-            *([facts["sep_token_id"]] if facts["adds_sep"] else []),
-            *self._model.tokenize(encode(who, document), False, False),
-            *ends,
+            return self._model.tokenize(encode(name, text), False, True)
+        end = facts.sep_token_id if facts.eos_token_id is None else facts.eos_token_id
+        ids = [
+            facts.bos_token_id if facts.adds_bos else None,
+            *self._model.tokenize(encode(name, query), False, False),
+            end if facts.adds_eos else None,
+            facts.sep_token_id if facts.adds_sep else None,
+            *self._model.tokenize(encode(name, document), False, False),
+            end if facts.adds_eos else None,
         ]
+        return [token_id for token_id in ids if token_id is not None]
 
     # ---- ids to values
 
@@ -264,10 +266,9 @@ class Embedding:
             yield _take(pending.popleft())
 
     def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
-        return self._requests.submit(
-            who, ids, _NOTHING_SAMPLED, None,
-            max_tokens=1, only_attends=True, embeds=True, request_id=None, priority=priority,
-        )  # fmt: skip
+        wanted = self._submission.options(ids, request_id=None, priority=priority)
+        wanted.only_attends = wanted.embeds = True
+        return self._submission.submit(who, wanted, n_prompt=len(ids), request_id=None)
 
     def _classified(self, raw: NDArray[np.float32]) -> Classification:
         names = self._info.classifier_labels
@@ -284,9 +285,6 @@ class Embedding:
         )
 
 
-_NOTHING_SAMPLED: Final = Sampling()
-
-
 def _take(generation: Generation) -> Vectors:
     """Waits for what a request gives and for its end; raises what ended it instead."""
     block = generation.next_block()
@@ -296,18 +294,16 @@ def _take(generation: Generation) -> Vectors:
     return block.hidden
 
 
-def _items_of(who: str, texts: object) -> tuple[bool, list[Any]]:
+def _items_of(texts: object) -> tuple[bool, list[Any]]:
     """(whether it is one text, the texts); RequestError where it is neither text nor texts."""
     if isinstance(texts, str):
         return True, [texts]
     kind = type(texts).__name__
     if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
-        raise RequestError(
-            f"{who}: got {kind}, a str, a sequence of token ids, or a list of these is needed"
-        )
+        raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:
-        raise RequestError(f"{who}: there is no text, at least 1 is needed")
+        raise RequestError("texts is empty; it needs at least 1 text", parameter="texts")
     return (True, [items]) if _is_id(items[0]) else (False, items)
 
 

@@ -10,51 +10,45 @@ import atexit
 import contextlib
 import logging
 import os
+import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
-from kqview.capture_plan import prompt_capture
+from kqview.arguments import checked_ids, encode, invalid, seconds, whole_number
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
-from kqview.engine_stats import engine_stats
-from kqview.errors import RequestError, UnknownSlot, UnsupportedModel
+from kqview.engine_options import (
+    Lora,
+    context_options,
+    lora_adapters,
+    model_options,
+    progress_callback,
+)
+from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
-from kqview.machine import default_threads, engine_info, physical_memory_bytes
-from kqview.model_info import model_info
-from kqview.request_options import (
-    byte_count,
-    checked_ids,
-    lora_adapters,
-    model_path,
-    progress_callback,
-    sampling_of,
-    shift_options,
-    to_core_options,
-    token_limit,
-    whole_number,
-)
-from kqview.requests import Requests
+from kqview.machine import engine_info
 from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
-from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo, Sampling
-from kqview.types.sampling import SamplingOptions
+from kqview.submission import Submission, sampling_of, set_sampling, set_shift, token_limit
+from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
+from kqview.types.sampling import Sampling, SamplingOptions
+from kqview.types.stats import read_fields
 from kqview.vocabulary import Vocabulary
-
-Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 CLOSE_TIMEOUT_S: Final = 30.0
 """How long `Engine.close` waits where it is not told."""
 
 _log: Final = logging.getLogger("kqview.engine")
+_ROLE: Final = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _llama_log: Final = logging.getLogger("kqview.llama")
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
@@ -100,28 +94,44 @@ def check_opening(
         OutOfMemory: There is no room for the context, or on a device for its layers.
         RequestError: An option is out of its range.
     """
-    options = to_core_options(
-        n_ctx=n_ctx,
-        n_slots=n_slots,
-        n_batch=2048,
-        n_ubatch=512,
-        n_threads=default_threads() if n_threads is None else n_threads,
-        flash_attn="auto",
-        kv_type=kv_type,
-        swa_full=True,
-        pooling=None,
-    )
-    n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
+    options = context_options(n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type)
     try:
-        _core.check_opening(model_path(model), n_gpu_layers, options, physical_memory_bytes())
+        _core.check_opening(model_options(model, n_gpu_layers), options)
     finally:
         _forward_log()
 
 
-def _seconds(who: str, name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise RequestError(f"{who}: {name} is {value!r}, seconds from 0 on are needed; change it")
-    return float(value)
+def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
+    facts = model.facts
+    metadata = model.metadata()
+    architecture = metadata.get("general.architecture", "")
+    layers = engine.attention_layers
+    return read_fields(
+        ModelInfo,
+        facts,
+        name=metadata.get("general.name", ""),
+        architecture=architecture,
+        n_head=max((layer.n_head for layer in layers), default=facts.n_head),
+        n_head_kv=max((layer.n_head_kv for layer in layers), default=facts.n_head_kv),
+        attention_layers=tuple(layer.layer for layer in layers),
+        attention_scale=layers[0].scale if layers else 0.0,
+        special_tokens=_special_tokens(model, metadata) if facts.has_vocab else {},
+        # llama.cpp's default where a file does not say
+        rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
+        classifier_labels=tuple(facts.classifier_labels),
+        metadata=metadata,
+    )
+
+
+def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:
+    """Text of each special token by the role that the file's metadata gives it."""
+    found: dict[str, str] = {}
+    n_vocab = model.facts.n_vocab
+    for key, value in metadata.items():
+        role = _ROLE.fullmatch(key)
+        if role and value.isdigit() and int(value) < n_vocab:
+            found[role[1]] = model.token_bytes(int(value)).decode("utf-8", "replace")
+    return found
 
 
 class Engine(Vocabulary, Conversation, Embedding):
@@ -182,61 +192,52 @@ class Engine(Vocabulary, Conversation, Embedding):
         attention_budget_bytes: int | None = None,
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
-        _poison: bool = False,
-        _aborted_decodes: Sequence[int] = (),
     ) -> None:
-        path = model_path(model)
-        adapters = lora_adapters(lora)
-        servers = rpc_endpoints(rpc_servers), rpc_timeout(rpc_timeout_s)
-        options = to_core_options(
+        options = context_options(
             n_ctx=n_ctx,
             n_slots=n_slots,
             n_batch=n_batch,
             n_ubatch=n_ubatch,
-            n_threads=default_threads() if n_threads is None else n_threads,
+            n_threads=n_threads,
             flash_attn=flash_attn,
             kv_type=kv_type,
             swa_full=swa_full,
             pooling=pooling,
+            attention_budget_bytes=attention_budget_bytes,
         )
-        run_ahead = whole_number("Engine", "run_ahead", run_ahead, low=0)
-        memory_bytes = physical_memory_bytes()
-        budget = memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes
-        budget_bytes = byte_count("Engine", "attention_budget_bytes", budget)
-        n_gpu_layers = whole_number("Engine", "n_gpu_layers", n_gpu_layers, low=-1)
+        source = model_options(model, n_gpu_layers)
+        adapters = lora_adapters(lora)
+        servers = [_core.RpcEndpoint(*server) for server in rpc_endpoints(rpc_servers)]
+        source.rpc_timeout_s = rpc_timeout(rpc_timeout_s)
+        run_ahead = whole_number("run_ahead", run_ahead, low=0)
         show = progress_callback(progress)
-        self._n_gpu_layers = n_gpu_layers
-        self._files = ModelFiles(path, adapters)
+        self._n_gpu_layers = source.n_gpu_layers
+        self._files = ModelFiles(source.path, adapters)
         try:
-            if not rpc_servers:  # their memory is theirs to plan
-                _core.check_device_memory(path, n_gpu_layers, options)
-            self._model = _core.Model.load(path, n_gpu_layers, show, adapters, *servers)
-            self._core = _core.Engine.open(
-                self._model,
-                **options,
-                attention_budget_bytes=budget_bytes,
-                host_memory_bytes=memory_bytes,
-                poison=_poison,
-                aborted_decodes=list(_aborted_decodes),
-            )
+            if not servers:  # their memory is theirs to plan
+                _core.check_device_memory(source, options)
+            source.lora = [_core.LoraAdapter(*adapter) for adapter in adapters]
+            source.rpc_servers = servers
+            self._model = _core.Model.load(source, show)
+            self._core = _core.Engine.open(self._model, options)
         finally:
             _forward_log()
-        self._info = model_info(self._model, self._core)
+        self._model_facts = self._model.facts
+        self._info = _model_info(self._model, self._core)
         self._open_vocabulary()
         self._open_conversation()
-        raw = self._model.info()
-        self._can_generate: bool = raw["can_generate"] and self._core.has_cache
-        self._requests = Requests(
+        self._can_generate = self._model_facts.can_generate and self._core.has_cache
+        self._submission = Submission(
             self._core,
             self._model,
             self._info,
             run_ahead=run_ahead,
             # Without the whole cache the columns of window layers are no positions.
-            has_all_columns=swa_full or raw["n_swa"] == 0,
+            has_all_columns=swa_full or self._model_facts.n_swa == 0,
             token_bytes=self._bytes_of,
             on_end=_forward_log,
         )
-        self._kv_type = options["kv_type"]
+        self._kv_type = kv_type
         self._facts: StateFacts | None = None
         eot = self._info.eot_token_id
         self._slots = tuple(
@@ -269,7 +270,7 @@ class Engine(Vocabulary, Conversation, Embedding):
     def stats(self) -> EngineStats:
         """Counters, slots, queue and memory; `EngineStats.since` compares. Works after `close`."""
         _forward_log()
-        return engine_stats(self._core.stats(), self._requests.name_of)
+        return EngineStats.of(self._core.stats(), self._submission.name_of)
 
     def health(self) -> EngineHealth:
         """What the engine thread does at this moment; for a watchdog.
@@ -277,7 +278,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         Takes no lock that the engine thread holds, so it answers while that hangs. Works after
         `close`.
         """
-        return EngineHealth(**self._core.health())
+        return read_fields(EngineHealth, self._core.health())
 
     def system_info(self) -> dict[str, Any]:
         """`kqview.system_info`, how rows of this engine reach a view, and its RPC servers.
@@ -357,26 +358,45 @@ class Engine(Vocabulary, Conversation, Embedding):
         self._core.check_open()
         if not self._can_generate:
             raise UnsupportedModel(
-                f"generate: {self._info.architecture} models do not generate token by token"
+                f"{self._info.architecture} models do not generate token by token"
             )
-        sampling = sampling_of("generate", sampling, options, mods)
+        if not isinstance(mods, Sequence) or mods:  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise RequestError("mods are not in this version; leave mods out", parameter="mods")
+        sampling = sampling_of(sampling, options)
         if slot is not None and slot not in range(len(self._slots)):
-            raise UnknownSlot(f"generate: slot {slot}, the engine has 0..{len(self._slots) - 1}")
-        ids = self._prompt_ids("generate", prompt, add_special, parse_special)
+            raise UnknownSlot(
+                f"slot must be one of 0..{len(self._slots) - 1}, got {shown(slot)}",
+                parameter="slot",
+            )
+        ids = self._prompt_ids(prompt, add_special, parse_special)
         capture = Capture.of(capture)
-        return self._requests.submit(
-            "generate",
+        wanted = self._submission.options(
             ids,
-            sampling,
-            capture,
-            max_tokens=token_limit("generate", max_tokens),
-            shift=shift_options(
-                self._core, len(ids), reuse, reuse_min_tokens, context_shift, n_keep, n_discard
-            ),
-            n_prompt_rows=len(ids) if capture and capture.prompt else 0,
-            slot=slot,
             request_id=request_id,
             priority=priority,
+            capture=capture,
+            n_prompt_rows=len(ids) if capture and capture.prompt else 0,
+        )
+        wanted.max_tokens = token_limit(max_tokens)
+        wanted.slot = -1 if slot is None else slot
+        set_sampling(wanted, sampling)
+        set_shift(
+            wanted,
+            self._core,
+            n_prompt=len(ids),
+            reuse=reuse,
+            reuse_min_tokens=reuse_min_tokens,
+            context_shift=context_shift,
+            n_keep=n_keep,
+            n_discard=n_discard,
+        )
+        return self._submission.submit(
+            "generate",
+            wanted,
+            n_prompt=len(ids),
+            request_id=request_id,
+            capture=capture,
+            stop=sampling.stop,
         )
 
     def attend(
@@ -415,36 +435,41 @@ class Engine(Vocabulary, Conversation, Embedding):
             ClosedError: The engine is closed.
         """
         self._core.check_open()
-        ids = self._prompt_ids("attend", prompt, add_special, parse_special)
-        n_rows = len(ids) if last is None else whole_number("attend", "last", last)
-        n_rows = min(n_rows, len(ids))
-        generation = self._requests.submit(
-            "attend",
+        ids = self._prompt_ids(prompt, add_special, parse_special)
+        n_rows = len(ids) if last is None else min(whole_number("last", last), len(ids))
+        wanted_capture = Capture.of(capture)
+        if wanted_capture is None:
+            raise invalid("capture", "a kind such as 'probs', or a Capture", "None")
+        wanted_capture = wanted_capture.for_prompt()
+        wanted = self._submission.options(
             ids,
-            Sampling(),
-            prompt_capture(capture),
-            max_tokens=1,
-            n_prompt_rows=n_rows,
-            only_attends=True,
             request_id=request_id,
             priority=priority,
+            capture=wanted_capture,
+            n_prompt_rows=n_rows,
         )
-        budget_bytes = self._core.stats()["pool"]["budget_bytes"]
-        return PromptAttention(generation, len(ids) - n_rows, len(ids), budget_bytes)
+        wanted.only_attends = True
+        generation = self._submission.submit(
+            "attend",
+            wanted,
+            n_prompt=len(ids),
+            request_id=request_id,
+            capture=wanted_capture,
+        )
+        return generation.blocks(
+            first=len(ids) - n_rows, budget_bytes=self._core.stats().pool.budget_bytes
+        )
 
     def _prompt_ids(
-        self, who: str, prompt: str | Sequence[int], add_special: bool, parse_special: bool
+        self, prompt: str | Sequence[int], add_special: bool, parse_special: bool
     ) -> list[int]:
         if isinstance(prompt, str):
-            ids = self.tokenize(prompt, add_special=add_special, parse_special=parse_special)
+            text = encode("prompt", prompt)
+            ids = self._model.tokenize(text, add_special, parse_special)
         else:
-            ids = checked_ids(who, prompt)
-        self._requests.check_prompt(who, ids)
+            ids = checked_ids("prompt", prompt)
+        self._submission.check_prompt("prompt", ids)
         return ids
-
-    def count_copied(self, n_bytes: int) -> None:
-        """Tell `stats` that *n_bytes* of attention were copied out of views."""
-        self._core.count_copied(n_bytes)
 
     # ---- closing
 
@@ -460,11 +485,10 @@ class Engine(Vocabulary, Conversation, Embedding):
                 say, is given up: its generations raise ClosedError, its thread and memory stay, and
                 ``health().is_lost`` is true, until a later `close` finds that it did end.
         """
-        self._core.close(_seconds("close", "timeout_s", timeout_s))
-        if self._core.health()["is_lost"]:
+        self._core.close(seconds("timeout_s", timeout_s))
+        if self._core.health().is_lost:
             _log.error(
-                "engine.close: the engine thread hangs for more than %g s; it was given up, its "
-                "memory stays",
+                "the engine thread hangs for more than %g s; it was given up, its memory stays",
                 timeout_s,
             )
         _open_engines.discard(self)

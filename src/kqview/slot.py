@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kqview import _core
-from kqview.errors import RequestError, UnsupportedModel
-from kqview.request_options import whole_number
+from kqview.arguments import invalid, whole_number
+from kqview.errors import RequestError, UnsupportedModel, shown
 from kqview.state.files import (
     NO_MARKS,
     SlotMarks,
@@ -136,10 +136,10 @@ class Slot:
         """
         if not isinstance(blob, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise RequestError(
-                f"slot.restore: got {type(blob).__name__}, the bytes of Slot.save are needed"
+                f"blob must be the bytes of Slot.save, got {type(blob).__name__}", parameter="blob"
             )
         if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError(f"slot.restore: exact is {exact!r}, True or False is needed")
+            raise invalid("exact", "True or False", shown(exact))
         # Bytes cannot change while the engine thread reads what it has checked.
         data, trailer = split(bytes(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
@@ -201,7 +201,7 @@ class Slot:
             BusyError: A generation works in this slot.
             ClosedError: The engine is closed.
         """
-        n = whole_number("slot.truncate", "n", n, low=0)
+        n = whole_number("n", n, low=0)
         _core.truncate_slot(self._core, self.id, n)
 
     def shift(self, n_keep: int, n_discard: int) -> int:
@@ -224,11 +224,11 @@ class Slot:
             BusyError: A generation works in this slot.
             ClosedError: The engine is closed.
         """
-        n_keep = whole_number("slot.shift", "n_keep", n_keep, low=0, high=2**63 - 1)
-        n_discard = whole_number("slot.shift", "n_discard", n_discard, low=1, high=2**63 - 1)
+        n_keep = whole_number("n_keep", n_keep, low=0, high=2**63 - 1)
+        n_discard = whole_number("n_discard", n_discard, low=1, high=2**63 - 1)
         if obstacle := self._core.shift_obstacle:
             raise UnsupportedModel(
-                f"slot.shift: this model keeps {obstacle}; send the ids that are to be seen again"
+                f"this model keeps {obstacle}; send the ids that are to be seen again"
             )
         _core.shift_slot(self._core, self.id, n_keep, n_discard)
         return self.n_tokens

@@ -4,7 +4,8 @@ from collections.abc import Iterable
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.request_options import checked_ids, encode
+from kqview._core import ModelFacts
+from kqview.arguments import checked_ids, encode
 
 
 class Vocabulary:
@@ -12,9 +13,10 @@ class Vocabulary:
 
     _core: CoreEngine
     _model: CoreModel
+    _model_facts: ModelFacts
 
     def _open_vocabulary(self) -> None:
-        self._has_vocab: bool = self._model.info()["has_vocab"]
+        self._has_vocab: bool = self._model_facts.has_vocab
         self._token_bytes: dict[int, bytes] = {}
 
     def tokenize(
@@ -34,7 +36,7 @@ class Vocabulary:
             UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use.
         """
         self._core.check_open()
-        return self._model.tokenize(encode("tokenize", text), add_special, parse_special)
+        return self._model.tokenize(encode("text", text), add_special, parse_special)
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Text of *ids*, special tokens included; bytes that are no UTF-8 become U+FFFD.
@@ -48,7 +50,7 @@ class Vocabulary:
             UnsupportedModel: The model file has no vocabulary.
         """
         self._core.check_open()
-        return self._model.detokenize(checked_ids("detokenize", ids)).decode("utf-8", "replace")
+        return self._model.detokenize(checked_ids("ids", ids)).decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
         """Bytes of one token; a character may be spread over several tokens.
@@ -58,7 +60,7 @@ class Vocabulary:
             UnsupportedModel: The model file has no vocabulary.
         """
         self._core.check_open()
-        return self._model.token_bytes(checked_ids("token_bytes", [id])[0])
+        return self._model.token_bytes(checked_ids("id", [id])[0])
 
     def token_text(self, id: int) -> str:
         """`token_bytes` as text; bytes that are no UTF-8 by themselves become U+FFFD."""

@@ -18,6 +18,7 @@ import pytest
 
 from kqview import Engine, system_info
 from tests.support import archs, stock, tiny_gguf
+from tests.support.engines import open_engine
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -122,11 +123,11 @@ def architectures(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str
 
 @pytest.fixture
 def make_engine() -> Iterator[MakeEngine]:
-    """Open engines with n_threads=1 and n_ctx=512 unless told otherwise."""
+    """Engines by `open_engine`, with n_threads=1 and n_ctx=512 unless told otherwise."""
     opened: list[Engine] = []
 
     def make(model: str | os.PathLike[str], **options: Any) -> Engine:
-        engine = Engine(model, **{"n_threads": 1, "n_ctx": 512, **options})
+        engine = open_engine(model, **{"n_threads": 1, "n_ctx": 512, **options})
         opened.append(engine)
         return engine
 

@@ -18,7 +18,7 @@ import pytest
 
 from kqview import Engine, Generation
 from kqview.errors import OutOfMemory
-from kqview.generation.turns import Taker
+from kqview.generation.waiting import Taker
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -314,7 +314,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
                 goes_on.wait(30)
             return found
 
-    engine._requests._turns._takers = Takers()
+    engine._submission._turns._takers = Takers()
     holder = engine.generate(PROMPT, **GREEDY)
     next(holder)
     with ThreadPoolExecutor(1) as threads, closing(engine):
@@ -329,7 +329,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
 def test_threads_that_take_close_cancel_and_drop_at_once_get_the_right_tokens(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama, _poison=True, **EXACT)
+    engine = make_engine(tiny_llama, poisons_blocks=True, **EXACT)
     prompts = [random_ids(5 + 3 * i, seed=i) for i in range(6)]
     options = GREEDY | {"max_tokens": 20}
     expected = [[token.id for token in engine.generate(p, **options)] for p in prompts]

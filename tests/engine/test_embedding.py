@@ -358,7 +358,7 @@ def test_full_queue_of_others_is_told_and_own_texts_wait(
 
 def test_pooling_is_one_of_the_names(tiny_llama: Path) -> None:
     for value in ("max", "", 1, True, ["mean"]):
-        with pytest.raises(RequestError, match=r"pooling is .*'mean', 'cls', 'last', 'rank'"):
+        with pytest.raises(RequestError, match=r"pooling must .*'mean', 'cls', 'last', 'rank'"):
             Engine(tiny_llama, pooling=value)  # type: ignore[arg-type]
 
 
@@ -380,27 +380,31 @@ def test_decoder_without_pooling_says_what_to_pass(
 @pytest.mark.parametrize(
     ("texts", "error", "what"),
     [
-        ([], RequestError, "no text"),
+        ([], RequestError, "texts is empty"),
         ("", RequestError, "no tokens"),
-        ([[1, 2], []], RequestError, "text 1: the prompt has no tokens"),
-        (["a", ""], RequestError, "text 1: the prompt has no tokens"),
+        ([[1, 2], []], RequestError, r"texts\[1\] has no tokens"),
+        (["a", ""], RequestError, r"texts\[1\] has no tokens"),
         ([1, 320], InvalidToken, "320"),
         ([1, -1], InvalidToken, "-1"),
-        ([[1], [2, 10**12]], InvalidToken, "text 1"),
+        ([[1], [2, 10**12]], InvalidToken, r"texts\[1\]"),
         ([True, False], InvalidToken, "True"),
-        (["a", 5], RequestError, "text 1: got int"),
+        (["a", 5], RequestError, r"texts\[1\] .*got int"),
         ([1, "a"], InvalidToken, "'a'"),
-        ([1.5], RequestError, "text 0: got float"),
+        ([1.5], RequestError, r"texts\[0\] .*got float"),
         (b"bytes", RequestError, "got bytes"),
         (None, RequestError, "got NoneType"),
         (7, RequestError, "got int"),
         ({"text": 1}, RequestError, "got dict"),
-        (["a", None], RequestError, "text 1: got NoneType"),
+        (["a", None], RequestError, r"texts\[1\] .*got NoneType"),
         ([("query", "document")], InvalidToken, "'query'"),
-        (["ok", "\ud800"], RequestError, "text 1: character 0"),
+        (["ok", "\ud800"], RequestError, r"texts\[1\] .*index 0"),
         ([1] * 65, PromptTooLong, "65 tokens, an embedding takes it in one step, which holds 64"),
-        ([[1], [1] * 65], PromptTooLong, "text 1: .*65 tokens.*64; raise n_ubatch"),
-        ([[1], [1] * 513], PromptTooLong, "text 1: .*513 tokens, the model knows 512 positions"),
+        ([[1], [1] * 65], PromptTooLong, r"texts\[1\] .*65 tokens.*64; raise n_ubatch"),
+        (
+            [[1], [1] * 513],
+            PromptTooLong,
+            r"texts\[1\] .*513 tokens, the model knows 512 positions",
+        ),
     ],
 )
 def test_bad_texts_are_refused_before_anything_runs(
@@ -582,14 +586,14 @@ def test_model_without_head_refuses(
 @pytest.mark.parametrize(
     ("texts", "error", "what"),
     [
-        ([], RequestError, "classify: there is no text"),
+        ([], RequestError, "texts is empty"),
         ("", RequestError, "no tokens"),
-        (["a", ""], RequestError, "text 1: the prompt has no tokens"),
+        (["a", ""], RequestError, r"texts\[1\] has no tokens"),
         ([("a", "b", "c")], InvalidToken, "'a'"),
         ([("a", 1)], InvalidToken, "'a'"),
-        (["ok", ("a", "\ud800")], RequestError, "text 1: character 0"),
+        (["ok", ("a", "\ud800")], RequestError, r"texts\[1\] .*index 0"),
         ([1, 320], InvalidToken, "320"),
-        ([("a" * 40, "b" * 40)], PromptTooLong, "text 0: .*80 tokens.*64; raise n_ubatch"),
+        ([("a" * 40, "b" * 40)], PromptTooLong, r"texts\[0\] .*80 tokens.*64; raise n_ubatch"),
         (None, RequestError, "got NoneType"),
     ],
 )

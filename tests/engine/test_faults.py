@@ -1,7 +1,7 @@
 """Failures in the middle of work: decodes of llama.cpp, a full cache, no memory for attention.
 
 Who is hit gets a typed error or the documented end, everybody else goes on with the right tokens,
-and the slots work afterwards. ``_aborted_decodes`` makes llama.cpp itself abort a decode midway,
+and the slots work afterwards. ``aborted_decodes`` makes llama.cpp itself abort a decode midway,
 when some keys and values of the step are written already.
 """
 
@@ -71,7 +71,7 @@ def test_decode_that_fails_at_any_step_ends_its_requests_alone(
     n_failed: list[int] = []
     for i_failed in range(1, 15):
         engine = make_engine(
-            tiny_llama, n_slots=4, n_ubatch=16, _aborted_decodes=[i_failed], **EXACT
+            tiny_llama, n_slots=4, n_ubatch=16, aborted_decodes=[i_failed], **EXACT
         )
         failures = 0
         for (tokens, error), whole in zip(together(engine, PROMPTS, **options), want, strict=True):
@@ -101,7 +101,7 @@ def test_decode_that_fails_leaves_a_recurrent_slot_usable(
     model = tiny_gguf.write_mamba(tmp_path / "mamba.gguf")
     options = {"max_tokens": N_TOKENS, **GREEDY}
     want = ids_of(list(make_engine(model).generate(PROMPTS[0], **options)))
-    engine = make_engine(model, _aborted_decodes=[1, 4])
+    engine = make_engine(model, aborted_decodes=[1, 4])
     for n_before in (0, 2):
         generation = engine.generate(PROMPTS[0], **options)
         tokens, error = take_all(generation)

@@ -323,7 +323,7 @@ def test_closing_the_engine_ends_generations_after_the_tokens_already_there(
 ) -> None:
     reference = make_engine(tiny_llama)
     expected = list(reference.generate(PROMPT, max_tokens=9, capture="probs", **GREEDY))
-    engine = make_engine(tiny_llama, _poison=True)
+    engine = make_engine(tiny_llama, poisons_blocks=True)
     generation = engine.generate(PROMPT, max_tokens=100, capture="probs", **GREEDY)
     queued = engine.generate(PROMPT, max_tokens=100, **GREEDY)
     tokens = [next(generation)]

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 import gguf
 import pytest
 
-from kqview import Engine, _core, errors
+from kqview import Engine, errors
 from kqview.errors import ModelLoadError
 from tests.attack import gguf_file, models
 from tests.attack.gguf_file import ARRAY, F32, I32, STRING, U16, U32, Gguf, Value
 from tests.support import tiny_gguf
+from tests.support.engines import load_vocabulary
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -483,7 +484,7 @@ def test_a_log_line_that_is_no_utf8_reaches_no_other_engine(
     odd_model: Path, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.DEBUG, "kqview.llama"), Engine.demo(n_ctx=64) as engine:
-        _core.Model.load(str(odd_model), 0, None)  # logs the name, and nobody drains it
+        load_vocabulary(odd_model)  # logs the name, and nobody drains it
         assert engine.generate("Anna", max_tokens=2).read()
     assert any("NA\ufffd\ufffdNAME" in record.getMessage() for record in caplog.records)
 
@@ -520,7 +521,7 @@ def test_metadata_takes_time_in_proportion_to_its_keys(tmp_path: Path):
             writer.add_uint32(f"test.key_{i}", i)
         tiny_gguf.add_bytes_vocab(writer, 320, None)
         path = tiny_gguf.finish(writer, tmp_path / f"{n_keys}.gguf")
-        model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
+        model = load_vocabulary(path)
         start = time.thread_time()
         metadata = model.metadata()
         taken = time.thread_time() - start

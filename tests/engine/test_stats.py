@@ -54,7 +54,7 @@ def test_slots_say_who_works_in_them(make_engine: MakeEngine, tiny_llama: Path) 
 
 
 def test_counters_tell_how_generations_ended(make_engine: MakeEngine, tiny_llama: Path) -> None:
-    engine = make_engine(tiny_llama, _aborted_decodes=[1])
+    engine = make_engine(tiny_llama, aborted_decodes=[1])
     with pytest.raises(errors.DecodeError):
         engine.generate(PROMPT, **GREEDY).read()
     engine.generate(PROMPT, max_tokens=5, **GREEDY).read()

@@ -50,8 +50,8 @@ def test_device_without_room_is_refused_before_anything_is_loaded(
 ) -> None:
     asked: list[tuple[object, ...]] = []
 
-    def refuse(path: str, n_gpu_layers: int, options: dict[str, object]) -> None:
-        asked.append((path, n_gpu_layers, options["n_ctx"]))
+    def refuse(model: _core.ModelOptions, context: _core.EngineOptions) -> None:
+        asked.append((model.path, model.n_gpu_layers, context.n_ctx))
         raise errors.OutOfMemory("CUDA0 needs more than there is")
 
     monkeypatch.setattr(_core, "check_device_memory", refuse)
@@ -65,8 +65,6 @@ def test_device_without_room_is_refused_before_anything_is_loaded(
 def test_check_of_device_memory_reads_no_file_without_a_device() -> None:
     if any(device["type"] in ("GPU", "IGPU") for device in kqview.system_info()["devices"]):
         pytest.skip("this machine has a device")
-    options: dict[str, object] = {
-        "n_ctx": 64, "n_slots": 1, "n_batch": 64, "n_ubatch": 64, "n_threads": 1,
-        "flash_attn": None, "kv_type": "f16", "swa_full": True,
-    }  # fmt: skip
-    _core.check_device_memory("no such file", -1, options)
+    model = _core.ModelOptions()
+    model.path = "no such file"
+    _core.check_device_memory(model, _core.EngineOptions())

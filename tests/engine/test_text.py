@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 import gguf
 import pytest
 
-from kqview import Engine, _core
+from kqview import Engine
 from kqview.errors import RequestError
 from tests.support import tiny_gguf
+from tests.support.engines import load_vocabulary
 from tests.support.rows import random_ids
 from tests.support.tiny_gguf import END_OF_TEXT, IM_END, IM_START
 
@@ -91,7 +92,7 @@ def test_text_survives_the_tokenizer(qwen2: Engine) -> None:
 )  # fmt: skip
 def test_texts_of_ids_join_losslessly(name: str, llama_cpp_dir: Path) -> None:
     path = llama_cpp_dir / "models" / f"ggml-vocab-{name}.gguf"
-    model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
+    model = load_vocabulary(path)
     written = "a , b ? it 's ' that ' I 'm . Anna !"
     ids = model.tokenize(written.encode(), False, True)
     text = model.detokenize(ids)
@@ -261,10 +262,6 @@ def demo_engine() -> Iterator[Engine]:
         yield engine
 
 
-def load_vocabulary(path: Path) -> _core.Model:
-    return _core.Model.load(str(path), 0, None, vocabulary_only=True)
-
-
 def write_vocabulary(path: Path, pre: str) -> Path:
     """Write a file that is a vocabulary of bytes and no model, for that pre-tokenizer."""
     writer = gguf.GGUFWriter(None, "llama")
@@ -301,11 +298,11 @@ def test_every_pre_tokenizer_takes_long_runs_on_a_small_stack(tmp_path: Path, ll
     program = """
         import sys, threading
         from pathlib import Path
-        from kqview import _core
+        from tests.support.engines import load_vocabulary
         done = []
         def tokenize_all():
             for path in sorted(Path(sys.argv[1]).glob("*.gguf")):
-                model = _core.Model.load(str(path), 0, None, vocabulary_only=True)
+                model = load_vocabulary(path)
                 for unit in ("a", "A", "1", " ", "!", "é", "a "):
                     text = (unit * 30_000)[:30_000].encode()
                     ids = model.tokenize(text, False, True)
@@ -412,9 +409,9 @@ def test_a_vocabulary_that_llama_cpp_aborts_at_is_a_typed_error(tmp_path: Path):
     """
     path = write_vocabulary(tmp_path / "v.gguf", "whitespace")
     program = (
-        "import sys; from kqview import _core, errors\n"
+        "import sys; from kqview import errors; from tests.support.engines import load_vocabulary\n"
         "try:\n"
-        "    model = _core.Model.load(sys.argv[1], 0, None, vocabulary_only=True)\n"
+        "    model = load_vocabulary(sys.argv[1])\n"
         "    model.tokenize(b'a  b', True, True)\n"
         "except errors.ModelError:\n"
         "    print('typed')\n"

@@ -16,6 +16,7 @@ import pytest
 
 from kqview import Capture
 from kqview.errors import ClosedError, PoolExhausted
+from tests.support.engines import open_engine
 from tests.support.rows import forward, largest_error, random_ids, run
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def generate(engine: Engine, capture: Capture | str = "probs", **options: Any) -
 def test_1000_held_views_keep_their_bytes_while_10000_tokens_pass(
     make_engine: MakeEngine, tiny_llama: Path, poison: bool
 ) -> None:
-    engine = make_engine(tiny_llama, _poison=poison)
+    engine = make_engine(tiny_llama, poisons_blocks=poison)
     held: list[Any] = []
     sums: list[int] = []
     for turn in range(60):
@@ -71,7 +72,7 @@ def test_1000_held_views_keep_their_bytes_while_10000_tokens_pass(
 def test_pool_is_full_again_when_views_are_dropped(
     make_engine: MakeEngine, tiny_llama: Path, poison: bool
 ) -> None:
-    engine = make_engine(tiny_llama, _poison=poison)
+    engine = make_engine(tiny_llama, poisons_blocks=poison)
     generation = generate(engine, max_tokens=100)
     tokens = list(generation)
     pool = engine.stats().pool
@@ -107,7 +108,7 @@ def test_tokens_that_nobody_took_give_their_blocks_back(
 def test_views_outlive_generation_close_and_engine(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama, _poison=True)
+    engine = make_engine(tiny_llama, poisons_blocks=True)
     generation = generate(engine, max_tokens=30)
     rows = [token.attention for token in generation]
     sums = [checksum(one) for one in rows]
@@ -125,7 +126,7 @@ def test_views_outlive_generation_close_and_engine(
 def test_views_outlive_an_engine_that_was_deleted(tiny_llama: Path) -> None:
     from kqview import Engine
 
-    engine = Engine(tiny_llama, n_ctx=256, n_threads=1, _poison=True)
+    engine = open_engine(tiny_llama, n_ctx=256, n_threads=1, poisons_blocks=True)
     rows = [token.attention for token in generate(engine, max_tokens=30)]
     sums = [checksum(one) for one in rows]
     del engine
@@ -139,7 +140,7 @@ def test_views_outlive_an_engine_that_was_deleted(tiny_llama: Path) -> None:
 def test_close_while_generating_leaves_views_and_ends_with_closed_error(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama, run_ahead=2, _poison=True)
+    engine = make_engine(tiny_llama, run_ahead=2, poisons_blocks=True)
     generation = generate(engine, max_tokens=400)
     rows = [next(generation).attention for _ in range(20)]
     sums = [checksum(one) for one in rows]

@@ -41,12 +41,20 @@ def test_view_begins_where_the_kernel_wrote_in_a_block_of_the_pool(
         random_ids(70), max_tokens=30, ignore_eos=True, capture=Capture(kind, dtype=dtype)
     )
     held = []
+    written_at: list[int] = []
+    receive = generation._receive
+
+    def note_address(event: Any) -> Any:
+        written_at.append(getattr(event, "written_at", 0))
+        return receive(event)
+
+    generation._receive = note_address  # pyright: ignore[reportAttributeAccessIssue]
     for token in generation:
         rows = token.attention
         assert isinstance(rows, np.ndarray)
         assert rows.flags.c_contiguous
         begin = address_of(rows)
-        assert generation._handle.written_at == begin
+        assert written_at[-1] == begin
         assert engine._core.pool_contains(begin)
         assert engine._core.pool_contains(begin + rows.nbytes - 1)
         held.append(rows)
@@ -110,7 +118,7 @@ def test_view_cannot_be_made_writeable(token: Token) -> None:
 def test_attention_rows_hold_their_block_while_any_slice_lives(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama, _poison=True)
+    engine = make_engine(tiny_llama, poisons_blocks=True)
     tokens = run(engine, random_ids(12), 3, capture="probs")
     assert engine.stats().pool.n_leased == 3
     part: Any = tokens[1].attention[1, 2, 3:9]  # pyright: ignore[reportOptionalSubscript]

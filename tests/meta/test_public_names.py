@@ -14,7 +14,7 @@ import pytest
 import kqview
 import kqview.state
 from kqview import Capture, Engine, Generation, ModelInfo, Sampling, Slot, Token, errors
-from kqview.request_options import GenerateOptions
+from kqview.submission import GenerateOptions
 from kqview.types.sampling import SamplingOptions
 
 SAMPLING_DEFAULTS = {

@@ -269,7 +269,7 @@ TEST_CASE("block_pool: counters follow takes, releases and copies") {
     CHECK(stats.n_allocations == 2);
     CHECK(stats.n_reused == 0);
     CHECK(stats.copied_bytes == 123);
-    CHECK(stats.n_pinned_bytes == 0);
+    CHECK(stats.pinned_bytes == 0);
     CHECK(stats.plain_fallbacks == 0);
     a.reset();
     b.reset();
@@ -309,7 +309,7 @@ TEST_CASE("block_pool: beyond the page-locked limit blocks are plain and counted
     CHECK(held[1]->is_pinned());
     CHECK_FALSE(held[2]->is_pinned());
     CHECK_FALSE(held[3]->is_pinned());
-    CHECK(pool->stats().n_pinned_bytes == 2 * 16 * kib);
+    CHECK(pool->stats().pinned_bytes == 2 * 16 * kib);
     CHECK(pool->stats().plain_fallbacks == 2);
     held.clear();
     CHECK(pool->try_take(16 * kib)->is_pinned());  // page-locked idle blocks go first
@@ -327,7 +327,7 @@ TEST_CASE("block_pool: idle page-locked blocks give their room to another class"
     pool->try_take(64 * kib);
     const auto held = pool->try_take(32 * kib);
     CHECK(held->is_pinned());
-    CHECK(pool->stats().n_pinned_bytes == 32 * kib);
+    CHECK(pool->stats().pinned_bytes == 32 * kib);
     CHECK(pool->stats().plain_fallbacks == 0);
 }
 
@@ -342,7 +342,7 @@ TEST_CASE("block_pool: refused page-locking falls back to plain memory") {
     REQUIRE(held);
     CHECK_FALSE(held->is_pinned());
     CHECK(pool->stats().plain_fallbacks == 1);
-    CHECK(pool->stats().n_pinned_bytes == 0);
+    CHECK(pool->stats().pinned_bytes == 0);
 }
 
 TEST_CASE("block_pool: poison fills a returned block and only then") {

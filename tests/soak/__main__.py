@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from kqview import Capture, Engine, errors
 from tests.support import tiny_gguf
+from tests.support.engines import open_engine as open_faulty_engine
 
 from .actors import AsyncCallers, Caller
 from .choices import N_CTX
@@ -114,7 +115,7 @@ class Watch(threading.Thread):
 def open_engine(model: Path, seed: int, n_slots: int) -> Engine:
     rng = random.Random(seed)
     gaps = itertools.chain([1500], (rng.randrange(100, 1500) for _ in range(20_000)))
-    return Engine(
+    return open_faulty_engine(
         model,
         n_ctx=N_CTX,
         n_slots=n_slots,
@@ -123,8 +124,8 @@ def open_engine(model: Path, seed: int, n_slots: int) -> Engine:
         kv_type="f32",
         flash_attn=False,
         attention_budget_bytes=BUDGET_BYTES,
-        _poison=True,
-        _aborted_decodes=list(itertools.accumulate(gaps)),
+        poisons_blocks=True,
+        aborted_decodes=list(itertools.accumulate(gaps)),
     )
 
 

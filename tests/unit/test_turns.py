@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kqview.errors import BusyError
-from kqview.generation.turns import Taker, Turns
+from kqview.generation.waiting import Taker, Turns
 
 
 class Held:

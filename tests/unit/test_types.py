@@ -194,8 +194,9 @@ def test_sampling_keeps_a_schema_as_text():
     ],
 )
 def test_capture_option_not_well_formed_names_the_option(option: str, value: object):
-    with pytest.raises(InvalidCapture, match=rf"^capture\.validate: {option} .*;"):
+    with pytest.raises(InvalidCapture, match=rf"\b{option}\b") as caught:
         Capture(**{option: value})
+    assert caught.value.parameter == option
 
 
 def test_capture_accepts_every_well_formed_option():
@@ -222,7 +223,7 @@ def test_capture_of_turns_a_kind_into_a_capture():
     assert Capture.of(capture) is capture
     with pytest.raises(InvalidCapture, match="'everything'"):
         Capture.of("everything")
-    with pytest.raises(InvalidCapture, match=r"capture\.of: bool"):
+    with pytest.raises(InvalidCapture, match=r"capture must be .* True"):
         Capture.of(True)
 
 
@@ -248,12 +249,12 @@ def test_bytes_per_token_is_the_size_of_the_arrays(
 
 @pytest.mark.parametrize("capture", [Capture(layers=[0]), Capture(heads=[4]), Capture(hidden=[6])])
 def test_bytes_per_token_refuses_what_the_model_does_not_have(capture: Capture):
-    with pytest.raises(InvalidCapture, match=r"capture\.bytes_per_token: \w+ \[\d\], the model"):
+    with pytest.raises(InvalidCapture, match=r"\w+ has \[\d\], but the model"):
         capture.bytes_per_token(MODEL, 10)
 
 
 def test_bytes_per_token_refuses_a_negative_context():
-    with pytest.raises(InvalidCapture, match="n_context is -1"):
+    with pytest.raises(InvalidCapture, match=r"n_context .* -1"):
         Capture().bytes_per_token(MODEL, -1)
 
 

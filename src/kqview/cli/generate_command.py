@@ -60,7 +60,6 @@ class RowsFile:
         self._file = WholeFile(path)
         self._zip = zipfile.ZipFile(self._file.stream, "w", zipfile.ZIP_STORED)
         self._is_discarded = False
-        self._count_copied = getattr(engine, "count_copied", None)
         self._ids: list[int] = []
         self._texts: list[str] = []
         layers = engine.model.attention_layers if capture.layers is None else capture.layers
@@ -128,12 +127,9 @@ class RowsFile:
             npy_format.write_array(member, array, allow_pickle=False)
 
     def _write_view(self, name: str, array: NDArray[Any]) -> None:
-        # Straight from the view's memory: numpy's writer copies through a buffer when the target
-        # is not a plain file.
-        if not array.flags.c_contiguous:
-            array = np.ascontiguousarray(array)
-            if self._count_copied is not None:
-                self._count_copied(array.nbytes)
+        # numpy's writer copies through a buffer when the target is no plain file. A view of the
+        # attention goes out as it lies in memory.
+        array = np.ascontiguousarray(array)  # as it is, unless somebody else made it
         with self._discarding(), self._zip.open(f"{name}.npy", "w", force_zip64=True) as member:
             header = npy_format.header_data_from_array_1_0(array)
             npy_format.write_array_header_1_0(member, header)

@@ -20,16 +20,14 @@ class BlockSource(Protocol):
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
     @property
-    def count_copied(self) -> Callable[[int], None]: ...
-    @property
     def usage(self) -> Usage: ...
 
 
 class PromptAttention:
     """Iterator and async iterator of PromptBlock, in order of position; also a context manager.
 
-    The engine computes one block ahead. Each block's rows are a view that nobody copied: drop it to
-    let more come where memory is short.
+    The engine computes one block ahead. Each block's rows are a zero-copy view: drop it to make
+    room for the next ones where memory is short.
 
     Whatever iterating, `array` or `top_k` raises ends it, as with Generation.
 
@@ -44,9 +42,16 @@ class PromptAttention:
     """
 
     def __init__(
-        self, source: BlockSource, start: int, n_prompt: int, budget_bytes: int = 0
+        self,
+        source: BlockSource,
+        start: int,
+        n_prompt: int,
+        *,
+        count_copied: Callable[[int], None],
+        budget_bytes: int = 0,
     ) -> None:
         self._source = source
+        self._count_copied = count_copied
         self.start = start
         self.n_rows = n_prompt - start
         self._budget_bytes = budget_bytes
@@ -91,7 +96,7 @@ class PromptAttention:
         """
         rows, positions = self._whole(with_positions=True)
         if positions is None:
-            raise InvalidCapture("prompt_attention.top_k: pass Capture(top_k=k), or use array()")
+            raise InvalidCapture("the capture has no top_k; pass Capture(top_k=k), or use array()")
         return rows, positions
 
     def _whole(self, *, with_positions: bool) -> tuple[Attention, Any]:
@@ -104,14 +109,12 @@ class PromptAttention:
     def _joined(self, *, with_positions: bool) -> tuple[Attention, Any]:
         first = next(self, None)
         if first is None:
-            raise InvalidCapture(
-                "prompt_attention.array: every block was taken already; ask for a new one"
-            )
+            raise InvalidCapture("every block was taken already; ask for a new one")
         if first.n_rows == self.n_rows:
             next(self, None)  # the end: `usage` is final then
             return _rows_of(first), first.positions
-        rows = _Joined(self._source, self.n_rows, self._budget_bytes)
-        positions = _Joined(self._source, self.n_rows, self._budget_bytes)
+        rows = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
+        positions = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
         i_row, block = 0, first
         while block is not None:
             rows.add(_rows_of(block), i_row)
@@ -150,9 +153,9 @@ class PromptAttention:
 class _Joined:
     """Arrays of blocks copied into whole ones along their axis of rows, the last but one."""
 
-    def __init__(self, source: BlockSource, n_rows: int, budget_bytes: int) -> None:
+    def __init__(self, n_rows: int, budget_bytes: int, count_copied: Callable[[int], None]) -> None:
         self.whole: Any = None
-        self._source = source
+        self._count_copied = count_copied
         self._n_rows = n_rows
         self._budget_bytes = budget_bytes
 
@@ -164,15 +167,15 @@ class _Joined:
         wholes = self.whole if isinstance(part, tuple) else (self.whole,)
         for whole, array in zip(wholes, parts, strict=True):
             whole[..., i_row : i_row + array.shape[-2], :] = array
-            self._source.count_copied(array.nbytes)
+            self._count_copied(array.nbytes)
 
     def _room_for(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         shape = (*array.shape[:-2], self._n_rows, array.shape[-1])
         n_bytes = int(np.prod(shape, dtype=np.int64)) * array.itemsize
         if self._budget_bytes and n_bytes > self._budget_bytes:
             raise OutOfMemory(
-                f"prompt_attention.array: {n_bytes} bytes are needed, attention_budget_bytes "
-                f"allows {self._budget_bytes}; iterate the blocks, or capture fewer layers, heads "
+                f"the array needs {n_bytes} bytes, but attention_budget_bytes is "
+                f"{self._budget_bytes}; iterate the blocks, or capture fewer layers, heads "
                 "or rows (last=)"
             )
         return np.empty(shape, array.dtype)
@@ -180,8 +183,5 @@ class _Joined:
 
 def _rows_of(block: PromptBlock) -> Attention:
     if block.rows is None:
-        raise InvalidCapture(
-            f"prompt_attention.array: the rows from {block.start} on were dropped; "
-            "use on_full='wait'"
-        )
+        raise InvalidCapture(f"the rows from {block.start} on were dropped; use on_full='wait'")
     return block.rows

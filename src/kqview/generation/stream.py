@@ -1,30 +1,29 @@
 """Generation: the tokens of one request, taken synchronously or with ``async for``.
 
-Both ways share `_receive`, which turns what the core hands over into a Token or into rows of the
-prompt; they differ in how they wait. Rows of the prompt come before the first token: who iterates
-one of the two keeps what he meets of the other. The synchronous wait is in C++ (no GIL, ends on
-signals), the asynchronous one in `astream.py`.
+Both ways share `_receive`, which turns an event of the core into a Token or into rows of the
+prompt; they differ in how they wait. Rows of the prompt come before the first token: iterating one
+of the two keeps what it meets of the other. The synchronous wait is in C++ (no GIL, ends on
+signals), the asynchronous one in `waiting.py`, as is what a wait for a slot takes.
 
-Before a generation has a slot, waiting may never end: `turns.py`.
+A generation has ended when `_reason` is set, which `_end` alone does.
 """
 
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
-from types import EllipsisType, TracebackType
-from typing import Any, Final, Self
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Final, Self
 
 from kqview import _core
 from kqview.errors import BusyError, InvalidCapture
-from kqview.generation.astream import LoopWaker
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
-from kqview.generation.turns import HANDOVER_S, Taker, Turns
+from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.types import Capture, PromptBlock, Token, Usage
+from kqview.types.stats import read_fields
 
-_TokenItem = tuple[int, float | None, list[tuple[int, float]] | None, Any, bool, int]
-_Item = _TokenItem | tuple[int, int, Any]
+_Event = _core.TokenEvent | _core.PromptEvent | _core.EndEvent
 
 # How long a coroutine may take tokens without a wait before others of its loop have their turn.
 _TURN_S: Final = 0.002
@@ -61,12 +60,11 @@ class Generation:
         n_prompt: int,
         n_keep: int,
         capture: Capture | None,
-        stop: tuple[str, ...],
+        stop: Sequence[str],
         token_bytes: Callable[[int], bytes],
         waker: Callable[[], LoopWaker],
         on_end: Callable[[], None],
         turns: Turns,
-        count_copied: Callable[[int], None],
     ) -> None:
         self._handle = handle
         self._request_id = request_id
@@ -78,13 +76,11 @@ class Generation:
         self._on_end = on_end
         self._turns = turns
         self._taker = Taker(request_id)
-        self.count_copied = count_copied
         self._text = TextStream(stop)
         self._ids: list[int] = []
         self._blocks: deque[PromptBlock] = deque()
         self._ahead: Token | None = None  # met while rows of the prompt were asked for
         self._reason: str | None = None
-        self._is_stopped = False  # by us: the engine still has to roll its slot back
         self._is_awaited = False
         self._turn_ends = 0.0
         turns.add(handle.id, self, self._taker)
@@ -108,15 +104,15 @@ class Generation:
             return None
         self._check_alone()
         try:
-            item = self._handle.next()
-            if isinstance(item, EllipsisType | list):
-                item = self._wait_turn(item)
+            event = self._handle.next()
+            if isinstance(event, _core.WaitEvent):
+                event = self._wait_turn(event)
             self._taker.note()
-            return self._receive(item)
+            return self._receive(event)
         except BusyError:  # it goes on when that is over
             raise
         except BaseException as error:
-            self._end_with(error)
+            self._stop("error" if isinstance(error, Exception) else "cancelled")
             raise
 
     def _keep(self, received: Token | PromptBlock) -> None:
@@ -150,7 +146,7 @@ class Generation:
         except BusyError:
             raise
         except BaseException as error:
-            self._end_with(error)
+            self._stop("error" if isinstance(error, Exception) else "cancelled")
             raise
         finally:
             self._is_awaited = False
@@ -161,89 +157,80 @@ class Generation:
             self._turn_ends = time.monotonic() + _TURN_S
         has_waited = False
         while self._reason is None:
-            item = self._handle.try_next(has_waited)
-            if isinstance(item, EllipsisType | list):
-                if isinstance(item, list):
-                    self._turns.check_task(item, self._request_id, asyncio.current_task())
+            event = self._handle.try_next(has_waited)
+            if isinstance(event, _core.WaitEvent):
+                if event.holders:
+                    self._turns.check_task(event.holders, self._request_id, asyncio.current_task())
                 has_waited = True
                 await self._waker().wait(self._handle, self._handle.arm)
                 continue
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
             self._taker.note(asyncio.current_task())
-            return self._receive(item)
+            return self._receive(event)
         return None
 
     def _check_alone(self) -> None:
         if self._is_awaited:
             raise BusyError(
-                f"generation.next: a task waits for the next token of {self._request_id}; "
-                "iterate it once"
+                f"a task already waits for the next token of {self._request_id}; iterate it once"
             )
 
-    def _wait_turn(self, answer: list[int] | EllipsisType) -> _Item | None:
-        """Wait for the first item while the requests in *answer*, who wait too, have every slot."""
+    def _wait_turn(self, waits: _core.WaitEvent) -> _Event:
+        """Wait for the first event while others, who wait for their consumers, have every slot."""
         holders: list[int] = []
         while True:
-            if isinstance(answer, list):
-                holders = answer
-            is_late = answer is ... and self.slot is None
+            holders = waits.holders or holders
+            is_late = not waits.holders and self.slot is None
             is_ours = self._turns.is_of_thread(holders, self._request_id, is_late=is_late)
-            item = self._handle.next(HANDOVER_S if is_ours else None, True)
-            if not isinstance(item, EllipsisType | list):
-                return item
-            answer = item
+            event = self._handle.next(HANDOVER_S if is_ours else None, True)
+            if not isinstance(event, _core.WaitEvent):
+                return event
+            waits = event
 
-    def _receive(self, item: _Item | None) -> Token | PromptBlock | None:
-        if item is None:
-            self._finish()
-            return None
-        if len(item) == 3:
-            start, n_rows, rows = item
-            attention, positions, hidden = rows or (None, None, None)
-            return PromptBlock(start, n_rows, attention, positions, hidden)
-        token_id, logprob, top, rows, is_last, n_discarded = item
-        attention, positions, hidden = rows or (None, None, None)
+    def _receive(self, event: _Event) -> Token | PromptBlock | None:
+        if isinstance(event, _core.TokenEvent):
+            return self._to_token(event)
+        if isinstance(event, _core.PromptEvent):
+            return PromptBlock(
+                event.start, event.n_rows, event.attention, event.positions, event.embedding
+            )
+        self._end(event.finish_reason)
+        return None
+
+    def _to_token(self, event: _core.TokenEvent) -> Token:
+        token_id = event.id
         text = self._text.feed(self._token_bytes(token_id))
-        token = Token(
-            token_id, text, len(self._ids), logprob, top, attention, positions, hidden,
-            capture=self._capture, discarded=range(self._n_keep, self._n_keep + n_discarded),
-        )  # fmt: skip
+        token = Token(token_id, text, len(self._ids), event.logprob, event.top_logprobs)
+        if self._capture is not None:
+            token.capture = self._capture
+            token.attention = event.attention
+            token.attention_positions = event.positions
+            token.hidden = event.hidden
+        if event.n_discarded:
+            token.discarded = range(self._n_keep, self._n_keep + event.n_discarded)
         self._ids.append(token_id)
         self._taker.has_taken = True
+        end = event.end
         if self._text.stop_match is not None:
             self._stop("stop_sequence")
-        elif is_last:
+        elif end is not None:
             token.text += self._text.flush()
-            self._finish()
+            self._end(end.finish_reason)
         return token
 
-    def _finish(self) -> None:
-        """The engine is done with the request: takes over its reason."""
-        if self._reason is None:
-            self._handle.peek_end()
-            end = self._handle.end
-            self._reason = end[0] if end else "error"
-            self._text.flush()
-            self._on_end()
-
-    def _end_with(self, error: BaseException) -> None:
-        """Iterating raises *error*: the end, whether the engine found it or it came from here."""
-        end = self._handle.end
-        if end is not None and end[0] == "error":
-            self._finish()
-        else:
-            self._stop("error" if isinstance(error, Exception) else "cancelled")
-
-    def _stop(self, reason: str) -> None:
-        """We are done with the request: the engine rolls the slot back to the last token taken."""
+    def _end(self, reason: str) -> None:
         if self._reason is None:
             self._reason = reason
-            self._is_stopped = True
             self._text.flush()
+            self._on_end()
+
+    def _stop(self, reason: str) -> None:
+        """End it from here: the engine rolls the slot back to the last token taken."""
+        if self._reason is None:
             self._ahead = None
             self._handle.cancel()
-            self._on_end()
+            self._end(reason)
 
     # ---- ending it
 
@@ -254,14 +241,14 @@ class Generation:
     def close(self) -> None:
         """End the generation and wait until its slot is rolled back to the last token taken."""
         self._stop("cancelled")
-        if self._is_stopped:
-            self._handle.wait_settled()
+        self._handle.cancel()
+        self._handle.wait_settled()
 
     async def aclose(self) -> None:
         """As `close`, without blocking the event loop."""
         self._stop("cancelled")
-        if self._is_stopped:
-            await LoopWaker().wait(self._handle, self._handle.arm_settled)
+        self._handle.cancel()
+        await LoopWaker().wait(self._handle, self._handle.arm_settled)
 
     def __enter__(self) -> Self:
         return self
@@ -305,10 +292,24 @@ class Generation:
         """
         if self._capture is None or not self._capture.prompt:
             raise InvalidCapture(
-                "generation.prompt_attention: rows of the prompt are not captured; "
-                "pass capture=Capture(..., prompt=True)"
+                "rows of the prompt are not captured; pass capture=Capture(..., prompt=True)"
             )
-        return PromptAttention(self, 0, self._n_prompt)
+        return self.blocks()
+
+    def blocks(self, *, first: int = 0, budget_bytes: int = 0) -> PromptAttention:
+        """Rows of the prompt from position *first* on, for `Engine.attend`.
+
+        Args:
+            first: Position of the first row.
+            budget_bytes: Most bytes that `PromptAttention.array` may copy to; 0 for no limit.
+        """
+        return PromptAttention(
+            self,
+            first,
+            self._n_prompt,
+            count_copied=self._handle.count_copied,
+            budget_bytes=budget_bytes,
+        )
 
     def next_block(self) -> PromptBlock | None:
         """The next rows of the prompt, None when there are no more; blocks until they are there."""
@@ -366,12 +367,10 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Token counts and seconds; the engine's own figures once the generation is over."""
-        self._handle.peek_end()
         end = self._handle.end
         if end is None:
             return Usage(prompt_tokens=self._n_prompt, completion_tokens=len(self._ids))
-        _, prompt_tokens, cached_tokens, _, prefill_s, decode_s = end
-        return Usage(prompt_tokens, cached_tokens, len(self._ids), prefill_s, decode_s)
+        return read_fields(Usage, end, completion_tokens=len(self._ids))
 
     @property
     def slot(self) -> int | None:
@@ -384,3 +383,8 @@ class Generation:
             f"Generation(request_id={self._request_id!r}, n_tokens={len(self._ids)}, "
             f"finish_reason={self._reason!r})"
         )
+
+
+def count_copied(generation: Generation, n_bytes: int) -> None:
+    """Add to `EngineStats.copied_bytes`: code of kqview copied attention out of a view."""
+    generation._handle.count_copied(n_bytes)  # pyright: ignore[reportPrivateUsage]

@@ -9,10 +9,11 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 from kqview.errors import KqviewError
-from kqview.generation.stream import Generation
+from kqview.generation.stream import Generation, count_copied
 from kqview.server.attention import AttentionWanted
 from kqview.server.budget import Hold
 from kqview.server.wire import Encoder
@@ -98,7 +99,7 @@ class Run:
         """`Caller.owner` of the caller who started it."""
         self.generations = tuple(generations)
         self.hold = hold
-        self.encoder = Encoder(generations[0].count_copied)
+        self.encoder = Encoder(partial(count_copied, generations[0]))
         self.started_s = time.monotonic()
         self.ended_s: float | None = None
         self.n_tokens = 0

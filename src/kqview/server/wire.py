@@ -49,7 +49,7 @@ class Encoder:
     """Turns rows into bytes and tells the engine how many; any thread."""
 
     def __init__(self, count_copied: Callable[[int], None]) -> None:
-        """Report to *count_copied*, such as ``engine.count_copied``."""
+        """Report to *count_copied* what is copied out of views."""
         self._count = count_copied
 
     def raw(self, values: NDArray[Any]) -> bytes:

@@ -5,12 +5,10 @@ so these types can be built, compared and tested without a model.
 """
 
 from kqview.types.capture import Capture
-from kqview.types.classification import Classification
-from kqview.types.model import ModelInfo
-from kqview.types.prompt import PromptBlock
+from kqview.types.model import Classification, ModelInfo
 from kqview.types.sampling import Sampling
 from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
-from kqview.types.token import Token
+from kqview.types.token import PromptBlock, Token
 
 __all__ = [
     "Capture",

@@ -78,9 +78,7 @@ class Capture:
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _to_top_k(self.top_k))
         if not isinstance(self.prompt, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidCapture(
-                f"capture.validate: prompt is {type(self.prompt).__name__}, True or False is needed"
-            )
+            raise _invalid("prompt", "True or False", self.prompt)
         object.__setattr__(self, "prompt", bool(self.prompt))
         object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
 
@@ -94,15 +92,48 @@ class Capture:
         if value is None or isinstance(value, Capture):
             return value
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise InvalidCapture(
-                f"capture.of: {type(value).__name__}, a kind or a Capture is needed; "
-                "pass for example 'probs'"
-            )
+            raise _invalid("capture", "None, a kind such as 'probs', or a Capture", value)
         return cls(kind=value)  # pyright: ignore[reportArgumentType]
 
     def resolved(self, model: ModelInfo) -> "Capture":
         """This capture with the layers of *model* where it names none."""
         return self if self.layers is not None else replace(self, layers=model.attention_layers)
+
+    def for_prompt(self) -> "Capture":
+        """What `Engine.attend` captures.
+
+        Raises:
+            InvalidCapture: Hidden states are asked for.
+        """
+        if self.hidden:
+            raise InvalidCapture(
+                "hidden states are captured for generated tokens only; use generate, or leave "
+                "hidden out",
+                parameter="capture",
+            )
+        return replace(self, prompt=True)
+
+    def check_columns(self, *, has_all: bool) -> None:
+        """Refuse attention where columns are not positions.
+
+        Args:
+            has_all: Whether the cache keeps every position of every layer.
+
+        Raises:
+            InvalidCapture: It does not, or rows of the prompt are asked for but no layers.
+        """
+        has_attention = self.layers is None or len(self.layers) > 0
+        if not has_all and has_attention:
+            raise InvalidCapture(
+                "attention cannot be captured: the model has sliding windows and swa_full is off, "
+                "so columns are not positions; open the Engine with swa_full=True",
+                parameter="capture",
+            )
+        if self.prompt and not has_attention:
+            raise InvalidCapture(
+                "prompt is True but layers is empty; name layers, or leave prompt out",
+                parameter="capture",
+            )
 
     def bytes_per_token(self, model: ModelInfo, n_context: int) -> int:
         """Bytes that one token's capture takes with *n_context* tokens before it.
@@ -118,10 +149,7 @@ class Capture:
             InvalidCapture: A layer or head is not one of *model*, or *n_context* is negative.
         """
         if n_context < 0:
-            raise InvalidCapture(
-                f"capture.bytes_per_token: n_context is {shown(n_context)}, the least is 0; "
-                "pass the number of tokens before the query"
-            )
+            raise _invalid("n_context", "the number of tokens before the query", n_context)
         _check_members("layers", self.layers or (), model.attention_layers)
         _check_members("heads", self.heads or (), range(model.n_head))
         _check_members("hidden", self.hidden, range(model.n_layer))
@@ -145,58 +173,41 @@ class Capture:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     # An array would compare element by element.
     if not isinstance(value, str) or value not in choices:
-        raise InvalidCapture(
-            f"capture.validate: {name} is {shown(value)}, known are {', '.join(choices)}; "
-            "use one of these"
-        )
+        raise _invalid(name, f"one of {', '.join(map(repr, choices))}", value)
 
 
 def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | range) -> None:
     unknown = [value for value in values if value not in known]
     if unknown:
         if known:
-            limit = f"the model has {len(known)} from {known[0]} to {known[-1]}"
+            limit = f"the model has {len(known)}, from {known[0]} to {known[-1]}"
         else:
             limit = "the model has none"
-        raise InvalidCapture(f"capture.bytes_per_token: {name} {unknown}, {limit}; leave these out")
+        raise InvalidCapture(f"{name} has {unknown}, but {limit}", parameter=name)
 
 
 def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise InvalidCapture(
-            f"capture.validate: {name} is {shown(values)}, a sequence of indices is needed; "
-            f"pass for example {name}=[0, 1]"
-        )
+        raise _invalid(name, "a sequence of indices such as [0, 1]", values)
     indices = tuple(_to_index(name, value) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if len(set(indices)) != len(indices):
-        raise InvalidCapture(
-            f"capture.validate: {name} is {list(indices)}, each index may come once; "
-            "remove the repeated ones"
-        )
+        raise InvalidCapture(f"{name} has repeated indices: {list(indices)}", parameter=name)
     if not indices and not allow_empty:
-        raise InvalidCapture(
-            f"capture.validate: {name} is empty, one index is the least; pass None to keep all"
-        )
+        raise InvalidCapture(f"{name} is empty; pass None to keep all", parameter=name)
     return indices
 
 
 def _to_index(name: str, value: object) -> int:
     index = _to_int(value)
     if index is None or index < 0:
-        raise InvalidCapture(
-            f"capture.validate: {name} has {shown(value)}, indices are whole numbers from 0; "
-            "count from the first one"
-        )
+        raise _invalid(f"an index of {name}", "a whole number from 0", value)
     return index
 
 
 def _to_top_k(value: object) -> int:
     top_k = _to_int(value)
     if top_k is None or top_k < 1:
-        raise InvalidCapture(
-            f"capture.validate: top_k is {shown(value)}, the least is 1; "
-            "pass None to keep whole rows"
-        )
+        raise _invalid("top_k", "a whole number from 1, or None to keep whole rows", value)
     return top_k
 
 
@@ -215,8 +226,10 @@ def _to_wait_s(value: object) -> float:
         with contextlib.suppress(OverflowError):  # an int beyond every float
             seconds = float(value)
     if not (math.isfinite(seconds) and seconds >= 0):
-        raise InvalidCapture(
-            f"capture.validate: wait_s is {shown(value)}, a finite number of seconds from 0 is "
-            "needed; use on_full='raise' for no wait"
-        )
+        raise _invalid("wait_s", "a finite number of seconds, at least 0", value)
     return seconds
+
+
+def _invalid(name: str, allowed: str, value: object) -> InvalidCapture:
+    parameter = name.rpartition(" ")[2]
+    return InvalidCapture(f"{name} must be {allowed}, got {shown(value)}", parameter=parameter)

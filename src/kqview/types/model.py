@@ -1,4 +1,4 @@
-"""ModelInfo: what a loaded model says about itself."""
+"""ModelInfo: what a loaded model says about itself; Classification: what its classifier says."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,3 +57,23 @@ class ModelInfo:
     file_type: str
     classifier_labels: tuple[str, ...]
     metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Classification:
+    """The result of `Engine.classify` for one text.
+
+    Attributes:
+        label: The label with the highest score.
+        score: Its score, 0..1.
+        scores: Score of each label, in the order of ``ModelInfo.classifier_labels`` ("LABEL_0" and
+            so on where the file names none). Several add up to 1 (softmax); the score of a single
+            one, such as a reranker's, is the sigmoid of its value.
+        raw: The output of the head in that order: logits, except for Qwen3 rerankers, to whose
+            graph llama.cpp adds a softmax.
+    """
+
+    label: str
+    score: float
+    scores: Mapping[str, float]
+    raw: tuple[float, ...]

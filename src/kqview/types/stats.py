@@ -1,7 +1,16 @@
 """Counters and times: Usage of one generation; EngineStats, SlotStats, PoolStats, EngineHealth."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self
+from typing import Any, Final, Self, TypeVar
+
+_Numbers = TypeVar("_Numbers")
+
+
+def read_fields(cls: type[_Numbers], source: object, **others: object) -> _Numbers:
+    """A *cls* whose fields are the attributes of *source* of the same names, but for *others*."""
+    names = [field.name for field in fields(cls) if field.name not in others]  # pyright: ignore[reportArgumentType]
+    return cls(**{name: getattr(source, name) for name in names}, **others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +204,15 @@ class EngineStats:
     device_copy_s: float = 0.0
     slots: tuple[SlotStats, ...] = ()
     pool: PoolStats = PoolStats()
+
+    @classmethod
+    def of(cls, now: Any, name_of: Callable[[int], str | None]) -> Self:
+        """The counters of the core; *name_of* gives the ``request_id`` of a core's id."""
+        slots = tuple(
+            SlotStats(i, slot.state, slot.n_tokens, name_of(slot.generation))
+            for i, slot in enumerate(now.slots)
+        )
+        return read_fields(cls, now, slots=slots, pool=read_fields(PoolStats, now.pool))
 
     @property
     def tokens_per_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Token: one generated token with the attention of the query that produced it."""
+"""Token: a generated token with the attention of its query; PromptBlock: rows of the prompt."""
 
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,8 +21,8 @@ _LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 class Token:
     """One generated token.
 
-    Tokens compare by identity: arrays have no single truth value. Arrays are read-only views that
-    nobody copied; each stays valid for as long as it is held.
+    Tokens compare by identity: arrays have no single truth value. Arrays are read-only
+    zero-copy views; each stays valid for as long as it is held.
 
     Attributes:
         id: Id in the vocabulary.
@@ -143,3 +143,29 @@ class Token:
         if self.forced:
             parts.append("forced=True")
         return f"Token({', '.join(parts)})"
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class PromptBlock:
+    """Attention rows of the prompt's tokens ``start .. start + n_rows``.
+
+    Attributes:
+        start: Position of the first row's query in the prompt.
+        n_rows: Rows, one for each query.
+        rows: Shape ``(n_layers, n_heads, n_rows, n_context)``, float32 or float16: a read-only
+            zero-copy view that stays valid for as long as it is held. ``n_context`` is the length
+            of the whole prompt in every block; positions behind a query are -inf in logits and
+            scores and 0 in probs, unless the model sees both sides. With a reduction the axes of
+            heads (and layers) are gone; a tuple of ``(n_heads, n_rows, n_context)``, one a layer,
+            where layers differ in heads; ``top_k`` keeps k values in place of ``n_context``. None
+            where ``on_full="drop"`` dropped it.
+        positions: With ``top_k``: int32 positions of the values, shaped as rows. Else None.
+        hidden: Not of `attend`: what `Engine.embed` computes comes this way, float32 of shape
+            ``(n_rows, n_values)``.
+    """
+
+    start: int
+    n_rows: int
+    rows: Attention | None
+    positions: Positions | None = None
+    hidden: NDArray[np.float32] | None = None

@@ -1,0 +1,129 @@
+// What a caller asks for: options of a request, its sampling, its capture.
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <chrono>
+#include <limits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <string>
+#include <type_traits>
+
+#include "base/error.h"
+#include "bind/bind.h"
+#include "sample/params.h"
+#include "sched/engine.h"
+#include "tap/plan.h"
+
+namespace kqview::bind {
+
+namespace {
+
+// Reads the attributes of a kqview.Sampling that the core's list of options names.
+void read_sampling(sampling_params* self, const nb::object& sampling) {
+    auto* const params = new (self) sampling_params;
+    for_each_option([&](const auto& option) {
+        auto& value = params->*option.member;
+        value = nb::cast<std::remove_reference_t<decltype(value)>>(sampling.attr(option.name));
+    });
+}
+
+template <typename Value>
+struct named {
+    const char* name;
+    Value value;
+};
+constexpr named<row_kind> kinds[] = {
+    {"logits", row_kind::logits}, {"scores", row_kind::scores}, {"probs", row_kind::probs}};
+constexpr named<row_type> types[] = {{"float32", row_type::f32}, {"float16", row_type::f16}};
+constexpr named<row_reduction> reductions[] = {{"mean_heads", row_reduction::mean_heads},
+                                               {"max_heads", row_reduction::max_heads},
+                                               {"mean", row_reduction::mean},
+                                               {"max", row_reduction::max}};
+constexpr named<full_policy> policies[] = {
+    {"raise", full_policy::raise}, {"wait", full_policy::wait}, {"drop", full_policy::drop}};
+
+template <typename Value, std::size_t n>
+Value value_of(const named<Value> (&choices)[n], const nb::object& name) {
+    const auto text = nb::cast<std::string>(name);
+    for (const auto& choice : choices) {
+        if (text == choice.name) return choice.value;
+    }
+    throw error(errc::invalid_capture, "\"" + text + "\" is unknown");
+}
+
+// A whole number from 0 on; no model has as many of anything as the largest int.
+int saturated(nb::handle number) {
+    int overflow = 0;
+    const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
+    constexpr int largest = std::numeric_limits<int>::max();
+    return overflow > 0 ? largest : static_cast<int>(std::min<long long>(value, largest));
+}
+
+std::vector<int> indices_of(const nb::object& values) {
+    std::vector<int> indices;
+    for (const nb::handle value : values) indices.push_back(saturated(value));
+    return indices;
+}
+
+// Reads a kqview.Capture.
+capture_options read_capture(const nb::object& capture) {
+    capture_options options;
+    options.kind = value_of(kinds, capture.attr("kind"));
+    options.type = value_of(types, capture.attr("dtype"));
+    if (const nb::object layers = capture.attr("layers"); !layers.is_none())
+        options.layers = indices_of(layers);
+    if (const nb::object heads = capture.attr("heads"); !heads.is_none())
+        options.heads = indices_of(heads);
+    const nb::object reduce = capture.attr("reduce");
+    if (!reduce.is_none()) options.reduce = value_of(reductions, reduce);
+    if (const nb::object top_k = capture.attr("top_k"); !top_k.is_none())
+        options.top_k = saturated(top_k);
+    options.hidden = indices_of(capture.attr("hidden"));
+    return options;
+}
+
+// Resolves it for the engine's model. The request gets a plan of its own: the engine thread drops
+// it, and for an object of Python's that would take the GIL.
+void set_capture(request_options& self, const engine& source, const nb::object& capture) {
+    self.capture = std::make_shared<const capture_plan>(read_capture(capture), source.capture());
+    self.on_full = value_of(policies, capture.attr("on_full"));
+    self.wait_limit = std::chrono::duration<double>(nb::cast<double>(capture.attr("wait_s")));
+}
+
+}  // namespace
+
+void bind_request(nb::module_& module) {
+    nb::class_<sampling_params>(module, "SamplingParams")
+        .def("__init__", &read_sampling, nb::arg("sampling"),
+             "Takes the attributes of a kqview.Sampling by name.");
+    nb::class_<request_options>(module, "RequestOptions", "cpp/sched/request.h says more.")
+        .def(nb::init<>())
+        .def("set_capture", &set_capture, nb::arg("engine"), nb::arg("capture"),
+             "Takes the attributes of a kqview.Capture by name; raises InvalidCapture.")
+        .def_rw("prompt", &request_options::prompt)
+        .def_rw("sampling", &request_options::sampling)
+        .def_rw("constraint_library", &request_options::constraint_library,
+                "Path of llguidance's, for a json_schema or a regex.")
+        .def_rw("max_tokens", &request_options::max_tokens)
+        .def_rw("stop_tokens", &request_options::stop_tokens)
+        .def_rw("n_prompt_rows", &request_options::n_prompt_rows,
+                "Of the prompt's last tokens, whose rows are captured too.")
+        .def_rw("only_attends", &request_options::only_attends, "No token is sampled.")
+        .def_rw("embeds", &request_options::embeds,
+                "Neither, and the prompt's embedding is the result; needs only_attends.")
+        .def_rw("run_ahead", &request_options::run_ahead)
+        .def_rw("priority", &request_options::priority)
+        .def_rw("n_reuse_min", &request_options::n_reuse_min,
+                "Shortest run of tokens that a shift keeps; 0: none.")
+        .def_rw("n_discard", &request_options::n_discard,
+                "Tokens behind the first n_keep that go when the slot is full; 0: it ends then.")
+        .def_rw("n_keep", &request_options::n_keep)
+        .def_rw("slot", &request_options::wanted_slot, "Where it must run; -1: anywhere.");
+}
+
+}  // namespace kqview::bind

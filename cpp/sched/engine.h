@@ -1,0 +1,113 @@
+// One model, one context and the engine thread, as callers see them: what they ask for becomes
+// requests, what happened becomes numbers.
+// Threads: any, without Python's lock where a call may take time.
+// Never:   touches the llama_context after the constructor; that is the engine thread's.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "llama/context.h"
+#include "llama/model.h"
+#include "sample/token_filter.h"
+#include "sched/llama_runner.h"
+#include "sched/request.h"
+#include "sched/scheduler.h"
+
+namespace kqview {
+
+struct engine_options : context_options {
+    std::size_t attention_budget_bytes = 0;
+    bool poisons_blocks = false;  // tests of views: blocks that were given back are overwritten
+};
+
+struct engine_health {
+    const char* phase;
+    double quiet_s;  // since the last sign of life
+    std::uint64_t n_steps;
+    bool is_lost;  // close() gave the thread up
+};
+
+// kqview.EngineStats says what the fields mean; they have its names.
+struct engine_stats {
+    double uptime_s;
+    std::uint64_t n_requests;
+    std::uint64_t n_finished;
+    std::uint64_t n_cancelled;
+    std::uint64_t n_failed;
+    std::uint64_t n_refused;
+    std::uint64_t n_tokens;
+    std::uint64_t n_decodes;
+    std::uint64_t prefill_tokens;
+    double prefill_s;
+    std::uint64_t decode_tokens;
+    double decode_s;
+    std::uint64_t graph_builds;
+    std::uint64_t graph_reuses;
+    int graph_nodes_added;
+    int n_queued;
+    std::uint64_t attention_bytes;
+    std::uint64_t copied_bytes;
+    std::uint64_t dropped_rows;
+    std::uint64_t captured_steps;
+    double step_to_view_s;
+    std::uint64_t device_copies;
+    std::uint64_t device_copy_bytes;
+    double device_copy_s;
+    std::vector<slot_view> slots;
+    block_pool_stats pool;
+};
+
+class engine {
+public:
+    // Creates the context and starts the engine thread.
+    engine(std::shared_ptr<model> source, const engine_options& options);
+    ~engine() { source_->rpc().leave(); }
+    engine(const engine&) = delete;
+    engine& operator=(const engine&) = delete;
+
+    int n_ctx() const { return n_ctx_; }
+    int n_chunk() const { return n_chunk_; }  // most prompt tokens of one step
+    int n_slots() const { return sched_->n_slots(); }
+    const capture_source& capture() const { return capture_; }
+    bool has_cache() const { return has_cache_; }
+    bool can_split_embedding() const { return can_split_embedding_; }
+    const std::string& pooling() const { return pooling_; }
+    const embedding_facts& embeddings() const { return embeddings_; }
+    const std::string& shift_obstacle() const { return shift_obstacle_; }
+
+    // Makes the sampler, which a grammar or DRY can make slow, and queues the request. Raises
+    // invalid_sampling, invalid_token, queue_full, closed.
+    std::shared_ptr<request> submit(request_options wanted);
+
+    // A step that waits for an RPC server ends at once.
+    void close(std::chrono::duration<double> limit);
+
+    engine_stats stats() const;    // also after close()
+    engine_health health() const;  // as stats(); takes no lock
+    // Benchmarks of copies: does a step end only when its rows have left their devices?
+    void await_copies(bool wanted) { copies_->are_awaited = wanted; }
+
+    scheduler& sched() { return *sched_; }
+    const scheduler& sched() const { return *sched_; }
+
+private:
+    const std::shared_ptr<model> source_;
+    token_filters filters_;
+    int n_ctx_;
+    int n_chunk_;
+    capture_source capture_;
+    bool has_cache_;
+    bool can_split_embedding_;
+    std::string pooling_;
+    embedding_facts embeddings_;
+    std::string shift_obstacle_;
+    std::shared_ptr<const graph_counters> graphs_;
+    std::shared_ptr<copy_counters> copies_;
+    scheduler_handle sched_;
+};
+
+}  // namespace kqview

@@ -1,0 +1,142 @@
+"""The options of Engine: checked and turned into the core's."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final, cast
+
+from kqview import _core
+from kqview.arguments import INT64_MAX, encode, invalid, whole_number
+from kqview.errors import RequestError, shown
+from kqview.machine import default_threads, physical_memory_bytes
+
+Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
+
+_SCALE_MAX: Final = 1e6
+_POOLING: Final = ("none", "mean", "cls", "last", "rank")
+
+
+def context_options(
+    *,
+    n_ctx: object = None,
+    n_slots: object = 1,
+    n_batch: object = 2048,
+    n_ubatch: object = 512,
+    n_threads: object = None,
+    flash_attn: object = "auto",
+    kv_type: object = "f16",
+    swa_full: object = True,
+    pooling: object = None,
+    attention_budget_bytes: object = None,
+) -> _core.EngineOptions:
+    """The options of Engine; limits that need the model are checked in the core.
+
+    Raises:
+        RequestError: An option is of another type or out of its range.
+    """
+    if flash_attn != "auto" and not isinstance(flash_attn, bool):
+        raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
+    if not isinstance(kv_type, str):
+        raise invalid("kv_type", "a name such as 'f16'", shown(kv_type))
+    if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
+        raise invalid("pooling", f"None or one of {str(_POOLING)[1:-1]}", shown(pooling))
+    memory_bytes = physical_memory_bytes()
+    budget = memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes
+    options = _core.EngineOptions()
+    options.n_ctx = 0 if n_ctx is None else whole_number("n_ctx", n_ctx)
+    options.n_slots = whole_number("n_slots", n_slots)
+    options.n_batch = whole_number("n_batch", n_batch)
+    options.n_ubatch = whole_number("n_ubatch", n_ubatch)
+    threads = default_threads() if n_threads is None else n_threads
+    options.n_threads = whole_number("n_threads", threads)
+    options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
+    options.kv_type = kv_type
+    options.swa_full = bool(swa_full)
+    options.pooling = "" if pooling is None else str(pooling)
+    options.host_memory_bytes = memory_bytes
+    options.attention_budget_bytes = whole_number("attention_budget_bytes", budget, high=INT64_MAX)
+    return options
+
+
+def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.ModelOptions:
+    """What to load.
+
+    Raises:
+        RequestError: The path has a null byte or characters that UTF-8 cannot express, or
+            *n_gpu_layers* is out of range.
+    """
+    options = _core.ModelOptions()
+    options.path = _path("model", model)
+    options.n_gpu_layers = whole_number("n_gpu_layers", n_gpu_layers, low=-1)
+    return options
+
+
+def progress_callback(progress: object) -> Callable[[float], object] | None:
+    """What is called with the loaded fraction.
+
+    Raises:
+        RequestError: *progress* is neither True nor a callable.
+    """
+    if progress is True:
+        return _print_progress
+    if progress and not callable(progress):
+        raise invalid("progress", "True or a callable", shown(progress))
+    return cast("Callable[[float], object]", progress) if progress else None
+
+
+def lora_adapters(value: Lora | Sequence[Lora] | None) -> list[tuple[str, float]]:
+    """The ``lora`` option as (path, scale) pairs.
+
+    Raises:
+        RequestError: It is not a path, a (path, scale) pair or a list of these.
+    """
+    given: object = value
+    match given:
+        case None:
+            return []
+        case list():
+            return [_lora_adapter(item) for item in cast("list[object]", given)]
+        case tuple() if not _is_pair(cast("tuple[object, ...]", given)):
+            return [_lora_adapter(item) for item in cast("tuple[object, ...]", given)]
+        case _:
+            return [_lora_adapter(given)]
+
+
+def _is_pair(items: tuple[object, ...]) -> bool:
+    return len(items) == 2 and not isinstance(items[1], str | os.PathLike | tuple)
+
+
+def _lora_adapter(item: object) -> tuple[str, float]:
+    path, scale = item, 1.0
+    got = shown(item)
+    if isinstance(item, tuple) and len(cast("tuple[object, ...]", item)) == 2:
+        path, scale = cast("tuple[object, object]", item)
+    if not isinstance(path, str | os.PathLike):
+        raise invalid("lora", "a path, a (path, scale) pair or a list of these", got)
+    number = _to_float(scale)
+    if number is None or not abs(number) <= _SCALE_MAX:
+        limits = f"a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g}"
+        raise invalid("lora", f"given with {limits}", got)
+    return _path("lora", cast("str | os.PathLike[str]", path)), number
+
+
+def _to_float(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int beyond every float
+        return None
+
+
+def _path(name: str, value: str | os.PathLike[str]) -> str:
+    path = os.fsdecode(os.fspath(value))
+    encode(name, path)
+    if "\0" in path:
+        raise RequestError(f"{name} has a null byte in its path {shown(path)}", parameter=name)
+    return path
+
+
+def _print_progress(fraction: float) -> None:
+    end = "\n" if fraction >= 1.0 else ""
+    print(f"\rloading model {fraction:4.0%}", end=end, file=sys.stderr, flush=True)

@@ -1,0 +1,127 @@
+"""How generations wait: on an event loop (LoopWaker), and for a slot without end (Turns).
+
+LoopWaker: one file descriptor per engine and loop, coalesced. The engine thread makes it readable
+when an item arrives for a generation that waits; the loop then asks each waiting one. No thread
+takes part and nothing polls.
+
+Turns: the holder of a slot may itself wait for its consumer. Only the consumer of the holders can
+free their slots; when that consumer is the one that waits here, waiting would never end. Nothing
+refers to a generation: dropping one cancels it, at once, whoever looks at that moment.
+"""
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+from kqview import _core
+from kqview.errors import BusyError
+
+Arm = Callable[[_core.WakeHandle], bool]
+"""Asks for a signal at the next change; True where there is something already."""
+
+
+class LoopWaker:
+    """Wakes the coroutines of one event loop; used on that loop's thread.
+
+    It does not hold the loop: an engine outlives the loops that wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._handle = _core.WakeHandle()
+        self._waiting: dict[_core.Generation, tuple[Arm, asyncio.Future[None]]] = {}
+
+    async def wait(self, generation: _core.Generation, arm: Arm) -> None:
+        """Return when *arm*, a method of *generation*, finds something; one wait a generation.
+
+        Spurious returns are possible.
+        """
+        if arm(self._handle):
+            return
+        loop = asyncio.get_running_loop()
+        future = loop.create_future()
+        if not self._waiting:
+            loop.add_reader(self._handle.fileno(), self._on_signal)
+        self._waiting[generation] = arm, future
+        try:
+            await future
+        finally:
+            del self._waiting[generation]
+            generation.disarm(self._handle)
+            if not self._waiting:
+                loop.remove_reader(self._handle.fileno())
+
+    def _on_signal(self) -> None:
+        self._handle.drain()
+        for arm, future in self._waiting.values():
+            if arm(self._handle) and not future.done():
+                future.set_result(None)
+
+
+HANDOVER_S: Final = 2.0
+"""A generation that nobody has taken from yet may be on its way to another thread."""
+
+
+class Taker:
+    """Who takes the tokens of a generation: the last one who did, at first the one who made it."""
+
+    __slots__ = ("_task", "has_taken", "request_id", "thread")
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+        self.thread = threading.get_ident()
+        self.has_taken = False
+        self._task: weakref.ref[asyncio.Task[Any]] | None = None
+
+    def is_task(self, task: asyncio.Task[Any] | None) -> bool:
+        return task is not None and self._task is not None and self._task() is task
+
+    def note(self, task: asyncio.Task[Any] | None = None) -> None:
+        """This thread takes, in *task* where that is not None."""
+        self.thread = threading.get_ident()
+        self._task = weakref.ref(task) if task else None
+
+
+class Turns:
+    """The takers of an engine's generations; any thread."""
+
+    def __init__(self) -> None:
+        self._takers: dict[int, Taker] = {}  # by the core's id, as long as somebody holds it
+
+    def add(self, core_id: int, generation: object, taker: Taker) -> None:
+        """Know *taker* for as long as somebody holds *generation*."""
+        self._takers[core_id] = taker
+        weakref.finalize(generation, self._takers.pop, core_id, None).atexit = False
+
+    def name_of(self, core_id: int) -> str | None:
+        """The ``request_id`` of a generation; None once nobody holds it."""
+        taker = self._takers.get(core_id)
+        return taker.request_id if taker else None
+
+    def is_of_thread(self, holders: list[int], waiting: str, *, is_late: bool) -> bool:
+        """Whether this thread alone takes from *holders*, for which *waiting* waits.
+
+        Raises:
+            BusyError: It does, and that will not change: it has begun to, or *is_late*.
+        """
+        me = threading.get_ident()
+        mine = [one for one in map(self._takers.get, holders) if one and one.thread == me]
+        is_ours = bool(holders) and len(mine) == len(holders)
+        if is_ours and (is_late or all(one.has_taken for one in mine)):
+            raise _deadlock(waiting, mine)
+        return is_ours
+
+    def check_task(self, holders: list[int], waiting: str, task: asyncio.Task[Any] | None) -> None:
+        """Refuse to wait for *holders* when *task* is the one who takes from all of them."""
+        mine = [one for one in map(self._takers.get, holders) if one and one.is_task(task)]
+        if len(mine) == len(holders):
+            raise _deadlock(waiting, mine)
+
+
+def _deadlock(waiting: str, holders: list[Taker]) -> BusyError:
+    names = ", ".join(one.request_id for one in holders)
+    return BusyError(
+        f"{waiting} waits for a slot, and {names} keeps it until its tokens are taken right here; "
+        f"finish or close {names} first"
+    )

@@ -1,0 +1,304 @@
+"""Submission: checks what a request asks for, hands it to the engine thread, knows what came of it.
+
+For a JSON schema or a regular expression the engine thread calls llguidance by its C interface, so
+that no token waits for the GIL; Python only says where the library of its package is.
+"""
+
+import asyncio
+import importlib
+import json
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from kqview import _core
+from kqview.arguments import (
+    INT32_MAX,
+    INT64_MAX,
+    checked_ids,
+    invalid,
+    parameter_of,
+    whole_number,
+)
+from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel, shown
+from kqview.generation.stream import Generation
+from kqview.generation.waiting import LoopWaker, Turns
+from kqview.types import Capture, ModelInfo, Sampling
+from kqview.types.sampling import SamplingOptions
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """The options of `Engine.generate`, for what calls it."""
+
+    max_tokens: int
+    sampling: Sampling | None
+    capture: Capture | str | None
+    slot: int | None
+    mods: Sequence[Any]
+    request_id: str | None
+    priority: int
+    reuse: Literal["exact", "shift"]
+    reuse_min_tokens: int
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    add_special: bool
+    parse_special: bool
+
+
+class Submission:
+    """The requests of one engine; any thread."""
+
+    def __init__(
+        self,
+        core: _core.Engine,
+        model: _core.Model,
+        info: ModelInfo,
+        *,
+        run_ahead: int,
+        has_all_columns: bool,
+        token_bytes: Callable[[int], bytes],
+        on_end: Callable[[], None],
+    ) -> None:
+        self._core = core
+        self._model = model
+        self._info = info
+        self._run_ahead = run_ahead
+        self._has_all_columns = has_all_columns
+        self._token_bytes = token_bytes
+        self._on_end = on_end
+        self._turns = Turns()
+        self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def check_prompt(self, name: str, ids: list[int], *, embeds: bool = False) -> None:
+        """Refuse a prompt that is empty, too long or has ids outside the vocabulary."""
+        parameter = parameter_of(name)
+        if not ids:
+            raise RequestError(f"{name} has no tokens; it needs at least 1", parameter=parameter)
+        n_ctx, n_chunk = self._core.n_ctx, self._core.n_chunk
+        if len(ids) > n_ctx:
+            is_final = n_ctx == self._core.n_positions
+            limit = (
+                f"the model knows {n_ctx} positions; shorten it"
+                if is_final
+                else f"a slot holds {n_ctx}; raise n_ctx or shorten the prompt"
+            )
+            raise PromptTooLong(f"{name} has {len(ids)} tokens, {limit}", parameter=parameter)
+        is_one_step = not self._core.has_cache or (embeds and not self._core.can_split_embedding)
+        if is_one_step and len(ids) > n_chunk:
+            what = "an embedding takes" if embeds else f"{self._info.architecture} models take"
+            raise PromptTooLong(
+                f"{name} has {len(ids)} tokens, {what} it in one step, which holds "
+                f"{n_chunk}; raise n_ubatch and n_batch, or shorten the prompt",
+                parameter=parameter,
+            )
+        self._model.check_tokens(ids, name)
+
+    def options(
+        self,
+        ids: list[int],
+        *,
+        request_id: str | None,
+        priority: int,
+        capture: Capture | None = None,
+        n_prompt_rows: int = 0,
+    ) -> _core.RequestOptions:
+        """What every request has; *ids* have passed `check_prompt`.
+
+        Raises:
+            RequestError: Or InvalidCapture: an argument cannot work.
+        """
+        if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("request_id", "a str or None", shown(request_id))
+        options = _core.RequestOptions()
+        options.prompt = ids
+        options.run_ahead = self._run_ahead
+        options.priority = whole_number("priority", priority, low=-(2**31))
+        if capture:
+            capture.check_columns(has_all=self._has_all_columns)
+            options.set_capture(self._core, capture)
+            options.n_prompt_rows = n_prompt_rows
+        return options
+
+    def submit(
+        self,
+        name: str,
+        options: _core.RequestOptions,
+        *,
+        n_prompt: int,
+        request_id: str | None,
+        capture: Capture | None = None,
+        stop: Sequence[str] = (),
+    ) -> Generation:
+        """Queue a request; raises what the core refuses.
+
+        Args:
+            name: What the ``request_id`` begins with where the caller gives none.
+            options: What the core is to do.
+            n_prompt: Tokens of the prompt.
+            request_id: The caller's name for the request.
+            capture: What *options* capture.
+            stop: Strings that end the generation.
+        """
+        handle = self._core.submit(options)
+        return Generation(
+            handle,
+            request_id=request_id or f"{name}-{handle.id}",
+            n_prompt=n_prompt,
+            n_keep=options.n_keep,
+            capture=capture.resolved(self._info) if capture else None,
+            stop=stop,
+            token_bytes=self._token_bytes,
+            waker=self._waker,
+            on_end=self._on_end,
+            turns=self._turns,
+        )
+
+    def name_of(self, core_id: int) -> str | None:
+        """The ``request_id`` of a generation by the core's id; None once nobody holds it."""
+        return self._turns.name_of(core_id)
+
+    def _waker(self) -> LoopWaker:
+        loop = asyncio.get_running_loop()
+        waker = self._wakers.get(loop)
+        if waker is None:
+            waker = self._wakers[loop] = LoopWaker()
+        return waker
+
+
+# ---- what a generation adds
+
+
+def token_limit(value: object) -> int:
+    """*value* as ``max_tokens``: from 1, and what no slot can hold means all of the slot."""
+    return min(whole_number("max_tokens", value, high=INT64_MAX), INT32_MAX)
+
+
+def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
+    """The Sampling that was given, or is made of its fields given one by one.
+
+    Raises:
+        RequestError: Both were given, or something else.
+    """
+    if sampling is None:
+        return Sampling(**options)
+    if not isinstance(sampling, Sampling):
+        raise invalid("sampling", "a Sampling or None", type(sampling).__name__)
+    if options:
+        raise RequestError(
+            f"sampling and {', '.join(options)} are both given; put them into Sampling",
+            parameter="sampling",
+        )
+    return sampling
+
+
+def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
+    """Fill in how tokens are chosen, and which ones end the generation.
+
+    Raises:
+        KqviewError: llguidance is needed, and not installed or of another major version.
+    """
+    if sampling.json_schema is not None or sampling.regex is not None:
+        options.constraint_library = _llguidance_library()
+    if isinstance(sampling.json_schema, str):
+        sampling = replace(sampling, json_schema=_bounded_space(sampling.json_schema))
+    options.sampling = _core.SamplingParams(sampling)
+    options.stop_tokens = checked_ids("stop_tokens", sampling.stop_tokens)
+
+
+def _llguidance_library() -> str:
+    try:
+        package = importlib.import_module("llguidance")
+        library = importlib.import_module("llguidance._lib")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "llguidance":
+            raise
+        raise KqviewError(
+            "json_schema and regex need llguidance, which is not installed; "
+            'run pip install "kqview[constraints]"'
+        ) from missing
+    if str(package.__version__).partition(".")[0] != "1":
+        # Another major version may lay its structures out in another way.
+        raise KqviewError(
+            f"llguidance {package.__version__} is installed, version 1 is needed; "
+            'run pip install "kqview[constraints]"'
+        )
+    return str(library.__file__)
+
+
+_SPACE: Final = r" |\n[ \t]{0,20}"  # or none: as llama.cpp's own grammars of JSON have it
+
+
+def _bounded_space(schema: str) -> str:
+    """*schema* with a limit to white space between values, unless it says something about that.
+
+    JSON allows white space without end, and a weak model may write nothing else from there on.
+    """
+    try:
+        value: object = json.loads(schema)
+    except (ValueError, RecursionError):
+        return schema  # llguidance says what is wrong with it
+    if not isinstance(value, dict) or "x-guidance" in value:
+        return schema
+    return json.dumps({**value, "x-guidance": {"whitespace_pattern": _SPACE}}, ensure_ascii=False)
+
+
+def set_shift(
+    options: _core.RequestOptions,
+    core: _core.Engine,
+    *,
+    n_prompt: int,
+    reuse: object,
+    reuse_min_tokens: object,
+    context_shift: object,
+    n_keep: object,
+    n_discard: object,
+) -> None:
+    """Fill in the options of `Engine.generate` that move positions.
+
+    Raises:
+        RequestError: One of them is of another type or out of its range.
+        UnsupportedModel: The model's positions cannot be moved.
+    """
+    if not isinstance(reuse, str) or reuse not in ("exact", "shift"):
+        raise invalid("reuse", "'exact' or 'shift'", shown(reuse))
+    if not isinstance(context_shift, bool):
+        raise invalid("context_shift", "True or False", shown(context_shift))
+    n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
+    wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
+    if wanted and core.shift_obstacle:
+        raise UnsupportedModel(
+            f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
+            "and send the ids that are to be seen"
+        )
+    options.n_reuse_min = n_run_min if reuse == "shift" else 0
+    n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)
+    if n_discard is not None:
+        n_discard = whole_number("n_discard", n_discard, high=INT64_MAX)
+    if not context_shift:
+        if n_keep != 0 or n_discard is not None:
+            raise RequestError(
+                f"n_keep={n_keep} and n_discard={n_discard} have no effect without context_shift; "
+                "pass context_shift=True with them",
+                parameter="context_shift",
+            )
+        return
+    if n_keep > n_prompt:
+        raise RequestError(
+            f"n_keep is {n_keep}, but the prompt has {n_prompt} tokens; -1 keeps all of them",
+            parameter="n_keep",
+        )
+    n_keep = n_prompt if n_keep < 0 else n_keep
+    n_rest = core.n_ctx - n_keep
+    if n_discard is None:
+        n_discard = max(1, n_rest // 2)
+    if n_discard > n_rest:
+        raise RequestError(
+            f"n_keep={n_keep} and n_discard={n_discard} exceed the {core.n_ctx} tokens of a slot; "
+            "keep or discard less, or raise n_ctx",
+            parameter="n_discard",
+        )
+    options.n_keep, options.n_discard = n_keep, n_discard

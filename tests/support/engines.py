@@ -1,0 +1,47 @@
+"""Engines that fail on purpose, and models without an engine: what only the core offers."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+from kqview import Engine, _core
+from kqview.engine_options import context_options
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def open_engine(
+    model: str | os.PathLike[str],
+    *,
+    poisons_blocks: bool = False,
+    aborted_decodes: Sequence[int] = (),
+    **options: Any,
+) -> Engine:
+    """An Engine with the core's options for tests.
+
+    Args:
+        model: As of Engine.
+        poisons_blocks: Overwrite the memory of views that were given back.
+        aborted_decodes: Decodes, counted from 1, that llama.cpp is made to abort midway.
+        **options: Those of Engine.
+    """
+
+    def with_faults(**given: Any) -> _core.EngineOptions:
+        made = context_options(**given)
+        made.poisons_blocks = poisons_blocks
+        made.aborted_decodes = list(aborted_decodes)
+        return made
+
+    with mock.patch("kqview.engine.context_options", with_faults):
+        return Engine(model, **options)
+
+
+def load_vocabulary(path: str | os.PathLike[str]) -> _core.Model:
+    """The vocabulary of a GGUF file, without its weights."""
+    options = _core.ModelOptions()
+    options.path = os.fspath(path)
+    options.vocabulary_only = True
+    return _core.Model.load(options)
