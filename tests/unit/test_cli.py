@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import inspect
 import io
 import json
 import os
@@ -22,7 +23,7 @@ from typer.testing import CliRunner, Result
 
 import kqview
 from kqview import errors
-from kqview.cli import serving
+from kqview.cli import generate_command, serving
 from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
 from kqview.cli.options import fetch
@@ -30,6 +31,7 @@ from kqview.state import durable, write_state
 from kqview.state.files import SlotMarks, StateFacts
 from kqview.state.fingerprint import ModelFiles
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage
+from kqview.types.sampling import OPTIONS
 from tests.support import ses1
 
 if TYPE_CHECKING:
@@ -186,12 +188,19 @@ def test_loading_shows_its_progress_on_a_terminal(
 
 
 def test_generate_passes_sampling_options_on(engine_class: type[FakeEngine]):
-    options = "--temperature 0 --top-k 5 --top-p 0.5 --min-p 0.1 --repeat-penalty 1.1 --seed 9"
+    options = "--temperature 0 --top-k 5 --top-p 0.5 --repeat-penalty 1.1 --seed 9 --ignore-eos"
     result = run("generate", "m", "x", "-n", "1", *options.split(), "--stop", "a", "--stop", "b")
     assert result.exit_code == 0
     assert engine_class.made[0].generations[0].options["sampling"] == Sampling(
-        temperature=0, top_k=5, top_p=0.5, min_p=0.1, repeat_penalty=1.1, seed=9, stop=("a", "b")
-    )
+        temperature=0, top_k=5, top_p=0.5, repeat_penalty=1.1, seed=9, ignore_eos=True,
+        stop=("a", "b"),
+    )  # fmt: skip
+
+
+def test_generate_has_an_option_for_every_number_and_flag_of_sampling():
+    names = set(inspect.signature(generate_command.generate).parameters)
+    rows = OPTIONS.values()
+    assert {row.name for row in rows if row.type in (int, float, bool)} | {"seed", "stop"} <= names
 
 
 def test_generate_reads_the_prompt_from_stdin_without_its_last_newline(
