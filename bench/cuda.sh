@@ -16,7 +16,7 @@
 #   --python X.Y            prepare: the Python of the other machine (3.12)
 #   --without "NAME ..."    prepare: packages that the other machine has, to keep the folder small
 #
-# The other machine needs Python with pip, g++, nvcc and cuBLAS (toolkit or wheels, see README.md); whatever Python is
+# The other machine needs Python with pip, g++, nvcc and cuBLAS (toolkit or wheels, see vendor/README.md); whatever Python is
 # called there stands in KQVIEW_PYTHON. Folders: KQVIEW_CUDA_KIT (build/cuda-kit) travels, KQVIEW_CUDA_WORK (build/cuda)
 # is where all else goes. One line a part with its seconds; logs stay in the work folder. Exit status 1: a part failed.
 set -uo pipefail

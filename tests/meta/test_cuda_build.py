@@ -1,7 +1,7 @@
 """What GGML_CUDA=ON finds and says, with a made-up nvcc: no toolkit, GPU or download is needed.
 
 The made-up compiler says its release and takes or refuses what a test tells it to; cuBLAS is a
-header of two lines and empty libraries. The real thing is built by hand, see README.md.
+header of two lines and empty libraries. The real thing is built by hand, see vendor/README.md.
 """
 
 from __future__ import annotations

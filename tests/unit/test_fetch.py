@@ -119,7 +119,7 @@ def test_real_pip_without_an_index_serves_or_refuses(pin: Pin, tmp_path: Path, c
     message = pin.fails()
     if case == "tampered":
         got = hashlib.sha256(next(links.iterdir()).read_bytes()).hexdigest()
-        assert f"sdist.verify: llama-cpp-python 0.3.36 has sha256 {got}, expected" in message
+        assert f"llama-cpp-python 0.3.36 has sha256 {got}, expected" in message
     else:
         assert "No matching distribution found for llama-cpp-python==0.3.36" in message
         assert "--sdist" in message
@@ -136,13 +136,13 @@ def test_python_without_pip_is_told_to_get_it(pin: Pin) -> None:
     )
     assert (done.returncode, done.stdout) == (1, "")
     message = pin.only_error(done.stderr)
-    assert "pip.find" in message
+    assert "needs pip" in message
     assert "ensurepip" in message
 
 
 def test_pip_failure_shows_pips_error_line(pin: Pin) -> None:
     message = pin.fails(fake_pip="offline")
-    assert "pip.download: llama-cpp-python 0.3.36: ERROR: No matching distribution" in message
+    assert "llama-cpp-python 0.3.36: ERROR: No matching distribution" in message
     assert "KQVIEW_LLAMA_CPP_DIR" in message
 
 
@@ -182,7 +182,7 @@ def test_little_free_space_is_refused_before_the_download(
     monkeypatch.setattr(fetch, "free_bytes", lambda path: 5000 + 4 * 4096 - 1)
     assert fetch.main(["--lock", str(pin.lock)]) == 1
     message = pin.only_error(capsys.readouterr().err)
-    assert f"free at {pin.cache}" in message
+    assert f"{pin.cache} has " in message
     assert "KQVIEW_CACHE_DIR" in message
     monkeypatch.setattr(fetch, "free_bytes", lambda path: 5000 + 4 * 4096)
     monkeypatch.setattr(fetch, "download", lambda lock, work: pin.sdist)
@@ -223,7 +223,7 @@ def test_read_only_cache_is_an_error(pin: Pin) -> None:
 
 def test_cache_below_a_file_is_an_error(pin: Pin) -> None:
     pin.cache.write_text("")
-    assert "cache.write" in pin.fails()
+    assert "KQVIEW_CACHE_DIR" in pin.fails()
 
 
 def test_complete_entry_is_used_without_taking_the_lock(pin: Pin) -> None:
@@ -236,7 +236,7 @@ def test_complete_entry_is_used_without_taking_the_lock(pin: Pin) -> None:
 
 def test_archive_without_llama_cpp_is_an_unknown_layout(pin: Pin) -> None:
     pin.write({"llama_cpp_python-0.3.36/README.md": b""})
-    assert f"unknown layout, {pin.sdist.name} has no {ROOT}/CMakeLists.txt" in pin.fails()
+    assert f"unknown layout: {pin.sdist.name} has no {ROOT}/CMakeLists.txt" in pin.fails()
 
 
 def test_archive_with_other_files_than_the_lock_is_an_unknown_layout(pin: Pin) -> None:
@@ -250,7 +250,7 @@ def test_archive_with_other_files_than_the_lock_is_an_unknown_layout(pin: Pin) -
 )
 def test_archive_with_a_climbing_path_is_refused(pin: Pin, tmp_path: Path, name: str) -> None:
     pin.write({name: b"evil", **{f"{ROOT}/{path}": data for path, data in TREE.items()}})
-    assert "leaves the archive" in pin.fails()
+    assert "points outside the archive" in pin.fails()
     assert not list(tmp_path.rglob("*evil*"))
 
 
@@ -317,7 +317,7 @@ def test_lock_hash_is_the_one_in_the_folder_name(pin: Pin) -> None:
 
 def test_lock_without_an_entry_is_an_error(pin: Pin) -> None:
     pin.lock.write_text('package = "llama-cpp-python"\n')
-    assert "lock.read" in pin.fails()
+    assert str(pin.lock) in pin.fails()
 
 
 @pytest.mark.parametrize("by", ["option", "environment"])
