@@ -238,7 +238,7 @@ def test_prompt_may_fill_the_slot_but_not_exceed_it(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama, n_ctx=100)  # padded to 256 inside
-    with pytest.raises(errors.PromptTooLong, match="101 tokens, a slot holds 100"):
+    with pytest.raises(errors.PromptTooLong, match=r"101 .*\b100\b"):
         engine.generate(random_ids(101))
     full = engine.generate(random_ids(100), max_tokens=5, temperature=0, ignore_eos=True)
     assert len(list(full)) == 1  # nothing has to be decoded for it

@@ -272,7 +272,7 @@ def test_long_text_comes_in_steps_where_the_last_token_pools(
     parts = make_engine(tiny_llama, pooling="last", flash_attn=False, kv_type="f32", n_ubatch=48)
     assert relative_error(parts.embed(ids), whole.embed(ids)) <= EXACT
     mean = make_engine(tiny_llama, pooling="mean", n_ubatch=48)
-    with pytest.raises(PromptTooLong, match=r"200 tokens.*48; raise n_ubatch"):
+    with pytest.raises(PromptTooLong, match=r"200 .*48.*n_ubatch"):
         mean.embed(ids)
 
 
@@ -422,9 +422,9 @@ def test_learned_positions_bound_the_context(make_engine: MakeEngine, tmp_path: 
     model = tiny_gguf.write_bert(tmp_path / "short.gguf", n_positions=48)
     engine = make_engine(model, n_ctx=512, pooling="mean")
     assert engine.n_ctx == 48
-    with pytest.raises(PromptTooLong, match="knows 48 positions"):
+    with pytest.raises(PromptTooLong, match=r"\b48\b"):
         engine.embed([1] * 49)
-    with pytest.raises(PromptTooLong, match="knows 48 positions"):
+    with pytest.raises(PromptTooLong, match=r"\b48\b"):
         engine.attend([1] * 49)
     assert engine.embed([1] * 48).shape == (64,)
 

@@ -280,13 +280,13 @@ def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     with pytest.raises(errors.RequestError, match="no tokens"):
         engine.attend([])
-    with pytest.raises(errors.PromptTooLong, match="prompt has 513"):
+    with pytest.raises(errors.PromptTooLong, match=r"\b513\b"):
         engine.attend([1] * 513)
     with pytest.raises(errors.InvalidToken, match="prompt has"):
         engine.attend([1, -1])
     with pytest.raises(errors.RequestError, match=r"last must .*got 0"):
         engine.attend(PROMPT, last=0)
-    with pytest.raises(errors.InvalidCapture, match="hidden states"):
+    with pytest.raises(errors.InvalidCapture, match="hidden"):
         engine.attend(PROMPT, Capture(hidden=[1]))
     with pytest.raises(errors.InvalidCapture, match="layer 9"):
         engine.attend(PROMPT, Capture("probs", layers=[9]))
@@ -294,7 +294,7 @@ def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
         engine.attend(PROMPT, "weights")
     with pytest.raises(errors.InvalidCapture, match="capture is None"):
         engine.attend(PROMPT, None)  # type: ignore[arg-type]
-    with pytest.raises(errors.InvalidCapture, match="prompt rows of no layers"):
+    with pytest.raises(errors.InvalidCapture, match="layers"):
         engine.generate(PROMPT, capture=Capture(layers=(), hidden=[1], prompt=True))
     generation = engine.generate(PROMPT, max_tokens=1, capture="probs")
     with pytest.raises(errors.InvalidCapture, match="prompt=True"):

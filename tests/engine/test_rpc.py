@@ -329,7 +329,7 @@ def test_server_that_hangs_ends_a_generation_within_the_limit(
     tokens_of(engine)
     server.stop()
     began = time.monotonic()
-    with pytest.raises(errors.DecodeError, match="did not answer within 1 s"):
+    with pytest.raises(errors.DecodeError, match=r"\b1 s\b"):
         tokens_of(engine)
     assert 0.9 < time.monotonic() - began < PROMPT_S
 
@@ -381,7 +381,7 @@ def test_lost_server_leaves_other_engines_alone(
 
 def test_refused_connection_is_a_load_error_with_the_endpoint(tiny_llama: Path) -> None:
     endpoint = f"{HOST}:{free_port()}"
-    with pytest.raises(errors.ModelLoadError, match=f"{endpoint} refuses connections.*start"):
+    with pytest.raises(errors.ModelLoadError, match=endpoint):
         Engine(tiny_llama, rpc_servers=[endpoint])
 
 

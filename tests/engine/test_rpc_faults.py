@@ -196,7 +196,7 @@ def test_server_with_too_many_devices_is_refused_with_the_limit(tiny_llama: Path
     answers = {**SOUND, DEVICE_COUNT: struct.pack("<I", 16)}
     with (
         impostor(server_with(answers)) as endpoint,
-        pytest.raises(errors.RequestError, match="16 devices together, the limit is 15"),
+        pytest.raises(errors.RequestError, match=r"16 .*\b15\b"),
     ):
         Engine(tiny_llama, n_ctx=256, n_threads=1, rpc_servers=[endpoint])
 

@@ -387,7 +387,7 @@ def test_megabytes_of_ordinary_text_are_tokenized(demo_engine: Engine):
 
 
 def test_a_text_over_the_limit_is_refused(demo_engine: Engine):
-    with pytest.raises(RequestError, match=r"16777217 bytes, the limit is 16777216"):
+    with pytest.raises(RequestError, match=r"16777217 .*16777216"):
         demo_engine.tokenize("a" * ((16 << 20) + 1))
     with pytest.raises(RequestError, match="16777217 bytes"):
         demo_engine.generate("a" * ((16 << 20) + 1))
