@@ -57,6 +57,12 @@ def test_links_of_a_page_lead_to_a_file_and_a_heading(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PAGES)
+def test_paths_that_a_page_names_exist(name: str) -> None:
+    own = re.findall(r"`((?:src/kqview|cpp|tests|bench|vendor)/[\w./-]+)`", prose(PAGES[name]))
+    assert [path for path in own if not any(ROOT.glob(f"{path.rstrip('/')}*"))] == []
+
+
+@pytest.mark.parametrize("name", PAGES)
 def test_page_names_only_commands_and_scripts_that_exist(name: str) -> None:
     pytest.importorskip("typer")
     from typer.main import get_command
