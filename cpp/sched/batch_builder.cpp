@@ -192,7 +192,7 @@ bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_r
     rows = {};
     auto block = pool_.try_take(layout.size_bytes);
     // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
-    // A token on its way to the consumer has a block that he may give back.
+    // A token on its way to the consumer has a block that may come back too.
     const bool is_final =
         !block && out_.n_on_the_way(target.active) == 0 && target.active->box->is_starving();
     if (is_final) block = pool_.try_take(layout.size_bytes);

@@ -45,7 +45,8 @@ void engine_loop::run() {
             if (step()) continue;
             tell_stalled();
         } catch (...) {
-            // Memory ran out where no request asked for it: what they hold comes back.
+            // Memory ran out where no request asked for it: ending all of them frees what they
+            // hold.
             out_.fail_all(running_failure("engine", errc::internal, no_memory_error));
             continue;
         }
@@ -64,13 +65,14 @@ void engine_loop::run() {
 // Carries out cancellations and the work on idle slots. False: the engine closes.
 bool engine_loop::take_commands() {
     heart_->enter(engine_phase::ordering);
+    using kind = command_queue::command::kind;
     for (;;) {
         const auto next = queue_.take();
         switch (next.what) {
-            case command_queue::command::kind::none: return true;
-            case command_queue::command::kind::close: return false;
-            case command_queue::command::kind::cancel: out_.cancel(next.cancelled); break;
-            case command_queue::command::kind::work: {
+            case kind::none: return true;
+            case kind::close: return false;
+            case kind::cancel: out_.cancel(next.cancelled); break;
+            case kind::work: {
                 std::optional<error> failure;
                 try {
                     slots_.work_on(next.work->slot, next.work->work);

@@ -2,7 +2,7 @@
 // consumer.
 // Owner:   shared by the request and the consumer's handle.
 // Threads: "producer" members on the engine thread, "consumer" members on one consumer at a time.
-// Never:   blocks the producer. The bound is kept by the producer asking has_room() first.
+// Never:   blocks the producer, who asks has_room() before a token is computed.
 #pragma once
 
 #include <deque>
@@ -22,13 +22,13 @@ public:
     // `engine` is rung when the consumer makes room or starts to wait.
     explicit mailbox(std::shared_ptr<doorbell> engine) : engine_(std::move(engine)) {}
 
-    // Producer: may another token, or run of prompt rows, be computed? With nothing left to take it
-    // may whenever the consumer waits, even with run_ahead 0. After a false the engine is rung on
-    // the next change.
+    // Producer: may another token, or run of prompt rows, be computed? Yes while fewer than
+    // `run_ahead` are there, and always when the consumer waits with nothing left to take. When
+    // this is false, the next change rings the engine.
     bool has_room(int run_ahead);
 
-    // Producer: nothing is left to take and the consumer waits: no view of ours can come back.
-    // After a false the engine is rung on the next change.
+    // Producer: does the consumer wait with nothing left to take? Then no view of this request can
+    // come back. When this is false, the next change rings the engine.
     bool is_starving();
 
     using event = std::variant<token_event, prompt_event>;
@@ -39,8 +39,9 @@ public:
     // Producer: the first end stays.
     void finish(end_event end);
 
-    // Producer, while the request is queued: every slot waits for the consumers of `holders`, so it
-    // cannot start before one of them acts. A waiting consumer is told once for each set.
+    // Producer, while the request is queued: every slot waits for the consumers of `holders`, so
+    // the request cannot start before one of them acts. A waiting consumer is told once for each
+    // set.
     void stall(const std::vector<request_id>& holders);
 
     // Producer: tokens that were taken; final once the consumer cancelled.
@@ -58,15 +59,15 @@ public:
     // Consumer: the next item, or nothing yet. The end is repeated for ever.
     std::optional<item> try_take();
 
-    // Consumer: the end, once there is one, without taking what is before it.
+    // Consumer: the end, if known, without taking what comes before it.
     std::optional<end_event> end() const;
 
-    // Consumer: who keeps the request from starting, if that is news; empty otherwise. After
-    // forget_stall() it is news again, as soon as the engine still finds it so.
+    // Consumer: the requests that keep this one from starting, if that is news; empty otherwise.
+    // After forget_stall() it is news again if the engine still finds it so.
     std::vector<request_id> take_stall();
     void forget_stall();
 
-    // Consumer: asks that `waiter` is signalled at the next change. True: something is there
+    // Consumer: asks to have `waiter` signalled at the next change. True: something is there
     // already. Several may wait: one for the next item, others for a cancellation.
     bool arm(std::shared_ptr<wake_handle> waiter);
     // As arm(), for a cancellation. True: it was carried out.
@@ -74,7 +75,7 @@ public:
     void disarm(const wake_handle* waiter = nullptr);  // null: all of them
 
     // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to
-    // do, it was cancelled before or its end was taken.
+    // do, because the request was cancelled before or its end was taken.
     bool cancel();
 
 private:

@@ -123,7 +123,7 @@ inline const error no_memory_error(errc::out_of_memory,
 
 // The exception being handled, as the failure of a request: the engine lets nothing escape.
 inline error failure_of_request() noexcept {
-    return running_failure("generate", errc::decode, no_memory_error);
+    return running_failure("engine", errc::decode, no_memory_error);
 }
 
 }  // namespace kqview

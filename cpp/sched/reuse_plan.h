@@ -18,7 +18,7 @@ struct reuse_plan {
     std::size_t n_prefix() const;
 };
 
-// What both begin with, nothing else.
+// The common prefix alone.
 reuse_plan plan_prefix(const std::vector<token_id>& cached, const std::vector<token_id>& prompt);
 
 // As many of the prompt's first tokens as the cache has in this order: what both begin with, then

@@ -45,8 +45,8 @@ class runner {
 public:
     virtual ~runner() = default;
 
-    // Told once, before the first step: gives signs of life from within a decode, and breaks one
-    // off, with errc::closed, once it is stopped.
+    // Called once, before the first step. `heart` gets signs of life from within a decode, and once
+    // it is stopped the decode breaks off with errc::closed.
     virtual void watch(std::shared_ptr<heartbeat> /*heart*/) {}
 
     virtual int n_slots() const = 0;
@@ -124,8 +124,8 @@ public:
 
     // Can pick() keep the engine thread from other requests' tokens?
     virtual bool is_slow() const { return false; }
-    // Any thread: a running pick(), and every later one, ends soon, with a token or an error that
-    // nobody sees.
+    // Any thread: a running pick() and every later one end soon, with a token or an error that is
+    // dropped.
     virtual void stop() noexcept {}
 };
 

@@ -1,13 +1,12 @@
-// Picks tokens away from the engine thread where that can take long: under a grammar or a schema.
-// The engine thread hands a row of logits over, goes on with other slots, and is rung when the
+// Picks tokens away from the engine thread when that can take long: under a grammar or a schema.
+// The engine thread hands over a row of logits, goes on with other slots, and is rung when the
 // token is there.
-// Owner:   step. A ticket is one request's place in the lane; it owns the request's picker, and is
-//          shared by its slot and the worker that picks, so that a slot can leave while its picker
-//          works.
-// Threads: all of it on the engine thread, but the workers, which never touch a slot, a mailbox or
-// the llama_context.
-// Never:   makes the engine thread wait for a picker, but for await_quick(), and close() for one
-//          that was stopped.
+// Owner:   the engine loop. A ticket is one request's place in the lane; it owns the request's
+//          picker, and is shared by its slot and the worker that picks, so that a request can leave
+//          its slot while its picker works.
+// Threads: the engine thread; the workers never touch a slot, a mailbox or the llama_context.
+// Never:   makes the engine thread wait for a picker, except in await_quick(), and in close() for
+//          one that was stopped.
 #pragma once
 
 #include <chrono>
@@ -31,7 +30,7 @@ class sampler_lane {
 public:
     using clock = std::chrono::steady_clock;
 
-    // At most this many pickers work at once; threads come when they are needed.
+    // At most this many pickers work at once; threads are started when they are needed.
     sampler_lane(std::size_t n_workers_max, std::shared_ptr<doorbell> engine)
         : n_workers_max_(n_workers_max), engine_(std::move(engine)) {}
     ~sampler_lane() { close(); }
@@ -62,7 +61,7 @@ public:
     // Of a ticket that is done. Raises what its picker raised.
     picked_token take(ticket& one);
 
-    // The ticket's slot leaves: its picker is stopped, and nobody waits for it.
+    // The request leaves its slot: its picker is stopped, and its token dropped.
     void abandon(ticket& one) noexcept;
 
     // Waits until no token of a ticket is under way, but for none longer than `bound` since its
