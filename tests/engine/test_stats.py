@@ -38,9 +38,11 @@ def test_slots_say_who_works_in_them(make_engine: MakeEngine, tiny_llama: Path) 
     next(running)
     deadline_s = time.monotonic() + 20
     n_ahead = len(PROMPT) + 4
-    while engine.stats().slots[1].state != "paused" and time.monotonic() < deadline_s:
+    while time.monotonic() < deadline_s:
+        idle, busy = engine.stats().slots
+        if (busy.state, busy.n_tokens) == ("paused", n_ahead):
+            break
         time.sleep(0.001)
-    idle, busy = engine.stats().slots
     assert (idle.state, idle.is_busy, idle.request_id) == ("idle", False, None)
     assert (busy.state, busy.is_busy, busy.request_id) == ("paused", True, "mine")
     assert busy.n_tokens == engine.slots[1].n_tokens == n_ahead
