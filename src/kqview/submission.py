@@ -223,7 +223,7 @@ def _llguidance_library() -> str:
     if str(package.__version__).partition(".")[0] != "1":
         # Another major version may lay its structures out in another way.
         raise KqviewError(
-            f"llguidance {package.__version__} is installed, version 1 is needed; "
+            f"llguidance {package.__version__} is installed, but version 1 is required; "
             'run pip install "kqview[constraints]"'
         )
     return str(library.__file__)
