@@ -22,6 +22,7 @@ from kqview.errors import (
     RequestError,
 )
 from kqview.server import Settings, create_app
+from kqview.server.attention import AttentionWanted
 from kqview.server.errors import Forbidden, ModelChanged, NoModel, NotFound, ShuttingDown, TimedOut
 from kqview.server.service import OFFLOAD_BYTES, Service
 from tests.server.test_run import busy, request, wait_free
@@ -168,6 +169,28 @@ async def test_deadline_ends_a_run(engine: Engine):
             async for _ in run:
                 pass
     assert busy(engine) == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"max_tokens": 0}, "^max_length is 0"),
+        ({"n_samples": 99}, "^num_samples is 99"),
+        ({"attention": AttentionWanted(layers=())}, "^attention_layers is empty"),
+        ({"attention": AttentionWanted(format="sparse", top_k=0)}, "^sparse_top_k is 0"),
+        ({"prompt": []}, "^the prompt has no tokens"),
+    ],
+    ids=str,
+)
+async def test_message_names_the_clients_field_and_no_function(
+    engine: Engine, wrong: dict[str, Any], says: str
+):
+    names = {
+        "max_tokens": "max_length", "n_samples": "num_samples", "layers": "attention_layers",
+        "top_k": "sparse_top_k",
+    }  # fmt: skip
+    with pytest.raises(RequestError, match=says):
+        await Service(engine, Settings()).start(request(names=names, **wrong))
 
 
 async def test_deadline_does_not_outlive_its_run(engine: Engine):

@@ -13,6 +13,7 @@ from typing import Any, Final
 from kqview import errors
 
 _MOST_MESSAGE: Final = 1000  # characters
+_CALL: Final = re.compile(r"^[a-z_.]+: ")  # the call that the core names before its message
 
 
 class ServerError(errors.KqviewError):
@@ -130,13 +131,12 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
 
 
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
-    """*error* with the client's own name, if *names* has one, in place of the core's parameter."""
-    parameter = error.parameter
-    name = names.get(parameter) if parameter is not None else None
-    if parameter is None or name is None or name == parameter:
-        return error
-    message = re.sub(rf"\b{re.escape(parameter)}\b", name, str(error), count=1)
-    return type(error)(message, parameter=name)
+    """*error* in the client's words: *names* instead of the core's parameters, and no functions."""
+    message = _CALL.sub("", str(error))
+    parameter = error.parameter or re.split(r"\W", message, maxsplit=1)[0]
+    name = names.get(parameter, parameter)
+    message = re.sub(rf"\b{re.escape(parameter)}\b", name, message, count=1) if name else message
+    return error if message == str(error) else type(error)(message, parameter=name or None)
 
 
 def answer_of(error: BaseException, **figures: Any) -> Answer:

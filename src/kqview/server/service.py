@@ -498,6 +498,10 @@ class Service:
                 f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",
                 parameter="n_samples",
             )
+        if request.max_tokens < 1:
+            raise RequestError(
+                f"max_tokens is {request.max_tokens}, the least is 1", parameter="max_tokens"
+            )
         # Another owner's name is free: refusing it would reveal that it is in use.
         name = caller.owner, request.request_id
         if name in self.runs or name in self._starting:

@@ -49,7 +49,7 @@ _BUSY: Final = (
     b"connection: close\r\n\r\n"
 )
 _TOO_MANY_TEXT: Final = (
-    b"too many connections from your address; close some, or name it where it is a proxy's "
+    b"too many connections from your address; close some, or, if it is a proxy's, name it "
     b"(--trusted-proxy)\n"
 )
 _TOO_MANY: Final = (

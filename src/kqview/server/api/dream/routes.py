@@ -379,7 +379,7 @@ OPERATIONS: Final[list[Operation]] = [
         method="POST", path="/api/v1/generate", also=("/api/latest/generate",),
         handler=generate, tag=_TAG, error_body=shared_error_body,
         body=schema.GenerateBody, reply=schema.GenerateReply,
-        summary="Text in one reply, with the attention of every token where it is asked for.",
+        summary="Text in one reply, with the attention of every token if asked for.",
     ),
     Operation(
         method="WS", path="/api/v1/generate/stream", also=("/api/latest/generate/stream",),
