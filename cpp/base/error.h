@@ -22,7 +22,6 @@ enum class errc {
     invalid_sampling,   // InvalidSampling
     model_load,         // ModelLoadError
     unsupported_model,  // UnsupportedModel
-    no_free_slot,       // NoFreeSlot
     pool_exhausted,     // PoolExhausted
     queue_full,         // QueueFull
     out_of_memory,      // OutOfMemory
@@ -45,7 +44,6 @@ constexpr const char* name_of(errc code) {
         case errc::invalid_sampling: return "invalid_sampling";
         case errc::model_load: return "model_load";
         case errc::unsupported_model: return "unsupported_model";
-        case errc::no_free_slot: return "no_free_slot";
         case errc::pool_exhausted: return "pool_exhausted";
         case errc::queue_full: return "queue_full";
         case errc::out_of_memory: return "out_of_memory";

@@ -11,7 +11,6 @@
     |   +-- ModelLoadError
     |   +-- UnsupportedModel
     +-- CapacityError                  the limits of this process: retry later or raise a limit
-    |   +-- NoFreeSlot
     |   +-- PoolExhausted
     |   +-- QueueFull
     |   +-- OutOfMemory (MemoryError)
@@ -46,7 +45,6 @@ __all__ = [
     "KqviewError",
     "ModelError",
     "ModelLoadError",
-    "NoFreeSlot",
     "OutOfMemory",
     "PoolExhausted",
     "PromptTooLong",
@@ -148,13 +146,6 @@ class CapacityError(KqviewError):
     """
 
 
-class NoFreeSlot(CapacityError):
-    """Every slot is busy and the call does not wait; retry later or raise ``n_slots``.
-
-    Not raised by ``generate``, which queues for a slot.
-    """
-
-
 class PoolExhausted(CapacityError):
     """Attention views that are still held use up the budget; drop views or copy what you keep.
 
@@ -239,7 +230,6 @@ BY_CODE: Final[Mapping[str, type[KqviewError]]] = MappingProxyType(
         "invalid_sampling": InvalidSampling,
         "model_load": ModelLoadError,
         "unsupported_model": UnsupportedModel,
-        "no_free_slot": NoFreeSlot,
         "pool_exhausted": PoolExhausted,
         "queue_full": QueueFull,
         "out_of_memory": OutOfMemory,

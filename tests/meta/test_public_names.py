@@ -107,7 +107,7 @@ TOKEN_NAMES = {
 ERROR_NAMES = {
     *("KqviewError", "RequestError", "PromptTooLong", "InvalidToken", "UnknownSlot"),
     *("InvalidCapture", "InvalidSampling", "ModelError", "ModelLoadError", "UnsupportedModel"),
-    *("CapacityError", "NoFreeSlot", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
+    *("CapacityError", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
     *("StateFormatError", "StateMismatch", "ClosedError", "BusyError", "DecodeError"),
     "InternalError",
 }
