@@ -1,5 +1,5 @@
-// Tells a forked child that threads and locks of its parent's engines are not there.
-// Cheap enough for every call: one relaxed load against a remembered number.
+// Tells a forked child from its parent, whose engine threads the child does not have and whose
+// locks nobody in it will release. Cheap enough for every call: one relaxed load and a comparison.
 #pragma once
 
 #include <pthread.h>
@@ -16,7 +16,7 @@ public:
     bool is_forked() const noexcept { return epoch_ != epoch(); }
 
 private:
-    // Forks between this process and the first one that asked.
+    // How many forks lie between the first process that asked and this one.
     static int epoch() noexcept {
         [[maybe_unused]] static const int installed = pthread_atfork(
             nullptr, nullptr, [] { n_forks_.fetch_add(1, std::memory_order_relaxed); });

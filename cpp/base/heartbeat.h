@@ -1,8 +1,7 @@
-// What the engine thread does at this moment and when it last gave a sign of life; and the word
-// that it shall stop.
-// Owner:   shared by the scheduler, its runner, and who watches.
-// Threads: the engine thread writes phases and signs of life, or, within a decode, the compute thread that asks
-//          is_stopped(); anyone reads, anyone stops.
+// What the engine thread is doing, when it last gave a sign of life, and the request to stop it.
+// Owner:   shared by the scheduler, its runner and whoever watches.
+// Threads: the engine thread writes phases and signs of life; within a decode, the compute thread
+//          that asks is_stopped() does. Any thread reads and stops.
 // Never:   locks. A watcher must see an engine thread that hangs with a lock held.
 #pragma once
 
@@ -38,7 +37,7 @@ public:
         state_.store(packed(phase), std::memory_order_release);
     }
 
-    // Within a phase. The clock is read now and then: llama.cpp calls this for each node of a
+    // Within a phase. Reads the clock only now and then: llama.cpp calls this for each node of a
     // graph.
     void note_progress() noexcept {
         const auto n = n_signs_.load(std::memory_order_relaxed) + 1;

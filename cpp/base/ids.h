@@ -1,4 +1,4 @@
-// Plain integer identities that several layers pass around, and runs of them.
+// The integer ids that all layers share, and runs of tokens.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@ struct token_range {
     std::size_t n_tokens;
 };
 
-// Tokens that both begin with.
+// How many tokens both begin with.
 inline std::size_t common_prefix(const std::vector<token_id>& a, const std::vector<token_id>& b) {
     const auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end());
     return static_cast<std::size_t>(end.first - a.begin());

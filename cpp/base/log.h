@@ -1,6 +1,6 @@
 // Ring buffer between llama.cpp's log and Python's logging.
 // Threads: any thread writes (llama.cpp logs from loaders and from the engine thread); a Python
-//          thread drains. Never takes the GIL, so the engine thread is never held up by logging.
+//          thread drains. Never takes the GIL, so logging never holds up the engine thread.
 #pragma once
 
 #include <cstdint>

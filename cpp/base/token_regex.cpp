@@ -495,9 +495,8 @@ bool token_search<Char>::match(std::uint32_t pc, std::size_t start, std::size_t 
     for (;;) {
         if (++n_steps_ > max_steps_) {
             throw error(errc::request,
-                        "tokenize: this model's vocabulary takes too long to cut the text into "
-                        "words; split the "
-                        "text at its longest words");
+                        "cutting this text into words takes too long with this model's vocabulary; "
+                        "split the text at its longest words");
         }
         const auto& op = code[pc];
         bool goes_on = true;

@@ -1,10 +1,10 @@
-// Matches the regular expressions that cut a text into words before it is tokenized, in place of
+// Matches the regular expressions that cut a text into words before it is tokenized; replaces
 // std::regex.
-// Why: libstdc++'s matcher calls itself for every character that a run takes in, so that a run of
-// 30,000 letters overruns the stack, and compiles its expression again for every text. This one
-// keeps its open choices in a vector. What matches is what ECMAScript says, for the syntax that
-// llama.cpp's vocabularies use: alternatives, groups, sets, greedy repeats, lookahead and `$`.
-// Everything else is refused when an expression is compiled.
+// Why: libstdc++'s matcher calls itself for every character of a run, so a run of 30,000 letters
+// overflows the stack, and it compiles its expression again for every text. This one keeps its open
+// choices in a vector. It matches what ECMAScript says, for the syntax that llama.cpp's
+// vocabularies use: alternatives, groups, sets, greedy repeats, lookahead and `$`. Other syntax is
+// refused when an expression is compiled.
 // Threads: an expression is immutable, any thread; a search belongs to one thread.
 #pragma once
 
@@ -43,24 +43,22 @@ class token_search {
 public:
     token_search(std::shared_ptr<const token_regex> expression, const Char* text, std::size_t size);
 
-    // False when there is no further one. Raises errc::request where an expression is so ambiguous
-    // that a text takes more than a thousand steps for each of its characters; none of llama.cpp's
-    // is.
+    // False when there are no more. Raises errc::request if the expression is so ambiguous that the
+    // text takes more than a thousand steps per character; none of llama.cpp's is.
     bool next(token_match& found);
 
 private:
-    // A place to go back to. Of a run: it has taken the text up to `position` and can give back
-    // down to `low`. Of a fork, whose number is `high`: go on at `pc`.
+    // A place to go back to. For a run: it has taken the text up to `position` and can give back
+    // down to `low`. For a fork, whose number is `high`: continue at `pc`.
     struct choice {
         std::uint32_t pc, position, low, high;
     };
-    // Of a run without a limit: what follows it fails at every place from `low` to `high`, where
-    // its characters end. That does not depend on how one came there, so it holds for the whole
-    // search.
+    // For a run without a limit: what follows it fails everywhere from `low` to `high`, where its
+    // characters end. That does not depend on the path taken, so it holds for the whole search.
     struct failures {
         std::uint32_t low = 1, high = 0;
     };
-    // Of a fork that a lookahead came by, at a place: what the lookahead came to from there.
+    // For a fork that a lookahead passed, at a place: the lookahead's result from there.
     enum class outcome : std::uint8_t { unknown, fails, matches };
     struct passed {
         std::uint32_t pc, position;

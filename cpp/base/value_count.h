@@ -1,5 +1,5 @@
-// How many values a JSON text or a MessagePack message has, before objects are made of them.
-// Any thread, no GIL, linear in the bytes; says nothing about whether the input is well-formed.
+// Counts the values of a JSON text or a MessagePack message before any object is made of them.
+// Any thread, no GIL, linear in the bytes; does not check whether the input is well-formed.
 #pragma once
 
 #include <cstddef>

@@ -21,8 +21,7 @@ namespace kqview {
 namespace {
 
 [[noreturn]] void fail(const std::string& path, const std::string& what) {
-    throw error(errc::model_load,
-                "Engine: " + path + ": " + what + "; give the path of a GGUF file");
+    throw error(errc::model_load, path + ": " + what + "; give the path of a GGUF file");
 }
 
 struct descriptor {

@@ -330,7 +330,7 @@ const gguf_value* gguf_header::find(std::string_view key) const {
 }
 
 void gguf_header::fail(const std::string& what) const {
-    throw error(errc::model_load, "Engine: " + file + ": " + what);
+    throw error(errc::model_load, file + ": " + what);
 }
 
 std::string quoted(std::string_view text) {

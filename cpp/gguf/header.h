@@ -134,7 +134,7 @@ struct gguf_header {
 
     // Null where there is none.
     const gguf_value* find(std::string_view key) const;
-    // Raises `model_load`: "Engine: <file>: <what>".
+    // Raises `model_load`: "<file>: <what>".
     [[noreturn]] void fail(const std::string& what) const;
 };
 

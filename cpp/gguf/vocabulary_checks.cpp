@@ -62,9 +62,9 @@ private:
     std::vector<std::string_view> slots_;
 };
 
-class vocabulary {
+class vocabulary_checker {
 public:
-    explicit vocabulary(const gguf_header& head, const tokenizer_kind& kind)
+    explicit vocabulary_checker(const gguf_header& head, const tokenizer_kind& kind)
         : head_(head), kind_(kind) {}
 
     void check() {
@@ -80,7 +80,7 @@ private:
     [[noreturn]] void fail(const std::string& what) const { head_.fail(what); }
 
     [[noreturn]] void refuse(const std::string& what) const {
-        throw error(errc::unsupported_model, "Engine: " + head_.file + ": " + what);
+        throw error(errc::unsupported_model, head_.file + ": " + what);
     }
 
     std::string_view token(std::size_t i) const {
@@ -308,7 +308,7 @@ void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tens
         head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer " + quoted(name) +
                   ", which it is not for" + convert);
     }
-    vocabulary(head, *kind).check();
+    vocabulary_checker(head, *kind).check();
 }
 
 }  // namespace kqview

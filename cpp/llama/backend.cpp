@@ -64,8 +64,7 @@ llama_activity::~llama_activity() {
 
 error error_of(const llama_abort& why, const char* what, errc code, const char* remedy) {
     return {why.is_memory ? errc::out_of_memory : code,
-            std::string("llama.cpp could not go on while ") + what + ": " + why.message + "; " +
-                remedy};
+            std::string("llama.cpp failed while ") + what + ": " + why.message + "; " + remedy};
 }
 
 namespace {

@@ -1,11 +1,14 @@
 // Process-wide start of llama.cpp: backends, log and abort callbacks. Once, on first use, any
-// thread. ggml ends the process where it cannot go on; CUDA does so for every failed call of the
-// driver. On a thread that is inside a llama_activity that is an exception instead, which crosses
-// ggml's C functions (vendor/llama.cmake compiles them for it) and llama.cpp's. The process still
-// ends, with a line that says what it was doing, where ggml aborts
+// thread.
+//
+// ggml aborts the process when it cannot continue; CUDA's backend does so for every failed call of
+// the driver. On a thread that is inside a llama_activity an abort becomes an exception instead,
+// which crosses ggml's C functions (vendor/llama.cmake compiles them for it) and llama.cpp's. The
+// process still ends, with a line that says what it was doing, if ggml aborts
 //   - on another thread, such as a compute thread of the CPU or one of llama.cpp's loader;
-//   - while the CPU computes a graph: its threads wait for each other, and none may leave (cpu_compute);
-//   - while another exception is thrown, which it cannot pass.
+//   - while the CPU computes a graph: its threads wait for each other, so none may leave
+//     (cpu_compute);
+//   - while another exception is being thrown.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +21,16 @@ namespace kqview {
 
 void start_llama();
 
-// What ggml said when it would have ended the process. No std::exception: llama.cpp's own handlers
-// let it pass. What it was thrown out of is in no known state: neither to be used again, nor to be
+// What ggml said when it would have aborted. Not a std::exception, so that llama.cpp's own handlers
+// let it pass. Whatever it was thrown out of is in no known state: it must be neither used nor
 // freed.
 struct llama_abort {
     std::string message;  // and the errors that were logged since the activity began
     bool is_memory;       // they speak of an allocation that failed
 };
 
-// Names what this thread is doing with llama.cpp while it lives, e.g. "loading model.gguf". Who
-// makes the outermost one catches llama_abort.
+// Says, while it lives, what this thread is doing with llama.cpp, such as "loading model.gguf".
+// Whoever makes the outermost one catches llama_abort.
 class llama_activity {
 public:
     explicit llama_activity(const char* what) noexcept;
@@ -40,10 +43,10 @@ private:
     std::uint64_t previous_position_;
 };
 
-// The error that a caller gets for it: out_of_memory, or `code`. `remedy` says what to do.
+// The error that the caller gets for an abort: out_of_memory, or `code`. `remedy` says what to do.
 error error_of(const llama_abort& why, const char* what, errc code, const char* remedy);
 
-// `call` as an activity whose abort is an error, for what is done once and leaves nothing behind
+// Runs `call` as an activity whose abort is an error: for one-time work that leaves nothing behind
 // when it fails.
 template <typename Call>
 auto guarded(const char* what, errc code, const char* remedy, Call&& call) {

@@ -55,7 +55,8 @@ Value value_of(const char* option, const std::string& name,
         if (text == name) return value;
         names += (names.empty() ? "" : ", ") + std::string(text);
     }
-    throw error(errc::request, std::string(option) + " is '" + name + "', known are " + names);
+    throw error(errc::request,
+                std::string(option) + " is '" + name + "', it must be one of " + names);
 }
 
 // "" for what a file may say and this llama.cpp does not know.
@@ -68,7 +69,7 @@ std::string name_of(enum llama_pooling_type type) {
 
 void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
     if (value >= low && value <= high) return;
-    throw error(errc::request, std::string("Engine: ") + name + " is " + std::to_string(value) +
+    throw error(errc::request, std::string(name) + " is " + std::to_string(value) +
                                    ", allowed are " + std::to_string(low) + ".." +
                                    std::to_string(high));
 }
@@ -237,9 +238,9 @@ void check_memory(const model& source, const context_options& options) {
     }
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
-                "Engine: a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
+                "a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
                     std::to_string(options.n_slots) + " slots needs " + size_text(n_bytes) +
-                    ", this process may use " + size_text(limit_bytes) +
+                    ", but this process may use only " + size_text(limit_bytes) +
                     "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
 }
 
@@ -296,9 +297,9 @@ context::context(std::shared_ptr<model> source, const context_options& options)
         throw error(memory   ? errc::out_of_memory
                     : option ? errc::request
                              : errc::model_load,
-                    "Engine: llama.cpp refused a context of " + std::to_string(n_ctx_) +
-                        " tokens x " + std::to_string(n_slots_) + " slots, kv_type " +
-                        options.kv_type + ": " + why +
+                    "llama.cpp refused a context of " + std::to_string(n_ctx_) + " tokens x " +
+                        std::to_string(n_slots_) + " slots, kv_type " + options.kv_type + ": " +
+                        why +
                         (memory   ? "; lower n_ctx, n_slots, n_ubatch or n_gpu_layers"
                          : option ? "; choose another kv_type or flash_attn"
                                   : ""));
@@ -317,7 +318,8 @@ void context::use_adapters() {
     std::vector<float> scales(model_->adapter_scales().begin(), model_->adapter_scales().end());
     if (llama_set_adapters_lora(handle_.get(), handles.data(), handles.size(), scales.data()) !=
         0) {
-        throw error(errc::model_load, "Engine: llama.cpp refused the LoRA adapters");
+        throw error(errc::model_load,
+                    "llama.cpp refused the LoRA adapters; load the model without lora");
     }
 }
 
@@ -350,7 +352,7 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     }
     if (status == 0) return;
     if (heart_ && heart_->is_stopped()) {
-        throw error(errc::closed, "engine: it was closed while llama.cpp computed a step");
+        throw error(errc::closed, "the engine was closed while llama.cpp computed a step");
     }
     throw error(errc::decode,
                 std::string(has_encoder ? "llama_encode returned " : "llama_decode returned ") +
@@ -440,16 +442,16 @@ void context::open_embeddings(const context_options& options) {
     } else if (!options.pooling.empty()) {
         throw error(
             errc::unsupported_model,
-            "Engine: pooling is '" + options.pooling + "', and " +
+            "pooling is '" + options.pooling + "', but " +
                 (has_hidden ? "this model has no classifier head; choose mean, cls, last or none"
-                            : "llama.cpp gives no embedding of this model; leave it out"));
+                            : "llama.cpp gives no embedding for this model; leave pooling out"));
     }
 }
 
 void context::set_embeds(bool embeds) {
     if (embeds == embeds_) return;
     if (embeds && pooling_.empty()) {
-        throw error(errc::internal, "context.decode: an embedding, and this context gives none");
+        throw error(errc::internal, "an embedding was asked of a context that gives none");
     }
     embeds_ = embeds;
     llama_set_embeddings(handle_.get(), embeds);
@@ -487,8 +489,8 @@ std::string other_than_plain(const llama_memory_i* memory) {
 }
 
 // What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when
-// nothing does. tests/engine/test_architectures_cache.py compares moved keys of every architecture with
-// fresh ones.
+// nothing does. tests/engine/test_architectures_cache.py compares moved keys of every architecture
+// with fresh ones.
 std::string rotation_obstacle(const llama_model& source, ggml_type type) {
     if (source.pos_embd) return "learned positions";
     switch (source.arch) {
@@ -519,9 +521,9 @@ llama_kv_cache& plain_cache(llama_context* handle) {
     auto* const memory = llama_get_memory(handle);
     const auto kind = other_than_plain(memory);
     if (kind.empty()) return dynamic_cast<llama_kv_cache&>(*memory);
-    throw error(errc::unsupported_model,
-                "slot: this model keeps " + kind +
-                    ", which cannot be saved whole; send the ids again instead");
+    throw error(
+        errc::unsupported_model,
+        "this model keeps " + kind + ", which cannot be saved; send the token ids again instead");
 }
 
 }  // namespace
@@ -531,7 +533,7 @@ bool context::is_causal() const { return handle_->get_cparams().causal_attn; }
 context::cache_facts context::cache() const {
     if (!has_cache()) {
         throw error(errc::unsupported_model,
-                    "slot: this model keeps no KV cache; send the ids again instead");
+                    "this model keeps no KV cache to save; send the token ids again instead");
     }
     const auto& cache = plain_cache(handle_.get());
     return {cache.get_n_stream(), cache.has_cell_ext()};
@@ -563,7 +565,7 @@ bool context::discard(slot_id slot, std::span<const token_range> gone) {
     flush_shifts();
     if (!cache.get_has_shift()) return true;
     throw error(errc::out_of_memory,
-                "slot.shift: llama.cpp could not rotate the keys; lower n_ctx or n_slots");
+                "llama.cpp had no memory to rotate the keys of a slot; lower n_ctx or n_slots");
 }
 
 void context::flush_shifts() {
@@ -586,7 +588,7 @@ void context::write_state(slot_id slot, std::span<std::byte> out) {
         handle_.get(), reinterpret_cast<std::uint8_t*>(out.data()), out.size(), slot);
     model_->rpc().check();
     if (n_written == out.size()) return;
-    throw error(errc::internal, "slot.save: llama.cpp wrote " + std::to_string(n_written) +
+    throw error(errc::internal, "saving a slot, llama.cpp wrote " + std::to_string(n_written) +
                                     " bytes of " + std::to_string(out.size()) + ": " +
                                     log_ring::instance().errors_since(log_position));
 }

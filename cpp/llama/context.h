@@ -31,8 +31,7 @@ struct context_options {
     bool swa_full = true;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = what the model's file says
     std::size_t host_memory_bytes = 0;  // what this process may use; 0 = do not check
-    // Tests of failures: decodes by number, from 1, that llama.cpp is made to abort midway. CPU
-    // only.
+    // Tests only: numbers of decodes, from 1, that llama.cpp is made to abort midway. CPU only.
     std::vector<std::uint64_t> aborted_decodes;
 };
 
@@ -43,18 +42,19 @@ struct batch_token {
     bool wants_logits;
 };
 
-// Raises request for options out of range, and out_of_memory when host memory cannot hold the
-// context. llama.cpp writes to a cache as it makes it, and a system that promises more memory than
+// Raises request for options out of range, and out_of_memory if host memory cannot hold the
+// context: llama.cpp writes to a cache as it makes it, and a system that promises more memory than
 // it has would then kill the process.
 void check_memory(const model& source, const context_options& options);
 
-// Raises out_of_memory when a device cannot hold its part of the model and the context, before any
-// of it is loaded: llama.cpp plans both without weights. Reads the file's header, and only where
-// there is a device. Otherwise as the constructor of model, and request for options out of range.
+// Raises out_of_memory if a device cannot hold its part of the model and the context, before any of
+// it is loaded: llama.cpp plans both without weights. Reads only the file's header, and only if
+// there is a device. Also raises what the constructor of model raises, and request for options out
+// of range.
 void check_device_memory(const model_options& wanted, const context_options& options);
 
-// Raises what opening this model and context would raise, as far as that shows without the weights:
-// a file that is none, options out of range, no memory. Allocates next to nothing.
+// Raises what opening this model and context would raise, as far as that can be known without the
+// weights: not a model file, options out of range, too little memory. Allocates next to nothing.
 void check_opening(const model_options& wanted, const context_options& options);
 
 class context {
@@ -66,7 +66,7 @@ public:
     int n_chunk() const { return n_chunk_; }  // most tokens of one decode
     int n_ubatch() const { return n_ubatch_; }
     int n_slots() const { return n_slots_; }
-    // How a text becomes an embedding, as in context_options; "" where this context gives none.
+    // How a text becomes an embedding, as in context_options; "" if this context gives none.
     const std::string& pooling() const { return pooling_; }
     // Encoders and diffusion models have none.
     bool has_cache() const {
@@ -74,8 +74,8 @@ public:
                !llama_model_has_encoder(model_->get());
     }
 
-    // Signs of life come from within a decode on CPUs, one a node of the graph; once stopped, a
-    // decode breaks off.
+    // On CPUs a decode gives a sign of life for each node of the graph and, once stopped, breaks
+    // off.
     void watch(std::shared_ptr<heartbeat> heart) { heart_ = std::move(heart); }
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error the
@@ -94,32 +94,32 @@ public:
     // Makes `to` hold what `from` holds; llama.cpp copies the whole stream before the next decode.
     void copy(slot_id from, slot_id to);
 
-    // Keeps the first `n_keep` positions of a slot. False: the cache cannot drop that tail, or
-    // would lack what a sliding window sees from there; nothing has changed.
+    // Keeps the first `n_keep` positions of a slot. False, and nothing has changed: the cache
+    // cannot drop that tail, or would lack what a sliding window sees from there.
     bool truncate(slot_id slot, std::int32_t n_keep);
 
     // Does a query see only what is before it? Else keys depend on what followed them when they
     // were computed.
     bool is_causal() const;
 
-    // What context_state.cpp knows of the cache. Raises unsupported_model where a sequence cannot
-    // be saved and restored whole: no cache, recurrent state, sliding windows, several caches.
+    // What saving needs to know about the cache. Raises unsupported_model if a sequence cannot be
+    // saved and restored whole: no cache, recurrent state, sliding windows, several caches.
     struct cache_facts {
         std::uint32_t n_stream;
         bool has_cell_extra;  // cells carry more than a position
     };
     cache_facts cache() const;
 
-    // What keeps positions of this context from being moved; empty when they can be. Any thread.
+    // Why positions of this context cannot be moved; empty if they can. Any thread.
     std::string shift_obstacle() const;
 
-    // Removes these positions, which are in order and do not overlap, and moves those that follow
-    // down, keys re-rotated; the cells keep the gaps. False: this cache cannot, and nothing has
-    // changed. An error leaves the slot in no known state.
+    // Removes these positions, which are in order and do not overlap, and moves those behind them
+    // down, re-rotating their keys; the cells keep the gaps. False, and nothing has changed: this
+    // cache cannot. An error leaves the slot in no known state.
     bool discard(slot_id slot, std::span<const token_range> gone);
 
-    // Carries out the shifts of positions that llama.cpp keeps for the next decode; saving does
-    // not.
+    // Carries out the shifts of positions that llama.cpp postpones to the next decode; saving a
+    // slot would not.
     void flush_shifts();
 
     // A slot's cache in llama.cpp's own bytes, exactly state_bytes() of them.
@@ -127,17 +127,17 @@ public:
     void write_state(slot_id slot, std::span<std::byte> out);
 
     // Replaces a slot's cache by `n_tokens` cells from bytes that were checked (state/ses1.h);
-    // llama.cpp keeps the pointer during the call only. False: it refused them, or put cells
-    // elsewhere than at their positions; the slot is in no known state then.
+    // llama.cpp keeps the pointer during the call only. False: it refused them, or did not put
+    // cells at their positions; the slot is then in no known state.
     bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
-    // Drops every graph that llama.cpp keeps and reserves memory for the worst case again.
+    // Drops every graph that llama.cpp keeps, and reserves memory for the worst case again.
     void reserve();
 
     std::int32_t n_graphs_reused() const;
 
-    // After llama_abort: llama.cpp's context stays as it is, because freeing it waits for its
-    // devices, and ends the process where they failed. Only to be destroyed then.
+    // After llama_abort: leaves llama.cpp's context as it is, because freeing it waits for its
+    // devices, and ends the process if they failed. This object may then only be destroyed.
     void abandon() noexcept { (void)handle_.release(); }
 
 private:

@@ -34,7 +34,7 @@ model::model(const model_options& options)
     } catch (const llama_abort& why) {
         if (!why.is_memory) (void)handle_.release();
         throw error_of(why, activity.c_str(), errc::model_load,
-                       why.is_memory ? "lower n_gpu_layers, or take a smaller model"
+                       why.is_memory ? "lower n_gpu_layers, or use a smaller model"
                                      : "try n_gpu_layers=0, or another file");
     }
 }
@@ -64,16 +64,18 @@ void model::load(const model_options& options) {
     }
 
     handle_.reset(llama_model_load_from_file(options.path.c_str(), params));
-    if (stopped) throw error(errc::model_load, "Engine: loading " + options.path + " was stopped");
+    if (stopped)
+        throw error(errc::model_load,
+                    "loading " + options.path + " was stopped by its progress callback");
     rpc_.check_loading();
     if (!handle_) {
         auto why = log_ring::instance().errors_since(log_position);
         if (why.empty()) why = "llama.cpp gave no reason";
         const bool memory = says_out_of_memory(why);
         throw error(memory ? errc::out_of_memory : errc::model_load,
-                    "Engine: " + options.path + " cannot be loaded: " + why +
+                    options.path + " cannot be loaded: " + why +
                         (memory ? "; free: " + free_memory_text() +
-                                      "; lower n_gpu_layers, or take a smaller model"
+                                      "; lower n_gpu_layers, or use a smaller model"
                                 : ""));
     }
     words_ = vocabulary(llama_model_get_vocab(handle_.get()));
@@ -92,7 +94,7 @@ void model::load_adapter(const lora_option& option) {
     const auto log_position = log_ring::instance().position();
     auto* const adapter = llama_adapter_lora_init(get(), option.path.c_str());
     if (!adapter) {
-        throw error(errc::model_load, "Engine: the LoRA adapter " + option.path +
+        throw error(errc::model_load, "the LoRA adapter " + option.path +
                                           " cannot be used with this model: " +
                                           log_ring::instance().errors_since(log_position));
     }

@@ -19,7 +19,7 @@
 
 namespace kqview {
 
-// Low-rank changes to the weights, added while the graph runs (Hu et al., 2021).
+// Low-rank changes to the weights, applied while the graph runs (Hu et al., 2021).
 struct lora_option {
     std::string path;
     float scale = 1.0f;
@@ -32,16 +32,16 @@ struct model_options {
     std::vector<rpc_endpoint> rpc_servers;
     std::chrono::milliseconds rpc_wait{300'000};  // for one answer of a server
     bool no_alloc =
-        false;  // no weights: contexts of it tell what they would need and allocate nothing
-    bool vocabulary_only = false;  // tokenizes, and nothing else
+        false;  // no weights: its contexts say what they would need, and allocate nothing
+    bool vocabulary_only = false;  // only tokenizes
     // Called with 0..1 on the loading thread; false ends the load with errc::model_load.
     std::function<bool(float)> progress;
 };
 
 class model {
 public:
-    // Raises model_load with llama.cpp's own last words when the file cannot be used, out_of_memory
-    // when they speak of an allocation.
+    // Raises model_load, with llama.cpp's last log lines, if the file cannot be used; out_of_memory
+    // if they speak of an allocation.
     explicit model(const model_options& options);
     ~model();
     model(const model&) = delete;
@@ -53,8 +53,7 @@ public:
     const vocabulary& words() const { return words_; }
     const llama_vocab* vocab() const { return words_.get(); }
 
-    // Where layers are computed beside this machine. `rpc().leave()` when no engine uses the model
-    // any more.
+    // The other machines that compute layers. Call `rpc().leave()` once no engine uses the model.
     rpc_devices& rpc() { return rpc_; }
     const rpc_devices& rpc() const { return rpc_; }
 
@@ -62,12 +61,12 @@ public:
     std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
     std::span<const float> adapter_scales() const { return adapter_scales_; }
 
-    // Its devices failed: freeing what lies there would end the process, so it stays. Any thread.
+    // Its devices failed: freeing memory there would end the process, so it stays. Any thread.
     void abandon() noexcept { is_abandoned_ = true; }
 
     int n_vocab() const { return words_.size(); }
     bool has_vocab() const { return words_.exists(); }
-    // Recurrent state cannot drop its newest tokens; the slot is prefilled again instead.
+    // Recurrent state cannot drop its newest tokens: the slot is prefilled again instead.
     bool can_truncate() const;
 
     // Key-value pairs of the file as text, by key; bytes as they stand there.
@@ -96,9 +95,10 @@ private:
 
 // What the weights and the file say about embeddings and llama.cpp's public interface does not.
 struct embedding_facts {
-    bool pools;       // its file names a way of pooling
-    int n_classes;    // values of its classifier head; 0 = it has none
-    int n_positions;  // that it learned a vector for: llama.cpp ends the process beyond; 0 = no limit
+    bool pools;     // its file names a way of pooling
+    int n_classes;  // values of its classifier head; 0 = it has none
+    // That it learned a vector for: llama.cpp ends the process beyond them. 0 = no limit.
+    int n_positions;
 };
 embedding_facts embedding_facts_of(const model& source);
 

@@ -65,7 +65,7 @@ rpc_devices::rpc_devices(const std::vector<rpc_endpoint>& endpoints,
         const auto n_other = 1 + local_devices(GGML_BACKEND_DEVICE_TYPE_ACCEL).size();
         if (!empty() && n_devices + n_other > n_backends_max) {
             throw error(errc::request,
-                        "Engine: rpc_servers and this machine have " + std::to_string(n_devices) +
+                        "rpc_servers and this machine have " + std::to_string(n_devices) +
                             " devices together, the limit is " +
                             std::to_string(n_backends_max - n_other) + "; name fewer servers");
         }
@@ -119,16 +119,16 @@ const rpc_server* rpc_devices::first_lost() const {
 void rpc_devices::check() const {
     const auto* const lost = first_lost();
     if (!lost) return;
-    if (has_left_) throw error(errc::closed, "generate: the engine was closed; make a new Engine");
-    throw error(errc::decode, "decode: RPC server " + lost->endpoint() + " " + lost->link().loss() +
+    if (has_left_) throw error(errc::closed, "the engine was closed; open a new Engine");
+    throw error(errc::decode, "RPC server " + lost->endpoint() + " " + lost->link().loss() +
                                   "; start it again and open a new Engine");
 }
 
 void rpc_devices::check_loading() const {
     if (const auto* const lost = first_lost()) {
-        throw error(errc::model_load, "Engine: RPC server " + lost->endpoint() + " " +
-                                          lost->link().loss() +
-                                          " while the engine was opened; see to it and try again");
+        throw error(errc::model_load,
+                    "RPC server " + lost->endpoint() + " " + lost->link().loss() +
+                        " while the engine was opened; check the server and try again");
     }
 }
 

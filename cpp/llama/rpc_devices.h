@@ -32,8 +32,8 @@ public:
     // What a model is spread over: the servers' devices, then this machine's GPUs, then null.
     std::vector<ggml_backend_dev_t> list() const;
 
-    // Raise decode, or model_load, naming the server that is lost; closed after `leave`. Nothing
-    // that was computed may be used before this was asked.
+    // Raise decode, or model_load, naming the lost server; closed after `leave`. Nothing that was
+    // computed may be used before one of these was called.
     void check() const;
     void check_loading() const;
 
@@ -44,7 +44,8 @@ public:
     // Hangs up, so that a step which waits for a server ends. Idempotent.
     void leave() noexcept;
 
-    // The threads that talk to the servers are the parent's: what needs them is to be left alone.
+    // The threads that talk to the servers are the parent's, so nothing may be done that needs
+    // them.
     bool is_forked() const { return fork_.is_forked(); }
 
     struct state {

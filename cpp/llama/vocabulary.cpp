@@ -117,7 +117,7 @@ vocabulary::vocabulary(const llama_vocab* handle)
 void vocabulary::require(const char* who) const {
     if (exists()) return;
     throw error(errc::unsupported_model,
-                std::string(who) + ": this model file has no vocabulary; work with token ids");
+                std::string(who) + ": this model has no vocabulary; use token ids");
 }
 
 void vocabulary::check_token(token_id id, const char* who) const {

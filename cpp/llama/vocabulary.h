@@ -1,5 +1,5 @@
-// Text to ids and back, for one model. Whatever text comes: no recursion, time in proportion to its
-// length, and what llama.cpp aborts or throws at is a typed error.
+// Text to ids and back, for one model. For any text: no recursion, time proportional to its length,
+// and a typed error where llama.cpp would abort or throw.
 // Threads: immutable; any thread, while the engine thread decodes.
 #pragma once
 
@@ -17,7 +17,7 @@ namespace kqview {
 
 class vocabulary {
 public:
-    // Most bytes of one text. llama.cpp may take a hundred times as much memory for it meanwhile.
+    // Most bytes of one text. Meanwhile llama.cpp may use a hundred times as much memory.
     static constexpr std::size_t max_text_bytes = std::size_t{16} << 20;
     // Texts from here on are taken apart at their special tokens before llama.cpp sees them.
     static constexpr std::size_t long_text_bytes = 16 * 1024;
@@ -29,12 +29,12 @@ public:
     int size() const { return size_; }
     bool exists() const { return llama_vocab_type(handle_) != LLAMA_VOCAB_TYPE_NONE; }
 
-    // Raise unsupported_model without a vocabulary and where llama.cpp cannot go on with this one,
-    // invalid_token for ids outside it, request for a text that is too long, out_of_memory.
-    // `apart_bytes` is long_text_bytes but for tests: the ids do not depend on it.
+    // Raise unsupported_model without a vocabulary and if llama.cpp fails with this one,
+    // invalid_token for ids outside it, request for a text that is too long, out_of_memory. Only
+    // tests set `apart_bytes`: the ids do not depend on it.
     std::vector<token_id> tokenize(std::string_view text, bool add_special, bool parse_special,
                                    std::size_t apart_bytes = long_text_bytes) const;
-    // The bytes of each, joined: no space is dropped, so that texts of parts are parts of the text.
+    // The bytes of each, joined. No space is dropped, so texts of parts are parts of the text.
     std::string detokenize(std::span<const token_id> ids) const;
     std::string token_bytes(token_id id) const;
 

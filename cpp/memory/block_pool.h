@@ -98,10 +98,10 @@ public:
     void set_release_listener(std::function<void()> listener);
     void clear_release_listener();
 
-    // Does the address lie in a block of this pool, leased or idle? Shows that a view is no copy.
+    // Does the address lie in a block of this pool, leased or idle? Proves that a view is no copy.
     bool contains(const void* address) const;
 
-    // Whatever copies attention out of a block says so here; zero copy is then a number.
+    // Whatever copies attention out of a block reports it here, which makes "zero-copy" a number.
     void count_copied(std::size_t n_bytes) noexcept { copied_bytes_ += n_bytes; }
 
     block_pool_stats stats() const;

@@ -29,7 +29,7 @@ void check_device_needs(std::span<const device_need> needs, int n_layers) {
         const int n_fitting = layers_that_fit(needs, n_layers);
         throw error(
             errc::out_of_memory,
-            "Engine: " + need.device + " needs " + size_text(need.needed_bytes()) + " (weights " +
+            need.device + " needs " + size_text(need.needed_bytes()) + " (weights " +
                 size_text(need.model_bytes) + ", cache " + size_text(need.context_bytes) +
                 ", compute " + size_text(need.compute_bytes) + "), " + size_text(need.free_bytes) +
                 " of " + size_text(need.total_bytes) + " are free; lower n_gpu_layers to about " +

@@ -1,8 +1,9 @@
 // One block of host memory, page-locked or plain, and the allocator it came from.
-// Owner:   a host_buffer owns its block and shares the allocator, so it may outlive the pool's
-// maker. Threads: any; one buffer is used by one thread at a time, an allocator by several at once.
+// Owner:   a host_buffer owns its block and shares the allocator, so it may outlive whoever made
+//          the pool.
+// Threads: any; one buffer is used by one thread at a time, an allocator by several at once.
 // Never:   throws; knows ggml or CUDA (the llama layer injects an allocator for page-locked
-// memory).
+//          memory).
 #pragma once
 
 #include <cstddef>
@@ -24,7 +25,7 @@ public:
     // Takes back what allocate() gave, with the same `n_bytes` and `is_pinned`.
     virtual void release(void* data, std::size_t n_bytes, bool is_pinned) noexcept = 0;
 
-    // True when page-locked memory is the rule here, so that a plain block is the slow path.
+    // True if blocks are page-locked as a rule, so that a plain one is the slow path.
     virtual bool offers_pinned() const noexcept = 0;
 };
 

@@ -32,7 +32,7 @@ void rpc_link::greet() {
     } catch (const connection_lost& failure) {
         throw connection_lost(std::string("accepts connections, but ") + failure.what() +
                               " when it was greeted: it serves another client (llama.cpp's server "
-                              "takes one at a time), or is no RPC server of this version");
+                              "takes one at a time), or is not an RPC server of this version");
     }
     if (n_bytes != answer.size()) {
         throw connection_lost("does not speak ggml's RPC protocol");

@@ -1,9 +1,15 @@
-// A session with one RPC server that outlives the server.
+// A session with one RPC server that survives the loss of the server.
 //
-// llama.cpp aborts the process when a server does not answer, and its destructors send requests
-// too. So its socket is ours (llama/rpc_transport.cpp): while the server is there a link passes
-// requests and answers on; once it is lost, for whatever reason, requests are swallowed and answers
-// made up. Nothing aborts, nothing waits, and whoever uses a result asks `is_lost` first.
+// The problem: llama.cpp's RPC client aborts the process when a server does not answer, and its
+// destructors send requests too. The idea: its socket is ours (llama/rpc_transport.cpp) and never
+// fails. While the server is there, a link passes requests and answers on. Once the server is lost,
+// for whatever reason, the link drops requests and makes up answers that stop nothing (protocol.h,
+// write_stand_in). So nothing aborts and nothing waits, and whoever uses a result asks `is_lost`
+// before.
+//
+// The parts: tcp_connection (bytes, with a time limit), protocol (which requests are answered,
+// which answers make sense), link (this file: one exchange at a time), servers (who uses which
+// link).
 #pragma once
 
 #include <atomic>
@@ -33,16 +39,15 @@ public:
     bool is_lost() const noexcept { return is_lost_.load(std::memory_order_acquire); }
     std::string loss() const;  // why, in words that follow "RPC server host:port "
 
-    // Notices that the server is gone although nobody asked it anything.
+    // Notices that the server is gone while nothing is being asked of it.
     void look() noexcept;
 
-    // The first reason counts. Whoever waits for an answer gets a made-up one now.
+    // The first reason counts. Whoever waits for an answer gets a made-up one at once.
     void lose(const std::string& why) noexcept;
-    // This process needs the server no more.
+    // This process does not need the server any more.
     void hang_up() noexcept { lose("is not in use any more"); }
 
-    // The longest time that a server may take over one answer; the larger one of what was set
-    // counts.
+    // The longest that a server may take for one answer. Only ever raised.
     void raise_limit(tcp_connection::limit wait) noexcept;
 
 private:
@@ -57,8 +62,8 @@ private:
     void greet();
     void write(rpc_command command, std::span<const std::byte> payload);
 
-    // A server keeps the graph that a device computed last, and drops it whenever a buffer is
-    // freed, of whatever graph that was. llama.cpp does not know of that.
+    // A server keeps the graph that a device computed last, and drops it whenever any buffer is
+    // freed. llama.cpp does not know that, so the graph is sent again here.
     struct kept_graph {
         std::vector<std::byte> payload;
         bool is_dropped = false;
@@ -73,8 +78,8 @@ private:
     std::string loss_;
 };
 
-// llama.cpp's end of a link, one for each of its sockets: turns its calls, which come in a fixed
-// order (command, size, payload, then size of the answer, answer), into exchanges. One thread.
+// llama.cpp's end of a link, one for each of its sockets. Turns its calls, which come in a fixed
+// order (command, size, payload; then the answer's size, the answer), into exchanges. One thread.
 class rpc_session {
 public:
     explicit rpc_session(std::shared_ptr<rpc_link> link) : link_(std::move(link)) {}

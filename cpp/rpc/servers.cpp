@@ -10,8 +10,8 @@ namespace kqview {
 namespace {
 
 struct server_table {
-    // Held while a connection is made: of two at once to one server the second would not be
-    // answered.
+    // Held while a connection is made: of two connections to one server, the second would get no
+    // answer.
     std::mutex joining_mutex;
     std::mutex mutex;  // guards what follows, and the users of each server
     std::map<std::string, std::weak_ptr<rpc_server>> servers;  // by endpoint
@@ -30,7 +30,7 @@ std::shared_ptr<rpc_link> connect(const rpc_endpoint& endpoint, tcp_connection::
         return std::make_shared<rpc_link>(endpoint.text(), endpoint.host, endpoint.port, wait);
     } catch (const connection_lost& failure) {
         throw error(errc::model_load,
-                    "Engine: RPC server " + endpoint.text() + " " + failure.what() +
+                    "RPC server " + endpoint.text() + " " + failure.what() +
                         "; start llama.cpp's ggml-rpc-server there, or correct rpc_servers");
     }
 }

@@ -1,5 +1,5 @@
-// The RPC servers that this process is connected to; engines that name the same one share its
-// connection, because llama.cpp's server takes one client at a time.
+// The RPC servers that this process is connected to. Engines that name the same server share its
+// connection, because llama.cpp's server serves one client at a time.
 // Threads: any.
 #pragma once
 
@@ -26,13 +26,13 @@ public:
         : endpoint_(endpoint.text()), name_(std::move(name)), link_(std::move(link)) {}
 
     const std::string& endpoint() const { return endpoint_; }  // "host:port", for people
-    // "host#n:port", for llama.cpp: it remembers for ever, by that name, what it was told about
-    // devices, but the next connection may lead to a server that was started anew with others.
+    // "host#n:port", for llama.cpp, which remembers for ever, by this name, what it was told about
+    // devices. A server that is restarted may have other devices, so each connection has its own.
     const std::string& name() const { return name_; }
     rpc_link& link() const { return *link_; }
 
-    // Two engines must not hand over graphs at the same time: llama.cpp remembers which graph a
-    // device has, without a lock, and would let the server compute the other engine's.
+    // Two engines must not send graphs at the same time: llama.cpp remembers without a lock which
+    // graph a device has, and would let the server compute the other engine's.
     std::mutex& turn() { return turn_; }
 
     bool is_forked() const { return fork_.is_forked(); }
@@ -49,16 +49,15 @@ private:
     int n_users_ = 1;  // guarded by the table of servers
 };
 
-// Connects where this process is not connected yet. Raises model_load, with endpoint and reason;
-// within `wait`, apart from looking a host name up.
+// Connects if this process is not connected yet, within `wait` plus the look-up of a host name.
+// Raises model_load with endpoint and reason.
 std::shared_ptr<rpc_server> join_rpc_server(const rpc_endpoint& endpoint,
                                             tcp_connection::limit wait);
 
-// Once for each join; what the link still has to do for the leaver it does no more if he was the
-// last.
+// Call once for each join. The last user to leave hangs up, whatever is still under way.
 void leave_rpc_server(rpc_server& server) noexcept;
 
-// The link of a server by its name's parts, as llama.cpp takes them apart; a lost one if there is
+// The link of a server by the parts of its name, as llama.cpp splits it; a lost link if there is
 // none.
 std::shared_ptr<rpc_link> find_rpc_link(const std::string& host, int port);
 

@@ -28,9 +28,8 @@ constexpr int send_flags = MSG_NOSIGNAL;
 constexpr int send_flags = 0;  // macOS: SO_NOSIGPIPE below
 #endif
 
-// A host that vanished (power, cable) while an answer was due: the kernel gives the connection up
-// after about half a minute, before the limit. A host that is there but busy is not touched by
-// this.
+// If a host vanishes (power, cable) while an answer is due, the kernel gives up the connection
+// after about half a minute, before the limit. A host that is merely busy is not affected.
 constexpr int idle_before_probe_s = 15;
 constexpr int between_probes_s = 5;
 constexpr int n_probes = 4;
@@ -43,7 +42,7 @@ std::string to_seconds(tcp_connection::limit wait) {
 
 std::string reason_of(int code) {
     switch (code) {
-        case ECONNREFUSED: return "refuses connections: nobody listens there";
+        case ECONNREFUSED: return "refuses connections: nothing listens on that port";
         case ECONNRESET:
         case EPIPE: return "closed the connection";
         case ETIMEDOUT:
@@ -56,7 +55,7 @@ std::string reason_of(int code) {
 }
 
 void set_option(int fd, int level, int name, int value) {
-    (void)::setsockopt(fd, level, name, &value, sizeof value);  // each of them only improves things
+    (void)::setsockopt(fd, level, name, &value, sizeof value);  // failure does no harm
 }
 
 void set_options(int fd) {
@@ -90,7 +89,7 @@ tcp_connection::tcp_connection(const std::string& host, int port, limit wait)
     addrinfo* found = nullptr;
     const int status = ::getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found);
     if (status != 0) {
-        throw connection_lost("has a name that is not known: " + std::string(gai_strerror(status)));
+        throw connection_lost("has an unknown host name: " + std::string(gai_strerror(status)));
     }
     const std::unique_ptr<addrinfo, void (*)(addrinfo*)> owner(found, ::freeaddrinfo);
     std::string why = "has no address";
@@ -138,7 +137,7 @@ void tcp_connection::send(std::span<const std::byte> head, std::span<const std::
         if (n < 0) {
             if (errno == EINTR) continue;
             if (errno != EAGAIN && errno != EWOULDBLOCK) throw connection_lost(reason_of(errno));
-            wait_for(POLLOUT, "took nothing more");
+            wait_for(POLLOUT, "accepted no more data");
             continue;
         }
         auto n_sent = static_cast<std::size_t>(n);

@@ -1,4 +1,4 @@
-// One TCP connection that never keeps its caller waiting longer than a limit.
+// A TCP connection that never keeps its caller waiting longer than a limit.
 // Owner:   rpc_link. Threads: one at a time sends and receives; `set_limit` and `shut_down` from
 //          any.
 // Never:   raises SIGPIPE; is inherited by a program that this process starts.
@@ -14,7 +14,7 @@
 
 namespace kqview {
 
-// Why a connection cannot be had or is gone, in words that follow "RPC server host:port ".
+// Why there is no connection, in words that follow "RPC server host:port ".
 class connection_lost : public std::runtime_error {
 public:
     using std::runtime_error::runtime_error;
@@ -24,14 +24,14 @@ class tcp_connection {
 public:
     using limit = std::chrono::milliseconds;
 
-    // Raises connection_lost. `wait` is the limit of this and, until it is set anew, of every later
-    // call; a host name is looked up first, for as long as the system takes for that.
+    // Raises connection_lost. `wait` is the limit of this call and, until set_limit(), of every
+    // later one. A host name is looked up first, which takes as long as the system takes.
     tcp_connection(const std::string& host, int port, limit wait);
     ~tcp_connection();
     tcp_connection(const tcp_connection&) = delete;
     tcp_connection& operator=(const tcp_connection&) = delete;
 
-    // How long the other side may make no progress.
+    // How long the server may make no progress.
     void set_limit(limit wait) noexcept { limit_ms_.store(wait.count()); }
     limit wait_limit() const noexcept { return limit(limit_ms_.load()); }
 
@@ -39,11 +39,11 @@ public:
     void send(std::span<const std::byte> head, std::span<const std::byte> body);
     void receive(std::span<std::byte> out);
 
-    // Nothing came in, no end either. While no answer is due, false means that the connection is
-    // gone.
+    // Nothing has come in, not even an end. While no answer is due, false means that the connection
+    // is gone.
     bool is_quiet() const noexcept;
 
-    // Ends the connection, also for a call that waits in another thread and for forked children.
+    // Ends the connection, also for a call waiting on another thread and for forked children.
     void shut_down() noexcept;
 
 private:

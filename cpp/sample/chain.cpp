@@ -231,7 +231,7 @@ void sampler::build_choice() {
 
 sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
     if (n_vocab != n_vocab_) {
-        throw error(errc::internal, "sampler.sample: got " + std::to_string(n_vocab) +
+        throw error(errc::internal, "got " + std::to_string(n_vocab) +
                                         " logits, the vocabulary has " + std::to_string(n_vocab_) +
                                         "; report this");
     }
@@ -297,8 +297,7 @@ token_id sampler::run_choice(bool is_sorted) {
     llama_token_data_array array = as_array(candidates_, is_sorted);
     llama_sampler_apply(choice_.get(), &array);
     if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
-        throw error(errc::internal, "sampler.sample: the chain chose no token of " +
-                                        std::to_string(array.size) +
+        throw error(errc::internal, "the samplers chose no token of " + std::to_string(array.size) +
                                         ", one is needed; report this");
     }
     return array.data[array.selected].id;

@@ -1,8 +1,8 @@
-// Chooses the next token of one request: bias and bans, penalties, DRY, the filter, top-k and then
+// Chooses the next token of one request: bias and bans, penalties, DRY, the filter, top-k, and then
 // llama.cpp's samplers in the order of its own tools.
 // Owns:    its llama_samplers and every buffer; the vocabulary belongs to the model.
-// Threads: one at a time, and stop() from any. Building takes milliseconds: DRY and ignore_eos read the whole
-//          vocabulary.
+// Threads: one at a time, and stop() from any. Building takes milliseconds, because DRY and
+//          ignore_eos read the whole vocabulary.
 // Never:   touches a llama_context: it works on a row of logits.
 #pragma once
 

@@ -220,9 +220,10 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
         if (is_end) ends.push_back(static_cast<std::uint32_t>(id));
     }
     if (ends.empty()) {
-        throw error(errc::invalid_sampling,
-                    "json_schema or regex is given, the model has no token that ends a "
-                    "text and could not stop; use another model, or grammar");
+        throw error(
+            errc::invalid_sampling,
+            "json_schema and regex need a token that ends the text, and this model has none; "
+            "use grammar");
     }
     llg_tokenizer_init init{};
     init.struct_size = sizeof init;
@@ -250,15 +251,17 @@ std::shared_ptr<const constraint_vocabulary> read_constraint_vocabulary(
 std::unique_ptr<token_filter> make_constraint(
     std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
     const std::string& text) {
-    if (text.size() > n_bytes_max || text.find('\0') != std::string::npos) {
+    if (text.size() > n_bytes_max) {
         throw error(errc::invalid_sampling, kind + " has " + std::to_string(text.size()) +
-                                                " bytes, up to " + std::to_string(n_bytes_max) +
-                                                " without a zero byte are allowed; correct it");
+                                                " bytes, the limit is " +
+                                                std::to_string(n_bytes_max) + "; shorten it");
+    }
+    if (text.find('\0') != std::string::npos) {
+        throw error(errc::invalid_sampling, kind + " contains a zero byte; leave it out");
     }
     auto made = std::make_unique<constraint>(std::move(vocabulary), kind, text);
     if (made->matches_nothing()) {
-        throw error(errc::invalid_sampling,
-                    kind + " matches no output, some is needed; correct it");
+        throw error(errc::invalid_sampling, kind + " matches no output; correct it");
     }
     return made;
 }

@@ -204,11 +204,11 @@ std::vector<bool> grammar_rules::rules_that_derive(bool with_terminals, work_lim
 void grammar_rules::check_defined() const {
     const auto root = ids_.find("root");
     if (root == ids_.end() || !rules_[root->second].is_defined) {
-        refuse("has no rule root, the output starts there; add root ::= ...");
+        refuse("has no rule named root, where the output starts; add root ::= ...");
     }
     for (const auto& [name, id] : ids_) {
         if (!rules_[id].is_defined)
-            refuse("uses the rule " + name + ", which it does not define; add it");
+            refuse("uses the rule " + name + " but does not define it; add it");
     }
 }
 
@@ -228,8 +228,7 @@ void grammar_rules::find_components(grammar& made, work_limit& limit) const {
         for (const left_corner& edge : graph[rule]) {
             if (!edge.is_last && found.component[edge.rule] == found.component[rule]) {
                 refuse("rule " + name_of(rule) +
-                       " is left-recursive, it has to begin with something else than itself; "
-                       "put the recursion last");
+                       " is left-recursive: it can begin with itself; put the recursion last");
             }
         }
     }
@@ -246,8 +245,7 @@ grammar grammar_rules::finish(work_limit& limit) {
     const std::vector<bool> can_end = rules_that_derive(true, limit);
     for (std::uint32_t rule = 0; rule < rules_.size(); ++rule) {
         if (!can_end[rule]) {
-            refuse("rule " + name_of(rule) +
-                   " never ends, every rule needs an alternate without recursion; add one");
+            refuse("rule " + name_of(rule) + " never ends; add an alternate without recursion");
         }
     }
     grammar made;
@@ -310,9 +308,8 @@ protected:
             pos < text_.size() ? "'" + std::string(text_.substr(pos, n_bytes_of(text_[pos]))) + "'"
                                : "the end of the text";
         throw error(errc::invalid_sampling, "grammar line " + std::to_string(line) + ", column " +
-                                                std::to_string(pos - line_start + 1) + " has " +
-                                                got + ", expected is " + expected +
-                                                "; correct the grammar");
+                                                std::to_string(pos - line_start + 1) +
+                                                ": expected " + expected + ", got " + got);
     }
 
     void expect(char c, const char* meaning) {
@@ -418,7 +415,7 @@ private:
         if (n_elements_ > n_elements_max) {
             throw error(errc::invalid_sampling,
                         "grammar has more than " + std::to_string(n_elements_max) +
-                            " elements, fewer are allowed; lower its repetition counts");
+                            " elements with its repetitions written out; lower their counts");
         }
     }
 
@@ -621,12 +618,11 @@ private:
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit) {
     if (text.size() > n_bytes_max) {
         throw error(errc::invalid_sampling, "grammar has " + std::to_string(text.size()) +
-                                                " bytes, up to " + std::to_string(n_bytes_max) +
-                                                " are allowed; shorten it");
+                                                " bytes, the limit is " +
+                                                std::to_string(n_bytes_max) + "; shorten it");
     }
     if (text.find('\0') != std::string_view::npos) {
-        throw error(errc::invalid_sampling,
-                    "grammar contains a zero byte, none is allowed; write \\x00");
+        throw error(errc::invalid_sampling, "grammar contains a zero byte; write it as \\x00");
     }
     return gbnf_reader(text, find_token, limit).read();
 }

@@ -62,12 +62,12 @@ struct grammar {
     std::uint32_t root = 0;
 };
 
-// The token that a <text>, brackets included, stands for; none if it is not exactly one token of the
-// vocabulary.
+// The token that a <text>, brackets included, stands for; none if it is not exactly one token of
+// the vocabulary.
 using token_finder = std::function<std::optional<token_id>(std::string_view)>;
 
-// Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF or that
-// is refused as above, and when `limit` is spent.
+// Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF or
+// that is refused as above, and when `limit` is spent.
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit);
 
 }  // namespace kqview

@@ -14,8 +14,8 @@ using kind = grammar_element::kind;
 constexpr std::uint32_t root_frame = 0;
 
 [[noreturn]] void refuse_size(const std::string& got, const std::string& limit) {
-    throw error(errc::invalid_sampling, "grammar needs " + got + " for one token, up to " + limit +
-                                            " are allowed; make it less ambiguous");
+    throw error(errc::invalid_sampling, "grammar needs " + got + " for one token, the limit is " +
+                                            limit + "; make it less ambiguous");
 }
 
 void make_unique(std::vector<grammar_item>& items) {
@@ -254,8 +254,9 @@ void grammar_automaton::settle(work_limit& limit) {
             default: found_.push_back(item);
         }
         if (seen_.size() > 2 * n_items_max) {
-            refuse_size("more than " + std::to_string(2 * n_items_max) + " open readings",
-                        std::to_string(2 * n_items_max));
+            refuse_size(
+                "more than " + std::to_string(2 * n_items_max) + " open ways to read the text",
+                std::to_string(2 * n_items_max));
         }
     }
 }
@@ -282,8 +283,9 @@ void grammar_automaton::settle_rule(grammar_item item, work_limit& limit) {
         }
         if (returns.size() > 2 * n_items_max) make_unique(returns);
         if (returns.size() > 2 * n_items_max) {
-            refuse_size("more than " + std::to_string(2 * n_items_max) + " open readings",
-                        std::to_string(2 * n_items_max));
+            refuse_size(
+                "more than " + std::to_string(2 * n_items_max) + " open ways to read the text",
+                std::to_string(2 * n_items_max));
         }
     }
     if (rules_->is_nullable[rule]) push({item.position + 1, item.frame});
@@ -306,7 +308,8 @@ void grammar_automaton::expand(std::uint32_t component, work_limit& limit) {
 grammar_automaton::state grammar_automaton::add_state(std::vector<grammar_item>& items) {
     make_unique(items);
     if (items.size() > n_items_max) {
-        refuse_size(std::to_string(items.size()) + " open readings", std::to_string(n_items_max));
+        refuse_size(std::to_string(items.size()) + " open ways to read the text",
+                    std::to_string(n_items_max));
     }
     const state id = states_.add(items);
     if (id < states_of_.size()) return id;

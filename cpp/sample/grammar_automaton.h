@@ -1,10 +1,10 @@
-// Which texts a grammar allows, one code point after the other. An automaton that is built as it is
-// used: what has been computed once is a look-up the next time.
+// Which texts a grammar allows, one code point after another. The automaton is built as it is used:
+// what was computed once is a look-up the next time.
 //
-// A state is the set of all stacks that the text so far leaves. Stacks share their tails: a frame
-// stands for every way in which a rule that began at one place may go on once it is done, so that
-// an ambiguous grammar has few frames where it has exponentially many stacks. Equal frames and
-// equal states have one number.
+// A state is the set of all stacks that are possible after the text so far. Stacks share their
+// tails: a frame stands for every way to continue once a rule that began at one place is complete,
+// so an ambiguous grammar has few frames although it has exponentially many stacks. Equal frames
+// and equal states have one number.
 // Owns:    what it computed, up to n_bytes_max; beyond that it forgets all but the state in use.
 // Threads: one at a time.
 #pragma once

@@ -1,6 +1,6 @@
 // Tokens that a GBNF grammar allows, by the same rules as llama.cpp's own matcher, with two
-// exceptions: a token that matcher allows and then fails to accept is not allowed, and rules that
-// begin with themselves in tail position are.
+// exceptions: a token that llama.cpp's matcher allows and then fails to accept is not allowed here,
+// and rules that begin with themselves in tail position are.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace kqview {
 
-// The texts of a model's tokens, sorted so that beginnings are walked once for all that share them.
+// The texts of a model's tokens, sorted so that a common beginning is walked once.
 // Threads: any; immutable.
 class token_texts {
 public:
@@ -27,8 +27,8 @@ public:
     // Up to a zero byte, as llama.cpp reads it.
     std::string_view of(token_id id) const;
 
-    // Tokens with a text that end no text, sorted by it; n_shared: bytes that one begins with like
-    // the one before it.
+    // Tokens that have a text and do not end the output, sorted by text; n_shared: bytes that a
+    // text has in common with the one before it.
     struct entry {
         token_id id;
         std::uint32_t n_shared;

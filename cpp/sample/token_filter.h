@@ -1,5 +1,5 @@
-// Which tokens may come next: the interface of a grammar, a JSON schema or a regular expression, and
-// what makes the filter that a request asks for.
+// Which tokens may come next: the interface of a grammar, a JSON schema or a regular expression,
+// and what makes the filter that a request asks for.
 #pragma once
 
 #include <cstddef>
@@ -40,8 +40,8 @@ public:
 
     explicit token_filters(std::shared_ptr<const model> source) : source_(std::move(source)) {}
 
-    // Null if `params` ask for none. `llguidance_path`: the library for JSON schemas and expressions. Raises
-    // invalid_sampling, and what constraint_vocabulary raises.
+    // Null if `params` ask for none. `llguidance_path`: the library for JSON schemas and
+    // expressions. Raises invalid_sampling, and what constraint_vocabulary raises.
     std::unique_ptr<token_filter> make(const sampling_params& params,
                                        const std::string& llguidance_path);
 

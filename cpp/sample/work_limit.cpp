@@ -31,12 +31,12 @@ void work_limit::check() {
     char figures[160];
     if (refill_s_ < limit_s_) {
         std::snprintf(figures, sizeof figures,
-                      " has used up its CPU time: %.2f s for one token, %.2f s a token on average "
-                      "are allowed",
+                      " has used up its CPU time; the limits are %.2f s for one token and %.2f s a "
+                      "token on average",
                       limit_s_, refill_s_);
     } else {
-        std::snprintf(figures, sizeof figures,
-                      " has used %.2f s of CPU time, up to %.2f s are allowed", used_s, limit_s_);
+        std::snprintf(figures, sizeof figures, " has used %.2f s of CPU time, the limit is %.2f s",
+                      used_s, limit_s_);
     }
     throw error(errc::invalid_sampling, what_ + figures + "; make it smaller or less ambiguous");
 }

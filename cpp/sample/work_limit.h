@@ -1,5 +1,5 @@
-// A budget of CPU time that long computations check from inside, so that they end when it is spent
-// or when another thread says that nobody wants the result any more.
+// A budget of CPU time that long computations check from inside, so that they end when it is spent,
+// or when another thread says that the result is not needed.
 // Threads: the one that computes; stop() from any.
 #pragma once
 

@@ -3,9 +3,9 @@
 // a cache may hold.
 //
 // A NaN would reach every later token of its slot and, through masked columns (0 * NaN), whoever
-// uses the cells or a shared cache after it. So would a number whose product with a query overflows;
-// flash attention casts an F32 cache to F16. Hence one limit for every type: 65504, the largest
-// number that an F16 cache, the usual one, can hold.
+// uses the cells or a shared cache after it. So would a number whose product with a query
+// overflows; flash attention casts an F32 cache to F16. Hence one limit for every type: 65504, the
+// largest number that an F16 cache, the usual one, can hold.
 #pragma once
 
 #include <cstddef>

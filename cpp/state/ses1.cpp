@@ -41,9 +41,9 @@ public:
     std::span<const std::byte> skip(std::uint64_t n, const char* field) {
         if (n > n_left()) {
             throw error(errc::state_format,
-                        "slot.restore: " + std::string(field) + " at byte " + std::to_string(at_) +
+                        "saved slot: " + std::string(field) + " at byte " + std::to_string(at_) +
                             " needs " + std::to_string(n) + " bytes, " + std::to_string(n_left()) +
-                            " are left; the blob was cut short");
+                            " are left; the saved slot was cut short");
         }
         const auto taken = bytes_.subspan(at_, static_cast<std::size_t>(n));
         at_ += static_cast<std::size_t>(n);
@@ -60,8 +60,8 @@ constexpr std::uint32_t kv_magic = 0xaf143cd8;
 constexpr const char* resave = "; save the slot again";
 
 [[noreturn]] void fail(errc code, const char* field, std::size_t at, const std::string& what) {
-    throw error(code, "slot.restore: " + std::string(field) + " at byte " + std::to_string(at) +
-                          " " + what);
+    throw error(
+        code, "saved slot: " + std::string(field) + " at byte " + std::to_string(at) + " " + what);
 }
 
 std::string is_but(std::int64_t got, std::int64_t wanted, const char* whose) {
@@ -397,9 +397,12 @@ kv_layout learn_layout(std::span<const std::byte> kv_data, const kv_shape& shape
     try {
         return learn(kv_data, shape);
     } catch (const error& failure) {
-        throw error(errc::unsupported_model,
-                    std::string("slot: this model's cache is saved in a form that is not known (") +
-                        failure.what() + "); slots of it cannot be saved");
+        throw error(
+            errc::unsupported_model,
+            std::string(
+                "this model's slots cannot be saved: the bytes that llama.cpp writes for them "
+                "have an unknown form (") +
+                failure.what() + ")");
     }
 }
 

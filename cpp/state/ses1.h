@@ -1,13 +1,17 @@
 // SES1, a saved slot:  "SES1" | u32 n_tokens | n_tokens x i32 id | kv_data
 // kv_data, as llama_state_seq_get_data writes it (all little endian):
-//   u32 0xaf143cd8 | i32 sequence | u32 n_stream, then for each stream u32 n_cells and, unless that is 0,
+//   u32 0xaf143cd8 | i32 sequence | u32 n_stream
+//   then for each stream u32 n_cells and, unless that is 0:
 //   a cell each:   i32 position | u32 1 | [i32 x | i32 y | i32 token] | i32 sequence
 //   u32 is_transposed | u32 n_layer
 //   a layer each:  i32 type | u64 row bytes | rows of K
 //   a layer each:  i32 type | u64 row bytes | rows of V
 //     transposed:  i32 type | u32 element bytes | u32 n_columns | n_columns runs of n_cells elements
-// We save with one stream, whatever the context has, and accept any number of which one at most has
-// cells: so blobs move between engines with other numbers of slots.
+// We save with one stream, however many the context has, and accept any number of which at most one
+// has cells: so saved slots move between engines with different numbers of slots.
+//
+// read_ses1() is the whole defence against a blob from outside: it checks every field against the
+// context's own layout and has no effect. Only what it accepted goes to llama.cpp, which trusts it.
 // Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number
 // before it is checked; sums are 64-bit.
 #pragma once
@@ -36,24 +40,24 @@ struct ses1_view {
     bool is_in_order = true;             // cell i holds position i
 };
 
-// `own`: this process has just written it, so its numbers are as finite as the model made them.
+// `own`: this process has just written it, so its values need no check.
 enum class ses1_source { foreign, own };
 
-// Reads a blob for a context of `layout`. Raises state_format for bytes that are no sound blob and
-// state_mismatch for those of another context; each names the field and its offset.
+// Reads a blob for a context of `layout`. Raises state_format for a malformed blob and
+// state_mismatch for one of a different context; each names the field and its offset.
 ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, ses1_source source);
 
-// The layers of kv_data that llama.cpp itself has just written for a sequence with at least one
-// cell. Raises unsupported_model where these are not the bytes described above.
+// The layout of kv_data that llama.cpp itself has just written for a sequence with at least one
+// cell. Raises unsupported_model if these are not the bytes described above.
 kv_layout learn_layout(std::span<const std::byte> kv_data, const kv_shape& shape);
 
 // Where to let llama.cpp write kv_data of stream `i_stream` in a blob's buffer, so that `seal_ses1`
 // finds the cells in their final place.
 std::size_t ses1_write_offset(std::size_t n_tokens, std::uint32_t i_stream);
 
-// Makes a blob of `buffer`, into which kv_data was written at ses1_write_offset: writes the header
-// and leaves one stream. Returns the blob's size, at most the buffer's, which ends where kv_data
-// ends.
+// Makes a blob of `buffer`, into which kv_data was written at ses1_write_offset and which ends
+// where kv_data ends: writes the header and leaves one stream. Returns the blob's size, at most the
+// buffer's.
 std::size_t seal_ses1(std::span<std::byte> buffer, std::span<const token_id> tokens,
                       std::uint32_t i_stream);
 

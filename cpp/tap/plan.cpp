@@ -38,7 +38,7 @@ void check_hidden(const capture_options& options, const capture_source& source) 
         const auto& known = source.hidden_layers;
         if (std::find(known.begin(), known.end(), il) != known.end()) continue;
         throw error(errc::invalid_capture,
-                    "capture: layer " + std::to_string(il) +
+                    "hidden: layer " + std::to_string(il) +
                         " has no hidden state here, layers that have one are " + join(known));
     }
 }
@@ -52,19 +52,19 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
     if (options.layers && options.layers->empty() && !options.hidden.empty()) return;
     if (available.empty()) {
         throw error(errc::invalid_capture,
-                    "capture: this model has no layer whose attention can be captured; "
+                    "this model has no layer whose attention can be captured; "
                     "leave capture out");
     }
     const auto& wanted = options.layers ? *options.layers : available;
     if (wanted.empty() || (options.heads && options.heads->empty())) {
         throw error(errc::invalid_capture,
-                    "capture: no layers or no heads are named; leave the option out for all");
+                    "layers or heads is an empty list; leave it out for all of them");
     }
     for (const int il : wanted) {
         const auto found = std::find(available.begin(), available.end(), il);
         if (found == available.end()) {
             throw error(errc::invalid_capture,
-                        "capture: layer " + std::to_string(il) +
+                        "layer " + std::to_string(il) +
                             " has no attention here, layers with attention are " + join(available));
         }
         add_layer(il, source.attention[static_cast<std::size_t>(found - available.begin())]);
@@ -77,15 +77,15 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     if (index_of_layer_.size() <= i) index_of_layer_.resize(i + 1, -1);
     if (index_of_layer_[i] >= 0) {
         throw error(errc::invalid_capture,
-                    "capture: layer " + std::to_string(il) + " is named twice; name it once");
+                    "layer " + std::to_string(il) + " is listed twice in layers; list it once");
     }
     layer_rows rows{il, static_cast<int>(layers_.size()), n_heads_total_,
                     options_.heads ? *options_.heads : all_heads(found.n_head), std::nullopt};
     has_device_rows_ = has_device_rows_ || found.is_on_device;
     for (const int head : rows.heads) {
         if (head >= 0 && head < found.n_head) continue;
-        throw error(errc::invalid_capture, "capture: head " + std::to_string(head) + " of layer " +
-                                               std::to_string(il) + ", it has heads 0.." +
+        throw error(errc::invalid_capture, "layer " + std::to_string(il) + " has no head " +
+                                               std::to_string(head) + ", its heads are 0.." +
                                                std::to_string(found.n_head - 1));
     }
     n_heads_total_ += static_cast<int>(rows.heads.size());

@@ -16,7 +16,8 @@ struct step_result {
 };
 
 // What copying attention from devices to the host came to; the counters only ever grow.
-// Threads: the engine thread counts, any thread reads; shared, because a reader may outlive the tap.
+// Threads: the engine thread counts, any thread reads; shared, because a reader may outlive the
+//          tap.
 struct copy_counters {
     std::atomic<std::uint64_t> n_copies{0};  // calls: packed rows at one distance are one
     std::atomic<std::uint64_t> n_bytes{0};   // that left a device

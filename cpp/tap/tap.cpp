@@ -72,8 +72,7 @@ step_result tap::end_step() {
     table_.targets.clear();
     const int n_written = table_.n_rows_written.load(std::memory_order_relaxed);
     if (n_written != n_expected) {
-        throw error(errc::internal, "tap: " + std::to_string(n_written) +
-                                        " attention rows were written, " +
+        throw error(errc::internal, std::to_string(n_written) + " attention rows were written, " +
                                         std::to_string(n_expected) + " were due");
     }
     result.written_at = table_.first_write.load(std::memory_order_relaxed);

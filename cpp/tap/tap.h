@@ -1,8 +1,9 @@
 // The tap of one context: adds row nodes to the graphs llama.cpp builds and steers what they write.
 // Owner:   the runner, which also owns the context; one tap per context.
 // Threads: the engine thread (and the constructor's thread before that thread starts).
-// How:     llama.cpp's four calls into ggml's scheduler are renamed to ours (end of tap.cpp). They get a
-//          scheduler only, so the tap that is meant is the thread's current one, set by a scope.
+// How:     llama.cpp's four calls into ggml's scheduler are renamed to ours (end of tap.cpp). They
+//          get a scheduler only, so the tap that is meant is the thread's current one, set by a
+//          scope.
 // Never:   computes a graph that was built for another plan than the wanted one.
 #pragma once
 

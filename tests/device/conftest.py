@@ -1,4 +1,4 @@
-"""Tests that open engines on two fake devices: fake_device.h."""
+"""Tests that open engines on two fake devices: fake_device.cpp."""
 
 from __future__ import annotations
 

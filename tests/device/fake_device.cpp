@@ -1,13 +1,23 @@
-#include "fake_device.h"
-
+// A device for tests that is no hardware: its memory is the host's but says it is not, its streams
+// do what they were told as late as order allows, and its new memory holds NaN. Whoever reads a
+// copy before it was waited for, or lets a buffer be overwritten too soon, gets wrong values every
+// time, not once a week.
+// Threads: streams belong to the thread that uses their backend; the settings are for any thread.
+//
+// For tests in Python, in developer builds alone. It is no part of kqview._core, whose stub says what
+// every build has: tests find it in sys.modules.
 #include <ggml-backend-impl.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>
 #include <ggml-impl.h>
 #include <ggml.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -17,9 +27,39 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
+namespace nb = nanobind;
+using namespace nb::literals;
+
 namespace kqview::testing {
+
+namespace {
+
+struct fake_device_settings {
+    bool is_late = true;             // false: streams do everything at once
+    std::int64_t fail_copy_in = -1;  // the so many-th copy to the host from now on fails; -1 = none
+    std::size_t memory_bytes = std::size_t{4} << 30;  // of each device
+    std::size_t pinned_bytes = std::size_t{1} << 30;  // page-locked memory there is
+    std::string refused_op;                           // ggml's name of one it cannot compute
+    double copy_s = 0;                                // that each copy to the host takes
+    // ggml aborts, as CUDA's backend does, in the so many-th call from now on of this kind:
+    // "graph", "buffer", "copy", "wait", or "thread", which is a graph on a thread that is none of
+    // ours; what it logs before.
+    std::string abort_at;
+    std::int64_t abort_in = 0;
+    std::string abort_log;
+};
+
+struct fake_device_counts {
+    std::uint64_t n_graphs = 0;
+    std::uint64_t n_copies_to_host = 0;  // out of a stream's queue
+    std::uint64_t n_copies_on_device = 0;
+    std::size_t used_bytes = 0;  // of all devices
+};
+
+}  // namespace
 
 namespace {
 
@@ -341,6 +381,8 @@ ggml_backend_dev_t device_at(ggml_backend_reg_t, std::size_t i) { return &device
 
 }  // namespace
 
+// Registers the first `n_devices` with ggml: engines opened from then on find them, until
+// `unregister_fake_devices`. Engines that are open keep theirs.
 void register_fake_devices(int n_devices) {
     registry.api_version = GGML_BACKEND_API_VERSION;
     registry.iface = {registry_name, device_count, device_at, nullptr};
@@ -387,6 +429,37 @@ void set_fake_device(const fake_device_settings& wanted) {
 fake_device_counts count_fake_device() {
     const std::lock_guard lock(settings_mutex);
     return counts;
+}
+
+void bind_fake_device(nb::module_& module) {
+    auto part = module.def_submodule("_fake_device", "A device for tests; see tests/device.");
+    nb::module_::import_("sys").attr("modules")["kqview._fake_device"] = part;
+    nb::delattr(module, "_fake_device");
+    part.def("register", &register_fake_devices, "n_devices"_a,
+             "Registers that many devices with ggml, for engines opened from then on.");
+    part.def("unregister", &unregister_fake_devices, "Takes them back; open engines keep theirs.");
+    part.def(
+        "set",
+        [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,
+           std::size_t pinned_bytes, std::string refused_op, double copy_s, std::string abort_at,
+           std::int64_t abort_in, std::string abort_log) {
+            set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
+                             std::move(refused_op), copy_s, std::move(abort_at), abort_in,
+                             std::move(abort_log)});
+        },
+        nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
+        "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
+        "refused_op"_a = "", "copy_s"_a = 0.0, "abort_at"_a = "", "abort_in"_a = 0,
+        "abort_log"_a = "unspecified launch failure");
+    part.def("counts", [] {
+        const auto now = count_fake_device();
+        nb::dict all;
+        all["n_graphs"] = now.n_graphs;
+        all["n_copies_to_host"] = now.n_copies_to_host;
+        all["n_copies_on_device"] = now.n_copies_on_device;
+        all["used_bytes"] = now.used_bytes;
+        return all;
+    });
 }
 
 }  // namespace kqview::testing

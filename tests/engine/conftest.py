@@ -23,7 +23,7 @@ from tests.support.engines import open_engine
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Two devices that are no hardware (tests/device/fake_device.h), in developer builds.
+# Two devices that are no hardware (tests/device/fake_device.cpp), in developer builds.
 FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
 N_FAKE_DEVICES = 2
 # bench/cuda.sh sets the layers that engines of these tests have on devices; without it they have

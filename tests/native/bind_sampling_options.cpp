@@ -1,5 +1,5 @@
 // The core's list of sampling options, for the test in Python that compares it with
-// kqview.types.sampling.OPTIONS. In developer builds alone; see bind_fake_device.cpp.
+// kqview.types.sampling.OPTIONS. In developer builds alone; see tests/device/fake_device.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>

@@ -1,6 +1,6 @@
 // How llama.cpp cuts a text into words, as it is built here and as it is without us, for tests in
 // Python that compare the two: the second copy of its unicode.cpp has std::regex. In developer
-// builds alone; see bind_fake_device.cpp.
+// builds alone; see tests/device/fake_device.cpp.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>

@@ -59,10 +59,10 @@ std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
                                   want.joins_layers() ? 1 : wanted.n_rows_brought()});
             }
         }
-        if (!is_found) throw error(errc::internal, "tap: rows of a layer are not in its graph");
+        if (!is_found) throw error(errc::internal, "rows of a layer are not in its graph");
     }
     if (n_joined_found != n_joined) {
-        throw error(errc::internal, "tap: rows of layers are not in their graph");
+        throw error(errc::internal, "rows of layers are not in their graph");
     }
     return pieces;
 }
@@ -136,7 +136,7 @@ void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) co
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
     const int first = target.i_query - (rows.n_queries - static_cast<int>(rows.n_rows));
     if (first < 0 || static_cast<std::size_t>(first) + n_queries > rows.n_rows) {
-        throw error(errc::internal, "tap: the rows of a query are not in its step's graph");
+        throw error(errc::internal, "the rows of a query are not in its step's graph");
     }
     const auto n_known = std::min(n_columns, rows.n_cells);
     const auto from_stride = rows.n_cells * element_bytes;

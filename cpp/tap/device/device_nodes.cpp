@@ -264,9 +264,9 @@ void head_lists::keep(std::set<std::vector<int>> lists, int n_streams) {
                                                            ggml_backend_dev_buffer_type(device_)));
     if (!buffer_) {
         tensors_.reset();
-        throw error(errc::out_of_memory,
-                    "capture: " + std::string(ggml_backend_dev_name(device_)) +
-                        " has no room for lists of heads; lower n_ctx, n_slots or n_gpu_layers");
+        throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
+                                             " has no memory left for the list of captured heads; "
+                                             "lower n_ctx, n_slots or n_gpu_layers");
     }
     auto tensor = made.begin();
     for (const auto& heads : lists) {

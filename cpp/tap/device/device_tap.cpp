@@ -33,8 +33,9 @@ std::string no_room(const transfer& way) {
 
 // A driver's failure as ours: nothing else throws in here.
 [[noreturn]] void fail_copy(const std::exception& failure) {
-    throw error(errc::decode, std::string("capture: rows could not be copied from their device: ") +
-                                  failure.what());
+    throw error(
+        errc::decode,
+        std::string("attention rows could not be copied from their device: ") + failure.what());
 }
 
 // Can a device pick heads of this site and reduce them? Nodes that no graph gets.

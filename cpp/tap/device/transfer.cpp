@@ -56,7 +56,7 @@ ggml_backend_buffer_t transfer::allocate(std::size_t n_bytes) const {
     std::size_t n_free = 0, n_total = 0;
     ggml_backend_dev_memory(device_, &n_free, &n_total);
     throw error(errc::out_of_memory,
-                "capture: rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
+                "attention rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
                     std::to_string(is_async_ ? 3 : 1) + " x " + size_text(n_bytes) + ", " +
                     size_text(n_free) +
                     " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
@@ -93,9 +93,9 @@ void transfer::reserve(std::size_t n_bytes) {
             std::all_of(staging_.begin(), staging_.end(),
                         [](const staging& one) { return one.filled && one.arrived; });
         if (copy_stream_ && has_events) return;
-        throw error(errc::out_of_memory,
-                    "capture: " + std::string(ggml_backend_dev_name(device_)) +
-                        " gives no stream or event for copies; lower n_ctx or n_gpu_layers");
+        throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
+                                             " gives no stream or event for copies of attention "
+                                             "rows; lower n_ctx or n_gpu_layers");
     } catch (...) {
         release();
         throw;

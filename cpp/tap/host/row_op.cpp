@@ -14,7 +14,8 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// ---- operands: where one query's part of q, k and the mask lies, in whatever layout the model uses
+// ---- operands: where one query's part of q, k and the mask lies, in whatever layout the model
+// uses
 
 const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides, int token,
                          int head, int stream) {

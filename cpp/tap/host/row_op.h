@@ -1,7 +1,7 @@
 // The custom ops that read a graph while it runs: attention rows, and hidden states. One node per
 // layer and source.
-// Threads: ggml's compute threads run them, between begin_step and the end of the decode; the table they
-//          read is set before by the engine thread and does not change meanwhile.
+// Threads: ggml's compute threads run them, between begin_step and the end of the decode; the table
+//          they read is set before by the engine thread and does not change meanwhile.
 #pragma once
 
 #include <ggml.h>

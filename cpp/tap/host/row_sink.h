@@ -1,8 +1,8 @@
 // Where finished rows go: into the block as they are, as float16, as their k largest values, or
 // summed up over heads and layers first. A float16 saturates: one beyond +-65504 would be infinite,
 // which reads as masked. One sink is one compute thread's work for one target in one layer.
-// Threads: ggml's compute threads; what they share lies in row_table and is joined by atomics, and by
-//          ggml's barrier between two nodes.
+// Threads: ggml's compute threads; what they share lies in row_table and is joined by atomics, and
+//          by ggml's barrier between two nodes.
 #pragma once
 
 #include <atomic>
