@@ -72,8 +72,8 @@ llama_runner::~llama_runner() {
 
 void llama_runner::break_down(const llama_abort& why, const char* activity) {
     constexpr auto remedy = "open a new Engine";
-    broken_ = error(errc::decode, std::string("engine: llama.cpp could not go on while ") +
-                                      activity + " earlier: " + why.message + "; " + remedy);
+    broken_ = error(errc::decode, std::string("llama.cpp failed while ") + activity +
+                                      " earlier: " + why.message + "; " + remedy);
     if (!why.is_memory) {
         *is_device_lost_ = true;
         model_->abandon();

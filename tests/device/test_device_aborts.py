@@ -40,7 +40,6 @@ def test_an_abort_in_a_step_breaks_the_engine_and_no_other(
     device.set(abort_at=abort_at, abort_in=3)
     with pytest.raises(DecodeError, match="fake device error") as caught:
         engine.generate(prompt, slot=0, max_tokens=300, ignore_eos=True, capture="probs").read()
-    assert "could not go on" in str(caught.value)
     assert BROKEN in str(caught.value)
     device.set()
     with pytest.raises(DecodeError, match=BROKEN):
@@ -106,7 +105,7 @@ def test_an_abort_while_an_engine_is_opened_is_an_error(
 ) -> None:
     device.set(abort_at="buffer", abort_in=abort_in, abort_log=log)
     expected = OutOfMemory if log == NO_MEMORY else ModelLoadError
-    with pytest.raises(expected, match="could not go on"):
+    with pytest.raises(expected, match="llama.cpp failed while"):
         Engine(tiny_llama, n_gpu_layers=-1, n_ctx=256, n_threads=1)
     device.set()
     assert len(run(make_engine(tiny_llama, n_gpu_layers=-1), random_ids(N_PROMPT), 2)) == 2

@@ -99,7 +99,7 @@ REFUSED: dict[str, tuple[Callable[[bytes], bytes], type[errors.StateError], str]
         "above 65504",
     ),
     "a value whose product overflows": (put("<f", "v_value", -3e38), FORMAT, "above 65504"),
-    "a byte short": (lambda b: b[:-1], FORMAT, "the blob was cut short"),
+    "a byte short": (lambda b: b[:-1], FORMAT, "bytes, .* are left"),
     "a byte more": (lambda b: b + b"\0", FORMAT, "the end at byte"),
     "100 bytes more": (lambda b: b + bytes(100), FORMAT, "has 100 bytes behind it"),
     "two blobs": (lambda b: b + b, FORMAT, "the end at byte"),
@@ -111,7 +111,7 @@ def test_unsound_blob_is_refused_and_changes_nothing(engine: Engine, name: str) 
     mutate, kind, message = REFUSED[name]
     slot = engine.slots[0]
     blob = slot.save()
-    with pytest.raises(kind, match=rf"slot\.restore: .*{message}|{message}") as caught:
+    with pytest.raises(kind, match=message) as caught:
         slot.restore(mutate(blob))
     assert type(caught.value) is kind
     assert slot.tokens == PROMPT
@@ -214,7 +214,7 @@ def test_blob_of_a_model_of_another_shape_is_a_mismatch(
     other = make_engine(tiny_gguf.write_model(tmp_path / "other.gguf", arch="llama", **shape))
     list(other.attend(PROMPT))
     engine = make_engine(tiny_llama)
-    with pytest.raises(MISMATCH, match=r"slot\.restore: (n_layer|K row size) at byte"):
+    with pytest.raises(MISMATCH, match=r"(n_layer|K row size) at byte"):
         engine.slots[0].restore(other.slots[0].save())
 
 
