@@ -105,7 +105,7 @@ def test_an_abort_while_an_engine_is_opened_is_an_error(
 ) -> None:
     device.set(abort_at="buffer", abort_in=abort_in, abort_log=log)
     expected = OutOfMemory if log == NO_MEMORY else ModelLoadError
-    with pytest.raises(expected, match="llama.cpp failed while"):
+    with pytest.raises(expected, match=r"llama\.cpp failed while"):
         Engine(tiny_llama, n_gpu_layers=-1, n_ctx=256, n_threads=1)
     device.set()
     assert len(run(make_engine(tiny_llama, n_gpu_layers=-1), random_ids(N_PROMPT), 2)) == 2
