@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
-from kqview.arguments import checked_ids, encode, invalid, seconds, whole_number
+from kqview.arguments import checked_ids, encode, seconds, whole_number
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
@@ -30,7 +30,7 @@ from kqview.engine_options import (
     model_options,
     progress_callback,
 )
-from kqview.errors import RequestError, UnknownSlot, UnsupportedModel, shown
+from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.machine import engine_info
@@ -439,7 +439,11 @@ class Engine(Vocabulary, Conversation, Embedding):
         n_rows = len(ids) if last is None else min(whole_number("last", last), len(ids))
         wanted_capture = Capture.of(capture)
         if wanted_capture is None:
-            raise invalid("capture", "a kind such as 'probs', or a Capture", "None")
+            raise InvalidCapture(
+                "capture is None, but attend has nothing else to return; pass a kind such as "
+                "'probs', or a Capture",
+                parameter="capture",
+            )
         wanted_capture = wanted_capture.for_prompt()
         wanted = self._submission.options(
             ids,
