@@ -156,9 +156,9 @@ TEST_CASE("capture_plan: a head that one of the layers does not have is refused"
 }
 
 TEST_CASE("capture_plan: empty lists, repeated layers and models without attention are refused") {
-    CHECK(contains(refusal_of(indices{std::vector<int>{}}, {}), "no layers or no heads"));
-    CHECK(contains(refusal_of({}, indices{std::vector<int>{}}), "no layers or no heads"));
-    CHECK(contains(refusal_of(indices{{2, 0, 2}}, {}), "layer 2 is named twice"));
+    CHECK(contains(refusal_of(indices{std::vector<int>{}}, {}), "is an empty list"));
+    CHECK(contains(refusal_of({}, indices{std::vector<int>{}}), "is an empty list"));
+    CHECK(contains(refusal_of(indices{{2, 0, 2}}, {}), "layer 2 is listed twice"));
     CHECK_THROWS_AS(capture_plan({}, {}), kqview::error);
 }
 
