@@ -1,4 +1,4 @@
-"""kqview: llama.cpp in your process, the attention of every generated token as a numpy view."""
+"""kqview: llama.cpp in your process, with the attention of each generated token as a numpy view."""
 
 import logging
 from importlib.metadata import version

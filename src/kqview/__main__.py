@@ -7,7 +7,7 @@ _CLI_EXTRA: Final = frozenset({"typer", "rich"})
 
 
 def main() -> None:
-    """Run the command line; without the ``cli`` extra print one line and exit with 1."""
+    """Run the command line; without the ``cli`` extra, print one line and exit with status 1."""
     try:
         from kqview.cli import serve_command
         from kqview.cli.main import app

@@ -1,9 +1,9 @@
-"""Engine: one model, one context, one engine thread, and what a caller does with them.
+"""Engine: one model, one context and one engine thread, behind the methods that callers use.
 
-The way of a token: `generate` turns a prompt and options into a request; the engine thread gives it
-a slot, decodes it in batches while the tap writes attention rows into leased blocks, samples, and
-puts the token into the request's mailbox; `Generation` takes it out as a Token whose attention is a
-view of the block.
+How a token is made: `generate` turns a prompt and options into a request. The engine thread assigns
+it a slot, decodes it in batches while the tap writes attention rows into leased blocks, samples,
+and puts the token into the request's mailbox. `Generation` takes it out as a Token whose attention
+is a view of the block.
 """
 
 import atexit
@@ -45,7 +45,7 @@ from kqview.types.stats import read_fields
 from kqview.vocabulary import Vocabulary
 
 CLOSE_TIMEOUT_S: Final = 30.0
-"""How long `Engine.close` waits where it is not told."""
+"""Default ``timeout_s`` of `Engine.close`, in seconds."""
 
 _log: Final = logging.getLogger("kqview.engine")
 _ROLE: Final = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
@@ -55,22 +55,22 @@ _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
 @atexit.register
 def _close_engines() -> None:
-    # The engine thread must be gone before the interpreter is; views may live on.
+    # The engine thread must end before the interpreter does; views may outlive it.
     _core.stop_waking()
     for engine in list(_open_engines):
         engine.close()
 
 
 def _forward_log() -> None:
-    """Hand what llama.cpp has logged since the last call to `logging`; any thread.
+    """Pass what llama.cpp has logged since the last call to `logging`; any thread.
 
-    An exception of a caller's handler is printed as `logging` prints it, not raised: the lines may
-    be those of another engine.
+    An exception in a caller's handler is printed as `logging` prints it, not raised: the lines may
+    belong to another engine.
     """
     for level, text in _core.drain_log():
         try:
             _llama_log.log(level, "%s", text)
-        except Exception:  # of a handler, not of the caller of this function
+        except Exception:  # raised by a handler, not by this function's caller
             if logging.raiseExceptions and sys.stderr is not None:
                 with contextlib.suppress(Exception):
                     traceback.print_exc()
@@ -85,14 +85,14 @@ def check_opening(
     n_gpu_layers: int = -1,
     kv_type: str = "f16",
 ) -> None:
-    """Raise what opening an Engine would raise, as far as that shows without the weights.
+    """Raise the errors that opening an Engine would raise, as far as possible without the weights.
 
-    Costs the file's header and vocabulary; takes next to no memory.
+    Reads only the file's header and vocabulary; takes next to no memory.
 
     Raises:
-        ModelLoadError: The file is missing or none that llama.cpp knows.
-        OutOfMemory: There is no room for the context, or on a device for its layers.
-        RequestError: An option is out of its range.
+        ModelLoadError: The file is missing or is not a model that llama.cpp supports.
+        OutOfMemory: The context does not fit into memory, or its layers do not fit on a device.
+        RequestError: An option is out of range.
     """
     options = context_options(n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type)
     try:
@@ -116,7 +116,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         attention_layers=tuple(layer.layer for layer in layers),
         attention_scale=layers[0].scale if layers else 0.0,
         special_tokens=_special_tokens(model, metadata) if facts.has_vocab else {},
-        # llama.cpp's default where a file does not say
+        # llama.cpp's default for files without this key
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         classifier_labels=tuple(facts.classifier_labels),
         metadata=metadata,
@@ -124,7 +124,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
 
 
 def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:
-    """Text of each special token by the role that the file's metadata gives it."""
+    """Text of each special token, by the role that the file's metadata gives it."""
     found: dict[str, str] = {}
     n_vocab = model.facts.n_vocab
     for key, value in metadata.items():
@@ -135,41 +135,46 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
 
 
 class Engine(Vocabulary, Conversation, Embedding):
-    """A GGUF model in this process, ready to generate.
+    """A GGUF model loaded in this process, ready to generate.
 
-    Use from any thread; `close` it, or use it as a context manager, to free its memory. Generations
-    and views outlive it: views keep their bytes for as long as they are held.
+    Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its
+    memory. Generations and views outlive the engine: a view keeps its bytes for as long as it is
+    held.
 
     Args:
         model: Path of a GGUF file.
-        n_ctx: Tokens that a slot can hold, prompt and generated ones; None for what the model was
-            trained with, which is also the most where its positions were learned.
-        n_slots: Sequences held, and generated in one batch, at a time.
-        n_batch: Most prompt tokens decoded in one step.
-        n_ubatch: As n_batch; the smaller one counts.
-        n_threads: Compute threads; None for what this process may use of the machine.
-        n_gpu_layers: Layers on GPUs and RPC servers, if there are any; -1: all, which have to fit.
-        flash_attn: Flash attention on, off, or "auto" for llama.cpp's choice. Capture works with
-            all of them.
-        kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" and others of llama.cpp.
-        swa_full: Keep the whole cache of layers with a sliding window, so that every column exists.
-        pooling: How `embed` makes one vector of a text: "mean", "cls" (the first token's), "last",
-            "none" (a vector a token), or "rank" for `classify`; None for what the model's file
-            says.
+        n_ctx: Maximum number of tokens in a slot, prompt and generated tokens together. None uses
+            the context that the model was trained with, which is also the maximum for a model with
+            learned positions.
+        n_slots: Number of sequences held, and generated in one batch, at a time.
+        n_batch: Maximum number of prompt tokens decoded in one step.
+        n_ubatch: Like n_batch; the smaller of the two applies.
+        n_threads: Number of compute threads; None uses as many as this process can keep busy.
+        n_gpu_layers: Number of layers on GPUs and RPC servers, if there are any; -1 for all, which
+            must then fit.
+        flash_attn: Flash attention on or off, or "auto" to let llama.cpp choose. Capture works with
+            all three.
+        kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
+        swa_full: Keep the full cache of layers with a sliding window, so that every column exists.
+        pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
+            "none" (one vector per token), or "rank" for `classify`. None uses what the model's file
+            specifies.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
-        rpc_servers: Other machines that hold and compute layers, ``"host:port"`` of a llama.cpp
-            ggml-rpc-server each; spread over them and this machine's GPUs by free memory.
-        rpc_timeout_s: Seconds that a server may take over one answer, a whole step included.
-        attention_budget_bytes: Most memory that attention views may hold together; None for a
-            quarter of the machine's memory.
-        run_ahead: Tokens computed before they are asked for. 0 computes each one on demand.
-        progress: Called with the loaded fraction, 0..1; True prints it.
+        rpc_servers: Other machines that hold and compute layers, each the ``"host:port"`` of a
+            llama.cpp ggml-rpc-server. Layers are spread over them and this machine's GPUs by free
+            memory.
+        rpc_timeout_s: Maximum time in seconds for one answer of a server, which may take a whole
+            step.
+        attention_budget_bytes: Maximum memory of all attention views together; None for a quarter
+            of the machine's memory.
+        run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
+        progress: Called with the loaded fraction, 0 to 1; True prints it.
 
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.
-        OutOfMemory: There is no room for the context, or on a device for its layers; the message
-            says what to lower.
-        RequestError: An option is out of its range.
+        OutOfMemory: The context does not fit into memory, or its layers do not fit on a device; the
+            message says what to lower.
+        RequestError: An option is out of range.
     """
 
     def __init__(
@@ -214,7 +219,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         self._n_gpu_layers = source.n_gpu_layers
         self._files = ModelFiles(source.path, adapters)
         try:
-            if not servers:  # their memory is theirs to plan
+            if not servers:  # RPC servers manage their own memory
                 _core.check_device_memory(source, options)
             source.lora = [_core.LoraAdapter(*adapter) for adapter in adapters]
             source.rpc_servers = servers
@@ -232,7 +237,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             self._model,
             self._info,
             run_ahead=run_ahead,
-            # Without the whole cache the columns of window layers are no positions.
+            # Without the full cache, columns of layers with a window are not positions.
             has_all_columns=swa_full or self._model_facts.n_swa == 0,
             token_bytes=self._bytes_of,
             on_end=_forward_log,
@@ -247,10 +252,10 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     @classmethod
     def demo(cls, **options: Any) -> Self:
-        """An engine with the small model that the package ships; takes the options of Engine."""
+        """Open the bundled demo model; takes the same options as Engine."""
         return cls(MODEL_PATH, **options)
 
-    # ---- what it is
+    # ---- facts
 
     @property
     def model(self) -> ModelInfo:
@@ -259,32 +264,36 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     @property
     def slots(self) -> tuple[Slot, ...]:
-        """The engine's sequences."""
+        """The slots, each of which holds one sequence."""
         return self._slots
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that a slot can hold."""
+        """Maximum number of tokens in a slot."""
         return self._core.n_ctx
 
     def stats(self) -> EngineStats:
-        """Counters, slots, queue and memory; `EngineStats.since` compares. Works after `close`."""
+        """Read counters, slots, queue and memory; works after `close`.
+
+        `EngineStats.since` computes the difference between two readings.
+        """
         _forward_log()
         return EngineStats.of(self._core.stats(), self._submission.name_of)
 
     def health(self) -> EngineHealth:
-        """What the engine thread does at this moment; for a watchdog.
+        """What the engine thread is doing at this moment, for a watchdog.
 
-        Takes no lock that the engine thread holds, so it answers while that hangs. Works after
-        `close`.
+        Takes no lock that the engine thread holds, so it answers even if that thread hangs. Works
+        after `close`.
         """
         return read_fields(EngineHealth, self._core.health())
 
     def system_info(self) -> dict[str, Any]:
-        """`kqview.system_info`, how rows of this engine reach a view, and its RPC servers.
+        """`kqview.system_info`, plus how this engine hands out attention and its RPC servers.
 
-        Further keys: capture and zero_copy (see `kqview.machine.engine_info`), rpc_servers
-        (endpoint, n_devices, and lost: why it is gone, None while it is there).
+        Additional keys: capture and zero_copy (see `kqview.machine.engine_info`), and rpc_servers,
+        a dict for each: endpoint, n_devices, and lost, which says why the server was lost and is
+        None while it is available.
         """
         return {**engine_info(self._n_gpu_layers), "rpc_servers": server_states(self._model)}
 
@@ -317,42 +326,46 @@ class Engine(Vocabulary, Conversation, Embedding):
         parse_special: bool = True,
         **options: Unpack[SamplingOptions],
     ) -> Generation:
-        """Start generating; the engine begins at once and runs ahead of the caller a little.
+        """Start generating; the engine begins at once and computes ``run_ahead`` tokens ahead.
 
         Args:
-            prompt: Text, tokenized with *add_special* and *parse_special*; or ids, taken as they
-                are.
-            max_tokens: Most tokens to generate.
+            prompt: Text, tokenized with *add_special* and *parse_special*; or token ids, used
+                unchanged.
+            max_tokens: Maximum number of tokens to generate.
             sampling: All sampling options in one object.
-            capture: What attention to hand out: a Capture, or a kind as short form.
-            slot: Index of the slot to use; None for the one that shares most with the prompt.
+            capture: The attention to hand out: a Capture, or its kind as a string.
+            slot: Index of the slot to use; None for the one that shares the most tokens with the
+                prompt.
             mods: Reserved.
-            request_id: A name for logs; made up when left out.
-            priority: Requests that wait for a slot go by priority, largest first, then by arrival.
-            reuse: "shift" also keeps the KV cache of what follows tokens that are no longer in the
-                prompt. Approximate: it was computed while those tokens were seen. "exact" keeps
-                what a fresh evaluation would compute (`Slot.n_exact`).
-            reuse_min_tokens: With "shift": shorter runs of equal tokens are coincidences.
-            context_shift: In a full slot discard old tokens and go on, in place of ending with
-                "length"; as approximate as "shift". Columns are then those of what is left:
-                ``token.discarded``.
-            n_keep: Tokens at the start that are never discarded; -1 for the whole prompt.
-            n_discard: Tokens to discard behind them, None for half of the rest.
+            request_id: Name for logs; generated if omitted.
+            priority: Requests that wait for a slot are served by priority, highest first, then in
+                order of arrival.
+            reuse: "exact" reuses only the part of the KV cache that equals a fresh evaluation
+                (`Slot.n_exact`). "shift" also reuses the cache of text after tokens that were
+                removed from the prompt. This is approximate, because that cache was computed while
+                those tokens were visible.
+            reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
+                shorter runs count as coincidence.
+            context_shift: When the slot is full, discard old tokens and continue instead of ending
+                with finish reason "length". As approximate as "shift". Columns then refer to the
+                tokens that remain, see ``token.discarded``.
+            n_keep: Number of tokens at the start that are never discarded; -1 for the whole prompt.
+            n_discard: Number of tokens to discard after them; None for half of the rest.
             add_special: As in `tokenize`.
             parse_special: As in `tokenize`.
-            **options: The fields of Sampling one by one, in place of *sampling*.
+            **options: The fields of Sampling as keyword arguments, instead of *sampling*.
 
         Returns:
-            An iterator, sync and async, of Token. A generation without a slot waits until another
-            one is over or closed. Where only the waiting thread could see to that, because it took
-            the others' last tokens itself, iterating raises BusyError.
+            A sync and async iterator of Token. A generation without a slot waits until another one
+            ends or is closed. If only the waiting thread itself could free a slot, because it takes
+            the tokens of the generations that hold the slots, iterating raises BusyError.
 
         Raises:
-            RequestError: Or one of its kinds (PromptTooLong, InvalidToken, InvalidCapture,
-                InvalidSampling, UnknownSlot): an argument cannot work.
-            UnsupportedModel: The model has no decoder, a str prompt needs a vocabulary, or its
+            RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken,
+                InvalidCapture, InvalidSampling or UnknownSlot.
+            UnsupportedModel: The model has no decoder, has no vocabulary for a str prompt, or its
                 positions cannot be moved (see `Slot.shift`).
-            QueueFull: Too many requests wait.
+            QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
         self._core.check_open()
@@ -361,7 +374,9 @@ class Engine(Vocabulary, Conversation, Embedding):
                 f"{self._info.architecture} models do not generate token by token"
             )
         if not isinstance(mods, Sequence) or mods:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError("mods are not in this version; leave mods out", parameter="mods")
+            raise RequestError(
+                "mods are not supported in this version; leave mods out", parameter="mods"
+            )
         sampling = sampling_of(sampling, options)
         if slot is not None and slot not in range(len(self._slots)):
             raise UnknownSlot(
@@ -410,28 +425,29 @@ class Engine(Vocabulary, Conversation, Embedding):
         add_special: bool = True,
         parse_special: bool = True,
     ) -> PromptAttention:
-        """Attention of the prompt itself: the rows of every position, in blocks.
+        """Evaluate a prompt and return its own attention rows, in blocks.
 
-        No token is sampled and no logits are computed. What the slot holds of the prompt already
-        is decoded again where its rows are wanted.
+        Samples no token and computes no logits. Prompt tokens that the slot already holds are
+        decoded again if their rows are wanted.
 
         Args:
             prompt: As in `generate`.
-            capture: What to hand out: a Capture, or a kind as short form.
-            last: Only the rows of the last so many positions; None for all.
+            capture: The attention to hand out: a Capture, or its kind as a string.
+            last: Number of positions, counted from the end, whose rows to return; None for all.
             request_id: As in `generate`.
             priority: As in `generate`.
             add_special: As in `tokenize`.
             parse_special: As in `tokenize`.
 
         Returns:
-            An iterator, sync and async, of PromptBlock; ``.array()`` is the whole, of shape
-            ``(n_layers, n_heads, n_rows, n_prompt)``.
+            A sync and async iterator of PromptBlock. ``.array()`` returns all rows as one array of
+            shape ``(n_layers, n_heads, n_rows, n_prompt)``.
 
         Raises:
-            RequestError: Or PromptTooLong, InvalidToken, InvalidCapture: an argument cannot work.
-            UnsupportedModel: A str prompt needs a vocabulary.
-            QueueFull: Too many requests wait.
+            RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken or
+                InvalidCapture.
+            UnsupportedModel: A str prompt needs a vocabulary, which the model does not have.
+            QueueFull: Too many requests wait for a slot.
             ClosedError: The engine is closed.
         """
         self._core.check_open()
@@ -478,21 +494,22 @@ class Engine(Vocabulary, Conversation, Embedding):
     # ---- closing
 
     def close(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """End the engine thread and free model and context; idempotent, any thread.
+        """End the engine thread and free the model and the context; idempotent, any thread.
 
-        Running generations raise ClosedError. On a CPU a step breaks off in the middle, so that a
-        long prompt does not delay this. Views stay valid. RPC servers are free for other processes
-        then, unless another engine of this one uses them.
+        Running generations raise ClosedError. On a CPU the current step is aborted, so a long
+        prompt does not delay closing. Views stay valid. RPC servers become free for other
+        processes, unless another engine of this process uses them.
 
         Args:
-            timeout_s: Longest wait for the engine thread. One that hangs for longer, in a driver
-                say, is given up: its generations raise ClosedError, its thread and memory stay, and
-                ``health().is_lost`` is true, until a later `close` finds that it did end.
+            timeout_s: Maximum time to wait for the engine thread, in seconds. A thread that hangs
+                for longer, for example in a driver, is abandoned: its generations raise
+                ClosedError, its memory is not freed, and ``health().is_lost`` is true until a later
+                `close` finds that the thread has ended.
         """
         self._core.close(seconds("timeout_s", timeout_s))
         if self._core.health().is_lost:
             _log.error(
-                "the engine thread hangs for more than %g s; it was given up, its memory stays",
+                "the engine thread did not end within %g s; it was abandoned and keeps its memory",
                 timeout_s,
             )
         _open_engines.discard(self)

@@ -1,4 +1,4 @@
-"""The options of Engine: checked and turned into the core's."""
+"""Options of Engine: checks them and converts them to the core's."""
 
 import os
 import sys
@@ -29,10 +29,10 @@ def context_options(
     pooling: object = None,
     attention_budget_bytes: object = None,
 ) -> _core.EngineOptions:
-    """The options of Engine; limits that need the model are checked in the core.
+    """The options of the context; the core checks limits that depend on the model.
 
     Raises:
-        RequestError: An option is of another type or out of its range.
+        RequestError: An option has the wrong type or is out of range.
     """
     if flash_attn != "auto" and not isinstance(flash_attn, bool):
         raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
@@ -59,10 +59,10 @@ def context_options(
 
 
 def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.ModelOptions:
-    """What to load.
+    """The options of loading the model.
 
     Raises:
-        RequestError: The path has a null byte or characters that UTF-8 cannot express, or
+        RequestError: The path contains a null byte or characters that UTF-8 cannot express, or
             *n_gpu_layers* is out of range.
     """
     options = _core.ModelOptions()
@@ -72,7 +72,7 @@ def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.
 
 
 def progress_callback(progress: object) -> Callable[[float], object] | None:
-    """What is called with the loaded fraction.
+    """The function to call with the loaded fraction, or None.
 
     Raises:
         RequestError: *progress* is neither True nor a callable.
@@ -88,7 +88,7 @@ def lora_adapters(value: Lora | Sequence[Lora] | None) -> list[tuple[str, float]
     """The ``lora`` option as (path, scale) pairs.
 
     Raises:
-        RequestError: It is not a path, a (path, scale) pair or a list of these.
+        RequestError: *value* is not a path, a (path, scale) pair or a list of these.
     """
     given: object = value
     match given:
@@ -125,7 +125,7 @@ def _to_float(value: object) -> float | None:
         return None
     try:
         return float(value)
-    except OverflowError:  # an int beyond every float
+    except OverflowError:  # an int too large for a float
         return None
 
 
@@ -133,7 +133,10 @@ def _path(name: str, value: str | os.PathLike[str]) -> str:
     path = os.fsdecode(os.fspath(value))
     encode(name, path)
     if "\0" in path:
-        raise RequestError(f"{name} has a null byte in its path {shown(path)}", parameter=name)
+        raise RequestError(
+            f"{name} is {shown(path)}, which contains a null byte; pass another path",
+            parameter=name,
+        )
     return path
 
 

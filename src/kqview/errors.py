@@ -1,4 +1,4 @@
-"""Every exception that kqview raises, grouped by who must act.
+"""Every exception that kqview raises, grouped by cause.
 
     KqviewError
     +-- RequestError (ValueError)      the caller's arguments
@@ -20,11 +20,11 @@
     +-- ClosedError                    the lifetime of the engine
     +-- BusyError                      two users of one slot
     +-- DecodeError                    llama.cpp could not evaluate a batch
-    +-- InternalError                  a bug of kqview
+    +-- InternalError                  a bug in kqview
 
-A message says what was wrong, what the limit is and what to do, in the names of the caller's
-parameters. Cancelling is a finish reason, never an error. This file imports nothing of kqview; the
-C++ core looks its classes up in ``BY_CODE``.
+A message says what was wrong, what the limit is and what to do, and names the caller's parameter.
+Cancelling is a finish reason, never an error. This file imports nothing from kqview; the C++ core
+looks up its classes in ``BY_CODE``.
 """
 
 import reprlib
@@ -59,21 +59,21 @@ __all__ = [
 
 
 class KqviewError(Exception):
-    """Base of every error of kqview.
+    """Base class of all errors of kqview.
 
-    Catch it to separate kqview's failures from those of your own code. A wrong type of argument,
-    such as a number where a string belongs, may still raise TypeError.
+    Catch it to tell kqview's failures from those of your own code. An argument of the wrong type,
+    such as a number instead of a string, may still raise TypeError.
     """
 
 
 class RequestError(KqviewError, ValueError):
-    """The arguments of a call are wrong; the caller changes them.
+    """An argument of a call is invalid; change it.
 
-    Sending the same request again fails again. Not raised for what would fit at another moment:
-    that is a CapacityError.
+    The same call always fails again. What could succeed at another moment raises CapacityError
+    instead.
 
     Attributes:
-        parameter: Name of the parameter that is wrong, None where no single one is known.
+        parameter: Name of the invalid parameter; None if no single one is known.
     """
 
     def __init__(self, message: str = "", *, parameter: str | None = None) -> None:
@@ -82,40 +82,40 @@ class RequestError(KqviewError, ValueError):
 
 
 class PromptTooLong(RequestError):
-    """The prompt has more tokens than one slot holds; shorten it or raise ``n_ctx``.
+    """The prompt has more tokens than a slot can hold; shorten it or raise ``n_ctx``.
 
-    Not raised when a generation fills its slot on the way: it ends with finish reason "length".
+    Not raised when a generation fills its slot: it ends with finish reason "length".
     """
 
 
 class InvalidToken(RequestError):
-    """A token id lies outside the vocabulary; take ids from ``tokenize`` of the same model.
+    """A token id is outside the vocabulary; use ids from ``tokenize`` of the same model.
 
-    Not raised for special tokens: every id from 0 to ``n_vocab - 1`` may be fed.
+    Not raised for special tokens: every id from 0 to ``n_vocab - 1`` is allowed.
     """
 
 
 class UnknownSlot(RequestError):
-    """A slot number is not one of this engine; use one of ``engine.slots`` or raise ``n_slots``.
+    """The engine has no slot with this index; use one of ``engine.slots`` or raise ``n_slots``.
 
-    Not raised for a slot in use: that is BusyError.
+    Not raised for a slot that is in use: that is BusyError.
     """
 
 
 class InvalidCapture(RequestError):
-    """A capture asks for what this model or version cannot give; change the Capture.
+    """A Capture asks for something that this model or version cannot provide; change the Capture.
 
-    Examples are a layer without attention, a head out of range, an unknown kind. Not raised for
+    Examples are a layer without attention, a head out of range and an unknown kind. Not raised for
     lack of memory: that is PoolExhausted.
     """
 
 
 class InvalidSampling(RequestError):
-    """A sampling option is out of range or contradicts another; change that option.
+    """A sampling option is out of range or conflicts with another one; change that option.
 
-    A grammar or JSON schema that does not parse is one too, and one that takes too much time or
-    memory to follow, which shows while the text is generated. Not raised for legal values that make
-    poor text.
+    Also raised for a grammar or JSON schema that does not parse, and, while text is generated, for
+    one that takes too much time or memory to follow. Not raised for valid values that produce poor
+    text.
     """
 
 
@@ -124,46 +124,46 @@ class ModelError(KqviewError):
 
 
 class ModelLoadError(ModelError):
-    """The file is missing, unreadable or not a sound GGUF; check the path or fetch it again.
+    """The model file is missing, unreadable or damaged; check the path or download the file again.
 
-    The message ends with the last lines that llama.cpp logged. Raised too for an RPC server that
-    cannot be used, with its name. Not raised when memory runs out: that is OutOfMemory.
+    The message ends with the last lines that llama.cpp logged. Also raised for an RPC server that
+    cannot be used; the message names it. Not raised when memory runs out: that is OutOfMemory.
     """
 
 
 class UnsupportedModel(ModelError):
-    """The file is sound, but this model, backend or build cannot do what was asked.
+    """The file is sound, but this model, backend or build cannot do what was requested.
 
-    Choose another model or device, or a plan that needs less. Not raised for single layers without
-    attention in a hybrid model: ``model.attention_layers`` leaves them out.
+    Choose another model or device, or a call that needs less. Not raised for single layers without
+    attention in a hybrid model: ``model.attention_layers`` omits them.
     """
 
 
 class CapacityError(KqviewError):
-    """A limit of this process is reached; retry later, release something, or raise the limit.
+    """A limit of this process has been reached; retry later, release something, or raise the limit.
 
-    The request itself is sound.
+    The request itself is valid.
     """
 
 
 class PoolExhausted(CapacityError):
-    """Attention views that are still held use up the budget; drop views or copy what you keep.
+    """Attention views still held use up the budget; drop views, or copy what you keep.
 
-    ``attention_budget_bytes`` raises the limit and ``Capture(on_full=...)`` chooses another
+    ``attention_budget_bytes`` raises the limit, and ``Capture(on_full=...)`` chooses another
     policy. Tokens handed out before stay valid. Not raised with ``on_full="drop"``, nor with
     ``on_full="wait"`` before ``wait_s`` has passed.
     """
 
 
 class QueueFull(CapacityError):
-    """Too many requests wait for a slot; the client retries later.
+    """Too many requests wait for a slot; retry later.
 
-    Not raised for requests that already run.
+    Not raised for requests that are already running.
     """
 
 
 class OutOfMemory(CapacityError, MemoryError):
-    """The host or the device has too little memory; lower ``n_ctx``, ``n_slots`` or layers on it.
+    """The host or a device has too little memory; lower ``n_ctx``, ``n_slots`` or ``n_gpu_layers``.
 
     Not raised for the budget of attention views: that is PoolExhausted.
     """
@@ -172,19 +172,19 @@ class OutOfMemory(CapacityError, MemoryError):
 class StateError(KqviewError):
     """A saved session cannot be restored; save it again, or restore it where it fits.
 
-    The slot keeps what it held before.
+    The slot keeps its previous contents.
     """
 
 
 class StateFormatError(StateError):
-    """The bytes are no valid saved session: cut short, altered or of an unknown version.
+    """The bytes are not a valid saved session: truncated, altered or of an unknown version.
 
-    Not raised for sound bytes of another model: that is StateMismatch.
+    Not raised for valid bytes of another model: that is StateMismatch.
     """
 
 
 class StateMismatch(StateError):
-    """A sound saved session belongs to another model, cache type or a larger context.
+    """A valid saved session belongs to another model, another cache type or a larger context.
 
     Open the engine as it was when the session was saved. Not raised for another number of slots.
     """
@@ -193,30 +193,30 @@ class StateMismatch(StateError):
 class ClosedError(KqviewError):
     """The engine or generation is closed, or this process is a fork of its owner; open a new one.
 
-    Not raised for views of attention: they outlive the engine. Closing twice is no error.
+    Not raised for attention views: they outlive the engine. Closing twice is not an error.
     """
 
 
 class BusyError(KqviewError):
-    """A slot or engine is in use by another generation; wait for that one or cancel it.
+    """Another generation uses the slot or engine; wait for it or cancel it.
 
-    Not raised by ``generate`` without ``slot=``: it takes a free slot or queues.
+    Not raised by ``generate`` without ``slot=``: it takes a free slot or waits in the queue.
     """
 
 
 class DecodeError(KqviewError):
-    """llama.cpp failed to evaluate a batch; retry, and report it if it comes back.
+    """llama.cpp failed to evaluate a batch; retry, and report it if it happens again.
 
-    The requests of that batch end; the engine goes on with others. When an RPC server is gone every
-    later request raises this too, naming it: start it again and open a new Engine. Not raised for a
-    full context, which ends a generation with finish reason "length".
+    The requests of that batch end; the engine continues with the others. If an RPC server was lost,
+    every later request raises this error with the server's name: start the server again and open a
+    new Engine. Not raised for a full context, which ends a generation with finish reason "length".
     """
 
 
 class InternalError(KqviewError):
-    """kqview broke one of its own rules; report it with the message.
+    """A bug in kqview: it broke one of its own rules. Report it with the message.
 
-    Nothing a caller passes should reach it.
+    No argument of a caller should lead to it.
     """
 
 
@@ -241,7 +241,7 @@ BY_CODE: Final[Mapping[str, type[KqviewError]]] = MappingProxyType(
         "internal": InternalError,
     }
 )
-"""Class for each ``errc`` of the C++ core, by the name that the enum gives it."""
+"""Class for each ``errc`` of the C++ core, by its name in the enum."""
 
 _MOST_BITS: Final = 256
 _MOST_CHARACTERS: Final = 120
@@ -250,10 +250,10 @@ _repr.maxstring = _repr.maxother = _MOST_CHARACTERS
 
 
 def shown(value: object) -> str:
-    """*value* as a message shows it: its repr, shortened, whatever a caller passed."""
+    """*value* as a message shows it: its repr, shortened; works for any object."""
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return f"a whole number of {value.bit_length()} bits"
     try:
         return _repr.repr(value)
-    except Exception:  # a repr is the caller's code, and huge numbers inside a list have none
+    except Exception:  # a repr is the caller's code, and fails for a list with huge numbers
         return f"an object of type {type(value).__name__}"

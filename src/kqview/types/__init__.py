@@ -1,7 +1,7 @@
-"""The value types of the public API: what goes into a generation and what comes out of it.
+"""Value types of the public API: the inputs and results of a generation.
 
-Pure Python, one concept per file. Nothing here touches the native core or holds a native object,
-so these types can be built, compared and tested without a model.
+Pure Python, one concept per file. Nothing here touches the native core or holds a native object, so
+these types can be built, compared and tested without a model.
 """
 
 from kqview.types.capture import Capture

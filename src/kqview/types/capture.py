@@ -1,4 +1,4 @@
-"""Capture: which attention a generation hands out, and what happens when its memory is full."""
+"""Capture: which attention a generation hands out, and what happens when its memory runs out."""
 
 import contextlib
 import math
@@ -23,27 +23,29 @@ _POSITION_BYTES: Final = 4  # int32
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """What to capture of every generated token.
+    """What to capture for every generated token.
 
-    Well-formed values that this build or the model cannot serve are refused by the engine, not
-    here. Sequences of indices become tuples and keep their order.
+    The constructor checks only the form of the values; the engine refuses what the build or the
+    model cannot provide. Sequences of indices become tuples and keep their order.
 
     Attributes:
-        kind: "logits" is the raw product of K and Q before scale, mask and softmax; "scores" is
-            what enters the softmax; "probs" is what leaves it.
-        layers: Layers to keep, None for every layer that has attention. May be empty beside
-            *hidden*: then there is no attention.
-        heads: Query heads to keep in each layer, None for all.
-        reduce: None, or the reduction done on the device: "mean_heads" and "max_heads" over heads,
+        kind: "logits" is the raw product of K and Q before scale, mask and softmax; "scores" is the
+            input of the softmax; "probs" is its output.
+        layers: Layers to capture; None for every layer that has attention. May be empty if *hidden*
+            is given: then no attention is captured.
+        heads: Query heads to capture in each layer; None for all.
+        reduce: Reduction done on the device, or None: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
         top_k: Keep only the k largest values of each row, with their positions.
-        dtype: Type of the values, "float32" or "float16", which saturates: a value beyond its range
-            is 65504 or -65504, so that -inf always means a position that is not seen.
-        prompt: Capture the rows of the prompt's own tokens too.
-        hidden: Layers whose output, the residual stream behind them, to hand out as well.
-        on_full: When the budget of attention memory is used up: "raise" ends the generation with
-            PoolExhausted, "wait" waits for views to be dropped, "drop" goes on without attention.
-        wait_s: Longest wait in seconds with ``on_full="wait"``; then PoolExhausted.
+        dtype: Type of the values, "float32" or "float16". float16 saturates: a value out of range
+            becomes 65504 or -65504, so -inf always means a position that is not visible.
+        prompt: Also capture the rows of the prompt's own tokens.
+        hidden: Layers whose output, the residual stream after the layer, to hand out as well.
+        on_full: What to do when the budget of attention memory is used up: "raise" ends the
+            generation with PoolExhausted, "wait" waits for views to be dropped, "drop" continues
+            without attention.
+        wait_s: Maximum wait in seconds with ``on_full="wait"``, after which PoolExhausted is
+            raised.
     """
 
     kind: Kind = "logits"
@@ -61,7 +63,7 @@ class Capture:
         """Check every field.
 
         Raises:
-            InvalidCapture: A field is not well-formed.
+            InvalidCapture: A field is malformed.
         """
         _check_choice("kind", self.kind, get_args(Kind))
         _check_choice("dtype", self.dtype, get_args(DType))
@@ -84,10 +86,10 @@ class Capture:
 
     @classmethod
     def of(cls, value: "Capture | str | None") -> "Capture | None":
-        """Turn the ``capture=`` argument of a call into a Capture; a string is its kind.
+        """Convert the ``capture=`` argument of a call to a Capture; a string is its kind.
 
         Raises:
-            InvalidCapture: *value* is no kind, or no type that names a capture.
+            InvalidCapture: *value* is an unknown kind or has the wrong type.
         """
         if value is None or isinstance(value, Capture):
             return value
@@ -96,14 +98,14 @@ class Capture:
         return cls(kind=value)  # pyright: ignore[reportArgumentType]
 
     def resolved(self, model: ModelInfo) -> "Capture":
-        """This capture with the layers of *model* where it names none."""
+        """This capture with the attention layers of *model* filled in if *layers* is None."""
         return self if self.layers is not None else replace(self, layers=model.attention_layers)
 
     def for_prompt(self) -> "Capture":
-        """What `Engine.attend` captures.
+        """This capture as `Engine.attend` uses it, with the rows of the prompt.
 
         Raises:
-            InvalidCapture: Hidden states are asked for.
+            InvalidCapture: *hidden* is not empty.
         """
         if self.hidden:
             raise InvalidCapture(
@@ -114,13 +116,13 @@ class Capture:
         return replace(self, prompt=True)
 
     def check_columns(self, *, has_all: bool) -> None:
-        """Refuse attention where columns are not positions.
+        """Refuse to capture attention if columns would not be positions.
 
         Args:
             has_all: Whether the cache keeps every position of every layer.
 
         Raises:
-            InvalidCapture: It does not, or rows of the prompt are asked for but no layers.
+            InvalidCapture: *has_all* is false, or *prompt* is true but *layers* is empty.
         """
         has_attention = self.layers is None or len(self.layers) > 0
         if not has_all and has_attention:
@@ -136,17 +138,17 @@ class Capture:
             )
 
     def bytes_per_token(self, model: ModelInfo, n_context: int) -> int:
-        """Bytes that one token's capture takes with *n_context* tokens before it.
+        """Bytes that the capture of one token takes with *n_context* tokens before it.
 
-        Counts attention and hidden states, not the rows of the prompt and not the rounding of the
-        pool. An upper bound where layers differ in their number of heads.
+        Counts attention and hidden states, but neither the rows of the prompt nor the rounding of
+        the pool. An upper bound if layers differ in their number of heads.
 
         Args:
             model: Model of the engine.
-            n_context: Columns of the row, 0 and above.
+            n_context: Columns of the row, at least 0.
 
         Raises:
-            InvalidCapture: A layer or head is not one of *model*, or *n_context* is negative.
+            InvalidCapture: *model* lacks one of the layers or heads, or *n_context* is negative.
         """
         if n_context < 0:
             raise _invalid("n_context", "the number of tokens before the query", n_context)
@@ -171,7 +173,7 @@ class Capture:
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    # An array would compare element by element.
+    # Check the type first: an array would compare element by element.
     if not isinstance(value, str) or value not in choices:
         raise _invalid(name, f"one of {', '.join(map(repr, choices))}", value)
 
@@ -223,7 +225,7 @@ def _to_int(value: object) -> int | None:
 def _to_wait_s(value: object) -> float:
     seconds = math.nan
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int beyond every float
+        with contextlib.suppress(OverflowError):  # an int too large for a float
             seconds = float(value)
     if not (math.isfinite(seconds) and seconds >= 0):
         raise _invalid("wait_s", "a finite number of seconds, at least 0", value)

@@ -1,4 +1,4 @@
-"""ModelInfo: what a loaded model says about itself; Classification: what its classifier says."""
+"""ModelInfo: facts about a loaded model; Classification: the result of its classifier."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,32 +6,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """The facts of one loaded model; it stays valid after the engine is closed.
+    """Facts about one loaded model; remains valid after the engine is closed.
 
     Attributes:
-        name: Name from the file's metadata, "" where it has none.
+        name: Name from the file's metadata; "" if it has none.
         architecture: GGUF architecture, such as "qwen2".
-        n_vocab: Size of the vocabulary; token ids are below it.
-        n_layer: Layers of the model, with attention or without.
-        n_head: Query heads of a layer, the largest where layers differ.
-        n_head_kv: Key and value heads of a layer, the largest where layers differ.
+        n_vocab: Size of the vocabulary; every token id is below it.
+        n_layer: Number of layers, with or without attention.
+        n_head: Query heads per layer; the largest number if layers differ.
+        n_head_kv: Key and value heads per layer; the largest number if layers differ.
         n_embd: Width of the residual stream.
-        n_ctx_train: Context in tokens that the model was trained for.
-        attention_layers: Layers that have attention to capture, ascending.
+        n_ctx_train: Number of context tokens that the model was trained with.
+        attention_layers: Layers whose attention can be captured, in ascending order.
         attention_scale: Factor between "logits" and the input of the softmax.
-        bos_token_id: Id that starts a text, None where the model has none.
-        eos_token_id: Id that ends a text, None where the model has none.
-        eot_token_id: Id that ends a turn of a chat, None where the model has none.
-        pad_token_id: Id for padding, None where the model has none.
+        bos_token_id: Id that starts a text; None if the model has none.
+        eos_token_id: Id that ends a text; None if the model has none.
+        eot_token_id: Id that ends a turn of a chat; None if the model has none.
+        pad_token_id: Id for padding; None if the model has none.
         special_tokens: Text of each special token by its role, such as "bos".
-        rope_freq_base: Base of the rotary position embedding.
-        rope_freq_scale: Scale of the rotary position embedding.
-        chat_template: Jinja source from the file, None where it has none.
+        rope_freq_base: Base frequency of the rotary position embedding.
+        rope_freq_scale: Frequency scale of the rotary position embedding.
+        chat_template: Jinja source from the file; None if it has none.
         n_params: Number of weights.
         size_bytes: Size of all tensors.
-        file_type: Quantisation of the file in words, such as "Q8_0".
-        classifier_labels: Labels of a classifier head, () for other models.
-        metadata: Every key of the file's metadata as text.
+        file_type: Name of the file's quantisation, such as "Q8_0".
+        classifier_labels: Labels of the classifier head; () for other models.
+        metadata: All metadata of the file, with values as text.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Classification:
 
     Attributes:
         label: The label with the highest score.
-        score: Its score, 0..1.
-        scores: Score of each label, in the order of ``ModelInfo.classifier_labels`` ("LABEL_0" and
-            so on where the file names none). Several add up to 1 (softmax); the score of a single
-            one, such as a reranker's, is the sigmoid of its value.
-        raw: The output of the head in that order: logits, except for Qwen3 rerankers, to whose
+        score: Its score, from 0 to 1.
+        scores: The score of each label, in the order of ``ModelInfo.classifier_labels`` ("LABEL_0"
+            and so on if the file does not name them). Several scores add up to 1 (softmax); a
+            single score, such as a reranker's, is the sigmoid of its value.
+        raw: The output of the head in the same order: logits, except for Qwen3 rerankers, to whose
             graph llama.cpp adds a softmax.
     """
 

@@ -1,10 +1,9 @@
-"""Sampling: how the next token is chosen; the one table of its options.
+"""Sampling: how the next token is chosen, and the table of its options.
 
 Each field of `Sampling` is a row of the table: name, type, default, range and description.
-`OPTIONS` gives the rows to whoever needs them, such as the schemas of the server's dialects. The
-C++ core has a list of its own (cpp/sample/params.h), which tests/engine/test_sampling_table.py
-compares with this one. Limits that need the model, such as the largest token id, are checked only
-there.
+`OPTIONS` provides the rows to other modules, such as the schemas of the server's dialects. The C++
+core has its own list (cpp/sample/params.h); tests/engine/test_sampling_table.py compares the two.
+Limits that depend on the model, such as the largest token id, are checked only in the core.
 """
 
 import json
@@ -20,7 +19,7 @@ from kqview.errors import InvalidSampling, shown
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
 _INT_MAX: Final = 2**31 - 1
-_SEED_MAX: Final = 2**32 - 2  # llama.cpp reads the number after it as "choose one at random"
+_SEED_MAX: Final = 2**32 - 2  # llama.cpp takes the next number as "choose a random seed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +29,11 @@ class SamplingOption:
     Attributes:
         name: The option's name.
         type: The annotation of its field, such as ``int | None``.
-        default: Its value where the caller gives none.
-        doc: What it does.
+        default: Its value if the caller gives none.
+        doc: Its description.
         low: The smallest number allowed; None for options that are not numbers.
         high: The largest number allowed; None for options that are not numbers.
-        low_excluded: Whether *low* itself is not allowed.
+        low_excluded: Whether *low* itself is excluded.
     """
 
     name: str
@@ -47,10 +46,10 @@ class SamplingOption:
     _check: "_Check"
 
     def checked(self, value: object) -> object:
-        """*value* as `Sampling` keeps it.
+        """*value* in the form that `Sampling` stores.
 
         Raises:
-            InvalidSampling: It is out of range or of another type.
+            InvalidSampling: *value* is out of range or has the wrong type.
         """
         if value is None and self.default is None:
             return None
@@ -105,14 +104,14 @@ def _integer(default: int | None, doc: str, *, low: int = 0, high: int = _INT_MA
     return _row(default, _to_int, doc, low, high)
 
 
-# ---- the values of single options
+# ---- checks of single options
 
 
 def _to_float(option: SamplingOption, value: object) -> float:
     if not isinstance(value, bool) and isinstance(value, Real):
         try:
             number = float(value)
-        except OverflowError:  # an int beyond every float
+        except OverflowError:  # an int too large for a float
             number = math.inf
         if _contains(option, number):
             return number
@@ -181,7 +180,7 @@ def _index(value: object) -> int | None:
 
 
 def are_ids(values: Sequence[object]) -> bool:
-    """Whether *values* are ints that can be token ids, as nearly all are; quick for long ones."""
+    """Whether all *values* can be token ids and are plain ints, as they usually are; fast."""
     if set(map(type, values)) != {int}:
         return not values
     ids = cast("Sequence[int]", values)
@@ -189,7 +188,7 @@ def are_ids(values: Sequence[object]) -> bool:
 
 
 def _to_schema(option: SamplingOption, schema: object) -> str:
-    """A JSON schema as text; whether it is one is llguidance's to say."""
+    """A JSON schema as text; llguidance checks whether it is valid."""
     if isinstance(schema, Mapping):
         try:
             schema = json.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -218,7 +217,7 @@ def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
 
 
 def _to_finite(value: float) -> float:
-    """*value* as a float32 can hold it, NaN where none can."""
+    """*value* if float32 can hold it; NaN otherwise."""
     return float(value) if -_FLOAT_MAX <= value <= _FLOAT_MAX else math.nan
 
 
@@ -285,15 +284,15 @@ class SamplingOptions(TypedDict, total=False):
 class Sampling:
     """How the next token is chosen from the model's logits.
 
-    Sequences become tuples, ``logit_bias`` a dict of its own, ``json_schema`` text. At most one of
-    ``grammar``, ``json_schema`` and ``regex`` may be given.
+    Sequences are stored as tuples, ``logit_bias`` as a copied dict, and ``json_schema`` as text. At
+    most one of ``grammar``, ``json_schema`` and ``regex`` may be given.
     """
 
     temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0)
     top_k: int = _integer(40, "Keep the k most probable tokens; 0 keeps all.")
     top_p: float = _number(
         0.95,
-        "Keep the fewest tokens whose probabilities add up to it; 1 keeps all.",
+        "Keep the fewest tokens whose probabilities add up to this; 1 keeps all.",
         low=0, low_excluded=True, high=1,
     )  # fmt: skip
     min_p: float = _number(
@@ -309,7 +308,7 @@ class Sampling:
     )
     repeat_last_n: int = _integer(
         64,
-        "Tokens that the three penalties look back on; 0 is off, -1 is the whole context.",
+        "How many tokens the three penalties look back; 0 is off, -1 is the whole context.",
         low=-1,
     )
     presence_penalty: float = _number(
@@ -324,71 +323,71 @@ class Sampling:
     dry_base: float = _number(1.75, "Growth of the DRY penalty with each further token.", low=1)
     dry_allowed_length: int = _integer(2, "Longest repetition without a DRY penalty.")
     dry_penalty_last_n: int = _integer(
-        64, "Tokens that DRY looks back on; 0 is off, -1 is the whole context.", low=-1
+        64, "How many tokens DRY looks back; 0 is off, -1 is the whole context.", low=-1
     )
     dry_sequence_breakers: Sequence[str] = _row(
         ("\n", ":", '"', "*"), _to_breakers, "Strings that end a sequence for DRY; at most 64."
     )
     xtc_probability: float = _number(
-        0.0, "Chance of leaving out the most probable tokens; 0 is off.", low=0, high=1
+        0.0, "Chance that XTC leaves out the most probable tokens; 0 is off.", low=0, high=1
     )
     xtc_threshold: float = _number(
         0.1,
-        "Probability from which XTC may leave a token out; above 0.5 XTC is off.",
+        "Minimum probability of a token that XTC may leave out; above 0.5 is off.",
         low=0, high=1,
     )  # fmt: skip
     mirostat: int = _integer(
-        0, "Version of Mirostat, 1 or 2, in place of the truncations above; 0 is off.", high=2
+        0, "Version of Mirostat, 1 or 2, which replaces the truncations above; 0 is off.", high=2
     )
     mirostat_tau: float = _number(5.0, "Mirostat's target entropy.", low=0, low_excluded=True)
     mirostat_eta: float = _number(0.1, "Mirostat's learning rate.", low=0, low_excluded=True)
     seed: int | None = _integer(
         None,
-        "Makes a run repeatable on one machine and build; None takes a random one.",
+        "Makes a run repeatable on one machine and build; None uses a random seed.",
         high=_SEED_MAX,
     )
     logit_bias: Mapping[int, float] = _row(
         {}, _to_bias, "Added to the logit of each token id; -inf bans it."
     )
-    banned_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that are never chosen.")
+    banned_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that are never sampled.")
     stop: str | Sequence[str] = _row(
-        (), _to_strings, "Strings that end the generation; a single string is taken as one."
+        (), _to_strings, "Strings that end the generation; a single str counts as one."
     )
     stop_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that end the generation.")
-    ignore_eos: bool = _row(False, _to_flag, "Never choose a token that ends the text.")
+    ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")
     grammar: str | None = _row(
         None,
         _to_text,
-        "GBNF, as llama.cpp reads it, that the output has to follow: up to 1 MiB of text and a "
-        "million elements. One that needs more than 2 s of CPU time for a token or 0.1 s a token "
-        "on average, 20,000 open readings or 32 MiB ends its generation with InvalidSampling; "
-        "others go on meanwhile.",
+        "Grammar in llama.cpp's GBNF that the output must follow, of at most 1 MiB of text and a "
+        "million elements. A grammar that needs more than 2 s of CPU time for one token, 0.1 s per "
+        "token on average, 20,000 simultaneous parses or 32 MiB ends its generation with "
+        "InvalidSampling; other generations continue.",
     )
     json_schema: str | Mapping[str, object] | None = _row(
         None,
         _to_schema,
-        "JSON schema, as text or mapping, that the output has to follow; kept as text. Needs "
-        'llguidance, ``pip install "kqview[constraints]"``, which says what of JSON Schema it '
-        'knows. Its key "x-guidance" sets the white space between values; the default is none, a '
-        "space, or a newline and up to 20 blanks.",
+        "JSON schema, as text or a mapping, that the output must follow; stored as text. Needs "
+        'llguidance, ``pip install "kqview[constraints]"``, whose documentation lists what it '
+        'supports. The key "x-guidance" sets the white space between values; the default is none, '
+        "a space, or a newline and up to 20 blanks.",
     )
     regex: str | None = _row(
         None,
         _to_text,
-        "Regular expression, in the syntax of Rust's regex crate, that the whole output has to "
-        "match; needs llguidance too.",
+        "Regular expression, in the syntax of Rust's regex crate, that the whole output must "
+        "match; also needs llguidance.",
     )
     top_logprobs: int | None = _integer(
         None,
-        "How many of the most probable tokens to report with their logprobs; 0 reports the chosen "
-        "token's alone, None nothing.",
+        "How many of the most probable tokens to report with their logprobs; 0 reports only the "
+        "chosen token's logprob, None reports nothing.",
     )
 
     def __post_init__(self) -> None:
         """Check every field.
 
         Raises:
-            InvalidSampling: A field is out of range or of another type, or more than one of
+            InvalidSampling: A field is out of range or has the wrong type, or more than one of
                 grammar, json_schema and regex is given.
         """
         for name, option in OPTIONS.items():
@@ -411,7 +410,7 @@ OPTIONS: Final[Mapping[str, SamplingOption]] = MappingProxyType(
         for one in fields(Sampling)
     }
 )
-"""Every option of `Sampling` by its name, in the order of its fields."""
+"""Every option of `Sampling` by name, in the order of the fields."""
 
 Sampling.__doc__ = f"{Sampling.__doc__}\n    Attributes:\n" + "".join(
     f"        {option.name}: {option.doc}\n" for option in OPTIONS.values()

@@ -1,4 +1,4 @@
-"""Counters and times: Usage of one generation; EngineStats, SlotStats, PoolStats, EngineHealth."""
+"""Counters and times: Usage of a generation; EngineStats, SlotStats, PoolStats, EngineHealth."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -8,7 +8,7 @@ _Numbers = TypeVar("_Numbers")
 
 
 def read_fields(cls: type[_Numbers], source: object, **others: object) -> _Numbers:
-    """A *cls* whose fields are the attributes of *source* of the same names, but for *others*."""
+    """A *cls* with the fields in *others*, and the rest read from attributes of *source*."""
     names = [field.name for field in fields(cls) if field.name not in others]  # pyright: ignore[reportArgumentType]
     return cls(**{name: getattr(source, name) for name in names}, **others)
 
@@ -19,10 +19,10 @@ class Usage:
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
-        cached_tokens: Those of them that were already in a KV cache, those kept by a shift
-            included; the others were evaluated.
-        completion_tokens: Tokens that were generated.
-        prefill_s: Seconds from the start of the prompt's evaluation to the first token.
+        cached_tokens: Prompt tokens that were already in a KV cache, including those kept by a
+            shift; the others were evaluated.
+        completion_tokens: Tokens generated.
+        prefill_s: Seconds from the start of evaluating the prompt to the first token.
         decode_s: Seconds from the first token to the last.
     """
 
@@ -34,29 +34,29 @@ class Usage:
 
     @property
     def tokens_per_s(self) -> float:
-        """Rate of decoding; the first token counts as prefill. 0.0 below two tokens."""
+        """Decoding rate; the first token counts as prefill. 0.0 with fewer than two tokens."""
         n_decoded = self.completion_tokens - 1
         return n_decoded / self.decode_s if n_decoded > 0 and self.decode_s > 0 else 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Rate of evaluating the prompt tokens that were not cached; 0.0 where none was."""
+        """Rate of evaluating the prompt tokens that were not cached; 0.0 if all were."""
         n_evaluated = self.prompt_tokens - self.cached_tokens
         return n_evaluated / self.prefill_s if n_evaluated > 0 and self.prefill_s > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineHealth:
-    """What an engine's thread does at one moment.
+    """What the engine thread is doing at one moment.
 
     Attributes:
-        phase: "waiting" for something to do; "ordering", "admitting", "filling", "decoding",
-            "sampling"; "closing", "ended".
-        quiet_s: Seconds since its last sign of life: the begin of the phase, each token, and while
-            a CPU computes each operation of the model's graph, so that neither a long prompt nor a
-            slow machine makes it long. A step of a GPU or an RPC server is one sign.
-        n_steps: Steps begun since the engine was opened.
-        is_lost: `Engine.close` gave the thread up, because it hung.
+        phase: "waiting" while idle; "ordering", "admitting", "filling", "decoding" or "sampling"
+            while it works; "closing", then "ended".
+        quiet_s: Seconds since the last sign of life. Signs are the start of a phase, each token
+            and, on a CPU, each operation of the model's graph; so neither a long prompt nor a slow
+            machine makes it large. A step on a GPU or an RPC server is a single sign.
+        n_steps: Steps started since the engine was opened.
+        is_lost: Whether `Engine.close` abandoned the thread because it hung.
     """
 
     phase: str
@@ -65,10 +65,10 @@ class EngineHealth:
     is_lost: bool
 
     def stall(self, timeout_s: float) -> str | None:
-        """What is wrong with the thread, None where nothing is.
+        """What is wrong with the engine thread; None if nothing is.
 
         Args:
-            timeout_s: Longest time without a sign of life while there is something to do.
+            timeout_s: Maximum time in seconds without a sign of life while there is work to do.
         """
         if self.is_lost:
             return "the engine thread hangs and was given up"
@@ -82,18 +82,18 @@ class EngineHealth:
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """The memory that attention views lie in.
+    """The memory that holds attention views.
 
     Attributes:
-        budget_bytes: Most that the pool may allocate.
-        allocated_bytes: Allocated now, leased or waiting for reuse.
-        leased_bytes: Held by live views now.
-        n_leased: Blocks held by live views now.
-        n_blocks: Blocks allocated now.
+        budget_bytes: Maximum that the pool may allocate.
+        allocated_bytes: Bytes allocated at the moment, leased or waiting for reuse.
+        leased_bytes: Bytes held by live views at the moment.
+        n_leased: Blocks held by live views at the moment.
+        n_blocks: Blocks allocated at the moment.
         pinned_bytes: Part of allocated_bytes that is page-locked.
-        plain_fallbacks: Blocks that were to be page-locked and became plain memory.
+        plain_fallbacks: Blocks that should have been page-locked but are plain memory.
         n_allocations: Blocks allocated since the start.
-        n_reused: Leases that were served by a block used before.
+        n_reused: Leases served by a block that was used before.
         peak_leased_bytes: Largest leased_bytes since the start.
     """
 
@@ -111,16 +111,16 @@ class PoolStats:
 
 @dataclass(frozen=True, slots=True)
 class SlotStats:
-    """What one slot does at the moment of the reading.
+    """What one slot was doing at the moment of the reading.
 
     Attributes:
         id: Index in ``engine.slots``.
-        state: "idle"; "prefill", evaluating a prompt; "decode", generating; "sampling", its next
-            token is being chosen under a grammar or schema; "paused", its consumer is behind;
-            "starved", the attention memory has no room for its next row.
+        state: "idle"; "prefill", evaluating a prompt; "decode", generating; "sampling", choosing
+            the next token under a grammar or schema; "paused", waiting for its consumer to catch
+            up; "starved", waiting for attention memory for its next row.
         n_tokens: Ids in its KV cache.
-        request_id: Whose generation works in it. None for an idle slot, and for a generation that
-            was dropped and is about to end.
+        request_id: The generation that uses the slot. None for an idle slot, and for a generation
+            that was dropped and is about to end.
     """
 
     id: int = 0
@@ -130,52 +130,53 @@ class SlotStats:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation works in this slot."""
+        """Whether a generation uses this slot."""
         return self.state != "idle"
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Counters of one engine since it was opened, and what it does at the moment of the reading.
+    """Counters since the engine was opened, and its state at the moment of the reading.
 
-    Counters and seconds only grow; `since` makes an interval of two readings. Steps evaluate either
-    a piece of one prompt or the next token of several slots: `prefill_s` and `decode_s` are the
-    seconds that the engine spent in either kind, so tokens by seconds are the speed while it
-    worked, whatever the time between requests.
+    Counters and seconds only grow; `since` computes the difference between two readings. A step
+    evaluates either a part of one prompt or the next token of several slots. `prefill_s` and
+    `decode_s` are the seconds spent in each kind of step, so tokens divided by seconds is the speed
+    while the engine worked, regardless of idle time between requests.
 
     Attributes:
         uptime_s: Seconds since the engine was opened.
-        n_requests: Generations admitted to a slot.
-        n_finished: Those that ended by themselves.
-        n_cancelled: Generations that their consumer ended, by a stop string too, or dropped.
+        n_requests: Generations that were given a slot.
+        n_finished: Generations that ended on their own.
+        n_cancelled: Generations that their consumer ended or dropped, including by a stop string.
         n_failed: Generations that ended with an error.
         n_refused: Calls that raised QueueFull.
         n_tokens: Tokens generated.
         n_decodes: Calls of llama.cpp's decode.
-        prefill_tokens: Prompt tokens evaluated, cached ones not counted.
-        prefill_s: Seconds in steps that evaluated prompts, sampling the first tokens included.
-        decode_tokens: Tokens evaluated one a slot, to generate the next one.
-        decode_s: Seconds in these steps, sampling included.
+        prefill_tokens: Prompt tokens evaluated, without cached ones.
+        prefill_s: Seconds in steps that evaluated prompts, including sampling of the first tokens.
+        decode_tokens: Tokens evaluated, one per slot, to generate the next one.
+        decode_s: Seconds in these steps, including sampling.
         graph_builds: Compute graphs built.
-        graph_reuses: Decodes that ran on a graph built before.
+        graph_reuses: Decodes that ran on an existing graph.
         graph_nodes_added: Nodes that capture added to the newest graph; 0 without capture.
-        n_queued: Generations that wait for a slot now.
+        n_queued: Generations waiting for a slot at the moment.
         attention_bytes: Bytes of attention handed out.
-        copied_bytes: Bytes of attention that Python code of kqview copied.
+        copied_bytes: Bytes of attention copied by kqview's Python code.
         dropped_rows: Tokens that came without attention because of ``on_full="drop"``.
-        captured_steps: Steps that handed attention out; without those of a prompt that left it on a
-            device and sampled nothing, whose end is not known.
+        captured_steps: Steps that handed out attention. Excludes steps of a prompt that left their
+            rows on a device and sampled nothing, because the end of their compute is unknown.
         step_to_view_s: Seconds of these steps from when the engine knew that the compute had ended
-            to when the last row was handed out: sampling, and for rows of a device the copy, during
-            which the next step is started.
-        device_copies: Copies of attention from a device to the host; rows that lie at one distance
-            are one copy.
-        device_copy_bytes: Bytes that these copies brought.
-        device_copy_s: Seconds from when the engine knew that a step's rows could leave the device
-            to when it knew that they had arrived, of several devices each its own. It looks when
-            it needs the rows, after the next step was started: an upper bound of the copies' time.
-        slots: What each slot does now.
-        pool: State of the attention memory now.
+            until the last row was handed out. Includes sampling and, for rows on a device, the
+            copy, during which the next step is started.
+        device_copies: Copies of attention from a device to the host; rows at equal distances are
+            copied together and count as one.
+        device_copy_bytes: Bytes moved by these copies.
+        device_copy_s: Seconds from when the engine knew that the rows of a step could leave the
+            device until it knew that they had arrived, counted for each device. An upper bound for
+            the time of the copies, because the engine checks only when it needs the rows, after
+            starting the next step.
+        slots: State of each slot at the moment.
+        pool: State of the attention memory at the moment.
     """
 
     uptime_s: float = 0.0
@@ -207,7 +208,7 @@ class EngineStats:
 
     @classmethod
     def of(cls, now: Any, name_of: Callable[[int], str | None]) -> Self:
-        """The counters of the core; *name_of* gives the ``request_id`` of a core's id."""
+        """Build from the core's counters; *name_of* maps a core id to its ``request_id``."""
         slots = tuple(
             SlotStats(i, slot.state, slot.n_tokens, name_of(slot.generation))
             for i, slot in enumerate(now.slots)
@@ -216,34 +217,34 @@ class EngineStats:
 
     @property
     def tokens_per_s(self) -> float:
-        """Speed of generating, all slots together, while the engine generated; 0.0 before."""
+        """Generation speed of all slots together while the engine generated; 0.0 before that."""
         return self.decode_tokens / self.decode_s if self.decode_s > 0 else 0.0
 
     @property
     def prefill_tokens_per_s(self) -> float:
-        """Speed of evaluating prompts while the engine did that; 0.0 before."""
+        """Prompt evaluation speed while the engine evaluated prompts; 0.0 before that."""
         return self.prefill_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def busy_s(self) -> float:
-        """Seconds that the engine worked; by `uptime_s` it is the load."""
+        """Seconds that the engine worked; divide by `uptime_s` for the load."""
         return self.prefill_s + self.decode_s
 
     @property
     def step_to_view_mean_s(self) -> float:
-        """Seconds from the end of a step's compute to its views, on average; 0.0 before any."""
+        """Mean seconds from the end of a step's compute to its views; 0.0 before any."""
         return self.step_to_view_s / self.captured_steps if self.captured_steps > 0 else 0.0
 
     @property
     def device_copy_bytes_per_s(self) -> float:
-        """Rate of the copies from devices, at least; 0.0 before any."""
+        """Lower bound of the rate of copies from devices; 0.0 before any."""
         return self.device_copy_bytes / self.device_copy_s if self.device_copy_s > 0 else 0.0
 
     def since(self, earlier: "EngineStats") -> Self:
-        """What came about after the reading *earlier*.
+        """The change since the reading *earlier*.
 
-        Counters and seconds become differences, so rates are those of the interval; what is of the
-        moment (`n_queued`, `graph_nodes_added`, `slots`, `pool`) stays as it is here.
+        Counters and seconds become differences, so rates are those of the interval. Values of the
+        moment (`n_queued`, `graph_nodes_added`, `slots`, `pool`) are those of this reading.
         """
         grown: dict[str, Any] = {
             field.name: getattr(self, field.name) - getattr(earlier, field.name)

@@ -21,29 +21,30 @@ _LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 class Token:
     """One generated token.
 
-    Tokens compare by identity: arrays have no single truth value. Arrays are read-only
+    Tokens compare by identity, because arrays have no single truth value. The arrays are read-only
     zero-copy views; each stays valid for as long as it is held.
 
     Attributes:
         id: Id in the vocabulary.
-        text: Text that this token completes, "" inside a UTF-8 character; the texts of a
-            generation join to its exact output.
+        text: Text that this token completes; "" inside a UTF-8 character. The texts of a generation
+            join to its exact output.
         index: Position in the generation, from 0.
-        logprob: Natural logarithm of the probability of ``id``, None unless top_logprobs was given.
-        top_logprobs: The most probable ids with their logprobs, best first, None unless asked for.
-        attention: Row of the query that produced this token, columns are the ``n_context`` tokens
-            before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16, C-contiguous.
-            A tuple of ``(n_heads, n_context)``, one a layer, where layers differ in heads. With
-            ``reduce`` ``(n_layers, n_context)`` or ``(n_context,)``; with ``top_k`` the k largest
-            values of each row, best first, in place of ``n_context``. None without capture, and
-            where ``on_full="drop"`` dropped it.
-        attention_positions: With ``top_k``: int32 positions of the values, shaped as attention.
+        logprob: Natural logarithm of the probability of ``id``; None unless top_logprobs was given.
+        top_logprobs: The most probable ids with their logprobs, best first; None unless requested.
+        attention: Row of the query that produced this token; its columns are the ``n_context``
+            tokens before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16,
+            C-contiguous. If layers differ in heads, a tuple with one ``(n_heads, n_context)`` per
+            layer. With ``reduce``: ``(n_layers, n_context)`` or ``(n_context,)``. With ``top_k``:
+            the k largest values of each row, best first, instead of ``n_context``. None without
+            capture, or if ``on_full="drop"`` dropped it.
+        attention_positions: With ``top_k``: int32 positions of the values, in the shape of
+            attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
-            this token, float32 ``(n_hidden_layers, n_embd)``. Else None.
-        forced: True where a mod fed this token in place of sampling it.
-        capture: What was captured, with its layers named; None without capture.
-        discarded: With ``context_shift``: the tokens that had been discarded before this row, as
-            indices in the prompt and the generated tokens together; columns are the others. Else
+            this token, float32 ``(n_hidden_layers, n_embd)``. Otherwise None.
+        forced: Whether a mod fed this token instead of sampling it.
+        capture: What was captured, with its layers filled in; None without capture.
+        discarded: With ``context_shift``: the tokens discarded before this row, as indices into the
+            prompt followed by the generated tokens; the columns are the remaining ones. Otherwise
             empty. See `source_indices`.
     """
 
@@ -60,9 +61,9 @@ class Token:
     discarded: range = _NONE
 
     def source_indices(self, columns: ArrayLike) -> NDArray[np.int64]:
-        """Indices, in the prompt and the generated tokens together, of these columns.
+        """Convert columns to indices into the prompt followed by the generated tokens.
 
-        A column is that index, unless a context shift discarded tokens before it.
+        The two are equal unless a context shift discarded tokens before the column.
 
         Args:
             columns: Columns of ``attention``, or ``attention_positions``.
@@ -71,37 +72,37 @@ class Token:
         return np.where(indices < self.discarded.start, indices, indices + len(self.discarded))
 
     def to_hf(self) -> tuple[Array, ...]:
-        """The attention as Hugging Face transformers returns it for one step of ``generate``.
+        """The attention in the form that Hugging Face transformers returns for one generated token.
 
         Returns:
             One array of shape ``(1, n_heads, 1, n_context)`` for each captured layer: views of
-            ``attention``. transformers' own values are those of kind "probs".
+            ``attention``. The values equal those of transformers for kind "probs".
 
         Raises:
-            InvalidCapture: There is no attention, or it was reduced or cut to its largest values.
+            InvalidCapture: There is no attention, or the capture has ``reduce`` or ``top_k``.
         """
         _, rows = self._rows_by_layer("to_hf")
         return tuple(row[None, :, None, :] for row in rows)
 
     def named(self) -> dict[str, NDArray[Any]]:
-        """What was captured under the names of TransformerLens' activation cache.
+        """The captured arrays under the names of TransformerLens' activation cache.
 
         Returns:
-            ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
-            ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
-            ``(1, n_heads, 1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
-            ``(1, 1, n_embd)`` for hidden states. Views.
+            Views: ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
+                ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape ``(1, n_heads,
+                1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape ``(1, 1, n_embd)`` for
+                hidden states.
 
         Raises:
-            InvalidCapture: There is nothing to name: no capture, rows that were reduced or cut, or
-                kind "logits", which TransformerLens has no name for.
+            InvalidCapture: There is nothing to name: no capture, a capture with ``reduce`` or
+                ``top_k``, or kind "logits", for which TransformerLens has no name.
         """
         named: dict[str, NDArray[Any]] = {}
         if self.attention is not None:
             capture, rows = self._rows_by_layer("named")
             if capture.kind not in _LENS_NAMES:
                 raise InvalidCapture(
-                    f"token.named: TransformerLens has no name for kind '{capture.kind}'; "
+                    f"TransformerLens has no name for kind '{capture.kind}'; "
                     "capture 'scores' or 'probs'"
                 )
             for layer, row in zip(capture.layers or (), rows, strict=True):
@@ -110,25 +111,25 @@ class Token:
             for layer, state in zip(self.capture.hidden, self.hidden, strict=True):
                 named[f"blocks.{layer}.hook_resid_post"] = state[None, None, :]
         if not named:
-            raise InvalidCapture("token.named: nothing was captured; pass capture= to generate")
+            raise InvalidCapture("this token has nothing to name; pass capture= to generate")
         return named
 
     def _rows_by_layer(self, who: str) -> tuple[Capture, tuple[Array, ...]]:
         capture = self.capture
         if self.attention is None or capture is None:
             raise InvalidCapture(
-                f"token.{who}: this token has no attention; pass capture= to generate"
+                f"{who}() needs attention, but this token has none; pass capture= to generate"
             )
         if capture.reduce is not None or capture.top_k is not None:
             option = "reduce" if capture.reduce is not None else "top_k"
             raise InvalidCapture(
-                f"token.{who}: rows of single heads are needed, {option} took them away; "
+                f"{who}() needs whole rows of single heads, but the capture has {option}; "
                 f"capture without {option}"
             )
         return capture, tuple(self.attention)
 
     def __repr__(self) -> str:
-        """One line; arrays show as shape and dtype."""
+        """One line; arrays appear as shape and dtype."""
         parts = [f"id={self.id}, text={self.text!r}, index={self.index}"]
         if self.logprob is not None:
             parts.append(f"logprob={self.logprob:.4g}")
@@ -151,16 +152,17 @@ class PromptBlock:
 
     Attributes:
         start: Position of the first row's query in the prompt.
-        n_rows: Rows, one for each query.
+        n_rows: Number of rows, one per query.
         rows: Shape ``(n_layers, n_heads, n_rows, n_context)``, float32 or float16: a read-only
             zero-copy view that stays valid for as long as it is held. ``n_context`` is the length
-            of the whole prompt in every block; positions behind a query are -inf in logits and
-            scores and 0 in probs, unless the model sees both sides. With a reduction the axes of
-            heads (and layers) are gone; a tuple of ``(n_heads, n_rows, n_context)``, one a layer,
-            where layers differ in heads; ``top_k`` keeps k values in place of ``n_context``. None
-            where ``on_full="drop"`` dropped it.
-        positions: With ``top_k``: int32 positions of the values, shaped as rows. Else None.
-        hidden: Not of `attend`: what `Engine.embed` computes comes this way, float32 of shape
+            of the whole prompt in every block. Positions after a query are -inf in logits and
+            scores and 0 in probs, unless the model attends in both directions. A reduction removes
+            the axis of heads (and layers). If layers differ in heads, a tuple with one ``(n_heads,
+            n_rows, n_context)`` per layer. ``top_k`` keeps k values instead of ``n_context``. None
+            if ``on_full="drop"`` dropped it.
+        positions: With ``top_k``: int32 positions of the values, in the shape of rows. Otherwise
+            None.
+        hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape
             ``(n_rows, n_values)``.
     """
 
