@@ -351,7 +351,7 @@ class Sampling:
     )
     banned_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that are never sampled.")
     stop: str | Sequence[str] = _row(
-        (), _to_strings, "Strings that end the generation; a single str counts as one."
+        (), _to_strings, "Strings that end the generation; a str is one stop string."
     )
     stop_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that end the generation.")
     ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")

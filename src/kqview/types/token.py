@@ -88,10 +88,10 @@ class Token:
         """The captured arrays under the names of TransformerLens' activation cache.
 
         Returns:
-            Views: ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
-                ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape ``(1, n_heads,
-                1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape ``(1, 1, n_embd)`` for
-                hidden states.
+            Views named ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
+            ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
+            ``(1, n_heads, 1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
+            ``(1, 1, n_embd)`` for hidden states.
 
         Raises:
             InvalidCapture: There is nothing to name: no capture, a capture with ``reduce`` or
@@ -157,9 +157,9 @@ class PromptBlock:
             zero-copy view that stays valid for as long as it is held. ``n_context`` is the length
             of the whole prompt in every block. Positions after a query are -inf in logits and
             scores and 0 in probs, unless the model attends in both directions. A reduction removes
-            the axis of heads (and layers). If layers differ in heads, a tuple with one ``(n_heads,
-            n_rows, n_context)`` per layer. ``top_k`` keeps k values instead of ``n_context``. None
-            if ``on_full="drop"`` dropped it.
+            the axis of heads (and layers). If layers differ in heads, a tuple with one
+            ``(n_heads, n_rows, n_context)`` per layer. ``top_k`` keeps k values instead of
+            ``n_context``. None if ``on_full="drop"`` dropped it.
         positions: With ``top_k``: int32 positions of the values, in the shape of rows. Otherwise
             None.
         hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape
