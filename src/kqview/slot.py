@@ -1,4 +1,4 @@
-"""Slot: one sequence of an engine and what its KV cache holds."""
+"""Slot: one sequence of an engine and the contents of its KV cache."""
 
 import os
 from collections.abc import Callable
@@ -23,8 +23,8 @@ _ALL: Final = 2**63 - 1
 class Slot:
     """One of an engine's sequences.
 
-    What changes or saves it is done between two steps of the engine; the calling thread waits for
-    that, other threads go on.
+    Methods that change or save a slot run between two steps of the engine. The calling thread
+    waits, other threads continue.
 
     Attributes:
         id: Index in ``engine.slots``.
@@ -46,8 +46,8 @@ class Slot:
     def tokens(self) -> list[int]:
         """Ids in the KV cache.
 
-        After a generation: its prompt and what it generated without the last id, which was sampled
-        but not decoded. A generation that was closed early leaves what was handed out.
+        After a generation: its prompt and the generated tokens except the last one, which was
+        sampled but not decoded. A generation that was closed early leaves the tokens handed out.
 
         Raises:
             ClosedError: The engine is closed.
@@ -61,26 +61,26 @@ class Slot:
 
     @property
     def n_exact(self) -> int:
-        """How many of `tokens`, from the first one on, hold what a fresh evaluation computes.
+        """Number of `tokens`, from the start, whose cache equals that of a fresh evaluation.
 
-        All of them, until positions are moved (`shift`, ``reuse="shift"``, ``context_shift``) or a
-        blob of unknown origin is restored; none in a model whose queries see what follows them, as
-        that may be other tokens the next time. ``reuse="exact"``, the default, and `Engine.attend`
-        take these from the cache and evaluate the rest of their prompt again, also where they go on
-        from `tokens`.
+        This is all of them until positions are moved (`shift`, ``reuse="shift"``,
+        ``context_shift``) or a blob of unknown origin is restored. It is 0 for a model whose
+        queries see later tokens, because those may differ next time. ``reuse="exact"``, the
+        default, and `Engine.attend` reuse only these tokens and evaluate the rest of the prompt
+        again, even if the prompt continues `tokens`.
         """
         return self._core.slot_n_exact(self.id)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a generation works in this slot now."""
+        """Whether a generation is using this slot."""
         return self._core.slot_is_busy(self.id)
 
     def messages(self) -> list[tuple[int, int]]:
-        """The messages in `tokens` as (first, last) index, last included.
+        """The messages in `tokens` as (first, last) indices, both inclusive.
 
-        A message ends with the model's end-of-turn id; what follows the last one is a message too.
-        Empty for a model that has no such id.
+        A message ends with the model's end-of-turn id; tokens after the last such id also form a
+        message. Empty if the model has no such id.
         """
         ids, eot = self.tokens, self._eot_token_id
         if eot is None or not ids:
@@ -95,42 +95,43 @@ class Slot:
     def save(self) -> bytes:
         """Save ids and KV cache as a SES1 blob (`kqview.state.inspect` reads it).
 
-        It restores into any slot of an engine with this model, ``kv_type`` and flash attention,
-        whatever its ``n_slots``. It holds the prompt in clear. Written once, straight into the
-        bytes object. What a blob cannot hold is `n_exact`: `save_marked` returns that too.
+        The blob can be restored into any slot of an engine with the same model, ``kv_type`` and
+        flash attention, whatever its ``n_slots``. It contains the prompt in clear text. The data is
+        written once, directly into the bytes object. A blob does not record `n_exact`:
+        `save_marked` returns that as well.
 
         Raises:
-            BusyError: A generation works in this slot.
-            UnsupportedModel: The cache cannot be saved whole: sliding windows, recurrent state, or
-                no cache.
-            OutOfMemory: There is no room for the blob.
+            BusyError: A generation is using this slot.
+            UnsupportedModel: The cache cannot be saved completely: sliding windows, recurrent
+                state, or no cache.
+            OutOfMemory: There is not enough memory for the blob.
             ClosedError: The engine is closed.
         """
         return self.save_marked()[0]
 
     def restore(self, blob: bytes, *, exact: bool = False) -> int:
-        """Make the slot hold what *blob* holds; returns the bytes read.
+        """Replace the contents of the slot with those of *blob*; return the number of bytes read.
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
-        says neither of which model nor with which LoRA adapters it was made, as long as the shapes
-        fit, nor whether its slot had been shifted; `restore_file` checks that. So without *exact*
-        the next generation evaluates its prompt again (`n_exact` is 0), unless it takes approximate
-        cells too: ``reuse="shift"``. Who may restore may put any numbers into the cache: take blobs
-        from those you trust.
+        does not say which model or LoRA adapters it was made with, nor whether its slot had been
+        shifted; only its shapes are checked. Use `restore_file` for a full check. Without *exact*,
+        the next generation therefore evaluates its prompt again (`n_exact` is 0), unless it accepts
+        approximate cache entries with ``reuse="shift"``. A blob can put any values into the cache,
+        so restore only blobs from sources you trust.
 
         Args:
-            blob: What `save` returned, or the bytes of a state file, whose trailer is checked and
-                left out. Other buffers than bytes are copied first.
-            exact: Your word that the blob was saved from this model and its adapters, and from a
-                slot whose tokens were all exact (`n_exact`): the next generation whose prompt
-                begins with `tokens` goes on from there. Where a trailer tells how many were, that
-                counts.
+            blob: What `save` returned, or the contents of a state file, whose trailer is checked
+                and removed. Buffers other than bytes are copied first.
+            exact: Your assurance that the blob was saved from this model with the same adapters,
+                and from a slot whose tokens were all exact (`n_exact`): the next generation whose
+                prompt begins with `tokens` then continues from there. If a trailer records how many
+                were exact, that number applies instead.
 
         Raises:
-            StateFormatError: It is no sound blob; the message names the field and its offset.
-            StateMismatch: It is one of another model, ``kv_type`` or flash attention, or has more
-                tokens than the slot.
-            BusyError: A generation works in this slot.
+            StateFormatError: It is not a valid blob; the message names the field and its offset.
+            StateMismatch: The blob belongs to another model, ``kv_type`` or flash attention
+                setting, or has more tokens than the slot can hold.
+            BusyError: A generation is using this slot.
             UnsupportedModel: As for `save`.
             ClosedError: The engine is closed.
         """
@@ -140,7 +141,7 @@ class Slot:
             )
         if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("exact", "True or False", shown(exact))
-        # Bytes cannot change while the engine thread reads what it has checked.
+        # A copy as bytes cannot change between the check and the read of the engine thread.
         data, trailer = split(bytes(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
         if marks.n_exact is None and exact:
@@ -148,43 +149,43 @@ class Slot:
         return self.restore_marked(data, marks)
 
     def save_marked(self) -> tuple[bytes, SlotMarks]:
-        """As `save`, and what is true of the slot and stands not in its blob, of the same moment.
+        """Like `save`, but also return facts about the slot that the blob does not record.
 
-        `restore_marked` takes both, and so does `kqview.state.write_state`.
+        Both are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
         """
         saved = _core.save_slot(self._core, self.id)
         return saved.blob, SlotMarks(n_exact=saved.n_exact)
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
-        """As `restore` for a blob without a trailer, of which *marks* are known."""
+        """Like `restore`, for a blob without a trailer whose *marks* are known."""
         n_exact = 0 if marks.n_exact is None else min(marks.n_exact, _ALL)
         _core.restore_slot(self._core, self.id, blob, n_exact)
         return len(blob)
 
     def save_file(self, path: str | os.PathLike[str]) -> int:
-        """Save the slot to a file that `restore_file` checks; returns the file's size.
+        """Save the slot to a file that `restore_file` checks; return the file's size.
 
-        The blob, and a trailer with a checksum, the fingerprint of the model and its adapters
-        (their files are read once), ``kv_type`` and `n_exact`. The file appears whole, readable by
-        its owner alone.
+        The file holds the blob and a trailer with a checksum, the fingerprint of the model and its
+        adapters (their files are read once), ``kv_type`` and `n_exact`. It appears atomically, and
+        only its owner can read it.
 
         Raises:
-            StateError: A file of the model is no longer the one that the engine was opened from.
-            OSError: The file cannot be written; what was there before still is.
+            StateError: A file of the model changed after the engine was opened.
+            OSError: The file cannot be written; an old file stays.
             KqviewError: As for `save`.
         """
         blob, marks = self.save_marked()
         return write_state(path, blob, self._state_facts(), marks)
 
     def restore_file(self, path: str | os.PathLike[str]) -> int:
-        """Make the slot hold what a file of `save_file` holds; returns the bytes of its blob.
+        """Restore a file that `save_file` wrote; return the size of its blob.
 
-        What `restore` cannot tell of a raw blob is checked here: every byte, the model and its
-        adapters, how many tokens are exact. A file without a trailer is a raw blob.
+        Checks what `restore` cannot check for a raw blob: every byte, the model and its adapters,
+        and how many tokens are exact. A file without a trailer is treated as a raw blob.
 
         Raises:
-            StateFormatError: Its bytes are not those that were written.
-            StateMismatch: It is one of another model or other adapters, or as for `restore`.
+            StateFormatError: The file was altered.
+            StateMismatch: The file belongs to another model or other adapters, or as for `restore`.
             OSError: The file cannot be read.
             KqviewError: As for `restore`.
         """
@@ -193,63 +194,64 @@ class Slot:
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.
 
-        A cache that cannot drop its tail (recurrent models) is emptied; `tokens` says what is left,
-        and the next generation computes the rest again.
+        A cache that cannot drop its tail (recurrent models) is cleared. `tokens` then shows what is
+        left, and the next generation computes the rest again.
 
         Raises:
-            RequestError: *n* is negative or more than `n_tokens`.
-            BusyError: A generation works in this slot.
+            RequestError: *n* is negative or greater than `n_tokens`.
+            BusyError: A generation is using this slot.
             ClosedError: The engine is closed.
         """
         n = whole_number("n", n, low=0)
         _core.truncate_slot(self._core, self.id, n)
 
     def shift(self, n_keep: int, n_discard: int) -> int:
-        """Remove *n_discard* tokens behind the first *n_keep*; what follows closes up.
+        """Remove *n_discard* tokens after the first *n_keep*; later tokens move up.
 
-        Nothing is computed again: the tokens that stay keep the keys and values that were computed
-        with the removed ones before them, rotated to their new positions. So they are approximate,
-        and `n_exact` becomes *n_keep* at most: a generation that goes on from `tokens` evaluates
-        them again unless it says ``reuse="shift"``. Columns of later rows are positions in the
+        Nothing is recomputed: the later tokens keep keys and values that were computed while the
+        removed tokens were visible, rotated to their new positions. They are therefore approximate,
+        and `n_exact` becomes at most *n_keep*: a generation that continues from `tokens` evaluates
+        them again unless it passes ``reuse="shift"``. Columns of later rows are positions in the
         shortened `tokens`. Costs two copies of the slot's cache.
 
         Returns:
             The new `n_tokens`.
 
         Raises:
-            RequestError: The range is not within `tokens`, or empty.
-            UnsupportedModel: The cache's positions cannot be moved: recurrent state, sliding
-                windows, learned positions or those of several dimensions, keys that the model
-                changes after their rotation or that ``kv_type`` keeps as bf16, or no cache.
-            BusyError: A generation works in this slot.
+            RequestError: The range is empty or not within `tokens`.
+            UnsupportedModel: Positions in the cache cannot be moved: recurrent state, sliding
+                windows, learned or multi-dimensional positions, keys that the model changes after
+                rotation, keys stored as bf16, or no cache.
+            BusyError: A generation is using this slot.
             ClosedError: The engine is closed.
         """
         n_keep = whole_number("n_keep", n_keep, low=0, high=2**63 - 1)
         n_discard = whole_number("n_discard", n_discard, low=1, high=2**63 - 1)
         if obstacle := self._core.shift_obstacle:
             raise UnsupportedModel(
-                f"this model keeps {obstacle}; send the ids that are to be seen again"
+                f"positions cannot be moved, because this model keeps {obstacle}; "
+                "send the ids to keep as a new prompt"
             )
         _core.shift_slot(self._core, self.id, n_keep, n_discard)
         return self.n_tokens
 
     def clear(self) -> None:
-        """Forget everything; the next generation starts from an empty cache.
+        """Remove all tokens; the next generation starts with an empty cache.
 
         Raises:
-            BusyError: A generation works in this slot.
+            BusyError: A generation is using this slot.
             ClosedError: The engine is closed.
         """
         _core.clear_slot(self._core, self.id)
 
     def state_facts(self) -> StateFacts:
-        """What `kqview.state` writes into the trailer of a file: model and KV settings.
+        """Model and KV settings, which `kqview.state` writes into the trailer of a file.
 
-        Reads all of the model's and the adapters' files the first time.
+        The first call reads all files of the model and the adapters.
 
         Raises:
-            StateError: One of them is no longer the file that the engine was opened from.
-            OSError: One of them cannot be read.
+            StateError: A file changed after the engine was opened.
+            OSError: A file cannot be read.
         """
         return self._state_facts()
 

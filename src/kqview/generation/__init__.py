@@ -1,1 +1,1 @@
-"""One generation as Python sees it: its tokens, its text and how it ends."""
+"""A generation in Python: its tokens, its text, and how it ends."""

@@ -1,4 +1,4 @@
-"""PromptAttention: the rows of a prompt's own tokens, block by block or as one array."""
+"""PromptAttention: the attention rows of a prompt, block by block or as one array."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -12,7 +12,7 @@ from kqview.types.token import Attention, Positions
 
 
 class BlockSource(Protocol):
-    """Where blocks come from: a Generation."""
+    """The source of the blocks: a Generation."""
 
     def next_block(self) -> PromptBlock | None: ...
     async def anext_block(self) -> PromptBlock | None: ...
@@ -26,19 +26,20 @@ class BlockSource(Protocol):
 class PromptAttention:
     """Iterator and async iterator of PromptBlock, in order of position; also a context manager.
 
-    The engine computes one block ahead. Each block's rows are a zero-copy view: drop it to make
-    room for the next ones where memory is short.
+    The engine computes one block ahead. The rows of each block are a zero-copy view; if memory is
+    short, drop a block to make room for the next ones.
 
-    Whatever iterating, `array` or `top_k` raises ends it, as with Generation.
+    An exception raised by iterating, `array` or `top_k` ends the iteration, as with Generation.
 
     Attributes:
         start: Position of the first row's query.
-        n_rows: Rows of all blocks together.
+        n_rows: Number of rows in all blocks together.
 
     Raises (while iterating):
-        PoolExhausted: The blocks held fill the budget and ``on_full`` does not allow to go on.
-        ClosedError: The engine was closed meanwhile.
-        DecodeError: llama.cpp failed; the engine goes on.
+        PoolExhausted: The blocks still held fill the budget, and ``on_full`` does not allow
+            continuing.
+        ClosedError: The engine was closed.
+        DecodeError: llama.cpp failed; the engine continues with other requests.
     """
 
     def __init__(
@@ -75,21 +76,21 @@ class PromptAttention:
         return block
 
     def array(self) -> Attention:
-        """The rows of all blocks that are left, as one array.
+        """The rows of all remaining blocks as one array.
 
         Returns:
-            Shape ``(n_layers, n_heads, n_rows, n_context)``, the dtype of the capture, or what
-            PromptBlock says of reductions, ``top_k`` and layers that differ in heads. A view where
-            one block holds everything; else a copy, which the engine's statistics count.
+            Shape ``(n_layers, n_heads, n_rows, n_context)`` in the dtype of the capture; see
+            PromptBlock for reductions, ``top_k`` and layers that differ in heads. A view if one
+            block holds all rows; otherwise a copy, which counts in `EngineStats.copied_bytes`.
 
         Raises:
-            OutOfMemory: It does not fit beside the blocks.
-            InvalidCapture: ``on_full="drop"`` dropped a block.
+            OutOfMemory: The array needs more than ``attention_budget_bytes``.
+            InvalidCapture: A block was dropped because of ``on_full="drop"``, or no block is left.
         """
         return self._whole(with_positions=False)[0]
 
     def top_k(self) -> tuple[Attention, Positions]:
-        """As `array`, for ``Capture(top_k=k)``: values and their int32 positions.
+        """Like `array`, for ``Capture(top_k=k)``: the values and their int32 positions.
 
         Raises:
             InvalidCapture: The capture has no ``top_k``.
@@ -102,16 +103,16 @@ class PromptAttention:
     def _whole(self, *, with_positions: bool) -> tuple[Attention, Any]:
         try:
             return self._joined(with_positions=with_positions)
-        except BaseException:  # the blocks taken so far are gone with it
+        except BaseException:  # the blocks taken so far are lost
             self._source.cancel()
             raise
 
     def _joined(self, *, with_positions: bool) -> tuple[Attention, Any]:
         first = next(self, None)
         if first is None:
-            raise InvalidCapture("every block was taken already; ask for a new one")
+            raise InvalidCapture("every block was taken already; call attend or generate again")
         if first.n_rows == self.n_rows:
-            next(self, None)  # the end: `usage` is final then
+            next(self, None)  # take the end, so that `usage` is final
             return _rows_of(first), first.positions
         rows = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
         positions = _Joined(self.n_rows, self._budget_bytes, self._count_copied)
@@ -121,13 +122,13 @@ class PromptAttention:
             if with_positions and block.positions is not None:
                 positions.add(block.positions, i_row)
             i_row += block.n_rows
-            first = block = None  # its memory is needed for the next one
+            first = block = None  # free its memory for the next one
             block = next(self, None)
         return rows.whole, positions.whole
 
     @property
     def usage(self) -> Usage:
-        """Token counts and seconds; ``prefill_s`` is the time of all blocks."""
+        """Token counts and seconds; ``prefill_s`` is the time for all blocks."""
         return self._source.usage
 
     def close(self) -> None:
@@ -135,7 +136,7 @@ class PromptAttention:
         self._source.close()
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the event loop."""
+        """Like `close`, without blocking the event loop."""
         await self._source.aclose()
 
     def __enter__(self) -> Self:
@@ -151,7 +152,7 @@ class PromptAttention:
 
 
 class _Joined:
-    """Arrays of blocks copied into whole ones along their axis of rows, the last but one."""
+    """Joins the arrays of blocks by copying them along the axis of rows, the second to last."""
 
     def __init__(self, n_rows: int, budget_bytes: int, count_copied: Callable[[int], None]) -> None:
         self.whole: Any = None
@@ -183,5 +184,5 @@ class _Joined:
 
 def _rows_of(block: PromptBlock) -> Attention:
     if block.rows is None:
-        raise InvalidCapture(f"the rows from {block.start} on were dropped; use on_full='wait'")
+        raise InvalidCapture(f"on_full='drop' dropped the rows from {block.start} on; use 'wait'")
     return block.rows

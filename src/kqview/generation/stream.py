@@ -1,11 +1,12 @@
 """Generation: the tokens of one request, taken synchronously or with ``async for``.
 
 Both ways share `_receive`, which turns an event of the core into a Token or into rows of the
-prompt; they differ in how they wait. Rows of the prompt come before the first token: iterating one
-of the two keeps what it meets of the other. The synchronous wait is in C++ (no GIL, ends on
-signals), the asynchronous one in `waiting.py`, as is what a wait for a slot takes.
+prompt; they differ in how they wait. Rows of the prompt come before the first token, so iterating
+over one of the two stores what it meets of the other. The synchronous wait is in C++ (without the
+GIL, interrupted by signals). The asynchronous wait and the handling of waits for a slot are in
+`waiting.py`.
 
-A generation has ended when `_reason` is set, which `_end` alone does.
+A generation has ended when `_reason` is set, which only `_end` does.
 """
 
 import asyncio
@@ -25,31 +26,32 @@ from kqview.types.stats import read_fields
 
 _Event = _core.TokenEvent | _core.PromptEvent | _core.EndEvent
 
-# How long a coroutine may take tokens without a wait before others of its loop have their turn.
+# How long a coroutine may take tokens without a wait before it yields to its event loop.
 _TURN_S: Final = 0.002
 
 
 class Generation:
     """Iterator and async iterator of Token; also a context manager that closes it.
 
-    It is its own iterator: a second loop goes on where the first one stopped. Dropping it cancels
+    It is its own iterator: a second loop continues where the first one stopped. Dropping it cancels
     the request.
 
-    Whatever iterating raises ends it, as with an async generator: the errors below, and also
-    KeyboardInterrupt, and the CancelledError of a task that was cancelled or ran into
-    ``asyncio.timeout``. Its slot is then free, even while a stored exception (``gather(...,
-    return_exceptions=True)``, a future, a notebook's traceback) keeps the generation itself alive.
-    To wait for a token with a limit and go on afterwards, keep the task:
-    ``await asyncio.wait({task}, timeout=1)``. BusyError alone ends nothing. An exception of the
-    loop's own body does not pass through here: use ``with`` to end the generation then.
+    Any exception raised by iterating ends the generation, as with an async generator: the errors
+    below, but also KeyboardInterrupt, and the CancelledError of a task that was cancelled or hit
+    ``asyncio.timeout``. The slot is then free, even while a stored exception
+    (``gather(..., return_exceptions=True)``, a future, a notebook's traceback) keeps the generation
+    itself alive. BusyError is the only exception that does not end it. To limit the wait for a
+    token and continue afterwards, keep the task: ``await asyncio.wait({task}, timeout=1)``. An
+    exception in the body of the loop does not reach the generation: use ``with`` to end it in that
+    case.
 
     Raises (while iterating):
-        PoolExhausted: More attention is held than fits and ``on_full`` does not allow to go on;
-            tokens and views handed out so far stay valid.
-        BusyError: Another thread or task is iterating it at this moment; or it waits for a slot
-            that only the one who iterates here can free. It goes on when that is done.
-        ClosedError: The engine was closed meanwhile.
-        DecodeError: llama.cpp failed; the engine goes on.
+        PoolExhausted: The attention still held fills the budget, and ``on_full`` does not allow
+            continuing; tokens and views handed out so far stay valid.
+        BusyError: Another thread or task is iterating at this moment, or the generation waits for a
+            slot that only the caller can free. Iterate again when that has changed.
+        ClosedError: The engine was closed.
+        DecodeError: llama.cpp failed; the engine continues with other requests.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Generation:
         self._text = TextStream(stop)
         self._ids: list[int] = []
         self._blocks: deque[PromptBlock] = deque()
-        self._ahead: Token | None = None  # met while rows of the prompt were asked for
+        self._ahead: Token | None = None  # received while reading rows of the prompt
         self._reason: str | None = None
         self._is_awaited = False
         self._turn_ends = 0.0
@@ -99,7 +101,7 @@ class Generation:
         return self._token_kept()
 
     def _take(self) -> Token | PromptBlock | None:
-        """The next thing that the core hands over, None at the end; waits."""
+        """The next event of the core as a value, None at the end; waits."""
         if self._reason is not None:
             return None
         self._check_alone()
@@ -109,7 +111,7 @@ class Generation:
                 event = self._wait_turn(event)
             self._taker.note()
             return self._receive(event)
-        except BusyError:  # it goes on when that is over
+        except BusyError:  # the caller may iterate again later
             raise
         except BaseException as error:
             self._stop("error" if isinstance(error, Exception) else "cancelled")
@@ -138,7 +140,7 @@ class Generation:
         return self._token_kept()
 
     async def _atake(self) -> Token | PromptBlock | None:
-        """As `_take`, without blocking the event loop."""
+        """Like `_take`, without blocking the event loop."""
         self._check_alone()
         self._is_awaited = True
         try:
@@ -177,7 +179,7 @@ class Generation:
             )
 
     def _wait_turn(self, waits: _core.WaitEvent) -> _Event:
-        """Wait for the first event while others, who wait for their consumers, have every slot."""
+        """Wait for the first event while generations with slow consumers hold every slot."""
         holders: list[int] = []
         while True:
             holders = waits.holders or holders
@@ -226,13 +228,13 @@ class Generation:
             self._on_end()
 
     def _stop(self, reason: str) -> None:
-        """End it from here: the engine rolls the slot back to the last token taken."""
+        """End the generation; the engine rolls the slot back to the last token taken."""
         if self._reason is None:
             self._ahead = None
             self._handle.cancel()
             self._end(reason)
 
-    # ---- ending it
+    # ---- ending
 
     def cancel(self) -> None:
         """End the generation at the engine's next step; returns at once. Any thread."""
@@ -245,7 +247,7 @@ class Generation:
         self._handle.wait_settled()
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the event loop."""
+        """Like `close`, without blocking the event loop."""
         self._stop("cancelled")
         self._handle.cancel()
         await LoopWaker().wait(self._handle, self._handle.arm_settled)
@@ -273,7 +275,7 @@ class Generation:
         await self.aclose()
 
     def read(self) -> str:
-        """Take every remaining token and return `text`."""
+        """Take all remaining tokens and return `text`."""
         for _ in self:
             pass
         return self.text
@@ -284,15 +286,15 @@ class Generation:
     def prompt_attention(self) -> "PromptAttention":
         """Rows of the prompt's tokens, with ``Capture(prompt=True)``; an iterator of PromptBlock.
 
-        They come before the first token. Rows that are never taken stay in memory as long as the
+        They come before the first token. Rows that are not taken stay in memory for as long as the
         generation does.
 
         Raises:
-            InvalidCapture: The generation does not capture its prompt.
+            InvalidCapture: The generation does not capture the rows of its prompt.
         """
         if self._capture is None or not self._capture.prompt:
             raise InvalidCapture(
-                "rows of the prompt are not captured; pass capture=Capture(..., prompt=True)"
+                "the prompt is not captured; pass capture=Capture(..., prompt=True)"
             )
         return self.blocks()
 
@@ -301,7 +303,8 @@ class Generation:
 
         Args:
             first: Position of the first row.
-            budget_bytes: Most bytes that `PromptAttention.array` may copy to; 0 for no limit.
+            budget_bytes: Maximum size of the copy that `PromptAttention.array` makes; 0 for no
+                limit.
         """
         return PromptAttention(
             self,
@@ -321,7 +324,7 @@ class Generation:
         return self._blocks.popleft() if self._blocks else None
 
     async def anext_block(self) -> PromptBlock | None:
-        """As `next_block`, without blocking the event loop."""
+        """Like `next_block`, without blocking the event loop."""
         while not self._blocks and self._ahead is None and not self._ids:
             received = await self._atake()
             if received is None:
@@ -329,44 +332,44 @@ class Generation:
             self._keep(received)
         return self._blocks.popleft() if self._blocks else None
 
-    # ---- what is known
+    # ---- facts
 
     @property
     def request_id(self) -> str:
-        """The id given to ``generate``, else one that the engine made."""
+        """The id passed to ``generate``, or else one that the engine made."""
         return self._request_id
 
     @property
     def tokens(self) -> list[int]:
-        """Ids handed out so far. Ids alone: Token objects would keep all their attention alive."""
+        """Ids handed out so far; not Token objects, which would keep their attention in memory."""
         return list(self._ids)
 
     @property
     def text(self) -> str:
-        """Text handed out so far, without the stop sequence that ended it.
+        """Text handed out so far, up to the stop sequence if one was found.
 
-        The texts of the tokens are never cut: joined they are the exact output.
+        ``Token.text`` is never cut there: the texts of the tokens join to the exact output.
         """
         return self._text.text_before_stop
 
     @property
     def stop_match(self) -> str | None:
-        """The stop sequence that ended the generation, None where none did."""
+        """The stop sequence that ended the generation; None if none did."""
         return self._text.stop_match
 
     @property
     def finish_reason(self) -> str | None:
-        """Why it ended, None while it runs.
+        """Why the generation ended; None while it runs.
 
-        "stop": the model ended its text; "length": max_tokens or a full slot; "stop_token";
-        "stop_sequence"; "cancelled", by an interrupt or the end of its task too; "error": iterating
-        raised it.
+        "stop": the model ended its text; "length": max_tokens is reached or the slot is full;
+        "stop_token"; "stop_sequence"; "cancelled", also by an interrupt or the end of its task;
+        "error": iterating raised the error.
         """
         return self._reason
 
     @property
     def usage(self) -> Usage:
-        """Token counts and seconds; the engine's own figures once the generation is over."""
+        """Token counts and seconds; the engine's own figures once the generation has ended."""
         end = self._handle.end
         if end is None:
             return Usage(prompt_tokens=self._n_prompt, completion_tokens=len(self._ids))
@@ -374,7 +377,7 @@ class Generation:
 
     @property
     def slot(self) -> int | None:
-        """Index of the slot it works in, None while it waits for one."""
+        """Index of the slot that the generation uses; None while it waits for one."""
         slot = self._handle.slot
         return None if slot < 0 else slot
 
@@ -386,5 +389,5 @@ class Generation:
 
 
 def count_copied(generation: Generation, n_bytes: int) -> None:
-    """Add to `EngineStats.copied_bytes`: code of kqview copied attention out of a view."""
+    """Add to `EngineStats.copied_bytes`; for code of kqview that copies attention out of a view."""
     generation._handle.count_copied(n_bytes)  # pyright: ignore[reportPrivateUsage]

@@ -1,7 +1,7 @@
-"""TextStream: text from token bytes, as soon as it is complete, and the search for stop strings.
+"""TextStream: turns token bytes into text as soon as it is complete, and finds stop strings.
 
-Belongs to one generation and one thread at a time. It never looks at finished text again: each
-call costs its own bytes plus a tail as long as the longest stop string.
+Belongs to one generation, and to one thread at a time. It never reads finished text again: a call
+costs its own bytes plus a tail as long as the longest stop string.
 """
 
 import codecs
@@ -9,26 +9,26 @@ from collections.abc import Iterable
 
 
 class TextStream:
-    """Incremental UTF-8 decoder that watches for stop strings.
+    """Incremental UTF-8 decoder that looks for stop strings.
 
     A token may end inside a character, and a stop string may span tokens. Invalid bytes become
-    U+FFFD exactly as ``bytes.decode("utf-8", "replace")`` makes them, however they are split.
+    U+FFFD exactly as in ``bytes.decode("utf-8", "replace")``, however they are split.
     """
 
     __slots__ = ("_decoder", "_n_tail", "_parts", "_stop_start", "_stops", "_tail", "stop_match")
 
     stop_match: str | None
-    """The stop string that was found, None so far. Once set it stays."""
+    """The stop string that was found, None until then. Once set, it does not change."""
 
     def __init__(self, stop: Iterable[str] = ()) -> None:
-        """Start with no text.
+        """Start without text.
 
         Args:
             stop: Strings to look for; empty ones are ignored.
         """
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._parts: list[str] = []
-        # Longest first, so that the first one found at a position is the longest there.
+        # Longest first, so that the first match at a position is the longest one there.
         self._stops = sorted((s for s in stop if s), key=len, reverse=True)
         self._n_tail = len(self._stops[0]) - 1 if self._stops else 0
         self._tail = ""
@@ -36,26 +36,26 @@ class TextStream:
         self.stop_match = None
 
     def feed(self, data: bytes) -> str:
-        """Add the bytes of one token and return the text that they complete, "" for none.
+        """Add the bytes of one token and return the text that they complete, "" if none.
 
         The text is not cut at a stop string.
         """
         return self._add(self._decoder.decode(data))
 
     def flush(self) -> str:
-        """Return what an unfinished character at the end becomes; more may be fed afterwards."""
+        """Return the replacement for an unfinished character at the end; more bytes may follow."""
         return self._add(self._decoder.decode(b"", final=True))
 
     @property
     def text(self) -> str:
-        """All text so far, stop string included."""
+        """All text so far, including the stop string."""
         if len(self._parts) > 1:
             self._parts = ["".join(self._parts)]
         return self._parts[0] if self._parts else ""
 
     @property
     def text_before_stop(self) -> str:
-        """The text before the stop string, all of it while none was found."""
+        """The text before the stop string; all text if none was found."""
         return self.text if self._stop_start is None else self.text[: self._stop_start]
 
     def _add(self, text: str) -> str:
@@ -67,7 +67,7 @@ class TextStream:
 
     def _search(self, text: str) -> None:
         # The tail is one character shorter than the longest stop string, so every match in here is
-        # new: it was not complete before.
+        # new: it was incomplete before.
         window = self._tail + text
         found = [(start, stop) for stop in self._stops if (start := window.find(stop)) >= 0]
         if found:

@@ -1,12 +1,12 @@
-"""How generations wait: on an event loop (LoopWaker), and for a slot without end (Turns).
+"""How generations wait: on an event loop (LoopWaker), and for slots held by others (Turns).
 
-LoopWaker: one file descriptor per engine and loop, coalesced. The engine thread makes it readable
-when an item arrives for a generation that waits; the loop then asks each waiting one. No thread
-takes part and nothing polls.
+LoopWaker: one file descriptor per engine and loop, with coalesced signals. The engine thread makes
+it readable when an item arrives for a waiting generation; the loop then checks each waiting one.
+This needs no extra thread and no polling.
 
-Turns: the holder of a slot may itself wait for its consumer. Only the consumer of the holders can
-free their slots; when that consumer is the one that waits here, waiting would never end. Nothing
-refers to a generation: dropping one cancels it, at once, whoever looks at that moment.
+Turns: the holder of a slot may itself be waiting for its consumer. Only the consumer of the holders
+can free their slots. If that consumer is the thread or task that waits here, the wait would never
+end. Nothing here keeps a generation alive: dropping one cancels it at once.
 """
 
 import asyncio
@@ -19,13 +19,13 @@ from kqview import _core
 from kqview.errors import BusyError
 
 Arm = Callable[[_core.WakeHandle], bool]
-"""Asks for a signal at the next change; True where there is something already."""
+"""Requests a signal at the next change; True if there is something already."""
 
 
 class LoopWaker:
-    """Wakes the coroutines of one event loop; used on that loop's thread.
+    """Wakes the coroutines of one event loop; used only on that loop's thread.
 
-    It does not hold the loop: an engine outlives the loops that wait for it.
+    It does not keep the loop alive: an engine outlives the loops that wait for it.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class LoopWaker:
         self._waiting: dict[_core.Generation, tuple[Arm, asyncio.Future[None]]] = {}
 
     async def wait(self, generation: _core.Generation, arm: Arm) -> None:
-        """Return when *arm*, a method of *generation*, finds something; one wait a generation.
+        """Return when *arm*, a method of *generation*, finds something; one wait per generation.
 
         Spurious returns are possible.
         """
@@ -60,11 +60,11 @@ class LoopWaker:
 
 
 HANDOVER_S: Final = 2.0
-"""A generation that nobody has taken from yet may be on its way to another thread."""
+"""Seconds to wait for another thread to start taking tokens of a new generation."""
 
 
 class Taker:
-    """Who takes the tokens of a generation: the last one who did, at first the one who made it."""
+    """The last thread or task to take tokens of a generation; initially the thread that made it."""
 
     __slots__ = ("_task", "has_taken", "request_id", "thread")
 
@@ -78,7 +78,7 @@ class Taker:
         return task is not None and self._task is not None and self._task() is task
 
     def note(self, task: asyncio.Task[Any] | None = None) -> None:
-        """This thread takes, in *task* where that is not None."""
+        """Record that this thread takes tokens, in *task* unless that is None."""
         self.thread = threading.get_ident()
         self._task = weakref.ref(task) if task else None
 
@@ -87,23 +87,24 @@ class Turns:
     """The takers of an engine's generations; any thread."""
 
     def __init__(self) -> None:
-        self._takers: dict[int, Taker] = {}  # by the core's id, as long as somebody holds it
+        self._takers: dict[int, Taker] = {}  # by the core's id, while the generation exists
 
     def add(self, core_id: int, generation: object, taker: Taker) -> None:
-        """Know *taker* for as long as somebody holds *generation*."""
+        """Keep *taker* for as long as *generation* exists."""
         self._takers[core_id] = taker
         weakref.finalize(generation, self._takers.pop, core_id, None).atexit = False
 
     def name_of(self, core_id: int) -> str | None:
-        """The ``request_id`` of a generation; None once nobody holds it."""
+        """The ``request_id`` of a generation; None if the generation no longer exists."""
         taker = self._takers.get(core_id)
         return taker.request_id if taker else None
 
     def is_of_thread(self, holders: list[int], waiting: str, *, is_late: bool) -> bool:
-        """Whether this thread alone takes from *holders*, for which *waiting* waits.
+        """Whether only this thread takes from all *holders*, for which *waiting* waits.
 
         Raises:
-            BusyError: It does, and that will not change: it has begun to, or *is_late*.
+            BusyError: It does, and waiting cannot help: it has taken from each of them, or
+                *is_late*.
         """
         me = threading.get_ident()
         mine = [one for one in map(self._takers.get, holders) if one and one.thread == me]
@@ -113,7 +114,7 @@ class Turns:
         return is_ours
 
     def check_task(self, holders: list[int], waiting: str, task: asyncio.Task[Any] | None) -> None:
-        """Refuse to wait for *holders* when *task* is the one who takes from all of them."""
+        """Raise BusyError if *task* is the one that takes from all *holders*."""
         mine = [one for one in map(self._takers.get, holders) if one and one.is_task(task)]
         if len(mine) == len(holders):
             raise _deadlock(waiting, mine)
@@ -122,6 +123,6 @@ class Turns:
 def _deadlock(waiting: str, holders: list[Taker]) -> BusyError:
     names = ", ".join(one.request_id for one in holders)
     return BusyError(
-        f"{waiting} waits for a slot, and {names} keeps it until its tokens are taken right here; "
-        f"finish or close {names} first"
+        f"{waiting} waits for a slot, and {names} keeps it until its tokens are taken by this same "
+        f"thread or task; finish or close {names} first"
     )
