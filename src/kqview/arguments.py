@@ -1,4 +1,4 @@
-"""Checks of what a caller passes: texts, whole numbers, sizes, token ids."""
+"""Checks of arguments: texts, whole numbers, seconds and token ids."""
 
 import operator
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ INT64_MAX: Final = 2**63 - 1
 
 
 def encode(name: str, text: str) -> bytes:
-    """UTF-8 of *text*, the argument *name*; RequestError where it has none (surrogates)."""
+    """*text*, the argument *name*, as UTF-8; RequestError if it has surrogates."""
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid(name, "a str", type(text).__name__)
     try:
@@ -34,14 +34,14 @@ def whole_number(name: str, value: object, low: int = 1, high: int = INT32_MAX) 
 
 
 def seconds(name: str, value: object) -> float:
-    """*value* as seconds from 0 on; RequestError otherwise."""
+    """*value* as a number of seconds, at least 0; RequestError otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
         raise invalid(name, "a number of seconds, at least 0", shown(value))
     return float(value)
 
 
 def checked_ids(name: str, ids: Iterable[object]) -> list[int]:
-    """*ids* as ints that fit the core; the vocabulary's bounds are checked there."""
+    """*ids* as ints that fit the core, which checks them against the vocabulary."""
     if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid(name, "a sequence of token ids", type(ids).__name__)
     given = list(ids)
@@ -60,8 +60,8 @@ def checked_ids(name: str, ids: Iterable[object]) -> list[int]:
 
 
 def to_index(value: object) -> int | None:
-    """*value* as an int, None where it is no whole number."""
-    # True would be token 1: a mistake that nobody means.
+    """*value* as an int; None if it is not a whole number."""
+    # True would count as 1, which is never intended.
     if isinstance(value, bool):
         return None
     try:
@@ -71,10 +71,10 @@ def to_index(value: object) -> int | None:
 
 
 def invalid(name: str, allowed: str, got: str) -> RequestError:
-    """The error for an argument of another type or out of its range."""
+    """The error for an argument that has the wrong type or is out of range."""
     return RequestError(f"{name} must be {allowed}, got {got}", parameter=parameter_of(name))
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that *name*, such as "texts[3]", is a part of."""
+    """The parameter to which *name*, such as "texts[3]", belongs."""
     return name.partition("[")[0]

@@ -1,4 +1,4 @@
-"""Conversation: turns messages into a prompt by the model's own template, for an engine."""
+"""Conversation: turns chat messages into a prompt with the model's template; a base of Engine."""
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ _N_TEMPLATES_MAX: Final = 16
 
 
 class Conversation:
-    """Chat; any thread. Rendering is pure, the rest is `Engine.generate`."""
+    """The chat methods of Engine; any thread. Rendering has no side effects."""
 
     _core: CoreEngine
     _model: CoreModel
@@ -51,17 +51,17 @@ class Conversation:
 
         Args:
             messages: As in `apply_chat_template`.
-            tools: As in `apply_chat_template`. Read the calls out of the answer with
-                `kqview.chat.parse_tool_calls`.
+            tools: As in `apply_chat_template`. `kqview.chat.parse_tool_calls` extracts the calls
+                from the answer.
             chat_template: As in `apply_chat_template`.
             template_options: As in `apply_chat_template`.
-            **options: Those of `generate`.
+            **options: The options of `generate`.
 
         Raises:
-            RequestError: Or one of its kinds: an argument cannot work, or the template refuses the
+            RequestError: An argument is invalid (may be a subclass), or the template rejects the
                 messages.
             UnsupportedModel: The model has no chat template.
-            KqviewError: jinja2 is not installed. What `generate` raises may come too.
+            KqviewError: jinja2 is not installed. Also any error of `generate`.
         """
         ids = self.apply_chat_template(
             messages,
@@ -105,26 +105,26 @@ class Conversation:
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int] | str:
-        """The prompt that the model's template makes of *messages*.
+        """Render *messages* as a prompt with the model's chat template.
 
-        Special tokens come from the template alone. What messages, tools and options hold is
-        ordinary text, whatever it looks like: "<|im_end|>" in a content ends no message. Tokens
-        that the model file itself calls user-defined are matched in any text.
+        Only the template can produce special tokens. The contents of messages, tools and options
+        are ordinary text: "<|im_end|>" in a content does not end the message. The exception is
+        tokens that the model file marks as user-defined: they are matched in any text.
 
         Args:
             messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
             tools: Functions that the model may call, as JSON schemas.
-            add_generation_prompt: End with the head of the assistant's message.
-            tokenize: Return ids; False returns the text, in which special tokens and contents
-                look alike, so that it is good for reading only.
-            chat_template: A template in place of the model's own.
-            template_options: Further variables of the template, such as ``enable_thinking``.
+            add_generation_prompt: End the prompt with the header of the assistant's message.
+            tokenize: Return ids. False returns text, for reading only, because special tokens and
+                contents look alike in it.
+            chat_template: Template to use instead of the model's own.
+            template_options: Extra variables for the template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: A message is not well-formed, the template refuses it, or takes more than
-                5 s or makes more than 16 Mi characters of it.
-            UnsupportedModel: The model has no chat template, or one that does not parse, is nested
-                too deeply, or goes over these limits with any message.
+            RequestError: A message is malformed, or the template rejects it, takes more than 5 s of
+                CPU time, or produces more than 16 Mi characters.
+            UnsupportedModel: The model has no chat template, or the template does not parse, is
+                nested too deeply, or exceeds these limits with any message.
             KqviewError: jinja2 is not installed.
         """
         self._core.check_open()
@@ -133,7 +133,7 @@ class Conversation:
         source = self._info.chat_template if chat_template is None else chat_template
         if source is None:
             raise UnsupportedModel(
-                f"chat: {self._info.name or self._info.architecture} has no chat template; "
+                f"{self._info.name or self._info.architecture} has no chat template; "
                 "pass one as chat_template, or use generate"
             )
         encode("chat_template", source)
@@ -146,7 +146,7 @@ class Conversation:
         return self._chat_ids(parts) if tokenize else "".join(part.text for part in parts)
 
     def _template(self, source: str) -> "ChatTemplate":
-        """The compiled template; compiling takes milliseconds, and few are in use."""
+        """The compiled template. Compiling takes milliseconds, and few templates are in use."""
         if (known := self._templates.get(source)) is not None:
             return known
         try:
@@ -155,7 +155,7 @@ class Conversation:
             if (missing.name or "").partition(".")[0] not in ("jinja2", "markupsafe"):
                 raise
             raise KqviewError(
-                'chat: jinja2 is not installed, templates need it; run pip install "kqview[chat]"'
+                'chat templates need jinja2, which is not installed; run pip install "kqview[chat]"'
             ) from missing
         template = ChatTemplate(source, self._info.special_tokens, self._control_ids)
         if len(self._templates) < _N_TEMPLATES_MAX:
@@ -182,7 +182,7 @@ class Conversation:
         ids = self._model.tokenize(encode("messages", text), False, True)
         if [i for i in ids if i in self._control_id_set] == wanted:
             return ids
-        # A special token and the text beside it read as another one.
+        # A special token and adjacent text were read as a different token.
         return [
             id_
             for part in run
@@ -194,8 +194,8 @@ class Conversation:
     def _plain_ids(self, text: str) -> list[int]:
         """Ids of *text* without any control token.
 
-        llama.cpp's merges can end in one even where it does not look for special tokens; then the
-        text is cut inside of it.
+        llama.cpp's merges can produce a control token even if it does not look for special tokens.
+        The text is then split inside that token.
         """
         ids = self._model.tokenize(encode("messages", text), False, False)
         bad = next((i for i in ids if i in self._control_id_set), None)

@@ -1,7 +1,7 @@
-"""Embedding: vectors and labels of texts, for an engine.
+"""Embedding: vectors and labels of texts; a base of Engine.
 
-A text is a request that ends with its prompt and samples nothing. Several are queued together, so
-that no slot waits; each is a step of its own on the engine thread.
+A text becomes a request that evaluates its prompt and samples nothing. Several are queued together,
+so that no slot is idle; each takes its own step on the engine thread.
 """
 
 import operator
@@ -25,9 +25,9 @@ Text = str | Sequence[int]
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
 
-# Texts submitted before the first of them is taken: more than any step needs, less than the queue.
+# Texts submitted before the first result is taken: more than any step needs, fewer than the queue.
 _N_AHEAD: Final = 32
-# llama.cpp puts a softmax behind the classifier head of these (llama-graph.cpp, build_pooling).
+# llama.cpp adds a softmax after the classifier head of these (llama-graph.cpp, build_pooling).
 _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
 
 
@@ -42,9 +42,9 @@ class Embedding:
 
     @property
     def pooling(self) -> str | None:
-        """How a text becomes a vector: the option of Engine, or what the model's file says.
+        """How a text becomes one vector: the option of Engine, or what the model's file specifies.
 
-        None: this engine embeds nothing.
+        None if this engine cannot embed.
         """
         return self._core.pooling or None
 
@@ -79,42 +79,46 @@ class Embedding:
         add_special: bool = True,
         parse_special: bool = True,
     ) -> Vectors | list[Vectors]:
-        """Embeddings of one text or of several.
+        """Compute embeddings of one or more texts.
 
-        Encoders and embedding models need no option; other decoders are opened with ``pooling``. A
-        text is one step, so it may have as many tokens as ``n_ubatch`` (with pooling "last" and a
-        KV cache as many as ``n_ctx``). Nothing is reused from what a slot holds, so a text always
-        has the same embedding. In a coroutine: ``await asyncio.to_thread(engine.embed, texts)``.
+        Encoders and embedding models need no option; open other decoders with ``pooling``. A text
+        is evaluated in one step, so it may have up to ``n_ubatch`` tokens (up to ``n_ctx`` with
+        pooling "last" and a KV cache). Nothing that a slot holds is reused, so a text always has
+        the same embedding. In a coroutine, use ``await asyncio.to_thread(engine.embed, texts)``.
 
         Args:
-            texts: A text, or its ids taken as they are; or a list of such.
-            normalize: Divide each vector by its length, so that a product of two is their cosine.
+            texts: A text, or its token ids, used unchanged; or a list of these.
+            normalize: Divide each vector by its length, so that the dot product of two vectors is
+                their cosine similarity.
             priority: As in `Engine.generate`.
-            add_special: As in `tokenize`: models are trained with the ids that this adds.
+            add_special: As in `tokenize`. Models are trained with the ids that this adds.
             parse_special: As in `tokenize`.
 
         Returns:
-            Arrays of the caller's own, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
-            for a list. With pooling "none" a vector for each token: ``(n_tokens, n_embd)``, and a
-            list of such for a list.
+            Arrays owned by the caller, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
+            for a list. With pooling "none", one vector per token: ``(n_tokens, n_embd)`` for one
+            text, a list of such arrays for a list.
 
         Raises:
-            PromptTooLong: A text has more tokens than a step, or a slot, holds; nothing has run.
-            RequestError: Or InvalidToken: there is no text, one is empty, or an id is unknown.
-            UnsupportedModel: The engine was opened without pooling, or with that of a classifier.
-            BusyError: Every slot waits for tokens to be taken by this very thread.
-            QueueFull: Too many requests of others wait.
+            PromptTooLong: A text has more tokens than a step, or a slot, can hold; nothing was
+                computed.
+            RequestError: There is no text, or a text is empty. InvalidToken: an id is not in the
+                vocabulary.
+            UnsupportedModel: The engine was opened without pooling, or with the pooling of a
+                classifier.
+            BusyError: Every slot waits for tokens to be taken by the calling thread.
+            QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
         self._core.check_open()
         if self.pooling is None:
             raise UnsupportedModel(
-                f"{self._name()} is no embedding model; open it with "
+                f"{self._name()} is not an embedding model; open it with "
                 "Engine(..., pooling='mean'), or 'last', 'cls', 'none'"
             )
         if self.pooling == "rank":
             raise UnsupportedModel(
-                "this engine pools for the model's classifier ('rank'); use classify, or "
+                "this engine has pooling 'rank', which is for classifiers; use classify, or "
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
         is_one, items = _items_of(texts)
@@ -128,7 +132,7 @@ class Embedding:
             return found[0] if is_one else found
         return found[0][0] if is_one else np.concatenate(found)
 
-    # A str is a sequence of str too: what is called is the first that fits.
+    # A str is also a sequence of str; the first overload that fits applies.
     @overload
     def classify(  # pyright: ignore[reportOverlappingOverload]
         self,
@@ -157,26 +161,26 @@ class Embedding:
         add_special: bool = True,
         parse_special: bool = True,
     ) -> Classification | list[Classification]:
-        """Labels of one text or of several, by a model with a classifier head (pooling "rank").
+        """Classify one or more texts with a model that has a classifier head (pooling "rank").
 
-        Sequence classifiers and rerankers, encoders or decoders. For a reranker an item of the list
-        is a tuple (query, document), which become one prompt as llama-server joins them: by the
-        rerank template of the model's file, where special tokens that a text names count as such;
-        else with the ids between and around them that the vocabulary asks for. llama.cpp gives all
-        tokens of a BERT the same segment.
+        For sequence classifiers and rerankers, encoders or decoders. For a reranker, each item of
+        the list is a tuple (query, document). The two are joined into one prompt as in
+        llama-server: by the rerank template in the model's file, in which special tokens named by a
+        text count as such; otherwise with the ids that the vocabulary requires between and around
+        them. llama.cpp gives all tokens of a BERT model the same segment.
 
         Args:
             texts: As in `embed`; or a list of (query, document) tuples.
             priority: As in `embed`.
-            add_special: As in `embed`; pairs always get theirs.
+            add_special: As in `embed`; pairs always get their special ids.
             parse_special: As in `embed`.
 
         Returns:
-            A Classification for one text, a list for a list.
+            A Classification for one text, a list of them for a list.
 
         Raises:
-            UnsupportedModel: The model has no classifier head, or the engine another ``pooling``.
-            RequestError: What `embed` raises, for the same reasons.
+            UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
+            RequestError: As for `embed`, like the other errors of `embed`.
         """
         self._core.check_open()
         if self._core.n_classes == 0:
@@ -207,7 +211,7 @@ class Embedding:
         add_special: bool,
         parse_special: bool,
     ) -> list[list[int]]:
-        """Ids of every text, all of them checked before any is computed."""
+        """Ids of every text; all texts are checked before anything is computed."""
         checked: list[list[int]] = []
         for i, item in enumerate(items):
             name = "texts" if is_one else f"texts[{i}]"
@@ -222,11 +226,11 @@ class Embedding:
         return checked
 
     def _pair_ids(self, name: str, query: str, document: str) -> list[int]:
-        """The prompt of a reranker, joined as llama-server does (format_prompt_rerank)."""
+        """The prompt of a reranker, joined as in llama-server (format_prompt_rerank)."""
         facts = self._model_facts
         template: str | None = facts.rerank_template
         if template is not None:
-            # One pass: a query that names {document} is text.
+            # One pass, so that {document} in a query stays text.
             parts = template.replace("{document}", "{query}\0").split("{query}")
             text = parts[0] + "".join(
                 document + part[1:] if part[:1] == "\0" else query + part for part in parts[1:]
@@ -246,9 +250,9 @@ class Embedding:
     # ---- ids to values
 
     def _run(self, who: str, texts: list[list[int]], priority: int) -> Iterator[Vectors]:
-        """The values of each text in order, ``(n_rows, n_values)``.
+        """Yield the values of each text in order, ``(n_rows, n_values)``.
 
-        Who stops taking drops the requests that are left, which cancels them.
+        A caller that stops early drops the remaining requests, which cancels them.
         """
         pending: deque[Generation] = deque()
         for ids in texts:
@@ -286,16 +290,16 @@ class Embedding:
 
 
 def _take(generation: Generation) -> Vectors:
-    """Waits for what a request gives and for its end; raises what ended it instead."""
+    """Wait for the result of a request and for its end; raise the error that ended it, if any."""
     block = generation.next_block()
     if block is None or block.hidden is None:
-        raise InternalError(f"{generation.request_id}: it ended without an embedding")
+        raise InternalError(f"{generation.request_id} ended without an embedding")
     generation.next_block()
     return block.hidden
 
 
 def _items_of(texts: object) -> tuple[bool, list[Any]]:
-    """(whether it is one text, the texts); RequestError where it is neither text nor texts."""
+    """(whether it is one text, list of the texts); RequestError for other types."""
     if isinstance(texts, str):
         return True, [texts]
     kind = type(texts).__name__
@@ -303,7 +307,7 @@ def _items_of(texts: object) -> tuple[bool, list[Any]]:
         raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:
-        raise RequestError("texts is empty; it needs at least 1 text", parameter="texts")
+        raise RequestError("texts is empty; pass at least 1 text", parameter="texts")
     return (True, [items]) if _is_id(items[0]) else (False, items)
 
 

@@ -1,7 +1,7 @@
-"""What this build contains, and what the process may use: devices, threads, memory.
+"""What this build contains and what the process may use: devices, threads, memory.
 
-CPUs and memory are those of the container, from the cgroup files of Linux (version 2 and 1);
-elsewhere those of the whole machine. Nothing is cached, because a quota may change while the
+On Linux, CPUs and memory are those of the container, from its cgroup files (versions 1 and 2);
+elsewhere, those of the whole machine. Nothing is cached, because a quota may change while the
 process runs.
 """
 
@@ -13,14 +13,14 @@ from typing import Any, Final
 from kqview import _core
 
 _ROOT: Final = Path("/")
-_UNKNOWN_MEMORY_BYTES: Final = 4 * 2**30  # a cautious guess for systems that do not tell
+_UNKNOWN_MEMORY_BYTES: Final = 4 * 2**30  # a cautious guess for systems that do not report it
 
 
 def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> int:
     """Number of threads that this process can keep busy, at least 1.
 
-    The number of CPUs it may run on or the quota of its cgroup, rounded down, whichever is smaller:
-    a thread beyond the quota gets suspended while all others wait for it.
+    The number of CPUs it may run on or the quota of its cgroup, rounded down, whichever is smaller.
+    A thread beyond the quota would be suspended while all others wait for it.
 
     Args:
         root: Folder to use as ``/``.
@@ -33,7 +33,7 @@ def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> in
 
 
 def physical_memory_bytes(root: Path = _ROOT) -> int:
-    """Memory that this process may use: that of the machine or its cgroup's limit, if lower.
+    """Memory that this process may use: that of the machine or the limit of its cgroup, if lower.
 
     Args:
         root: Folder to use as ``/``.
@@ -85,7 +85,7 @@ def _memory_limits_v1(root: Path) -> Iterator[int]:
 def _cgroup_folders(root: Path, mount: str, *, controller: str) -> Iterator[Path]:
     """Yield the cgroup folder of the process and all its parents, each of which may set a limit.
 
-    Inside a container the path may be one of the host; a folder that does not exist has no files.
+    Inside a container, the path may be one of the host; a folder that does not exist has no files.
     """
     path = Path(_cgroup_path(root, controller).lstrip("/"))
     for part in (path, *path.parents) if path.parts else (path,):
@@ -127,11 +127,12 @@ _OFFLOAD_TYPES: Final = ("GPU", "IGPU")
 
 
 def system_info() -> dict[str, Any]:
-    """Versions, build flags and hardware, as plain values for printing, JSON or a bug report.
+    """Versions, build flags and hardware as plain values, for printing, JSON or a bug report.
 
     Keys:
         kqview_version, llama_cpp_commit: str.
-        is_portable: Whether it was built for any x86-64-v3 or ARMv8 machine, not for this CPU.
+        is_portable: Whether the build runs on any x86-64-v3 or ARMv8 machine, rather than being
+            made for this CPU.
         cuda_version: CUDA toolkit of the build, such as "13.0"; None for a build without CUDA.
         cuda_architectures: Architectures of its kernels, such as "80,90"; None without CUDA.
         backends: Names of ggml's backends; backend_features: their build flags by name.
@@ -147,11 +148,11 @@ def system_info() -> dict[str, Any]:
 
 
 def engine_info(n_gpu_layers: int) -> dict[str, Any]:
-    """`system_info` for an engine with *n_gpu_layers*, with two more keys.
+    """`system_info` for an engine with *n_gpu_layers*, with two additional keys.
 
     Keys:
-        capture: The slowest way by which attention of one of its layers reaches a view, as in
-            ``devices``; zero_copy: whether that is "zero-copy".
+        capture: The slowest path by which attention of a layer reaches a view, as in ``devices``;
+            zero_copy: whether that is "zero-copy".
     """
     info = system_info()
     capture = capture_path(info["devices"], n_gpu_layers)

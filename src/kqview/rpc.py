@@ -18,8 +18,8 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
     """The ``rpc_servers`` option of Engine as (host, port) pairs.
 
     Raises:
-        RequestError: *value* is neither ``"host:port"`` nor a list of these, or names a server
-            twice, or names too many.
+        RequestError: *value* is not ``"host:port"`` or a list of these, repeats a server, or names
+            too many.
     """
     if value is None:
         return []
@@ -75,8 +75,8 @@ def _endpoint(item: object) -> tuple[str, int]:
     host, colon, port = item.rpartition(":")
     if ":" in host:
         raise RequestError(
-            f"rpc_servers has {shown(item)} with more than one colon, but llama.cpp's servers have "
-            "IPv4 addresses; write 'host:port'"
+            f"rpc_servers has {shown(item)} with more than one colon, but llama.cpp's servers use "
+            "IPv4 only; write 'host:port'"
         )
     if not colon:
         raise RequestError(

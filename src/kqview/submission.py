@@ -1,7 +1,7 @@
-"""Submission: checks what a request asks for, hands it to the engine thread, knows what came of it.
+"""Submission: checks a request, hands it to the engine thread, and returns its Generation.
 
-For a JSON schema or a regular expression the engine thread calls llguidance by its C interface, so
-that no token waits for the GIL; Python only says where the library of its package is.
+For a JSON schema or a regular expression, the engine thread calls llguidance through its C
+interface, so that no token waits for the GIL. Python only locates the library in its package.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from kqview.types.sampling import SamplingOptions
 
 
 class GenerateOptions(SamplingOptions, total=False):
-    """The options of `Engine.generate`, for what calls it."""
+    """The options of `Engine.generate`, for callers that pass them on."""
 
     max_tokens: int
     sampling: Sampling | None
@@ -77,7 +77,7 @@ class Submission:
         """Refuse a prompt that is empty, too long or has ids outside the vocabulary."""
         parameter = parameter_of(name)
         if not ids:
-            raise RequestError(f"{name} has no tokens; it needs at least 1", parameter=parameter)
+            raise RequestError(f"{name} has no tokens; pass at least 1", parameter=parameter)
         n_ctx, n_chunk = self._core.n_ctx, self._core.n_chunk
         if len(ids) > n_ctx:
             is_final = n_ctx == self._core.n_positions
@@ -106,10 +106,10 @@ class Submission:
         capture: Capture | None = None,
         n_prompt_rows: int = 0,
     ) -> _core.RequestOptions:
-        """What every request has; *ids* have passed `check_prompt`.
+        """The options common to all requests; *ids* have passed `check_prompt`.
 
         Raises:
-            RequestError: Or InvalidCapture: an argument cannot work.
+            RequestError: An argument is invalid. May be InvalidCapture.
         """
         if request_id is not None and not isinstance(request_id, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("request_id", "a str or None", shown(request_id))
@@ -133,14 +133,14 @@ class Submission:
         capture: Capture | None = None,
         stop: Sequence[str] = (),
     ) -> Generation:
-        """Queue a request; raises what the core refuses.
+        """Queue a request; raises the errors of the core.
 
         Args:
-            name: What the ``request_id`` begins with where the caller gives none.
-            options: What the core is to do.
-            n_prompt: Tokens of the prompt.
+            name: Start of the ``request_id`` if the caller gives none.
+            options: The request for the core.
+            n_prompt: Number of tokens in the prompt.
             request_id: The caller's name for the request.
-            capture: What *options* capture.
+            capture: The capture set in *options*.
             stop: Strings that end the generation.
         """
         handle = self._core.submit(options)
@@ -158,7 +158,7 @@ class Submission:
         )
 
     def name_of(self, core_id: int) -> str | None:
-        """The ``request_id`` of a generation by the core's id; None once nobody holds it."""
+        """The ``request_id`` of a generation by the core's id; None if it no longer exists."""
         return self._turns.name_of(core_id)
 
     def _waker(self) -> LoopWaker:
@@ -169,19 +169,19 @@ class Submission:
         return waker
 
 
-# ---- what a generation adds
+# ---- options of a generation
 
 
 def token_limit(value: object) -> int:
-    """*value* as ``max_tokens``: from 1, and what no slot can hold means all of the slot."""
+    """*value* as ``max_tokens``, at least 1; a number beyond every slot means the whole slot."""
     return min(whole_number("max_tokens", value, high=INT64_MAX), INT32_MAX)
 
 
 def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
-    """The Sampling that was given, or is made of its fields given one by one.
+    """The given Sampling, or one made from fields passed as keywords.
 
     Raises:
-        RequestError: Both were given, or something else.
+        RequestError: Both were given, or *sampling* has the wrong type.
     """
     if sampling is None:
         return Sampling(**options)
@@ -189,17 +189,17 @@ def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
         raise invalid("sampling", "a Sampling or None", type(sampling).__name__)
     if options:
         raise RequestError(
-            f"sampling and {', '.join(options)} are both given; put them into Sampling",
+            f"sampling and {', '.join(options)} are both given; put all options into Sampling",
             parameter="sampling",
         )
     return sampling
 
 
 def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
-    """Fill in how tokens are chosen, and which ones end the generation.
+    """Fill in how tokens are chosen and which ones end the generation.
 
     Raises:
-        KqviewError: llguidance is needed, and not installed or of another major version.
+        KqviewError: llguidance is needed, but not installed or of another major version.
     """
     if sampling.json_schema is not None or sampling.regex is not None:
         options.constraint_library = _llguidance_library()
@@ -221,7 +221,7 @@ def _llguidance_library() -> str:
             'run pip install "kqview[constraints]"'
         ) from missing
     if str(package.__version__).partition(".")[0] != "1":
-        # Another major version may lay its structures out in another way.
+        # Another major version may have different struct layouts.
         raise KqviewError(
             f"llguidance {package.__version__} is installed, but version 1 is required; "
             'run pip install "kqview[constraints]"'
@@ -229,18 +229,18 @@ def _llguidance_library() -> str:
     return str(library.__file__)
 
 
-_SPACE: Final = r" |\n[ \t]{0,20}"  # or none: as llama.cpp's own grammars of JSON have it
+_SPACE: Final = r" |\n[ \t]{0,20}"  # or none, as in llama.cpp's own JSON grammars
 
 
 def _bounded_space(schema: str) -> str:
-    """*schema* with a limit to white space between values, unless it says something about that.
+    """*schema* with a limit on white space between values, unless it sets one itself.
 
-    JSON allows white space without end, and a weak model may write nothing else from there on.
+    JSON allows unlimited white space, and a weak model may write nothing else from some point on.
     """
     try:
         value: object = json.loads(schema)
     except (ValueError, RecursionError):
-        return schema  # llguidance says what is wrong with it
+        return schema  # llguidance reports what is wrong
     if not isinstance(value, dict) or "x-guidance" in value:
         return schema
     return json.dumps({**value, "x-guidance": {"whitespace_pattern": _SPACE}}, ensure_ascii=False)
@@ -260,7 +260,7 @@ def set_shift(
     """Fill in the options of `Engine.generate` that move positions.
 
     Raises:
-        RequestError: One of them is of another type or out of its range.
+        RequestError: An option has the wrong type or is out of range.
         UnsupportedModel: The model's positions cannot be moved.
     """
     if not isinstance(reuse, str) or reuse not in ("exact", "shift"):
@@ -272,7 +272,7 @@ def set_shift(
     if wanted and core.shift_obstacle:
         raise UnsupportedModel(
             f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
-            "and send the ids that are to be seen"
+            "and send the ids to keep as the prompt"
         )
     options.n_reuse_min = n_run_min if reuse == "shift" else 0
     n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)

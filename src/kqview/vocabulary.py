@@ -1,4 +1,4 @@
-"""Vocabulary: text to ids and back, for the model of an engine."""
+"""Vocabulary: converts text to token ids and back; a base of Engine."""
 
 from collections.abc import Iterable
 
@@ -22,28 +22,30 @@ class Vocabulary:
     def tokenize(
         self, text: str, *, add_special: bool = False, parse_special: bool = True
     ) -> list[int]:
-        """Ids of *text*. Works in any thread, also while the engine generates.
+        """Convert *text* to token ids; any thread, even during generation.
 
-        Takes time and memory in proportion to the length of *text*, whatever it is made of.
+        Time and memory are proportional to the length of *text*, whatever it contains.
 
         Args:
             text: Any text of at most 16 MiB as UTF-8.
-            add_special: Add the ids that the model wants around a text, such as BOS.
-            parse_special: Read the text of special tokens as their ids, not as ordinary text.
+            add_special: Add the ids that the model expects around a text, such as BOS.
+            parse_special: Convert the text of a special token to its id; False treats it as
+                ordinary text.
 
         Raises:
-            RequestError: *text* has surrogates, which UTF-8 cannot express, or is too long.
+            RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express.
             UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use.
         """
         self._core.check_open()
         return self._model.tokenize(encode("text", text), add_special, parse_special)
 
     def detokenize(self, ids: Iterable[int]) -> str:
-        """Text of *ids*, special tokens included; bytes that are no UTF-8 become U+FFFD.
+        """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
 
-        Nothing is left out: texts of parts of *ids* that end between characters join to the text of
-        all, as ``generation.text`` does. The space that SentencePiece's vocabularies put in front
-        of a text they tokenize is there again: ``detokenize(tokenize("a"))`` is ``" a"`` for those.
+        Nothing is omitted: if *ids* are split between characters, the texts of the parts join to
+        the text of the whole, as in ``generation.text``. The leading space that SentencePiece
+        vocabularies add when they tokenize is kept: for those, ``detokenize(tokenize("a"))`` is
+        ``" a"``.
 
         Raises:
             InvalidToken: An id is not in the vocabulary.
@@ -53,7 +55,7 @@ class Vocabulary:
         return self._model.detokenize(checked_ids("ids", ids)).decode("utf-8", "replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """Bytes of one token; a character may be spread over several tokens.
+        """Bytes of one token; a character may span several tokens.
 
         Raises:
             InvalidToken: *id* is not in the vocabulary.
@@ -63,11 +65,11 @@ class Vocabulary:
         return self._model.token_bytes(checked_ids("id", [id])[0])
 
     def token_text(self, id: int) -> str:
-        """`token_bytes` as text; bytes that are no UTF-8 by themselves become U+FFFD."""
+        """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""
         return self.token_bytes(id).decode("utf-8", "replace")
 
     def _bytes_of(self, token_id: int) -> bytes:
-        # Each id once: text of a token costs a dictionary look-up from then on.
+        # Cached: after the first time, an id costs only a dictionary look-up.
         known = self._token_bytes.get(token_id)
         if known is None:
             known = self._model.token_bytes(token_id) if self._has_vocab else b""

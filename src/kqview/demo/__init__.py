@@ -1,7 +1,7 @@
 """The bundled demo model, which `Engine.demo` opens, and a prompt that suits it.
 
-It is a llama of 1.2 million weights that tells small stories; ``vendor/demo`` in the repository
-trains it.
+It is a Llama model with 1.2 million weights that tells short stories; ``vendor/demo`` in the
+repository contains its training code.
 """
 
 from pathlib import Path
@@ -9,7 +9,7 @@ from typing import Final
 
 MODEL_PATH: Final = Path(__file__).parent / "model.gguf"
 
-# Its names and its town were never seen in training; the continuation names them again.
+# Its names and its town do not occur in the training data; the continuation repeats them.
 PROMPT: Final = (
     "Mirelda the baker lived in the village of Tavendale. One morning, Mirelda found a silver key "
     "near the old bridge. Then Oskarin came to the bridge too."

@@ -315,7 +315,7 @@ class Generation:
         )
 
     def next_block(self) -> PromptBlock | None:
-        """The next rows of the prompt, None when there are no more; blocks until they are there."""
+        """The next rows of the prompt, None if there are no more; blocks until they arrive."""
         while not self._blocks and self._ahead is None and not self._ids:
             received = self._take()
             if received is None:
