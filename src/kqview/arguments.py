@@ -20,7 +20,7 @@ def encode(name: str, text: str) -> bytes:
     except UnicodeEncodeError as error:
         raise RequestError(
             f"{name} has a surrogate at index {error.start}, which UTF-8 cannot express; decode "
-            "the text with errors='replace' where it comes from",
+            "its source with errors='replace'",
             parameter=parameter_of(name),
         ) from None
 

@@ -165,7 +165,7 @@ class Conversation:
     # ---- ids of parts
 
     def _chat_ids(self, parts: "Sequence[Part]") -> list[int]:
-        """Ids as if the text were tokenized at once, where it names no token that it may not."""
+        """Ids of the joined text; ordinary text that names a control token is tokenized apart."""
         ids: list[int] = []
         run: list[Part] = []
         for part in parts:

@@ -160,7 +160,7 @@ def engine_info(n_gpu_layers: int) -> dict[str, Any]:
 
 
 def capture_path(devices: Iterable[Mapping[str, Any]], n_gpu_layers: int) -> str:
-    """The slowest ``capture`` of the *devices* with layers: the host if none is offloaded."""
+    """The slowest ``capture`` of the *devices* with layers; the host's if nothing is offloaded."""
     if n_gpu_layers == 0:
         return "zero-copy"
     paths = {device["capture"] for device in devices if device["type"] in _OFFLOAD_TYPES}

@@ -62,7 +62,7 @@ def rpc_timeout(value: object) -> float:
 
 
 def server_states(model: _core.Model) -> list[dict[str, object]]:
-    """The RPC servers of a model: endpoint, n_devices, lost (the reason it is lost, or None)."""
+    """The RPC servers of a model: endpoint, n_devices, and lost (why it is lost, or None)."""
     return [
         {"endpoint": one.endpoint, "n_devices": one.n_devices, "lost": one.lost or None}
         for one in model.rpc_servers()

@@ -9,7 +9,7 @@ from kqview.arguments import checked_ids, encode
 
 
 class Vocabulary:
-    """The part of Engine that turns text into ids and back; any thread, also while it generates."""
+    """The methods of Engine that convert text to ids and back; any thread, also while it runs."""
 
     _core: CoreEngine
     _model: CoreModel

@@ -148,7 +148,7 @@ def _encodable(name: str, text: str) -> str:
     except UnicodeEncodeError as error:
         raise InvalidSampling(
             f"{name} has a surrogate at index {error.start}, which UTF-8 cannot express; decode "
-            "the text with errors='replace' where it comes from",
+            "its source with errors='replace'",
             parameter=name,
         ) from None
     return text

@@ -71,7 +71,7 @@ class EngineHealth:
             timeout_s: Maximum time in seconds without a sign of life while there is work to do.
         """
         if self.is_lost:
-            return "the engine thread hangs and was given up"
+            return "the engine thread hung and was abandoned"
         if self.phase in ("waiting", "ended") or self.quiet_s <= timeout_s:
             return None
         return (
