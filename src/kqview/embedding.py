@@ -102,8 +102,8 @@ class Embedding:
         Raises:
             PromptTooLong: A text has more tokens than a step, or a slot, can hold; nothing was
                 computed.
-            RequestError: There is no text, or a text is empty. InvalidToken: an id is not in the
-                vocabulary.
+            RequestError: There is no text, or a text is empty.
+            InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The engine was opened without pooling, or with the pooling of a
                 classifier.
             BusyError: Every slot waits for tokens to be taken by the calling thread.

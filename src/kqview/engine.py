@@ -91,7 +91,7 @@ def check_opening(
 
     Raises:
         ModelLoadError: The file is missing or is not a model that llama.cpp supports.
-        OutOfMemory: The context does not fit into memory, or its layers do not fit on a device.
+        OutOfMemory: The context does not fit into memory, or a device has no room for its layers.
         RequestError: An option is out of range.
     """
     options = context_options(n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type)
@@ -163,8 +163,8 @@ class Engine(Vocabulary, Conversation, Embedding):
         rpc_servers: Other machines that hold and compute layers, each the ``"host:port"`` of a
             llama.cpp ggml-rpc-server. Layers are spread over them and this machine's GPUs by free
             memory.
-        rpc_timeout_s: Maximum time in seconds for one answer of a server, which may take a whole
-            step.
+        rpc_timeout_s: Maximum time in seconds that a server may take for one answer, including one
+            that takes a whole step.
         attention_budget_bytes: Maximum memory of all attention views together; None for a quarter
             of the machine's memory.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
@@ -172,8 +172,8 @@ class Engine(Vocabulary, Conversation, Embedding):
 
     Raises:
         ModelLoadError: A file or an RPC server is missing or cannot be used.
-        OutOfMemory: The context does not fit into memory, or its layers do not fit on a device; the
-            message says what to lower.
+        OutOfMemory: The context does not fit into memory, or a device has no room for its layers;
+            the message says what to lower.
         RequestError: An option is out of range.
     """
 
@@ -326,7 +326,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         parse_special: bool = True,
         **options: Unpack[SamplingOptions],
     ) -> Generation:
-        """Start generating; the engine begins at once and computes ``run_ahead`` tokens ahead.
+        """Start generating at once; the engine computes up to ``run_ahead`` tokens ahead.
 
         Args:
             prompt: Text, tokenized with *add_special* and *parse_special*; or token ids, used

@@ -113,11 +113,11 @@ class Slot:
         """Replace the contents of the slot with those of *blob*; return the number of bytes read.
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
-        does not say which model or LoRA adapters it was made with, nor whether its slot had been
-        shifted; only its shapes are checked. Use `restore_file` for a full check. Without *exact*,
-        the next generation therefore evaluates its prompt again (`n_exact` is 0), unless it accepts
-        approximate cache entries with ``reuse="shift"``. A blob can put any values into the cache,
-        so restore only blobs from sources you trust.
+        records neither its model and LoRA adapters (only the shapes have to fit) nor whether its
+        slot had been shifted; `restore_file` checks these. Without *exact*, the next generation
+        therefore evaluates its prompt again (`n_exact` is 0), unless it accepts approximate cache
+        entries with ``reuse="shift"``. A blob can put any values into the cache, so restore only
+        blobs from sources you trust.
 
         Args:
             blob: What `save` returned, or the contents of a state file, whose trailer is checked

@@ -9,7 +9,7 @@ from kqview.arguments import checked_ids, encode
 
 
 class Vocabulary:
-    """The methods of Engine that convert text to ids and back; any thread, also while it runs."""
+    """Engine methods that convert text to ids and back; any thread, also during generation."""
 
     _core: CoreEngine
     _model: CoreModel

@@ -6,7 +6,8 @@ This needs no extra thread and no polling.
 
 Turns: the holder of a slot may itself be waiting for its consumer. Only the consumer of the holders
 can free their slots. If that consumer is the thread or task that waits here, the wait would never
-end. Nothing here keeps a generation alive: dropping one cancels it at once.
+end. Nothing here keeps a generation alive: dropping one cancels it at once,
+even during a check.
 """
 
 import asyncio
