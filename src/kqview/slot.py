@@ -221,7 +221,7 @@ class Slot:
             RequestError: The range is empty or not within `tokens`.
             UnsupportedModel: Positions in the cache cannot be moved: recurrent state, sliding
                 windows, learned or multi-dimensional positions, keys that the model changes after
-                rotation, keys stored as bf16, or no cache.
+                rotation, keys that ``kv_type`` stores as bf16, or no cache.
             BusyError: A generation is using this slot.
             ClosedError: The engine is closed.
         """
@@ -229,7 +229,7 @@ class Slot:
         n_discard = whole_number("n_discard", n_discard, low=1, high=2**63 - 1)
         if obstacle := self._core.shift_obstacle:
             raise UnsupportedModel(
-                f"positions cannot be moved, because this model keeps {obstacle}; "
+                f"the slot cannot be shifted, because this model keeps {obstacle}; "
                 "send the ids to keep as a new prompt"
             )
         _core.shift_slot(self._core, self.id, n_keep, n_discard)

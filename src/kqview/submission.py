@@ -158,7 +158,7 @@ class Submission:
         )
 
     def name_of(self, core_id: int) -> str | None:
-        """The ``request_id`` of a generation by the core's id; None if it no longer exists."""
+        """The ``request_id`` of a generation by the core's id; None after it was dropped."""
         return self._turns.name_of(core_id)
 
     def _waker(self) -> LoopWaker:

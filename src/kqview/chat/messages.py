@@ -80,7 +80,7 @@ def _message(where: str, value: object) -> dict[str, Any]:
     for key in ("name", "tool_call_id"):
         if not isinstance(message.get(key, ""), str | None):
             raise RequestError(f"{where}: {key} is {_shown(message[key])}; pass text")
-    # As in transformers: templates test for the key, and "content" may be null beside calls.
+    # As in transformers: templates test for the key, and "content" may be null next to calls.
     return {key: item for key, item in message.items() if item is not None}
 
 

@@ -1,9 +1,10 @@
 """jinja2's sandbox with limits on time, depth and memory, for templates that come with a model.
 
-Whatever takes long in a template passes through here. The head of each loop and macro, every call,
-filter and operator checks the time; what makes a long value announces its length first. So a single
-step is short, and checking between steps is enough. Rejected: a thread or process per template,
-which costs more than rendering, and raising into another thread, which may hit later code.
+Everything slow in a template passes through here. The head of each loop and macro, and every call,
+filter and operator, checks the time; the length of a long value is checked before it is made. A
+single step is therefore short, and checking between steps is enough. Rejected: a thread or process
+per template, which costs more than rendering, and raising into another thread, which may hit later
+code.
 """
 
 import re
@@ -89,7 +90,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
             self._running.end = None
 
     def step(self) -> str:
-        """Check the time; called at the head of each loop and macro, and by all the rest here."""
+        """Check the time; called at the head of each loop and macro, and by the other checks."""
         end = getattr(self._running, "end", None)
         if end is not None and time.thread_time() > end:
             raise Exhausted(f"it takes more than {CPU_S_MAX:g} s of CPU time")

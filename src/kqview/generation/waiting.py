@@ -6,8 +6,8 @@ This needs no extra thread and no polling.
 
 Turns: the holder of a slot may itself be waiting for its consumer. Only the consumer of the holders
 can free their slots. If that consumer is the thread or task that waits here, the wait would never
-end. Nothing here keeps a generation alive: dropping one cancels it at once,
-even during a check.
+end. Nothing here keeps a generation alive: dropping one cancels it at once, even
+during a check.
 """
 
 import asyncio
@@ -96,7 +96,7 @@ class Turns:
         weakref.finalize(generation, self._takers.pop, core_id, None).atexit = False
 
     def name_of(self, core_id: int) -> str | None:
-        """The ``request_id`` of a generation; None if the generation no longer exists."""
+        """The ``request_id`` of a generation; None after the generation was dropped."""
         taker = self._takers.get(core_id)
         return taker.request_id if taker else None
 

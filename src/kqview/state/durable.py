@@ -4,7 +4,8 @@ A file is written under a temporary name in its own folder, synced and renamed, 
 synced. Its writer locks it meanwhile, so `remove_leftovers` can tell the files of dead processes
 from those that another process is writing.
 
-Never: opens an existing file for writing, or reuses a temporary name that exists.
+Writing a whole file never opens an existing regular file for writing, and never reuses an existing
+temporary name.
 """
 
 import contextlib

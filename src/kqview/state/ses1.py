@@ -107,7 +107,7 @@ def _layers(blob: bytes, at: int, n_stream: int, n_tokens: int) -> tuple[int, st
 
 
 def _walks(blob: bytes, at: int, n_cells: int, end: int) -> Iterator[tuple[int, str, bool]]:
-    # Only the right size of a cell makes all that follows end where it must.
+    # Only with the right cell size does the rest of the blob end where it must.
     for cell_bytes in _CELL_BYTES:
         try:
             yield _walk(blob, at + n_cells * cell_bytes, n_cells, end)
