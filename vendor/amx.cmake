@@ -1,6 +1,6 @@
-# Some compilers (gcc 12.2 is one) drop most of the stores to the block that _tile_loadconfig reads,
-# and a Q8_0 or Q4 prefill then dies in ldtilecfg. Load such a block and read it back; if that
-# fails, build without AMX.
+# Some compilers (gcc 12.2, for example) drop most of the stores to the block that _tile_loadconfig
+# reads; a Q8_0 or Q4 prefill then crashes in ldtilecfg. This check loads such a block and reads it
+# back; if that fails, the build leaves AMX out.
 if(GGML_NATIVE AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
     include(CheckCXXSourceRuns)
     set(CMAKE_REQUIRED_FLAGS "-O2 -march=native")

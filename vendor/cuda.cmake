@@ -1,13 +1,12 @@
-# Makes ggml's CUDA backend build with what cuda_find.cmake found. Included before llama.cpp is
-# added, by the package and by bench/peers. It changes three of ggml's defaults, so that the result
-# imports on a machine without a GPU, without a driver and without a toolkit, and there runs on the
-# CPU:
+# Builds ggml's CUDA backend with what cuda_find.cmake found. Included before llama.cpp is added, by
+# the package and by bench/peers. Changes three of ggml's defaults, so that the result can be
+# imported, and runs on the CPU, on a machine without a GPU, driver or toolkit:
 # - libcudart is linked statically. Nothing else needs it: libcublas has its own.
-# - No virtual memory management (GGML_CUDA_NO_VMM): it links libcuda, which only a driver brings.
-#   What it would give is less waste in ggml's scratch memory. With a driver or its stub, -C
-#   cmake.define.GGML_CUDA_NO_VMM=OFF has it back.
-# - No NCCL, which would be one more library to find; it matters to several GPUs that share one
-#   layer.
+# - No virtual memory management (GGML_CUDA_NO_VMM): it links libcuda, which only a driver installs.
+#   With it, ggml's scratch memory would waste less. If there is a driver or its stub, the option
+#   -C cmake.define.GGML_CUDA_NO_VMM=OFF restores it.
+# - No NCCL, which would be one more library to find; it matters only if several GPUs share one
+# layer.
 
 include(${CMAKE_CURRENT_LIST_DIR}/cuda_find.cmake)
 
@@ -33,7 +32,7 @@ set(CMAKE_CUDA_HOST_COMPILER "${KQVIEW_CUDA_HOST_COMPILER}" CACHE FILEPATH "C++ 
 if(NOT CUDAToolkit_ROOT)
     set(CUDAToolkit_ROOT "${KQVIEW_CUDA_ROOT}")
 endif()
-# CMake looks for libcublas.so, and wheels have libcublas.so.13 alone.
+# CMake looks for libcublas.so, but wheels have only libcublas.so.13.
 set(CUDA_cublas_LIBRARY "${KQVIEW_CUBLAS_LIBRARY}" CACHE FILEPATH "" FORCE)
 set(CUDA_cublasLt_LIBRARY "${KQVIEW_CUBLASLT_LIBRARY}" CACHE FILEPATH "" FORCE)
 find_package(CUDAToolkit REQUIRED)
@@ -49,7 +48,8 @@ if(NOT GGML_CUDA_NO_VMM AND NOT TARGET CUDA::cuda_driver)
 endif()
 
 # Where the module looks for libcublas at run time: beside kqview in site-packages, where the wheel
-# puts it (the extra "cuda"); then, in a build for this machine, where it was found now.
+# puts it (the extra "cuda"); then, in a build for this machine only, where it was found at build
+# time.
 get_filename_component(kqview_cublas_dir "${KQVIEW_CUBLAS_LIBRARY}" DIRECTORY)
 if(KQVIEW_CUDA_VERSION VERSION_LESS 13)
     set(KQVIEW_CUDA_RPATH "$ORIGIN/../nvidia/cublas/lib")

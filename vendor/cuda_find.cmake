@@ -1,20 +1,20 @@
 # Finds what GGML_CUDA=ON needs, or says what is missing: nvcc, cuBLAS of the same major version, a
-# C++ compiler that nvcc takes. Only looks and sets variables, so tests/meta/test_cuda_build.py runs
-# it as a script, with a made-up nvcc.
+# C++ compiler that nvcc supports. Only searches and sets variables, so
+# tests/meta/test_cuda_build.py runs it as a script, with a fake nvcc.
 #
-# cuBLAS is in the toolkit or in NVIDIA's wheels: those that the building interpreter sees. pip's
-# isolated build has another sys.path but the same interpreter, so its site-packages are asked for
-# by name; for every other place there is KQVIEW_NVIDIA_DIR.
+# cuBLAS is in the toolkit or in NVIDIA's wheels, as far as the building interpreter sees them.
+# pip's isolated build has another sys.path but the same interpreter, so the script lists its
+# site-packages explicitly; KQVIEW_NVIDIA_DIR names any other place.
 
 if(NOT DEFINED KQVIEW_SYSTEM_ROOT)
-    set(KQVIEW_SYSTEM_ROOT /usr)  # where distributions put theirs, and NVIDIA's packages in local/cuda
+    set(KQVIEW_SYSTEM_ROOT /usr)  # prefix of distribution packages; NVIDIA's are in its local/cuda
 endif()
 
 function(kqview_cuda_fail what remedy)
     message(FATAL_ERROR "GGML_CUDA=ON: ${what}\n${remedy}\nWithout GGML_CUDA=ON kqview builds for the CPU.")
 endfunction()
 
-# Folders called "nvidia" that the wheels share.
+# The "nvidia" folders that the wheels share.
 function(kqview_nvidia_dirs result)
     if(KQVIEW_NVIDIA_DIR)
         if(NOT IS_DIRECTORY "${KQVIEW_NVIDIA_DIR}")
@@ -64,7 +64,7 @@ function(kqview_find_nvcc nvidia_dirs)
             "Name a working compiler: -C cmake.define.CMAKE_CUDA_COMPILER=/path/to/nvcc")
     endif()
     set(version "${CMAKE_MATCH_1}")
-    # nvcc may be a link or a script beside others; it knows its own folder.
+    # nvcc may be a link or a script next to others; it knows its own folder.
     get_filename_component(root "${nvcc}" REALPATH)
     get_filename_component(root "${root}/../.." ABSOLUTE)
     execute_process(COMMAND "${nvcc}" --dryrun -x cu -c /dev/null -o /dev/null
@@ -77,8 +77,8 @@ function(kqview_find_nvcc nvidia_dirs)
     set(KQVIEW_CUDA_ROOT "${root}" PARENT_SCOPE)
 endfunction()
 
-# Takes cuBLAS from these folders if it is there in the wanted major version; else adds to `seen`
-# what it found.
+# Uses cuBLAS from these folders if it has the wanted major version; otherwise appends what it found
+# to `seen`.
 macro(kqview_try_cublas wanted_major source include_dirs library_dirs)
     if(NOT KQVIEW_CUBLAS_LIBRARY)
         find_file(header NAMES cublas_api.h PATHS ${include_dirs} NO_DEFAULT_PATH NO_CACHE)
@@ -123,7 +123,7 @@ function(kqview_find_cublas nvidia_dirs)
         file(GLOB multiarch "${root}/lib/*-linux-gnu")
         kqview_try_cublas(${major} toolkit "${root}/include" "${root}/lib64;${root}/lib;${multiarch}")
     endforeach()
-    # Wheels of CUDA 13 share one folder, those of CUDA 12 have one each.
+    # Wheels of CUDA 13 share one folder; those of CUDA 12 have one each.
     foreach(dir IN LISTS nvidia_dirs)
         foreach(part "cu${major}" cublas)
             if(IS_DIRECTORY "${dir}/${part}")
@@ -152,9 +152,9 @@ function(kqview_find_cublas nvidia_dirs)
     endforeach()
 endfunction()
 
-# Sets KQVIEW_CUDA_HOST_COMPILER: the build's own if nvcc takes it, else the newest g++ that it
-# takes. Proof is a kernel that compiles, which also finds headers that are missing. `arch_flag` is
-# what "native" becomes, or empty.
+# Sets KQVIEW_CUDA_HOST_COMPILER: the build's own compiler if nvcc supports it, else the newest
+# supported g++. The test compiles a kernel, which also detects missing headers. `arch_flag` is the
+# flag that "native" becomes, or empty.
 function(kqview_find_host_compiler work_dir arch_flag)
     set(given "${CMAKE_CUDA_HOST_COMPILER}")
     if(NOT given)
@@ -188,7 +188,7 @@ function(kqview_find_host_compiler work_dir arch_flag)
             set(KQVIEW_CUDA_HOST_COMPILER "${compiler}" PARENT_SCOPE)
             return()
         endif()
-        # The line that says why; "gcc versions later than 15 are not supported" is one.
+        # The line with the reason, such as "gcc versions later than 15 are not supported".
         string(REGEX MATCH "[^\r\n]*([Ee]rror|fatal)[^\r\n]*" why "${text}")
         string(SUBSTRING "${why}" 0 300 why)
         list(APPEND failures "  ${compiler}: ${why}")
@@ -198,8 +198,8 @@ function(kqview_find_host_compiler work_dir arch_flag)
         "Install a g++ that this toolkit takes, or name one: -C cmake.define.CMAKE_CUDA_HOST_COMPILER=/path/to/g++")
 endfunction()
 
-# All of the above. `work_dir` gets a few small files; `is_native`: build for the GPU of this
-# machine.
+# Runs all of the above. `work_dir` gets a few small files; `is_native`: build for this machine's
+# GPU.
 macro(kqview_find_cuda work_dir is_native)
     kqview_nvidia_dirs(KQVIEW_NVIDIA_DIRS)
     kqview_find_nvcc("${KQVIEW_NVIDIA_DIRS}")

@@ -1,12 +1,13 @@
 """Obtain the pinned llama.cpp source: download with pip, verify, extract into a cache.
 
-Owns: the cache folder ``llama.cpp-<commit>-<hash of the lock file>`` and everything temporary
+Owns: the cache folder ``llama.cpp-<commit>-<hash of the lock file>`` and the temporary files
 beside it. Runs: at CMake's configure time with the build's interpreter, or by hand; standard
 library only. Never: names a package index, writes into the source tree, prints anything but the
-result on stdout, or leaves a half-made tree under the final name: all work happens in a
-``partial-*`` folder of the same file system, under a lock, and one rename publishes it.
+result on stdout, or leaves an incomplete tree under the final name: all work happens in a
+``partial-*`` folder on the same file system, under a lock, and one rename publishes it.
 
-pip and not a plain HTTP download: pip knows the user's indexes, mirrors, proxies, certificates.
+Downloads with pip instead of plain HTTP, because pip knows the user's indexes, mirrors, proxies
+and certificates.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ OTHER_SOURCE = "set KQVIEW_LLAMA_CPP_DIR to a checkout of llama.cpp"
 
 
 class FetchError(Exception):
-    """The source cannot be had; the message is one line: what, got, limit, remedy."""
+    """The source is unavailable; the message is one line: what, got, limit, remedy."""
 
 
 @dataclass(frozen=True)
 class Lock:
-    """The parsed pin, and the hash of the file that it came from."""
+    """The parsed lock file, and its hash."""
 
     package: str
     version: str
@@ -70,9 +71,9 @@ class Lock:
         return f"llama.cpp-{self.commit[:12]}-{self.content_hash}"
 
     def needed_bytes(self, downloads: bool) -> int:
-        """Peak use of the disk. pip holds the archive, a cached copy and it unpacked at once."""
+        """Peak disk use. pip keeps the archive, a cached copy and an unpacked copy at once."""
         content = 3 * self.sdist_bytes + self.unpacked_bytes if downloads else self.tree_bytes
-        return content + 4096 * self.tree_files  # rounding up to blocks
+        return content + 4096 * self.tree_files  # rounded up to file system blocks
 
     def wants(self, path: str) -> bool:
         """Whether *path*, relative to the root of llama.cpp, is extracted."""
@@ -114,12 +115,12 @@ def say(message: str) -> None:
 
 
 def megabytes(n_bytes: int) -> str:
-    """Format for people, in decimal megabytes."""
+    """Format as decimal megabytes, for messages."""
     return f"{n_bytes / 1e6:.1f} MB" if n_bytes < 10_000_000 else f"{n_bytes / 1e6:.0f} MB"
 
 
 def free_bytes(path: Path) -> int:
-    """Return what an ordinary user may still write on the file system of *path*."""
+    """Return the bytes that an ordinary user may still write to the file system of *path*."""
     return shutil.disk_usage(path).free
 
 
@@ -129,7 +130,7 @@ def missing_member(tree: Path, required: Sequence[str]) -> str | None:
 
 
 def is_complete(tree: Path, lock: Lock) -> bool:
-    """Whether *tree* is a published cache entry that nobody damaged since."""
+    """Whether *tree* is a published cache entry that is still undamaged."""
     return os.path.isfile(tree / COMPLETE_MARKER) and missing_member(tree, lock.required) is None
 
 
@@ -152,7 +153,7 @@ def exclusive(root: Path) -> Generator[None]:
     The kernel drops the lock with the process, so a killed build never blocks the next one.
     """
     with open(root / "fetch.lock", "a+b") as handle:
-        # Without fcntl (Windows) two first builds both do the work, and the second rename fails.
+        # Without fcntl (Windows), two first builds both download, and the second rename fails.
         if sys.platform != "win32":
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,10 +164,10 @@ def exclusive(root: Path) -> Generator[None]:
 
 
 def run_pip(lock: Lock, work: Path, isolated: bool) -> tuple[int, str]:
-    """Download into ``work/download``; return pip's status and, less its progress bar, its output.
+    """Download into ``work/download``; return pip's status and its output without the progress bar.
 
-    pip asks an archive's build backend for metadata even when it only downloads. In a build of ours
-    that backend is importable already; otherwise *isolated* lets pip fetch it.
+    pip asks an archive's build backend for metadata even when it only downloads. In a build of
+    kqview that backend is importable already; otherwise *isolated* lets pip install it.
     """
     requirements = work / "requirements.txt"
     requirements.write_text(f"{lock.package}=={lock.version} --hash=sha256:{lock.sha256}\n")
@@ -176,7 +177,7 @@ def run_pip(lock: Lock, work: Path, isolated: bool) -> tuple[int, str]:
     command += [] if isolated else ["--no-build-isolation"]
     on_terminal = sys.stderr.isatty()
     command += [] if on_terminal else ["--progress-bar", "off"]
-    # Settings of the surrounding scikit-build-core build are not meant for the archive's metadata.
+    # Settings of the surrounding scikit-build-core build must not affect the archive's metadata.
     env = {key: value for key, value in os.environ.items() if not key.startswith("SKBUILD_")}
     env["TMPDIR"] = str(work)  # pip's own leftovers die with the partial folder
     done = subprocess.run(
@@ -193,7 +194,7 @@ def run_pip(lock: Lock, work: Path, isolated: bool) -> tuple[int, str]:
 
 
 def wrong_hash(lock: Lock, what: object, got: str) -> FetchError:
-    """Compose the refusal of an archive."""
+    """Return the error for an archive with the wrong hash."""
     return FetchError(
         f"{what} has sha256 {got}, expected {lock.sha256}; "
         f"clear a stale mirror or pip cache ('pip cache purge'), or {OTHER_SOURCE}"
@@ -201,7 +202,7 @@ def wrong_hash(lock: Lock, what: object, got: str) -> FetchError:
 
 
 def raise_pip_failure(lock: Lock, output: str) -> NoReturn:
-    """Turn pip's output into one line."""
+    """Raise an error with the decisive line of pip's output."""
     if "No space left on device" in output:
         raise OSError(errno.ENOSPC, "No space left on device")
     if got := re.search(r"\bGot\s+([0-9a-f]{64})\b", output):
@@ -226,7 +227,7 @@ def download(lock: Lock, work: Path) -> Path:
     isolated = importlib.util.find_spec("scikit_build_core") is None
     status, output = run_pip(lock, work, isolated)
     if status and not isolated and "metadata-generation-failed" in output:
-        status, output = run_pip(lock, work, isolated=True)  # ours does not fit the archive
+        status, output = run_pip(lock, work, isolated=True)  # wrong backend installed
     if status:
         raise_pip_failure(lock, output)
     archives = list((work / "download").glob("*.tar.gz"))
@@ -236,7 +237,7 @@ def download(lock: Lock, work: Path) -> Path:
 
 
 def verify(sdist: Path, lock: Lock) -> None:
-    """Check the archive against the pin, whoever brought it."""
+    """Check the archive against the pinned hash, whatever its source."""
     try:
         with open(sdist, "rb") as stream:
             got = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -251,8 +252,8 @@ def verify(sdist: Path, lock: Lock) -> None:
 def member_path(name: str, lock: Lock) -> str | None:
     """Return the path inside llama.cpp of archive member *name*, or None if it is not wanted.
 
-    One absolute or climbing name, wanted or not, and nothing in the archive is trusted. The rules
-    are those of Windows, a superset: both separators, and drives.
+    One absolute path or ``..``, in a wanted member or not, rejects the whole archive. Paths follow
+    the rules of Windows, a superset: both separators, and drives.
     """
     path = PureWindowsPath(name)
     if path.anchor or ".." in path.parts:
@@ -306,13 +307,13 @@ def extract(sdist: Path, lock: Lock, tree: Path) -> None:
 
 
 def fill(root: Path, lock: Lock, sdist: Path | None) -> None:
-    """Make the cache entry, alone: under the lock of *root*."""
+    """Create the cache entry, under the lock of *root*."""
     tree = root / lock.tree_name
     root.mkdir(parents=True, exist_ok=True)
     with exclusive(root):
         if is_complete(tree, lock):
             return
-        for stale in root.glob(PARTIAL_PREFIX + "*"):  # of killed runs: nobody else is at work
+        for stale in root.glob(PARTIAL_PREFIX + "*"):  # of killed runs; no other run is active
             shutil.rmtree(stale, ignore_errors=True)
         if (free := free_bytes(root)) < (needed := lock.needed_bytes(sdist is None)):
             raise FetchError(
@@ -326,7 +327,7 @@ def fill(root: Path, lock: Lock, sdist: Path | None) -> None:
             verify(archive, lock)
             extract(archive, lock, work / "tree")
             (work / "tree" / COMPLETE_MARKER).touch()
-            if tree.exists():  # an entry that someone damaged
+            if tree.exists():  # a damaged entry
                 tree.rename(work / "damaged")
             (work / "tree").rename(tree)
         took_s = time.monotonic() - start_s
@@ -334,13 +335,13 @@ def fill(root: Path, lock: Lock, sdist: Path | None) -> None:
 
 
 def obtain(root: Path, lock: Lock, sdist: Path | None = None) -> Path:
-    """Return the complete source tree, making it first where needed, from *sdist* or with pip.
+    """Return the complete source tree, creating it if needed, from *sdist* or with pip.
 
     Raises:
         FetchError: One line with a remedy; the cache is as it was.
     """
     tree = root / lock.tree_name
-    if is_complete(tree, lock):  # also from a cache that is read-only for this user
+    if is_complete(tree, lock):  # also in a cache that is read-only for this user
         return tree
     try:
         fill(root, lock, sdist)

@@ -1,9 +1,10 @@
-# Brings in llama.cpp: obtains the pinned source (vendor/fetch.py) and adds it unmodified, as static
-# libraries. The tap hooks into it by renaming four calls of the `llama` target, see
-# cpp/tap/tap.cpp; its RPC client gets a socket of ours, see cpp/llama/rpc_transport.cpp; its
-# aborts become exceptions, see cpp/llama/backend.h; keys are moved without the rotation that not
-# every cache has, see kv_cache_rotation.h; its regular expressions are matched by ours, see
-# unicode_regex.h.
+# Obtains llama.cpp's pinned source (vendor/fetch.py) and adds it unmodified, as static libraries.
+# Changes its behaviour from outside:
+# - four calls of the `llama` target are renamed, so that the tap can hook in (cpp/tap/tap.cpp);
+# - its RPC client gets kqview's socket (cpp/llama/rpc_transport.cpp);
+# - its aborts become exceptions (cpp/llama/backend.h);
+# - caches whose keys are not rotated are moved without the rotation (kv_cache_rotation.h);
+# - kqview's matcher evaluates its regular expressions (unicode_regex.h).
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -31,8 +32,8 @@ else()
     set(KQVIEW_CPU_FLAGS -march=native)
 endif()
 
-# Layers on other machines. RDMA would be a run-time dependency wherever its library lies on the
-# build machine.
+# For layers on other machines. RDMA would become a run-time dependency if the build machine has its
+# library.
 set(GGML_RPC ON CACHE BOOL "" FORCE)
 set(GGML_RPC_RDMA OFF CACHE BOOL "" FORCE)
 if(GGML_CUDA)
@@ -54,27 +55,27 @@ target_compile_definitions(llama PRIVATE
     ggml_backend_sched_reserve=kqview_sched_reserve
     ggml_backend_sched_reserve_size=kqview_sched_reserve_size)
 
-# The RPC client's socket is cpp/llama/rpc_transport.cpp: with its own, a server that goes away ends
-# the process.
+# Replaces the RPC client's socket by cpp/llama/rpc_transport.cpp: with llama.cpp's own, a server
+# that goes away ends the process.
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-rpc/ggml-rpc.cpp
     TARGET_DIRECTORY ggml-rpc PROPERTIES COMPILE_DEFINITIONS socket_t=kqview_rpc_socket_t)
 
-# Only this file: elsewhere llama.cpp looks before it rotates.
+# Only this file: elsewhere llama.cpp checks for a rotation first.
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/llama-kv-cache.cpp
     TARGET_DIRECTORY llama PROPERTIES
     COMPILE_OPTIONS "-include;${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h"
     OBJECT_DEPENDS ${CMAKE_CURRENT_LIST_DIR}/kv_cache_rotation.h)
 
-# An abort of ggml is an exception on our threads (cpp/llama/backend.h): it has to cross what is
-# written in C. Not what the CPU's compute threads share, so their backend computes through a
-# function of ours that says so.
+# On kqview's threads, an abort of ggml is an exception (cpp/llama/backend.h), which must unwind
+# through C code. It must not leave the CPU's compute threads, so the CPU backend computes graphs
+# through a kqview function that marks this.
 foreach(target ggml-base ggml-cpu)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:C>:-fexceptions>)
 endforeach()
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
     TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
 
-# std::regex calls itself for every character of a run, so that a long word ends the process.
+# std::regex recurses for every character of a run, so a long word ends the process.
 set(kqview_regex ${CMAKE_CURRENT_LIST_DIR}/unicode_regex.h)
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/src/unicode.cpp TARGET_DIRECTORY llama PROPERTIES
     COMPILE_OPTIONS "-I${CMAKE_CURRENT_SOURCE_DIR}/cpp;-include;${kqview_regex}"

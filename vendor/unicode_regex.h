@@ -1,6 +1,6 @@
-// Included in front of llama.cpp's unicode.cpp, by vendor/llama.cmake: gives it
-// cpp/base/token_regex under names that stand in for three of std's. std::regex calls itself for
-// every character of a run, so that a long word ends the process. tests/engine/test_text.py
+// Included before llama.cpp's unicode.cpp, by vendor/llama.cmake: provides cpp/base/token_regex
+// under names that replace three of std's. std::regex recurses for every character of a run, so a
+// long word ends the process. Tested by tests/engine/test_text.py.
 #pragma once
 
 #include <iterator>
@@ -33,7 +33,7 @@ struct match_results {
     token_match found;
 };
 
-// Two are equal when both are at their end: all that a loop over matches asks.
+// Two iterators are equal if both are at their end: all that a loop over matches needs.
 template <typename Iterator>
 class regex_iterator {
     using char_type = typename std::iterator_traits<Iterator>::value_type;

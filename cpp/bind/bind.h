@@ -1,4 +1,4 @@
-// The parts of the extension module; module.cpp calls them in order. Bindings know no policy.
+// The parts of the extension module; module.cpp calls them in order. Bindings contain no policy.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -12,8 +12,8 @@ namespace kqview::bind {
 
 namespace nb = nanobind;
 
-// True where the process has imported the module before: it has everything then. Raises in a
-// subinterpreter.
+// True if the process has imported the module before; the module is then complete already. Raises
+// in a subinterpreter.
 bool is_bound_before(nb::module_& module);
 
 void bind_process(nb::module_& module);
@@ -24,24 +24,24 @@ void bind_generation(nb::module_& module);
 void bind_engine(nb::module_& module);
 void bind_state(nb::module_& module);
 
-// Text of llama.cpp or of a file, which may be no UTF-8 or cut inside a character: such bytes
-// become U+FFFD.
+// Text from llama.cpp or from a file, which may be invalid UTF-8 or cut inside a character: such
+// bytes become U+FFFD.
 nb::str to_text(std::string_view bytes);
 
-// Views of captured rows, None where there are none. Attention and positions are one array, or a
-// tuple of arrays where layers keep different numbers of heads. `has_query_axis`: rows of several
-// queries. bind_rows.cpp is the only file that makes ndarrays.
+// Views of captured rows; None if there are none. Attention and positions are one array, or a tuple
+// of arrays if layers keep different numbers of heads. `has_query_axis`: the rows belong to several
+// queries. Only bind_rows.cpp creates ndarrays.
 nb::object attention_view(const captured_rows& rows, bool has_query_axis);
 nb::object positions_view(const captured_rows& rows, bool has_query_axis);
 nb::object hidden_view(const captured_rows& rows);
 
-// A writable array of shape (n_rows, n_values), None without values. It keeps `owner`, to which they
-// belong, alive.
+// A writable array of shape (n_rows, n_values), or None without values. It keeps `owner`, which
+// owns the values, alive.
 nb::object embedding_array(std::vector<float>& values, int n_rows, nb::handle owner);
 
-// Process exit begins, on this thread: others that wait without the GIL and would take it again
-// wait for ever instead, because CPython ends such a thread by unwinding it, which C++ destructors
-// do not survive.
+// Call stop_waking when process exit begins, on the exiting thread. From then on, other threads
+// that return from a wait without the GIL block forever in stay_if_exiting instead of taking the
+// GIL: CPython would end such a thread by unwinding it, which C++ destructors do not survive.
 void stop_waking() noexcept;
 void stay_if_exiting() noexcept;
 

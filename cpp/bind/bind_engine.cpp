@@ -27,7 +27,7 @@ void set_flash_attn(engine_options& self, std::optional<bool> wanted) {
 
 std::shared_ptr<engine> open_engine(std::shared_ptr<model> source, const engine_options& options) {
     const nb::gil_scoped_release release;
-    // Joining the engine thread must not hold up the other Python threads.
+    // Joining the engine thread must not block other Python threads.
     return {new engine(std::move(source), options), [](engine* opened) {
                 const nb::gil_scoped_release unlock;
                 delete opened;
@@ -65,7 +65,7 @@ void bind_options(nb::module_& module) {
                 "For tests: blocks of views that were given back are overwritten.");
 }
 
-// The fields have the names of the public classes of kqview.types.
+// The fields are named as in the public classes of kqview.types.
 void bind_stats(nb::module_& module) {
     nb::class_<block_pool_stats>(module, "PoolStats")
         .def_ro("budget_bytes", &block_pool_stats::budget_bytes)

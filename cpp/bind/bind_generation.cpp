@@ -1,4 +1,4 @@
-// The consumer's side of a request: what it takes, how it waits, how the request ends.
+// The consumer's side of a request: taking events, waiting, and the end.
 #include "bind/bind_generation.h"
 
 #include <nanobind/stl/optional.h>
@@ -33,7 +33,7 @@ const char* name_of_reason(finish_reason reason) {
     return "error";
 }
 
-// Taking from two threads at once would split the text between them.
+// Two threads that take at once would split the text between them.
 class single_consumer {
 public:
     explicit single_consumer(generation_handle& handle) : taken_(handle.is_taken) {
@@ -50,15 +50,15 @@ private:
     std::atomic<bool>& taken_;
 };
 
-// What next() gives. Rows become arrays when they are asked for.
+// The result of next(). Rows become arrays on demand.
 struct taken_token {
     token_event token;
-    std::optional<end_event> end;  // of the last token
+    std::optional<end_event> end;  // with the last token
 
     bool has_logprob() const { return !std::isnan(token.logprob); }
 };
 
-// Nothing is there yet.
+// Nothing has arrived yet.
 struct wait_event {
     std::vector<request_id> holders;
 };
@@ -71,7 +71,8 @@ nb::object to_python(generation_handle& self, mailbox::item item) {
     return nb::cast(std::move(*item.end));
 }
 
-// Waits of this thread. A forked child gets one of its own: it shares the parent's descriptor.
+// The wake handle for this thread's waits. A forked child gets its own: it shares the parent's
+// descriptor.
 const std::shared_ptr<wake_handle>& waiter_of_thread() {
     struct waiter {
         fork_guard fork;
@@ -82,8 +83,8 @@ const std::shared_ptr<wake_handle>& waiter_of_thread() {
     return mine->handle;
 }
 
-// What Python holds of a wake handle. The engine thread drops its share when it wakes a consumer: a
-// shared_ptr that nanobind made from a Python object would take the GIL for that.
+// Python's share of a wake handle. The engine thread drops its own share when it wakes a consumer:
+// releasing a shared_ptr that nanobind made from a Python object would take the GIL for that.
 struct shared_waiter {
     std::shared_ptr<wake_handle> handle = std::make_shared<wake_handle>();
 };
@@ -98,7 +99,7 @@ int milliseconds_until(const std::optional<clock::time_point>& deadline) {
         std::clamp<std::int64_t>(left.count(), 0, std::numeric_limits<int>::max()));
 }
 
-// Sleeps without the GIL until signalled; a signal handler that raises ends it.
+// Sleeps without the GIL until signalled. If a signal handler raises, the sleep ends.
 void sleep_on(generation_handle& self, wake_handle& waiter, int timeout_ms) {
     bool is_signalled = false;
     {
@@ -112,7 +113,7 @@ void sleep_on(generation_handle& self, wake_handle& waiter, int timeout_ms) {
     }
 }
 
-// The next event, or what it waits for after `wait_s`, or at once where that is news.
+// The next event; or the reason for waiting, after `wait_s`, or at once if that reason is new.
 nb::object next_item(generation_handle& self, std::optional<double> wait_s, bool goes_on) {
     self.core->sched().check_not_forked();
     const single_consumer guard(self);

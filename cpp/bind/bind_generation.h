@@ -1,4 +1,4 @@
-// Handle of one request; dropping it cancels the request.
+// The handle of one request; destroying it cancels the request.
 #pragma once
 
 #include <atomic>
@@ -17,7 +17,7 @@ struct generation_handle {
 
     std::shared_ptr<engine> core;
     std::shared_ptr<request> wanted;
-    std::optional<end_event> end;       // once seen: a forked child may not ask the mailbox
+    std::optional<end_event> end;       // once seen: a forked child must not use the mailbox
     std::atomic<bool> is_taken{false};  // one consumer at a time
 };
 

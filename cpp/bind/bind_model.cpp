@@ -27,10 +27,10 @@ std::string_view view_of(const nb::bytes& bytes) {
     return {static_cast<const char*>(bytes.data()), bytes.size()};
 }
 
-// Below it, a text is done before another thread would give the GIL back.
+// A text below this size is done before another thread would hand the GIL back.
 constexpr std::size_t short_text_bytes = 16 * 1024;
 
-// `call` without the GIL.
+// Runs `call` without the GIL.
 template <typename Call>
 auto unlocked(Call&& call) {
     const nb::gil_scoped_release release;
@@ -51,8 +51,8 @@ nb::dict metadata_of(const model& source) {
     return all;
 }
 
-// Loads with the GIL released. Each progress step looks at signals, so Ctrl-C ends a load; what the
-// callback raises comes out of here.
+// Loads without the GIL. Each progress step checks for signals, so Ctrl-C ends a load; exceptions
+// from the callback propagate from here.
 std::shared_ptr<model> load_model(model_options options, const nb::object& progress) {
     std::exception_ptr raised;
     options.progress = [&](float fraction) {

@@ -1,4 +1,4 @@
-// What there is once in a process: the module's classes, its errors, llama.cpp's log, the exit.
+// State that exists once per process: the module's classes, its errors, llama.cpp's log, the exit.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -71,12 +71,12 @@ void stay_if_exiting() noexcept {
     while (is_exiting.load() && !is_exit_thread) ::pause();
 }
 
-// nanobind ends the process where a class is registered twice, and classes that belong to a
-// subinterpreter are of no use to the main one.
+// nanobind ends the process if a class is registered twice, and the main interpreter cannot use
+// classes that belong to a subinterpreter.
 bool is_bound_before(nb::module_& module) {
-    // nanobind's own state, which it has just set for the interpreter that imports.
+    // nanobind's own state, just set for the importing interpreter.
     static auto* state_of_main = nb::detail::internals;
-    // Never freed: what it holds is there until the process ends. Only with the GIL.
+    // Never freed: its content exists until the process ends. Accessed only with the GIL.
     static PyObject* first = nullptr;
     if (PyInterpreterState_Get() != PyInterpreterState_Main()) {
         if (first) nb::detail::internals = state_of_main;
@@ -85,7 +85,7 @@ bool is_bound_before(nb::module_& module) {
             "own");
     }
     if (first) {
-        // Imported again, after sys.modules was emptied: another module of the same things.
+        // Imported again after sys.modules was emptied: another module with the same content.
         const nb::dict known = nb::borrow<nb::dict>(PyModule_GetDict(first));
         for (const auto& [name, value] : known) {
             const auto text = nb::cast<std::string_view>(name);

@@ -1,4 +1,4 @@
-// What a caller asks for: options of a request, its sampling, its capture.
+// Bindings of a request's options, its sampling and its capture.
 #include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
@@ -23,7 +23,7 @@ namespace kqview::bind {
 
 namespace {
 
-// Reads the attributes of a kqview.Sampling that the core's list of options names.
+// Reads those attributes of a kqview.Sampling that the core's list of options names.
 void read_sampling(sampling_params* self, const nb::object& sampling) {
     auto* const params = new (self) sampling_params;
     for_each_option([&](const auto& option) {
@@ -56,7 +56,7 @@ Value value_of(const named<Value> (&choices)[n], const nb::object& name) {
     throw error(errc::invalid_capture, "\"" + text + "\" is unknown");
 }
 
-// A whole number from 0 on; no model has as many of anything as the largest int.
+// A non-negative integer, saturated: no model has INT_MAX of anything.
 int saturated(nb::handle number) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(number.ptr(), &overflow);
@@ -87,8 +87,8 @@ capture_options read_capture(const nb::object& capture) {
     return options;
 }
 
-// Resolves it for the engine's model. The request gets a plan of its own: the engine thread drops
-// it, and for an object of Python's that would take the GIL.
+// Resolves the capture for the engine's model. The request gets its own plan: the engine thread
+// drops it, and dropping a Python object would take the GIL.
 void set_capture(request_options& self, const engine& source, const nb::object& capture) {
     self.capture = std::make_shared<const capture_plan>(read_capture(capture), source.capture());
     self.on_full = value_of(policies, capture.attr("on_full"));

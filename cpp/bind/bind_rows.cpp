@@ -1,8 +1,8 @@
-// The only file that makes ndarrays: views of leased blocks, and embeddings.
-// Owner:  each view's capsule holds a share of the lease; the block goes back to the pool when the
-//         last view, slice included, is gone. The data pointer is the block's own: nothing is
-//         copied. An embedding belongs to the event that brought it.
-// Never:  a writable view, and never an array without an owner.
+// The only file that creates ndarrays: zero-copy views of leased blocks, and embeddings.
+// Owner:   each view's capsule shares the lease; the block goes back to the pool when the last view
+//          of it, slices included, is gone. The data pointer is the block's own: nothing is copied.
+//          An embedding belongs to the event that carries it.
+// Never:   creates a writable view, or an array without an owner.
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
@@ -38,8 +38,8 @@ nb::object view_of(const std::byte* data, const std::vector<std::size_t>& shape,
     return nb::cast(array(data, shape.size(), shape.data(), owner, nullptr, dtype));
 }
 
-// One array of (layers and heads as the plan keeps them, n_queries with that axis, n_values), or a
-// tuple of one a layer where layers keep different numbers of heads.
+// One array of (layers and heads as in the plan, n_queries if it has that axis, n_values), or a
+// tuple of one array per layer if layers keep different numbers of heads.
 nb::object arrays_of(const captured_rows& rows, bool has_query_axis, const std::byte* data,
                      nb::dlpack::dtype dtype) {
     const auto& plan = *rows.plan;

@@ -1,6 +1,6 @@
-// Saving and restoring slots. A blob is written straight into the bytes object that Python gets,
-// and read from the one it passes: bytes cannot change while the engine thread checks and then
-// reads them.
+// Saving and restoring slots. A blob is written directly into the bytes object returned to Python,
+// and read directly from the one passed in: bytes are immutable while the engine thread checks and
+// then reads them.
 #include <nanobind/stl/shared_ptr.h>
 
 #include <algorithm>
@@ -14,7 +14,7 @@ namespace kqview::bind {
 
 namespace {
 
-// Called without the GIL, when a signal handler ran on this thread: does Python's let it wait on?
+// Called without the GIL after a signal handler ran on this thread: may Python keep waiting?
 bool goes_on_after_signal() {
     stay_if_exiting();
     const nb::gil_scoped_acquire acquire;
@@ -33,7 +33,7 @@ void run_on_slot(engine& self, slot_id slot, const slot_work& work) {
         }
         stay_if_exiting();
     }
-    if (!is_done) throw nb::python_error();  // what the handler raised, KeyboardInterrupt as a rule
+    if (!is_done) throw nb::python_error();  // the handler's exception, usually KeyboardInterrupt
 }
 
 nb::object bytes_of_size(std::size_t n_bytes) {
@@ -46,7 +46,7 @@ nb::object bytes_of_size(std::size_t n_bytes) {
 
 struct saved_slot {
     nb::bytes blob;
-    std::size_t n_exact;  // of its tokens, from the first one on
+    std::size_t n_exact;  // number of exact tokens, counted from the first
 };
 
 saved_slot save(engine& self, slot_id slot) {
@@ -55,7 +55,7 @@ saved_slot save(engine& self, slot_id slot) {
     std::size_t n_room = 0;
     for (;;) {
         std::size_t n_bytes = 0;
-        // Nobody else has the object yet, so its bytes may be written.
+        // No other code has the object yet, so its bytes may be written.
         auto* const data =
             blob ? reinterpret_cast<std::byte*>(PyBytes_AS_STRING(blob.ptr())) : nullptr;
         run_on_slot(self, slot, [&](slot_cache& cache) {
@@ -68,8 +68,7 @@ saved_slot save(engine& self, slot_id slot) {
                 nb::raise_python_error();
             return {nb::steal<nb::bytes>(sealed), n_exact};
         }
-        n_room =
-            n_bytes;  // it was the room needed; the slot may have grown again by the next round
+        n_room = n_bytes;  // the required size; the slot may grow again before the next round
         blob = bytes_of_size(n_room);
     }
 }

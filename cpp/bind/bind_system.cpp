@@ -1,4 +1,4 @@
-// What this build was made from, the devices that it finds.
+// What this build was made from, and the devices that it finds.
 #include <llama.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>

@@ -3,7 +3,7 @@
 #include "bind/bind.h"
 
 #ifdef KQVIEW_FAKE_DEVICE
-// Of tests/device and tests/native, in developer builds alone.
+// For tests/device and tests/native; developer builds only.
 namespace kqview::testing {
 void bind_fake_device(nanobind::module_& module);
 void bind_words(nanobind::module_& module);
@@ -22,8 +22,8 @@ static void bind_testing([[maybe_unused]] nanobind::module_& module) {
 NB_MODULE(_core, module) {
     using namespace kqview::bind;
     if (is_bound_before(module)) return;
-    // What a program holds to its end (a generation in a global, a view in a cycle) is no leak of
-    // ours. The tests switch the check on and drop everything first.
+    // Objects that a program keeps to its end (a generation in a global, a view in a cycle) are not
+    // kqview's leaks. The tests enable the check and drop everything first.
     nb::set_leak_warnings(std::getenv("KQVIEW_LEAK_CHECK") != nullptr);
     module.doc() = "Native core of kqview; use the classes of the kqview package.";
     bind_process(module);

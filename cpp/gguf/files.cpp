@@ -31,12 +31,12 @@ struct descriptor {
     }
 };
 
-// A file's bytes, mapped read-only: what is not looked at is not read, so the header of 50 GB costs
-// nothing.
+// A file's bytes, mapped read-only: pages that are not accessed are not read, so reading the header
+// of a 50 GB file is cheap.
 class mapped_file {
 public:
     explicit mapped_file(const std::string& path) {
-        // Without O_NONBLOCK the opening of a pipe would wait for its writer.
+        // Without O_NONBLOCK, opening a pipe would wait for its writer.
         const descriptor file{::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK)};
         if (file.number < 0) fail(path, std::strerror(errno));
         struct stat facts {};
@@ -74,7 +74,7 @@ struct open_file {
 
 constexpr const char* again = "; download all parts again";
 
-// "-00001-of-00003.gguf", as llama.cpp counts parts.
+// The ending "-00001-of-00003.gguf", numbered as in llama.cpp.
 std::string part_ending(std::int64_t i, std::int64_t n) {
     char text[64];
     std::snprintf(text, sizeof(text), "-%05lld-of-%05lld.gguf", static_cast<long long>(i + 1),
@@ -106,7 +106,7 @@ std::vector<std::unique_ptr<open_file>> open_parts(const std::string& path) {
     if (!path.ends_with(ending)) {
         first.fail("is the first of " + std::to_string(n_parts) +
                    " parts, but its name does not end with \"" + ending +
-                   "\"; give the parts their names back");
+                   "\"; restore the original names of all parts");
     }
     const auto stem = path.substr(0, path.size() - ending.size());
     for (std::int64_t i = 1; i < n_parts; ++i) {
@@ -129,7 +129,7 @@ void check_model_file(const std::string& path) {
     for (const auto& part : parts) {
         for (const auto& tensor : part->header.tensors) {
             if (!names.insert(tensor.name).second) {
-                part->header.fail("tensor " + quoted(tensor.name) + " is in another part as well" +
+                part->header.fail("tensor " + quoted(tensor.name) + " is also in another part" +
                                   again);
             }
             tensors.push_back(tensor);

@@ -18,11 +18,9 @@ static_assert(std::endian::native == std::endian::little, "GGUF is little endian
 constexpr std::uint32_t n_version_min = 2;
 constexpr std::uint32_t n_version_max = 3;
 constexpr std::uint64_t n_key_max = 65535;
-constexpr std::uint64_t n_name_max = 63;  // ggml keeps 64 bytes with a zero at the end
-constexpr std::uint64_t n_value_bytes =
-    14;  // the shortest value: key of one letter, type, one byte
-constexpr std::uint64_t n_tensor_bytes =
-    25;  // the shortest tensor: name of one letter, no dimension
+constexpr std::uint64_t n_name_max = 63;      // ggml stores 64 bytes including a terminating zero
+constexpr std::uint64_t n_value_bytes = 14;   // the shortest value: one-letter key, type, one byte
+constexpr std::uint64_t n_tensor_bytes = 25;  // the shortest tensor: one-letter name, no dimensions
 constexpr std::uint32_t alignment_default = 32;
 constexpr const char* again = "; download or convert the file again";
 constexpr const char* cut_short =
@@ -98,7 +96,7 @@ private:
         return value;
     }
 
-    // A number of things that need at least `each_bytes` of what is left.
+    // A count of items that need at least `each_bytes` each of the remaining bytes.
     std::uint64_t take_count(const std::string& what, std::uint64_t each_bytes) {
         const auto n_at = at_;
         const auto n = take<std::uint64_t>(what);
@@ -115,8 +113,8 @@ private:
         return {reinterpret_cast<const char*>(text.data()), text.size()};
     }
 
-    // A key, or the name of a tensor: printable ASCII, which the format says of keys and all
-    // converters keep to.
+    // A key or a tensor's name: printable ASCII, which the format requires of keys and all
+    // converters use for names too.
     std::string_view take_name(const char* what, std::uint64_t n_max) {
         const auto name_at = at_;
         const auto name = take_string(what);
@@ -180,7 +178,7 @@ private:
         return alignment;
     }
 
-    // `expected`: where its data has to begin; moved to where the next tensor's has to.
+    // `expected`: where its data must begin; advanced to where the next tensor's must begin.
     void read_tensor(std::uint64_t& expected, std::uint64_t alignment) {
         gguf_tensor tensor;
         tensor.name = take_name("name of a tensor", n_name_max);
@@ -218,7 +216,7 @@ private:
         const auto& type = tensor_types[tensor.type];
         std::uint64_t n = 1;
         for (const auto size : tensor.shape) {
-            // A tensor without values is of no use, and ggml divides by sizes.
+            // A tensor without values is useless, and ggml divides by sizes.
             if (size == 0 || size > bytes_.size() * 8 || n > bytes_.size() * 8 / size) {
                 fail(of + " has shape " + tensor.shape_text() + ", the file has " +
                      std::to_string(bytes_.size()) + " bytes" + cut_short);

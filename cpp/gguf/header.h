@@ -1,10 +1,12 @@
 // GGUF, a model file:  "GGUF" | u32 version | u64 n_tensors | u64 n_values
-//   a value each:   string key | u32 type | value;  an array is u32 type | u64 n | n values
-//   a tensor each:  string name | u32 n_dims | n_dims x u64 | u32 type | u64 offset
-//   padding to the alignment, then the tensors' data, one behind the other, each padded alike
-// A string is u64 n | n bytes; all is little endian. Offsets are from the start of the data.
-// Threads: pure functions, nothing of llama.cpp. Never: reads past a span, or trusts a number
-// before it is checked; memory is at most a multiple of the header's own bytes.
+//   each value:     string key | u32 type | value;  an array is u32 type | u64 n | n values
+//   each tensor:    string name | u32 n_dims | n_dims x u64 | u32 type | u64 offset
+//   padding to the alignment, then the data of all tensors in order, each padded to the alignment
+// A string is u64 n | n bytes; everything is little endian. Offsets count from the start of the
+// data.
+// Threads: pure functions; uses nothing of llama.cpp.
+// Never:   reads past a span, or trusts a number before checking it; memory use is at most a
+//          multiple of the header's own bytes.
 #pragma once
 
 #include <array>
@@ -37,38 +39,36 @@ enum class gguf_type : std::uint32_t {
 // "u32", "string" and so on.
 const char* name_of(gguf_type type);
 
-// One value, or an array of them; views into the file.
+// A value or an array of values; views into the file.
 struct gguf_value {
     std::string_view key;
-    gguf_type type = gguf_type::u8;  // of the elements, never gguf_type::array
+    gguf_type type = gguf_type::u8;  // of the elements; never gguf_type::array
     bool is_array = false;
-    std::span<const std::byte> numbers;     // one behind the other, unaligned; empty for strings
-    std::vector<std::string_view> strings;  // one where it is no array
+    std::span<const std::byte> numbers;     // packed and unaligned; empty for strings
+    std::vector<std::string_view> strings;  // one element unless it is an array
 
     std::size_t size() const;
-    // Element `i` of a type that is an integer or a boolean; 64-bit numbers above the largest i64
-    // are that.
+    // Element `i` of an integer or boolean type; u64 values above the largest i64 saturate.
     std::int64_t integer(std::size_t i = 0) const;
     // Element `i` of f32 or f64.
     double real(std::size_t i = 0) const;
-    bool is_integer() const;  // its type is one, or a boolean
+    bool is_integer() const;  // integers and booleans
     bool is_real() const { return type == gguf_type::f32 || type == gguf_type::f64; }
     // "u32", or "array of u32".
     std::string type_text() const;
 };
 
-// The types that tensors have: their sizes, and what ggml can do with them.
+// The tensor types: their sizes, and what ggml can do with them.
 struct tensor_type {
     const char* name = nullptr;  // null: no such type
-    std::uint32_t n_block = 0;   // values of a block; a row is whole blocks
+    std::uint32_t n_block = 0;   // values per block; a row is whole blocks
     std::uint32_t block_bytes = 0;
-    bool is_weight = false;  // ggml multiplies by it and looks rows up in it, on every device
+    bool is_weight = false;  // ggml can multiply by it and look up rows in it, on every device
 };
 
 constexpr std::uint32_t type_f32 = 0;
 
-// By ggml's number. Types that ggml removed are as unknown as those it never had.
-// tests/engine/test_hostile_models.py compares it with the gguf package.
+// Indexed by ggml's type number. Types that ggml removed count as unknown.
 constexpr std::array<tensor_type, 43> tensor_types{{
     {"F32", 1, 4, true},
     {"F16", 1, 2, true},
@@ -132,17 +132,17 @@ struct gguf_header {
     std::vector<gguf_tensor> tensors;
     std::unordered_map<std::string_view, std::size_t> value_by_key;
 
-    // Null where there is none.
+    // Null if there is none.
     const gguf_value* find(std::string_view key) const;
     // Raises `model_load`: "<file>: <what>".
     [[noreturn]] void fail(const std::string& what) const;
 };
 
-// Reads the header of a file of these bytes, and checks that its tensors lie in it. Raises
-// model_load for bytes that are no sound file, and says where.
+// Reads the header of a file from its bytes, and checks that its tensors lie within the file.
+// Raises model_load for a malformed file; the message says where.
 gguf_header read_gguf(std::span<const std::byte> bytes, std::string file);
 
-// A text of a file, fit for a message: cut after a few characters, without control characters.
+// A text from a file, made safe for a message: shortened, without control characters.
 std::string quoted(std::string_view text);
 
 }  // namespace kqview

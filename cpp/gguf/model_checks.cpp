@@ -15,7 +15,7 @@ namespace kqview {
 
 namespace {
 
-constexpr std::int64_t n_layer_max = 512;  // llama.cpp's
+constexpr std::int64_t n_layer_max = 512;  // llama.cpp's limit
 constexpr std::int64_t n_expert_max = 1024;
 constexpr std::int64_t n_head_max = 1 << 16;
 constexpr std::int64_t n_width_max = 1 << 24;
@@ -25,7 +25,7 @@ bool is_one_of(std::string_view word, std::span<const std::string_view> words) {
     return std::ranges::find(words, word) != words.end();
 }
 
-// The numbers "<architecture>.<name>" of a model.
+// The values "<architecture>.<name>" of a model.
 class hyperparameters {
 public:
     explicit hyperparameters(const gguf_header& head) : head_(head) {
@@ -50,7 +50,7 @@ public:
         head_.fail(key(name) + " " + what);
     }
 
-    // An integer of a layer: the value itself, or the layer's where it is an array; nothing where
+    // The integer for a layer: the value itself, or the layer's element if it is an array; empty if
     // it is missing or of another type.
     std::optional<std::int64_t> integer(std::string_view name, std::size_t layer = 0) const {
         const auto* const value = find(name);
@@ -65,12 +65,12 @@ private:
     std::string_view arch_;
 };
 
-// Numbers that every architecture reads, with their type.
+// Values that every architecture reads, with their types.
 struct integer_rule {
     std::string_view name;
     std::int64_t least;
     std::int64_t most;
-    bool may_be_array;  // one a layer
+    bool may_be_array;  // one per layer
 };
 constexpr integer_rule integer_rules[] = {
     {"block_count", 1, n_layer_max, false},
@@ -114,7 +114,7 @@ void check_integer(const hyperparameters& model, const integer_rule& rule, std::
     }
 }
 
-// ggml stops the process for an epsilon below 0 or that is no number.
+// ggml ends the process if an epsilon is negative or not a number.
 void check_reals(const gguf_header& head, const hyperparameters& model) {
     const auto prefix = std::string(model.arch()) + ".";
     for (const auto& value : head.values) {
@@ -138,11 +138,10 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
     }
 }
 
-// What has to be 1 or more in the models of some architectures: llama.cpp divides by it without a
-// look.
+// Values that must be 1 or more in some architectures: llama.cpp divides by them without a check.
 struct divisor_rule {
     std::string_view name;
-    bool may_be_missing;  // it has a default then
+    bool may_be_missing;  // it then has a default
     std::array<std::string_view, 12> archs;
 };
 constexpr divisor_rule divisor_rules[] = {
@@ -161,7 +160,7 @@ constexpr divisor_rule divisor_rules[] = {
     {"attention.output_group_count", true, {"deepseek4"}},
     {"experts_per_group", true, {"grovemoe"}},
     {"interleave_moe_layer_step", true, {"ernie4_5-moe"}},
-    {"attention.sliding_window", false, {"afmoe"}},  // no division: without it a null pointer
+    {"attention.sliding_window", false, {"afmoe"}},  // no division: a null pointer if missing
 };
 
 void check_divisors(const hyperparameters& model) {
@@ -200,7 +199,8 @@ void check_experts(const hyperparameters& model, std::size_t n_layer) {
     }
 }
 
-// Part of a key, "attention.key_length", in layers with or without a sliding window.
+// The names of key parts such as "attention.key_length", for layers with or without a sliding
+// window.
 struct head_names {
     std::string_view key_length;
     std::string_view rope;
@@ -208,7 +208,7 @@ struct head_names {
 constexpr head_names full_names{"attention.key_length", "rope.dimension_count"};
 constexpr head_names swa_names{"attention.key_length_swa", "rope.dimension_count_swa"};
 
-// Their attention rotates nothing, and some of their files say so with a 0.
+// Architectures whose attention rotates nothing; some of their files say so with a 0.
 constexpr std::string_view unrotated_archs[] = {
     "glm5-next", "kimi-linear",  "kimi-k3",   "bloom",      "gpt2",   "jais",
     "jamba",     "jina-bert-v2", "mpt",       "nemotron_h", "refact", "nemotron_h_moe",
@@ -225,8 +225,8 @@ void check_head_size(const hyperparameters& model, std::int64_t head_size,
     }
 }
 
-// Rotary positions in several sections: time, height, width. llama.cpp divides by the sum of their
-// sizes.
+// Rotary positions in several sections: time, height, width. llama.cpp divides by the sum of the
+// section sizes.
 constexpr std::string_view sectioned_archs[] = {"qwen2vl", "paddleocr", "qwen3vl",  "qwen3vlmoe",
                                                 "qwen35",  "qwen35moe", "qwen4exp", "qwen3tts"};
 
@@ -234,7 +234,7 @@ void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
     constexpr std::string_view name = "rope.dimension_sections";
     const auto* const value = model.find(name);
     if (!value || !value->is_integer()) return;
-    std::int64_t sum = 0, n_first = 0;  // of all, of the three that count
+    std::int64_t sum = 0, n_first = 0;  // of all; of the three that count
     for (std::size_t i = 0; i < value->size(); ++i) {
         const auto size = value->integer(i);
         if (size < 0 || size > head_size) {
@@ -250,8 +250,8 @@ void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
     }
 }
 
-// The tensor's layer and role, "3" and "attn_q" of "blk.3.attn_q.weight"; nothing of tensors of no
-// layer.
+// The tensor's layer and role: "3" and "attn_q" for "blk.3.attn_q.weight"; empty for a tensor
+// outside any layer.
 std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_view name) {
     if (!name.starts_with("blk.")) return std::nullopt;
     name.remove_prefix(4);
@@ -261,8 +261,8 @@ std::optional<std::pair<std::size_t, std::string_view>> layer_of(std::string_vie
     return std::pair{layer, name.substr(static_cast<std::size_t>(end - name.data()))};
 }
 
-// Layers whose tensors say that they have attention with heads. A recurrent one has some of the
-// same names.
+// Layers that have attention with heads, judged by their tensors. Recurrent layers share some of
+// the names.
 std::vector<bool> layers_with_attention(std::span<const gguf_tensor> tensors, std::size_t n_layer) {
     std::vector<bool> has_attention(n_layer), is_recurrent(n_layer);
     for (const auto& tensor : tensors) {
@@ -300,7 +300,7 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
         }
         if (i == 0) n_head_first = n_head;
     }
-    if (n_head_first == 0) return;  // llama.cpp takes the first layer's for the size of a head
+    if (n_head_first == 0) return;  // llama.cpp derives the head size from the first layer
     const auto head_size = model.integer(full_names.key_length).value_or(n_embd / n_head_first);
     if (head_size <= 0) {
         model.fail("attention.head_count", "is " + std::to_string(n_head_first) +
@@ -314,7 +314,7 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
 
 // ---- tensors
 
-// What llama.cpp takes for optional by its name and reads all the same.
+// Tensors that llama.cpp loads as optional but then reads without a check.
 struct tensor_rule {
     std::string_view name;
     std::array<std::string_view, 2> archs;
@@ -324,7 +324,7 @@ constexpr tensor_rule tensor_rules[] = {
     {"dec.blk.0.attn_rel_b.weight", {"t5"}},
 };
 
-// A layer of experts has their way up, by itself or joined with the gate.
+// A layer of experts needs their up projection, by itself or merged with the gate.
 void check_expert_tensors(const gguf_header& head, std::span<const gguf_tensor> tensors,
                           std::size_t n_layer) {
     std::vector<bool> goes_down(n_layer), goes_up(n_layer);
@@ -357,7 +357,7 @@ void check_needed_tensors(const gguf_header& head, const hyperparameters& model,
     }
 }
 
-// What follows "blk.N." and the like, without ".weight": what a tensor is for.
+// A tensor's role: its name after "blk.N." and the like, without ".weight".
 std::string_view role_of(std::string_view name) {
     for (const std::string_view block : {"blk.", "enc.blk.", "dec.blk."}) {
         if (!name.starts_with(block)) continue;
@@ -369,8 +369,8 @@ std::string_view role_of(std::string_view name) {
     return name;
 }
 
-// Roles, besides those that end with "norm", that ggml adds, multiplies by element, convolves with
-// or scans: on the CPU it does so with F32 alone, and ends the process otherwise.
+// Roles, besides those ending with "norm", that ggml adds, multiplies element-wise, convolves with
+// or scans. On the CPU it does so only with F32, and otherwise ends the process.
 constexpr std::string_view f32_roles[] = {
     "token_types", "rope_freqs", "rope_factors_long", "rope_factors_short", "attn_sinks", "ffn.act",
     "layer_output_scale", "altup_correct_scale", "exp_probs_b", "exp_probs_b_vl", "attn_norm_2",
@@ -385,11 +385,11 @@ constexpr std::string_view f32_roles[] = {
     // residual streams
     "attn_res_score", "ffn_res_score", "output_res_score", "output_hc_scale", "output_hc_base",
     "hc_attn_scale", "hc_attn_base", "hc_ffn_scale", "hc_ffn_base", "hrm.z_l_init"};
-// Tables of ids.
+// Roles that are tables of ids.
 constexpr std::string_view id_roles[] = {"ffn_gate_tid2eid", "d2t", "masked_embd_ordering"};
 
 bool needs_f32(std::string_view role, std::string_view arch) {
-    // In other architectures rows of it are looked up.
+    // Other architectures look up rows in it.
     if (role == "indexer_compressor_ape" && arch == "glm5-next") return true;
     return role.ends_with("norm") || role.ends_with(".bias") || role.ends_with("scale") ||
            role.ends_with("scales") || is_one_of(role, f32_roles);
@@ -399,15 +399,15 @@ void check_weight_type(const gguf_header& file, const gguf_tensor& tensor) {
     const auto& type = tensor_types[tensor.type];
     if (type.is_weight) return;
     file.fail("tensor " + quoted(tensor.name) + " is of type " + type.name +
-              ", which nothing can be multiplied by; F32, F16, BF16 and the quantised types are "
-              "possible; convert it again");
+              ", which cannot be multiplied with; F32, F16, BF16 and the quantised types can; "
+              "convert it again");
 }
 
 }  // namespace
 
 void check_hyperparameters(const gguf_header& head, std::span<const gguf_tensor> tensors) {
     const hyperparameters model(head);
-    if (tensors.empty()) return;  // a vocabulary alone, which llama.cpp refuses by itself
+    if (tensors.empty()) return;  // only a vocabulary, which llama.cpp refuses itself
     const auto n_layer = model.integer("block_count").value_or(0);
     for (const auto& rule : integer_rules) {
         check_integer(model, rule,
@@ -449,11 +449,11 @@ void check_adapter(const gguf_header& file) {
     if (const auto* const alpha = file.find("adapter.lora.alpha")) {
         if (alpha->is_array || alpha->type != gguf_type::f32 || !std::isfinite(alpha->real())) {
             file.fail("adapter.lora.alpha is of type " + alpha->type_text() +
-                      ", or no finite number; a finite f32 is needed; convert the adapter again");
+                      " or not finite; a finite f32 is needed; convert the adapter again");
         }
     }
     for (const auto& tensor : file.tensors) {
-        if (tensor.name.ends_with("_norm.weight")) continue;  // llama.cpp leaves them out
+        if (tensor.name.ends_with("_norm.weight")) continue;  // llama.cpp ignores them
         check_weight_type(file, tensor);
     }
 }

@@ -14,17 +14,17 @@ namespace kqview {
 
 namespace {
 
-// Tokenizers of the "trie" kinds recurse once a byte of a token.
+// Tokenizers with a trie recurse once per byte of a token.
 constexpr std::size_t n_token_bytes_max = 16384;
 constexpr std::size_t n_trie_token_bytes_max = 1024;
 constexpr std::size_t n_dummy_tokens_max = 1 << 24;
 constexpr const char* convert = "; convert the model again";
 constexpr std::int32_t byte_type = 6;  // of tokenizer.ggml.token_type
 
-// A tokenizer of llama.cpp, by tokenizer.ggml.model.
+// A tokenizer of llama.cpp, named as in tokenizer.ggml.model.
 struct tokenizer_kind {
     std::string_view name;
-    // What it takes where the file does not say; -1: none.
+    // The default ids if the file has none; -1: no default.
     std::int64_t bos, eos, unknown;
     bool adds_bos, adds_eos;
     bool has_trie;
@@ -38,12 +38,12 @@ constexpr tokenizer_kind tokenizer_kinds[] = {
     {"gemma4", -1, -1, -1, true, false, false},
     {"t5", -1, 1, 2, false, true, true},
     {"rwkv", -1, -1, -1, false, false, true},
-    {"test", -1, -1, -1, false, false, false},  // hashes into its tokens: of none, SIGFPE
+    {"test", -1, -1, -1, false, false, false},  // hashes modulo the number of tokens: SIGFPE for 0
     {"plamo2", 1, 2, 0, false, false, true},
 };
 
-// Says of each text whether it was there before. A std::unordered_set takes 5 times as long for a
-// vocabulary of 150,000 tokens, and that is most of what the checks of a file take.
+// A set that tells whether each text was seen before. A std::unordered_set takes 5 times as long
+// for a vocabulary of 150,000 tokens, and that is most of the time that the checks of a file take.
 class text_table {
 public:
     explicit text_table(std::size_t n_most) : slots_(std::bit_ceil(2 * n_most + 2)) {}
@@ -104,7 +104,7 @@ private:
                 fail("token " + std::to_string(i) + " has " + std::to_string(text.size()) +
                      " bytes, the limit is " + std::to_string(n_most) + convert);
             }
-            // llama.cpp gives tokens without a text one of their own.
+            // llama.cpp generates a text for tokens without one.
             if (!text.empty() && !texts.insert(text)) {
                 fail("token " + std::to_string(i) + " " + quoted(text) +
                      " is in tokenizer.ggml.tokens twice" + convert);
@@ -125,7 +125,7 @@ private:
         }
     }
 
-    // "left right": llama.cpp looks for the first space behind the first byte.
+    // "left right": llama.cpp splits at the first space after the first byte.
     void check_merges() const {
         const auto* const merges = head_.find("tokenizer.ggml.merges");
         if (!merges) return;
@@ -169,7 +169,8 @@ private:
             if (types && types->integer(i) == byte_type) {
                 if (!value) {
                     fail("token " + std::to_string(i) + " " + quoted(text) +
-                         " has the type of a byte, \"<0x00>\".. are their texts" + convert);
+                         " has the type of a byte token, but not a text such as \"<0x00>\"" +
+                         convert);
                 }
                 typed.set(*value);
             }
@@ -182,8 +183,7 @@ private:
             }
         }
         if (kind_.name == "bert" && typed.any()) {
-            fail(std::string(
-                     "the tokens have the type of bytes, which a bert tokenizer cannot read") +
+            fail(std::string("the vocabulary has byte tokens, which a bert tokenizer cannot read") +
                  convert);
         }
         const bool is_sentencepiece = kind_.name == "llama";
@@ -194,7 +194,7 @@ private:
                 "; a text with it could not be tokenized; convert the model with its byte tokens");
         }
         if (kind_.name == "plamo2" && !typed.all()) {
-            refuse("the vocabulary has no token of a byte's type for byte " +
+            refuse("the vocabulary has no byte token for byte " +
                    std::to_string(first_missing(typed)) + convert);
         }
     }
@@ -205,7 +205,7 @@ private:
         return i;
     }
 
-    // "\x0a", "\n" and such, as RWKV's vocabulary writes bytes.
+    // "\x0a", "\n" and the like: how RWKV's vocabulary writes bytes.
     static std::optional<unsigned> escaped_byte(std::string_view text) {
         if (text.size() < 2 || text[0] != '\\') return std::nullopt;
         if (text.size() == 2) {
@@ -221,7 +221,7 @@ private:
         return hex_byte("<0x" + std::string(text.substr(2)) + ">");
     }
 
-    // The id of a role, as llama.cpp chooses it: the file's where it is in the vocabulary, else its
+    // The id for a role, chosen as llama.cpp does: the file's if it is in the vocabulary, else the
     // default.
     std::optional<std::int64_t> special(const char* name, std::int64_t otherwise) const {
         const auto key = "tokenizer.ggml." + std::string(name);
@@ -250,7 +250,7 @@ private:
     void require(bool is_needed, std::optional<std::int64_t> id, const char* name) const {
         if (!is_needed || id) return;
         refuse("the tokenizer needs tokenizer.ggml." + std::string(name) +
-               ", and there is none in a vocabulary of " + std::to_string(tokens_->size()) +
+               ", but the file has none in its vocabulary of " + std::to_string(tokens_->size()) +
                " tokens" + convert);
     }
 
@@ -264,7 +264,7 @@ private:
         require(!is_bert && flag("tokenizer.ggml.add_eos_token", kind_.adds_eos), eos,
                 "eos_token_id");
         require(is_bert, special("seperator_token_id", 102), "seperator_token_id");
-        // Where no token fits, they put it.
+        // They emit it where no token fits.
         require(is_bert || kind_.name == "t5" || kind_.name == "plamo2",
                 special("unknown_token_id", kind_.unknown), "unknown_token_id");
     }
@@ -294,7 +294,7 @@ void check_dummy_tokens(const gguf_header& head, std::span<const gguf_tensor> te
 
 void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tensors) {
     const auto* const model = head.find("tokenizer.ggml.model");
-    if (!model) return;  // llama.cpp says that it is missing where it needs one
+    if (!model) return;  // llama.cpp reports it if it needs one
     if (model->is_array || model->type != gguf_type::string) {
         head.fail("tokenizer.ggml.model is of type " + model->type_text() + ", a string is needed" +
                   convert);
@@ -302,11 +302,11 @@ void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tens
     const auto name = model->strings[0];
     if (name == "none" || name == "no_vocab") return check_dummy_tokens(head, tensors);
     const auto* const kind = std::ranges::find(tokenizer_kinds, name, &tokenizer_kind::name);
-    if (kind == std::end(tokenizer_kinds)) return;  // as unknown to llama.cpp, which says so
+    if (kind == std::end(tokenizer_kinds)) return;  // unknown to llama.cpp too, which says so
     const auto* const pre = head.find("tokenizer.ggml.pre");
     if (pre && !pre->strings.empty() && pre->strings[0] == "whitespace" && name != "whitespace") {
         head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer " + quoted(name) +
-                  ", which it is not for" + convert);
+                  ", which does not support it" + convert);
     }
     vocabulary_checker(head, *kind).check();
 }

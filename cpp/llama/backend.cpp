@@ -16,7 +16,7 @@ namespace kqview {
 namespace {
 
 thread_local const char* current_activity = nullptr;
-thread_local std::uint64_t activity_position = 0;  // of the log, when it began
+thread_local std::uint64_t activity_position = 0;  // log position when it began
 thread_local bool computes_on_cpu = false;
 
 void on_log(ggml_log_level level, const char* text, void*) {
@@ -25,7 +25,7 @@ void on_log(ggml_log_level level, const char* text, void*) {
         case GGML_LOG_LEVEL_DEBUG: last = log_level::debug; break;
         case GGML_LOG_LEVEL_WARN: last = log_level::warning; break;
         case GGML_LOG_LEVEL_ERROR: last = log_level::error; break;
-        case GGML_LOG_LEVEL_CONT: break;  // continues the line before
+        case GGML_LOG_LEVEL_CONT: break;  // continues the previous line
         default: last = log_level::info;
     }
     log_ring::instance().write(last, text);

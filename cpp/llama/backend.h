@@ -1,11 +1,11 @@
-// Process-wide start of llama.cpp: backends, log and abort callbacks. Once, on first use, any
-// thread.
+// Starts llama.cpp for the process: backends, log and abort callbacks. Runs once, on first use, on
+// any thread.
 //
-// ggml aborts the process when it cannot continue; CUDA's backend does so for every failed call of
-// the driver. On a thread that is inside a llama_activity an abort becomes an exception instead,
-// which crosses ggml's C functions (vendor/llama.cmake compiles them for it) and llama.cpp's. The
+// ggml aborts the process when it cannot continue; its CUDA backend does so for every failed driver
+// call. On a thread inside a llama_activity, an abort becomes an exception instead, which unwinds
+// through ggml's C functions (vendor/llama.cmake compiles them for that) and llama.cpp's. The
 // process still ends, with a line that says what it was doing, if ggml aborts
-//   - on another thread, such as a compute thread of the CPU or one of llama.cpp's loader;
+//   - on another thread, such as a compute thread of the CPU or a thread of llama.cpp's loader;
 //   - while the CPU computes a graph: its threads wait for each other, so none may leave
 //     (cpu_compute);
 //   - while another exception is being thrown.
@@ -21,16 +21,16 @@ namespace kqview {
 
 void start_llama();
 
-// What ggml said when it would have aborted. Not a std::exception, so that llama.cpp's own handlers
-// let it pass. Whatever it was thrown out of is in no known state: it must be neither used nor
-// freed.
+// Thrown in place of ggml's abort, with its message. Not a std::exception, so that it passes
+// llama.cpp's own handlers. The object it was thrown out of is in an undefined state: neither use
+// nor free it.
 struct llama_abort {
     std::string message;  // and the errors that were logged since the activity began
-    bool is_memory;       // they speak of an allocation that failed
+    bool is_memory;       // the message reports a failed allocation
 };
 
-// Says, while it lives, what this thread is doing with llama.cpp, such as "loading model.gguf".
-// Whoever makes the outermost one catches llama_abort.
+// For its lifetime, records what this thread is doing with llama.cpp, such as "loading model.gguf".
+// The code that creates the outermost one catches llama_abort.
 class llama_activity {
 public:
     explicit llama_activity(const char* what) noexcept;
@@ -43,11 +43,11 @@ private:
     std::uint64_t previous_position_;
 };
 
-// The error that the caller gets for an abort: out_of_memory, or `code`. `remedy` says what to do.
+// The error to raise for an abort: out_of_memory, or `code`. `remedy` says what to do.
 error error_of(const llama_abort& why, const char* what, errc code, const char* remedy);
 
-// Runs `call` as an activity whose abort is an error: for one-time work that leaves nothing behind
-// when it fails.
+// Runs `call` as an activity and turns an abort into an error: for one-time work that leaves
+// nothing behind on failure.
 template <typename Call>
 auto guarded(const char* what, errc code, const char* remedy, Call&& call) {
     try {

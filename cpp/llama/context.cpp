@@ -46,7 +46,7 @@ constexpr std::array<std::pair<std::string_view, enum llama_pooling_type>, 5> po
     {"rank", LLAMA_POOLING_TYPE_RANK},
 }};
 
-// The value of an option that is one of a few names.
+// Parses an option that is one of a few names.
 template <typename Value, std::size_t n>
 Value value_of(const char* option, const std::string& name,
                const std::array<std::pair<std::string_view, Value>, n>& known) {
@@ -59,7 +59,7 @@ Value value_of(const char* option, const std::string& name,
                 std::string(option) + " is '" + name + "', it must be one of " + names);
 }
 
-// "" for what a file may say and this llama.cpp does not know.
+// "" for a value that a file may have but this llama.cpp does not know.
 std::string name_of(enum llama_pooling_type type) {
     for (const auto& [name, known] : pooling_types) {
         if (known == type) return std::string(name);
@@ -100,8 +100,8 @@ llama_context_params params_of(const model& source, const context_options& optio
     const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
     auto params = llama_context_default_params();
     params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);
-    // Whole slots: llama.cpp reserves the same number of tokens for each of them, and where it
-    // pools every one of those has to be an output.
+    // A multiple of n_slots: llama.cpp reserves the same number of tokens for each slot and, if it
+    // pools, every one of them must be an output.
     const int n_batch = (std::max(n_ubatch, n_slots) + n_slots - 1) / n_slots * n_slots;
     params.n_batch = static_cast<std::uint32_t>(n_batch);
     params.n_ubatch = params.n_batch;
@@ -128,16 +128,15 @@ llama_context_params params_of(const model& source, const context_options& optio
     return params;
 }
 
-// ---- memory: what a context will take, before llama.cpp takes it
+// ---- memory: what a context will need, before llama.cpp allocates it
 
-// Where llama.cpp copies the outputs of a step to; it takes that memory when the first such step
-// comes.
+// The buffer for a step's outputs; llama.cpp allocates it at the first such step.
 double output_bytes(const llama_model* source, const llama_context_params& params) {
     const double n_floats = llama_vocab_n_tokens(llama_model_get_vocab(source));
     return 4.0 * params.n_outputs_max * (n_floats + llama_model_n_embd_out(source));
 }
 
-// More than any context can need: no model keeps wider heads than twice its embedding.
+// An upper bound for any context: no model has heads wider than twice its embedding.
 double largest_need_bytes(const llama_model* source, const llama_context_params& params) {
     const double n_cache_floats =
         2.0 * 2.0 * llama_model_n_layer(source) * llama_model_n_embd(source);
@@ -149,7 +148,7 @@ double largest_need_bytes(const llama_model* source, const llama_context_params&
 using context_handle = std::unique_ptr<llama_context, void (*)(llama_context*)>;
 
 // A context without a cache (an encoder, a diffusion model) computes every token of a batch in one
-// step and gives an output for each. That a model has none shows in the context alone.
+// step and outputs all of them. Only the opened context tells whether a model has a cache.
 context_handle open_context(llama_model* source, llama_context_params params) {
     context_handle handle(llama_init_from_model(source, params), llama_free);
     if (!handle || llama_get_memory(handle.get()) || params.n_outputs_max >= params.n_ubatch) {
@@ -161,9 +160,9 @@ context_handle open_context(llama_model* source, llama_context_params params) {
     return handle;
 }
 
-// What a context takes of the host (first) and of each device as llama.cpp plans it, without what
-// it keeps about each cell; with the model's weights on devices. Nothing where llama.cpp refuses:
-// the real one says why.
+// What llama.cpp plans for a context on the host (first) and on each device, including the model's
+// weights on devices, but without its bookkeeping per cell. Empty if llama.cpp refuses: opening the
+// real context then gives the reason.
 std::vector<device_need> planned_at(model& weightless, llama_context_params params,
                                     std::uint32_t n_ctx) {
     params.n_ctx = n_ctx;
@@ -193,8 +192,8 @@ std::vector<device_need> planned_at(model& weightless, llama_context_params para
     return needs;
 }
 
-// A plan costs time and memory for each cell. Beyond this many every part of a context grows
-// evenly: it is more than a sliding window.
+// A plan costs time and memory per cell. Beyond this many cells, more than any sliding window,
+// every part of a context grows linearly.
 constexpr std::uint32_t n_planned_max = 1 << 16;
 constexpr double bytes_of_cell = 64;
 
@@ -250,7 +249,7 @@ void check_device_memory(const model_options& wanted, const context_options& opt
     model weightless(weightless_options(wanted));
     auto needs = planned(weightless, params_of(weightless, options));
     if (needs.empty()) return;
-    needs.erase(needs.begin());  // the host's: see check_memory
+    needs.erase(needs.begin());  // the host: see check_memory
     check_device_needs(needs, llama_model_n_layer(weightless.get()) + 1);
 }
 
@@ -311,7 +310,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
 }
 
 void context::use_adapters() {
-    // llama.cpp changes neither; its signature is from C.
+    // llama.cpp changes neither; its C signature lacks const.
     const auto adapters = model_->adapters();
     if (adapters.empty()) return;
     std::vector<llama_adapter_lora*> handles(adapters.begin(), adapters.end());
@@ -343,7 +342,7 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     const bool has_encoder = llama_model_has_encoder(model_->get());
     const int status = decode_until_stopped();
     if (!servers.empty()) {
-        // Logits may still be on their way. A chunk without any need not be waited for.
+        // Logits may still be on their way. A chunk that wants none does not have to wait.
         const auto is_awaited = [&](const batch_token& one) { return one.wants_logits || embeds; };
         if (std::any_of(tokens.begin(), tokens.end(), is_awaited)) {
             llama_synchronize(handle_.get());
@@ -360,8 +359,8 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
                     " tokens: " + log_ring::instance().errors_since(log_position));
 }
 
-// What breaks off is llama.cpp's own way to fail: some keys and values are written, rows are due,
-// and it takes the tokens back.
+// Stopping early uses llama.cpp's own failure path: some keys and values are written, outputs are
+// due, and llama.cpp removes the tokens again.
 int context::decode_until_stopped() {
     const bool aborts =
         std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);
@@ -375,7 +374,7 @@ int context::decode_until_stopped() {
     return status;
 }
 
-// llama.cpp asks behind each node that a CPU computes, on one of its compute threads.
+// llama.cpp calls this after each node that a CPU computes, on one of its compute threads.
 bool context::is_over(void* self) {
     auto& mine = *static_cast<context*>(self);
     if (mine.heart_) mine.heart_->note_progress();
@@ -400,7 +399,7 @@ void context::copy(slot_id from, slot_id to) {
 bool context::truncate(slot_id slot, std::int32_t n_keep) {
     const auto memory = llama_get_memory(handle_.get());
     if (!memory) return true;
-    // A cache of a window's size has forgotten the positions before it.
+    // A cache of the window's size has dropped the positions before it.
     const auto n_window = llama_model_n_swa(model_->get());
     const auto first_seen = std::max(0, n_keep - n_window + 1);
     if (n_keep > 0 && n_window > 0 && llama_memory_seq_pos_min(memory, slot) > first_seen)
@@ -409,7 +408,7 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
 }
 
 void context::reserve() {
-    set_embeds(false);  // a graph that pools has as many outputs as tokens, this one has fewer
+    set_embeds(false);  // a pooling graph outputs every token, this one fewer
     const llama_activity guard("reserving a graph");
     model_->rpc().check();
     const auto log_position = log_ring::instance().position();
@@ -425,10 +424,9 @@ void context::reserve() {
 std::int32_t context::n_graphs_reused() const { return llama_perf_context(handle_.get()).n_reused; }
 
 // ---- embeddings. llama.cpp's public interface does not tell whether a model's graph has an
-// embedding at all, and without one llama.cpp ends the process: hence the internal headers.
+// embedding; if it has none, asking for one ends the process. Hence the internal headers.
 
-// An encoder can embed whatever its file says; other models, where the file or the caller names a
-// pooling.
+// An encoder can always embed; other models can if the file or the caller names a pooling type.
 void context::open_embeddings(const context_options& options) {
     const bool is_encoder = !has_cache() && !llama_model_is_diffusion(model_->get());
     const auto facts = embedding_facts_of(*model_);
@@ -473,14 +471,15 @@ std::vector<float> context::embedding(slot_id slot, int n_tokens) {
     return values;
 }
 
-// ---- the cache: which kind it is, and a sequence's part of it as bytes. llama.cpp's public
-// interface neither applies a pending shift nor tells one kind of cache from another.
+// ---- the cache: its kind, and a sequence's part of it as bytes. llama.cpp's public interface
+// neither applies a pending shift nor distinguishes the kinds of caches.
 
 namespace {
 
-// What this context keeps in place of the cache whose bytes are known; empty for that cache.
-// llama.cpp leaves out of a window's cache what no later token sees, so columns would be no
-// positions any more; of several caches in a row it may restore the first and fail at the second.
+// Names what this context has instead of a plain cache, whose bytes are known; empty for a plain
+// cache. A window's cache omits cells that no later token sees, so its columns would not be
+// positions; with several caches in sequence, llama.cpp may restore the first and fail at the
+// second.
 std::string other_than_plain(const llama_memory_i* memory) {
     if (!memory) return "no KV cache";
     if (dynamic_cast<const llama_kv_cache*>(memory)) return "";
@@ -488,8 +487,8 @@ std::string other_than_plain(const llama_memory_i* memory) {
     return "recurrent state or several caches";
 }
 
-// What keeps a plain cache's keys from being moved, or is moved wrongly by llama.cpp; empty when
-// nothing does. tests/engine/test_architectures_cache.py compares moved keys of every architecture
+// Why llama.cpp cannot move a plain cache's keys, or moves them wrongly; empty if it moves them
+// correctly. tests/engine/test_architectures_cache.py compares moved keys of every architecture
 // with fresh ones.
 std::string rotation_obstacle(const llama_model& source, ggml_type type) {
     if (source.pos_embd) return "learned positions";
@@ -497,7 +496,7 @@ std::string rotation_obstacle(const llama_model& source, ggml_type type) {
         case LLM_ARCH_HUNYUAN_DENSE:
         case LLM_ARCH_HUNYUAN_MOE:
         case LLM_ARCH_MAINCODER: return "keys that it scales after their rotation";
-        // llama.cpp moves keys with the rope factors of the file, these rotate without them.
+        // llama.cpp moves keys with the file's rope factors; these models rotate without them.
         case LLM_ARCH_COGVLM:
         case LLM_ARCH_PANGU_EMBED: return "keys that it rotates in a way of its own";
         case LLM_ARCH_BAICHUAN:
@@ -505,7 +504,7 @@ std::string rotation_obstacle(const llama_model& source, ggml_type type) {
             break;
         default: break;
     }
-    // Other types and parts of quantised heads end the process in ggml.
+    // Other types, and parts of quantised heads, make ggml end the process.
     if (type == GGML_TYPE_F32 || type == GGML_TYPE_F16) return "";
     const auto& hparams = source.hparams;
     if (hparams.rope_type == LLAMA_ROPE_TYPE_NONE) return "";
@@ -552,7 +551,7 @@ bool context::discard(slot_id slot, std::span<const token_range> gone) {
     if (gone.empty() || !shift_obstacle().empty()) return false;
     for (const auto& range : gone) {
         const auto start = static_cast<llama_pos>(range.start);
-        // A plain cache removes any range.
+        // A plain cache can remove any range.
         llama_memory_seq_rm(&cache, slot, start, start + static_cast<llama_pos>(range.n_tokens));
     }
     llama_pos n_gone = 0;

@@ -39,8 +39,8 @@ const char* backend_name(ggml_backend_dev_t device) {
 
 // ---- NVIDIA's driver
 
-// The signatures below are those of cuda.h and nvml.h, whose functions return 0 for success and
-// keep them over versions (a changed one gets another name). The libraries stay open: unloading
+// The signatures below are those of cuda.h and nvml.h. Their functions return 0 for success and are
+// stable across versions (a changed function gets another name). The libraries stay open: unloading
 // them is not safe.
 class shared_library {
 public:
@@ -84,8 +84,8 @@ bool is_same_address(const std::string& a, const std::string& b) {
     return std::ranges::equal(a, b, {}, lower, lower);
 }
 
-// "9.0" of the device with this PCI address ("0000:c1:00.0"). Starts CUDA in the process: ask only
-// if ggml's CUDA backend has a device.
+// The compute capability, such as "9.0", of the device with this PCI address ("0000:c1:00.0").
+// Initialises CUDA in the process: call only if ggml's CUDA backend has a device.
 std::string nvidia_compute_capability(const std::string& pci_address) {
     // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
     constexpr int major_attribute = 75;
@@ -130,7 +130,7 @@ public:
             auto* const buffer = ggml_backend_buft_alloc_buffer(type_, n_bytes);
             if (!buffer) return nullptr;
             auto* const data = ggml_backend_buffer_get_base(buffer);
-            // ggml falls back to plain memory in silence: the buffer's type tells.
+            // ggml falls back to plain memory silently; the buffer's type tells.
             is_pinned = ggml_backend_buffer_get_type(buffer) == type_;
             const std::lock_guard lock(mutex_);
             buffers_.emplace(data, buffer);

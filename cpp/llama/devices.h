@@ -1,5 +1,6 @@
-// What ggml's devices say about themselves, what NVIDIA's driver adds to that, and the page-locked
-// host memory that a device offers. Any thread, after start_llama().
+// The properties of ggml's devices, what NVIDIA's driver adds to them, and the page-locked host
+// memory that a device offers.
+// Threads: any, after start_llama().
 #pragma once
 
 #include <ggml-backend.h>
@@ -15,15 +16,15 @@
 
 namespace kqview {
 
-// How attention rows of a layer on a device reach the block that a view shows.
+// How attention rows get from a layer's device to the block that a view shows.
 enum class capture_path {
     zero_copy,  // the kernel writes into it
     pinned,     // one copy into page-locked memory
     plain,      // one copy into memory that the device cannot reach by itself
 };
 
-// The one place that decides it, from what a device says it can do. What a block really is, its
-// buffer's type says after allocation.
+// The only place that decides it, from the capabilities that a device reports. After an allocation,
+// the buffer's type tells what a block really is.
 capture_path capture_path_of(ggml_backend_dev_t device);
 const char* name_of(capture_path path);
 
@@ -39,7 +40,7 @@ struct device_info {
     capture_path capture = capture_path::plain;
 };
 
-// A backend's name and its build flags as it reports them ("CUDA": ARCHS = 900 ...).
+// A backend's name and the build flags it reports ("CUDA": ARCHS = 900 ...).
 struct backend_info {
     std::string name;
     std::vector<std::pair<std::string, std::string>> features;
@@ -48,23 +49,23 @@ struct backend_info {
 std::vector<device_info> list_devices();
 std::vector<backend_info> list_backends();
 
-// Is there a device that layers can be moved to?
+// True if there is a device to which layers can be offloaded.
 bool has_offload_device();
 
 // "CUDA0 3.10 GiB of 79.20 GiB, CPU 512.0 MiB of 1.00 GiB", for messages.
 std::string free_memory_text();
 
-// What NVIDIA's driver knows and ggml does not tell. Its libraries are opened at run time, so a CPU
-// build asks too; without them every answer is empty.
+// What NVIDIA's driver knows but ggml does not report. Its libraries are opened at run time, so a
+// CPU build has this too; without them every field is empty.
 struct nvidia_driver_info {
     std::string version;       // "580.95.05"
-    std::string cuda_version;  // newest CUDA that it runs, "13.0"
+    std::string cuda_version;  // newest CUDA that it supports, "13.0"
 };
 nvidia_driver_info nvidia_driver();
 
-// Page-locked memory that a device copies into directly, or null if the device has none. A block
-// that the driver cannot lock is a plain one and says so. `is_lost` says that the device failed:
-// freeing a block would then end the process, so blocks stay.
+// Page-locked memory that a device copies into directly, or null if the device has none. If the
+// driver cannot lock a block, the block is plain and reports it. `is_lost` is set when the device
+// has failed: freeing a block would then end the process, so blocks are leaked.
 std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device,
                                                  std::shared_ptr<const std::atomic<bool>> is_lost);
 

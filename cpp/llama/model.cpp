@@ -15,7 +15,7 @@ namespace kqview {
 
 namespace {
 
-// A file that cannot be used is said before any server is asked.
+// Checks the file before contacting any server.
 const std::vector<rpc_endpoint>& checked_servers(const model_options& options) {
     check_model_file(options.path);
     start_llama();
@@ -85,7 +85,7 @@ void model::load(const model_options& options) {
 }
 
 model::~model() {
-    // Freeing what lies on a server would wait for a thread that the child does not have.
+    // Freeing memory on a server would wait for a thread that a forked child does not have.
     if (is_abandoned_ || (!rpc_.empty() && rpc_.is_forked())) (void)handle_.release();
 }
 
@@ -106,7 +106,7 @@ bool model::can_truncate() const {
     return !llama_model_is_recurrent(get()) && !llama_model_is_hybrid(get());
 }
 
-// llama.cpp's public call for the i-th pair walks there from the first one; hence the internal
+// llama.cpp's public call for the i-th pair walks the list from its start; hence the internal
 // header.
 std::vector<std::pair<std::string, std::string>> model::metadata() const {
     const auto& known = get()->gguf_kv;

@@ -1,5 +1,5 @@
 // Owns a loaded model: weights, vocabulary, metadata. Immutable once loaded.
-// Threads: every const call may come from any thread, while the engine thread decodes.
+// Threads: every const member may be called from any thread, while the engine thread decodes.
 #pragma once
 
 #include <llama.h>
@@ -30,10 +30,9 @@ struct model_options {
     std::vector<lora_option> lora;
     int n_gpu_layers = -1;
     std::vector<rpc_endpoint> rpc_servers;
-    std::chrono::milliseconds rpc_wait{300'000};  // for one answer of a server
-    bool no_alloc =
-        false;  // no weights: its contexts say what they would need, and allocate nothing
-    bool vocabulary_only = false;  // only tokenizes
+    std::chrono::milliseconds rpc_wait{300'000};  // for each answer of a server
+    bool no_alloc = false;  // no weights: contexts only plan what they need, and allocate nothing
+    bool vocabulary_only = false;  // for tokenizing only
     // Called with 0..1 on the loading thread; false ends the load with errc::model_load.
     std::function<bool(float)> progress;
 };
@@ -41,7 +40,7 @@ struct model_options {
 class model {
 public:
     // Raises model_load, with llama.cpp's last log lines, if the file cannot be used; out_of_memory
-    // if they speak of an allocation.
+    // if those lines report a failed allocation.
     explicit model(const model_options& options);
     ~model();
     model(const model&) = delete;
@@ -53,26 +52,27 @@ public:
     const vocabulary& words() const { return words_; }
     const llama_vocab* vocab() const { return words_.get(); }
 
-    // The other machines that compute layers. Call `rpc().leave()` once no engine uses the model.
+    // The RPC servers that compute layers. Call `rpc().leave()` once no engine uses the model.
     rpc_devices& rpc() { return rpc_; }
     const rpc_devices& rpc() const { return rpc_; }
 
-    // Adapters and their scales, for contexts; freed with the model.
+    // Adapters and their scales, for use by contexts; freed with the model.
     std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
     std::span<const float> adapter_scales() const { return adapter_scales_; }
 
-    // Its devices failed: freeing memory there would end the process, so it stays. Any thread.
+    // Call when the model's devices have failed: freeing memory there would end the process, so it
+    // is leaked. Any thread.
     void abandon() noexcept { is_abandoned_ = true; }
 
     int n_vocab() const { return words_.size(); }
     bool has_vocab() const { return words_.exists(); }
-    // Recurrent state cannot drop its newest tokens: the slot is prefilled again instead.
+    // False for recurrent state, which cannot drop its newest tokens: the slot is prefilled again.
     bool can_truncate() const;
 
-    // Key-value pairs of the file as text, by key; bytes as they stand there.
+    // Key-value pairs of the file as text, sorted by key; bytes unchanged.
     std::vector<std::pair<std::string, std::string>> metadata() const;
 
-    // As of `words()`.
+    // See `words()`.
     std::string token_bytes(token_id id) const { return words_.token_bytes(id); }
     void check_token(token_id id, const char* who) const { words_.check_token(id, who); }
 
@@ -93,11 +93,11 @@ private:
     std::atomic<bool> is_abandoned_{false};
 };
 
-// What the weights and the file say about embeddings and llama.cpp's public interface does not.
+// What the weights and the file tell about embeddings, but llama.cpp's public interface does not.
 struct embedding_facts {
-    bool pools;     // its file names a way of pooling
-    int n_classes;  // values of its classifier head; 0 = it has none
-    // That it learned a vector for: llama.cpp ends the process beyond them. 0 = no limit.
+    bool pools;     // its file names a pooling type
+    int n_classes;  // outputs of its classifier head; 0 = it has none
+    // Number of learned position vectors; llama.cpp ends the process beyond it. 0 = no limit.
     int n_positions;
 };
 embedding_facts embedding_facts_of(const model& source);

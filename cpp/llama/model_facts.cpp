@@ -37,7 +37,7 @@ model_facts facts_of(const model& source) {
     facts.adds_bos = llama_vocab_get_add_bos(vocab);
     facts.adds_eos = llama_vocab_get_add_eos(vocab);
     facts.adds_sep = llama_vocab_get_add_sep(vocab);
-    // T5's decoder alone and diffusion models cannot be generated from token by token.
+    // Neither T5's decoder by itself nor a diffusion model can generate token by token.
     facts.can_generate = llama_model_has_decoder(handle) && !llama_model_has_encoder(handle) &&
                          !llama_model_is_diffusion(handle);
     facts.chat_template = text_or_none(llama_model_chat_template(handle, nullptr));

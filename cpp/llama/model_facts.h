@@ -1,4 +1,4 @@
-// What llama.cpp says about a loaded model, for kqview.ModelInfo and for what makes prompts.
+// Facts about a loaded model from llama.cpp, for kqview.ModelInfo and for building prompts.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace kqview {
 
-// Texts are bytes as they stand in the file.
+// Texts are the file's bytes, unchanged.
 struct model_facts {
     int n_vocab;
     bool has_vocab;

@@ -13,13 +13,13 @@ namespace kqview {
 
 namespace {
 
-// For greetings and the few questions about devices; a step may take much longer.
+// For the handshake and the few queries about devices; a step may take much longer.
 constexpr std::chrono::milliseconds set_up_limit{10'000};
 
-// ggml's scheduler takes 16 backends: one is the CPU's.
+// ggml's scheduler supports 16 backends; one of them is the CPU's.
 constexpr std::size_t n_backends_max = 16;
 
-// Signals belong to Python's main thread: threads that are started meanwhile inherit this.
+// Signals belong to Python's main thread: threads started while this lives inherit the block.
 class signals_blocked {
 public:
     signals_blocked() {
@@ -44,7 +44,7 @@ std::vector<ggml_backend_dev_t> local_devices(enum ggml_backend_dev_type type) {
     return found;
 }
 
-// As llama.cpp chooses: integrated GPUs only where there are no others.
+// As llama.cpp chooses: integrated GPUs only if there are no others.
 std::vector<ggml_backend_dev_t> local_gpus() {
     auto found = local_devices(GGML_BACKEND_DEVICE_TYPE_GPU);
     return found.empty() ? local_devices(GGML_BACKEND_DEVICE_TYPE_IGPU) : found;
@@ -89,7 +89,8 @@ void rpc_devices::open(const std::shared_ptr<rpc_server>& server) {
         added.devices.push_back(ggml_backend_reg_dev_get(registry, i));
     }
     added.anchor = ggml_backend_dev_init(added.devices.front(), nullptr);
-    // llama.cpp asks once about each device's memory; now the answer has to come soon.
+    // llama.cpp asks once about each device's memory; here the answer is due within the set-up
+    // limit.
     for (auto* const device : added.devices) (void)ggml_backend_dev_buffer_type(device);
     check_loading();
 }
@@ -138,7 +139,7 @@ rpc_devices::turn rpc_devices::take_turn() const {
     std::vector<rpc_server*> ordered;
     for (const auto& one : servers_) ordered.push_back(one.server.get());
     std::sort(ordered.begin(), ordered.end(),
-              std::less<>{});  // two engines name the same servers in any order
+              std::less<>{});  // two engines may name the same servers in different orders
     for (auto* const server : ordered) taken.emplace_back(server->turn());
     return taken;
 }

@@ -1,6 +1,7 @@
-// The RPC servers of one model, and the devices of llama.cpp that stand for them.
-// Owner:   the model. Threads: made on the loading thread; `check`, `take_turn` on the engine
-//          thread; `leave` and `states` on any.
+// The RPC servers of one model, and the llama.cpp devices that represent them.
+// Owner:   the model.
+// Threads: created on the loading thread; `check`, `take_turn` on the engine thread; `leave` and
+//          `states` on any.
 #pragma once
 
 #include <ggml-backend.h>
@@ -18,10 +19,10 @@ namespace kqview {
 
 class rpc_devices {
 public:
-    // No servers: nothing here does anything.
+    // No servers: every member does nothing.
     rpc_devices() = default;
-    // Raises model_load, naming endpoint and reason, and request where llama.cpp has no room for so
-    // many devices. `wait`: the longest time that a server may take over one answer.
+    // Raises model_load, naming endpoint and reason, and request if llama.cpp has no room for so
+    // many devices. `wait`: the longest time that a server may take for one answer.
     rpc_devices(const std::vector<rpc_endpoint>& endpoints, std::chrono::milliseconds wait);
     ~rpc_devices();
     rpc_devices(const rpc_devices&) = delete;
@@ -29,29 +30,30 @@ public:
 
     bool empty() const { return servers_.empty(); }
 
-    // What a model is spread over: the servers' devices, then this machine's GPUs, then null.
+    // The devices that a model is distributed over: the servers', then this machine's GPUs, then
+    // null.
     std::vector<ggml_backend_dev_t> list() const;
 
-    // Raise decode, or model_load, naming the lost server; closed after `leave`. Nothing that was
-    // computed may be used before one of these was called.
+    // Raise decode, or model_load, naming the lost server; closed after `leave`. Call one of these
+    // before using any computed result.
     void check() const;
     void check_loading() const;
 
-    // While it lives no other engine computes on these servers.
+    // While the result lives, no other engine computes on these servers.
     using turn = std::vector<std::unique_lock<std::mutex>>;
     turn take_turn() const;
 
-    // Hangs up, so that a step which waits for a server ends. Idempotent.
+    // Hangs up, which ends a step that waits for a server. Idempotent.
     void leave() noexcept;
 
-    // The threads that talk to the servers are the parent's, so nothing may be done that needs
-    // them.
+    // True in a forked child: the threads that talk to the servers belong to the parent, so nothing
+    // that needs them may be done.
     bool is_forked() const { return fork_.is_forked(); }
 
     struct state {
         std::string endpoint;
         std::size_t n_devices;
-        std::string loss;  // empty while it is there
+        std::string loss;  // empty while it is connected
     };
     std::vector<state> states() const;
 
@@ -59,13 +61,13 @@ private:
     struct member {
         std::shared_ptr<rpc_server> server;
         std::vector<ggml_backend_dev_t> devices;
-        ggml_backend_t anchor;  // keeps the thread that llama.cpp talks to the server with
+        ggml_backend_t anchor;  // keeps llama.cpp's connection thread alive
     };
 
     void open(const std::shared_ptr<rpc_server>& server);
     const rpc_server* first_lost() const;
 
-    std::vector<member> servers_;  // as the caller named them
+    std::vector<member> servers_;  // in the caller's order
     std::atomic<bool> has_left_{false};
     const fork_guard fork_;
 };

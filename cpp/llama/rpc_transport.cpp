@@ -28,7 +28,7 @@ kqview_rpc_socket_t::kqview_rpc_socket_t(std::unique_ptr<impl> p) : pimpl(std::m
 
 kqview_rpc_socket_t::~kqview_rpc_socket_t() = default;
 
-// False would make llama.cpp abort the process.
+// Returning false would make llama.cpp abort the process.
 bool kqview_rpc_socket_t::send_data(const void* data, size_t size) {
     pimpl->session.send({static_cast<const std::byte*>(data), size});
     return true;
@@ -52,7 +52,7 @@ socket_ptr kqview_rpc_socket_t::connect(const char* host, int port) {
         new kqview_rpc_socket_t(std::make_unique<impl>(kqview::find_rpc_link(host, port))));
 }
 
-// Of llama.cpp's server, which this process never is.
+// For llama.cpp's server, which this process never runs.
 socket_ptr kqview_rpc_socket_t::accept() { return nullptr; }
 
 socket_ptr kqview_rpc_socket_t::create_server(const char*, int) { return nullptr; }

@@ -17,7 +17,7 @@ namespace {
 
 constexpr const char* remedy = "use another model file, or work with token ids";
 
-// What llama.cpp throws and aborts at as errors of ours, for calls that change nothing.
+// Converts llama.cpp's exceptions and aborts to errors, for calls that change nothing.
 template <typename Call>
 auto checked(const char* doing, Call&& call) {
     try {
@@ -38,17 +38,17 @@ bool has(llama_token_attr attributes, int wanted) { return (attributes & wanted)
 
 bool is_space(char c) { return std::isspace(static_cast<unsigned char>(c)) != 0; }
 
-// Of parts of a text for SentencePiece.
+// Size of the parts of a text for SentencePiece, and the sign put in front of them.
 constexpr std::size_t part_bytes = 8 * 1024;
 constexpr char part_sign = '\x01';
 
-// Bytes of the character that begins with this one, as llama.cpp counts them.
+// Number of bytes of the character that begins with this byte, as llama.cpp counts them.
 std::size_t char_size(char first) {
     const auto high = static_cast<unsigned char>(first) >> 4;
     return high < 12 ? 1 : high < 14 ? 2 : high == 14 ? 3 : 4;
 }
 
-// A number for each character; a space is one with the sign that SentencePiece writes for it.
+// A number for each character; the sign that SentencePiece writes for a space counts as a space.
 std::uint32_t code_of(std::string_view character) {
     if (character == "\xe2\x96\x81") return ' ';
     std::uint32_t code = 0;
@@ -58,7 +58,7 @@ std::uint32_t code_of(std::string_view character) {
 
 }  // namespace
 
-// Which characters stand side by side in some token.
+// Which pairs of characters are adjacent in some token.
 struct vocabulary::neighbours {
     std::once_flag once;
     bool can_part = true;
@@ -83,7 +83,7 @@ struct vocabulary::neighbours {
     }
 };
 
-// A special token, or with `id` -1 the text between two of them.
+// A special token or, with `id` -1, the text between two of them.
 struct vocabulary::piece {
     token_id id;
     std::size_t start, size;
@@ -101,7 +101,7 @@ vocabulary::vocabulary(const llama_vocab* handle)
         const auto attributes = llama_vocab_get_attr(handle_, id);
         if (!has(attributes, special)) continue;
         special_token token{id, {}, attributes};
-        // The bytes of a special token are its text, with a zero in it too.
+        // The bytes of a special token are its text, even if that contains a zero byte.
         if (has_own_bytes) {
             token.text = llama_vocab_get_text(handle_, id);
         } else {
@@ -109,7 +109,7 @@ vocabulary::vocabulary(const llama_vocab* handle)
         }
         specials_.push_back(std::move(token));
     }
-    // llama.cpp's own order, for equal lengths too: the same algorithm on the same sequence.
+    // llama.cpp's own order, for equal lengths too: the same sort of the same sequence.
     std::sort(specials_.begin(), specials_.end(),
               [](const auto& a, const auto& b) { return a.text.size() > b.text.size(); });
 }
@@ -157,9 +157,9 @@ std::vector<token_id> vocabulary::tokenize_whole(std::string_view text, bool add
     return ids;
 }
 
-// llama.cpp cuts a text at its special tokens first, and tokenizes each piece for itself; but to
-// find its place in the list of pieces it walks there from the start, which takes minutes for a
-// text of 300,000 special tokens.
+// llama.cpp cuts a text at its special tokens first and tokenizes each piece separately. To find a
+// place in the list of pieces it walks the list from the start, which takes minutes for a text of
+// 300,000 special tokens.
 std::vector<token_id> vocabulary::tokenize_apart(std::string_view text, bool add_special,
                                                  bool parse_special) const {
     auto around = add_special ? tokenize_whole({}, true, false) : std::vector<token_id>{};
@@ -179,11 +179,11 @@ std::vector<token_id> vocabulary::tokenize_apart(std::string_view text, bool add
     return ids;
 }
 
-// SentencePiece's tokenizer in llama.cpp copies all ids that it has so far for each character that
-// is no token, so that a text of line ends takes it minutes. It gets parts of the text, cut between
-// characters that no token has side by side: nothing is ever merged across such a cut. A sign in
-// front of a part keeps the space away that llama.cpp puts in front of a text; the ids of both are
-// left out again.
+// llama.cpp's SentencePiece tokenizer copies all ids found so far for each character that is not a
+// token, so a text of line ends takes minutes. This function gives it parts of the text, cut
+// between characters that are not adjacent in any token: no merge ever crosses such a cut.
+// llama.cpp puts a space in front of a text; a sign in front of each part keeps it away from the
+// part's own text, and the ids of both are removed from the result.
 void vocabulary::append_ids(std::string_view text, bool parse_special,
                             std::vector<token_id>& ids) const {
     auto size = end_of_part(text);
@@ -213,7 +213,7 @@ std::size_t vocabulary::end_of_part(std::string_view text) const {
             neighbours_->add(bytes);
         }
     });
-    // The sign has to stay apart from whatever follows it.
+    // The sign must never merge with the text that follows it.
     if (!neighbours_->can_part) return text.size();
     std::uint32_t last = 0;
     for (std::size_t i = 0; i < text.size();) {

@@ -17,9 +17,9 @@ namespace {
 
 constexpr unsigned min_block_log2 = 12;
 
-// Capacities within one power of two, as steps of about 2^(1/4) from 4096; whole cache lines, so
-// that the larger powers of two are whole pages. A row grows by a column a token: neighbouring
-// tokens share a class and so reuse each other's blocks.
+// Capacities within one power of two, in steps of about 2^(1/4) from 4096. All are whole cache
+// lines, so that the larger powers of two are whole pages. A row grows by one column per token:
+// tokens close to each other share a class and reuse each other's blocks.
 constexpr std::array<std::size_t, 4> steps_bytes{4096, 4864, 5760, 6848};
 
 }  // namespace
@@ -46,7 +46,8 @@ std::size_t block_pool::class_bytes(std::size_t i_class) noexcept {
 
 std::size_t block_pool::class_of(std::size_t n_bytes) noexcept {
     if (n_bytes <= class_bytes(0)) return 0;
-    // The power of two of which `n_bytes` lies above the first step, up to the next power's first.
+    // The power of two whose range contains `n_bytes`: above its first step, up to the next power's
+    // first step.
     const auto power =
         static_cast<std::size_t>(std::bit_width((n_bytes - 1) >> min_block_log2)) - 1;
     std::size_t i_class = power * 4 + 1;
@@ -83,7 +84,7 @@ pool_block* block_pool::take_block(std::size_t n_bytes) {
         if (capacity > budget_bytes_ || stats_.leased_bytes > budget_bytes_ - capacity)
             return nullptr;
         // The room is reserved here and filled below, outside the lock: page-locking takes
-        // milliseconds, and leases die meanwhile on threads that hold the GIL.
+        // milliseconds, and meanwhile threads that hold the GIL drop leases.
         may_pin = may_pin && capacity <= pinned_limit_bytes_ &&
                   leased_pinned_bytes_ <= pinned_limit_bytes_ - capacity;
         stats_.leased_bytes += capacity;
@@ -101,7 +102,7 @@ pool_block* block_pool::take_block(std::size_t n_bytes) {
             }
         }
     }
-    freed.clear();  // before the new block, so that the sum stays within the budget
+    freed.clear();  // before the allocation, so that the sum stays within the budget
     return add_block(allocate_buffer(capacity, may_pin), i_class, may_pin);
 }
 
@@ -117,8 +118,9 @@ pool_block* block_pool::pop_idle(idle_lists& lists, std::size_t i_class) noexcep
     return block;
 }
 
-// Moves idle blocks of at least `n_bytes` out of the pool, large ones first (fewest calls of the
-// allocator), for the caller to free outside the lock that he holds here. Allocates nothing.
+// Moves idle blocks of at least `n_bytes` in total out of the pool, large ones first (fewest
+// allocator calls). The caller holds the lock here and frees them after dropping it. Allocates
+// nothing.
 void block_pool::move_idle(idle_lists& lists, std::size_t n_bytes, block_map& into) {
     std::size_t moved_bytes = 0;
     for (std::size_t i_class = n_classes; i_class-- > 0;) {
@@ -139,17 +141,17 @@ host_buffer block_pool::allocate_buffer(std::size_t n_bytes, bool may_pin) noexc
     host_buffer buffer;
     if (may_pin || !allocator_->offers_pinned())
         buffer = host_buffer::allocate(allocator_, n_bytes);
-    // Also when the machine refuses to lock more pages.
+    // Also taken if the machine refuses to lock more pages.
     if (!buffer && allocator_->offers_pinned()) buffer = host_buffer::allocate(plain_, n_bytes);
     return buffer;
 }
 
-// Turns the reservation of take_block() into a leased block, or takes the reservation back.
+// Turns the reservation of take_block() into a leased block, or cancels it.
 pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned) {
     const std::size_t capacity = class_bytes(i_class);
     const bool has_memory = static_cast<bool>(buffer);
     const bool is_pinned = buffer.is_pinned();
-    block_map added;  // the node is made outside the lock
+    block_map added;  // allocates the node outside the lock
     try {
         if (has_memory) {
             const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
@@ -187,7 +189,7 @@ void block_pool::count_lease() noexcept {
 }
 
 void block_pool::put_back(pool_block* block) noexcept {
-    // In a forked child the lock may be held for ever by a thread that is not there.
+    // In a forked child, the lock may be held forever by a thread that does not exist there.
     if (fork_.is_forked()) return;
     const host_buffer& buffer = block->buffer;
     if (poison_) std::memset(buffer.data(), std::to_integer<int>(poison_byte), buffer.size_bytes());
@@ -199,8 +201,8 @@ void block_pool::put_back(pool_block* block) noexcept {
     if (buffer.is_pinned()) leased_pinned_bytes_ -= buffer.size_bytes();
     --stats_.n_leased;
 
-    // The call counts as running before the lock is dropped, and set_release_listener() waits for
-    // that count: the function is neither replaced nor destroyed under a call.
+    // The call is counted before the lock is dropped, and set_release_listener() waits for that
+    // count: the function is neither replaced nor destroyed during a call.
     if (!has_listener_) return;
     ++n_calling_;
     lock.unlock();
@@ -213,7 +215,7 @@ void block_pool::set_release_listener(std::function<void()> listener) {
     std::unique_lock lock(mutex_);
     has_listener_ = false;
     calls_ended_.wait(lock, [this] { return n_calling_ == 0; });
-    listener_.swap(listener);  // the former one dies with the parameter, after the lock is dropped
+    listener_.swap(listener);  // the old one is destroyed with the parameter, after unlocking
     has_listener_ = static_cast<bool>(listener_);
 }
 

@@ -1,8 +1,8 @@
 // Pool of host memory blocks in size classes, handed out as leases under a budget.
-// Owner:   the pool owns every block; a leased block is used by its lease alone. The lease holds
-//          the pool, so a numpy view may outlive generation, slot and Engine.
-// Threads: every member from any thread. A lease may die on any thread, with or without the GIL, at
-//          interpreter exit too.
+// Owner:   the pool owns every block; only its lease uses a leased block. The lease keeps the pool
+//          alive, so a numpy view may outlive generation, slot and Engine.
+// Threads: any thread for every member. A lease may be destroyed on any thread, with or without the
+//          GIL, and at interpreter exit.
 // Never:   waits for a lease; calls the allocator or the release listener under its lock.
 #pragma once
 
@@ -28,7 +28,7 @@ namespace detail {
 struct pool_block {
     host_buffer buffer;
     std::size_t i_class = 0;
-    pool_block* next_idle = nullptr;  // the lists of idle blocks need no memory of their own
+    pool_block* next_idle = nullptr;  // intrusive: idle lists allocate nothing
 };
 
 }  // namespace detail
@@ -48,7 +48,7 @@ public:
     lease& operator=(const lease&) = delete;
 
     std::byte* data() const noexcept { return block_->buffer.data(); }
-    std::size_t size_bytes() const noexcept { return size_bytes_; }  // what was asked for
+    std::size_t size_bytes() const noexcept { return size_bytes_; }  // as requested
     bool is_pinned() const noexcept { return block_->buffer.is_pinned(); }
 
 private:
@@ -58,13 +58,13 @@ private:
 };
 
 struct block_pool_options {
-    std::size_t budget_bytes = 0;  // all blocks, leased or idle; try_take() gives none beyond it
+    std::size_t budget_bytes = 0;  // all blocks, leased or idle; try_take() never exceeds it
     std::size_t pinned_limit_bytes = std::size_t{1} << 30;
     std::shared_ptr<host_allocator> allocator;  // null: plain_allocator()
     bool poison = false;  // fill a returned block with block_pool::poison_byte (tests)
 };
 
-// Bytes are capacities of blocks, not what the leases asked for.
+// Byte counts are capacities of blocks, not the sizes that the leases requested.
 struct block_pool_stats {
     std::size_t budget_bytes = 0;
     std::size_t allocated_bytes = 0;  // leased and idle
@@ -73,9 +73,9 @@ struct block_pool_stats {
     std::size_t pinned_bytes = 0;  // page-locked part of allocated_bytes
     std::size_t n_leased = 0;
     std::size_t n_blocks = 0;           // leased and idle
-    std::uint64_t n_allocations = 0;    // blocks that came from the allocator
+    std::uint64_t n_allocations = 0;    // blocks obtained from the allocator
     std::uint64_t n_reused = 0;         // leases served from an idle block
-    std::uint64_t plain_fallbacks = 0;  // plain blocks where page-locked ones are the rule
+    std::uint64_t plain_fallbacks = 0;  // plain blocks given where page-locked ones are the rule
     std::uint64_t copied_bytes = 0;     // see count_copied()
 };
 
@@ -87,21 +87,24 @@ public:
     block_pool(const block_pool&) = delete;
     block_pool& operator=(const block_pool&) = delete;
 
-    // Null when the budget has no room or the machine no memory; never waits. The block is at most
-    // 20 % larger than `n_bytes` (4 KiB at least) and holds whatever the last lease left. Throws
-    // errc::request for 0 bytes.
+    // Returns null if the budget or the machine has no memory left; never waits. The block is at
+    // most 20 % larger than `n_bytes` (4 KiB at least), and its content is left over from the last
+    // lease. Throws errc::request for 0 bytes.
     std::shared_ptr<lease> try_take(std::size_t n_bytes);
 
-    // `listener` runs after each release, on the thread that dropped the lease, maybe on several at
-    // once. It must be short, must not throw, take the GIL, or set or clear the listener; it may
-    // drop leases. Both calls return when no call of the former listener runs or will come.
+    // `listener` runs after each release, on the thread that dropped the lease, possibly on several
+    // threads at once. It must be short, and must not throw, take the GIL, or set or clear the
+    // listener; it may drop leases. When either call returns, no call of the previous listener is
+    // running or will follow.
     void set_release_listener(std::function<void()> listener);
     void clear_release_listener();
 
-    // Does the address lie in a block of this pool, leased or idle? Proves that a view is no copy.
+    // True if the address is inside a block of this pool, leased or idle. Proves that a view is
+    // zero-copy.
     bool contains(const void* address) const;
 
-    // Whatever copies attention out of a block reports it here, which makes "zero-copy" a number.
+    // Code that copies attention out of a block reports it here, which makes "zero-copy"
+    // measurable.
     void count_copied(std::size_t n_bytes) noexcept { copied_bytes_ += n_bytes; }
 
     block_pool_stats stats() const;
@@ -135,7 +138,7 @@ private:
     const std::shared_ptr<host_allocator> plain_;
     std::atomic<std::uint64_t> copied_bytes_{0};
 
-    mutable std::mutex mutex_;  // guards all below; listener_ is called outside it, see put_back()
+    mutable std::mutex mutex_;  // guards all below; listener_ runs outside it, see put_back()
     block_map blocks_;
     idle_lists idle_plain_{};
     idle_lists idle_pinned_{};

@@ -8,7 +8,7 @@ namespace kqview {
 
 namespace {
 
-// Weights and cache shrink with each layer that stays on the host, compute buffers hardly do.
+// Weights and cache shrink with each layer that stays on the host; compute buffers hardly do.
 int layers_that_fit(std::span<const device_need> needs, int n_layers) {
     double share = 1.0;
     for (const auto& need : needs) {
@@ -40,8 +40,8 @@ void check_device_needs(std::span<const device_need> needs, int n_layers) {
 
 bool says_out_of_memory(std::string_view log) {
     // ggml: "failed to allocate ... buffer", "cudaMalloc failed: out of memory",
-    // "CUBLAS_STATUS_ALLOC_FAILED"; llama.cpp: "unable to allocate ... buffer". Where a message
-    // only contains "alloc" it is about memory as well.
+    // "CUBLAS_STATUS_ALLOC_FAILED"; llama.cpp: "unable to allocate ... buffer". Other messages that
+    // contain "alloc" are about memory as well.
     return log.find("alloc") != std::string_view::npos ||
            log.find("Malloc") != std::string_view::npos ||
            log.find("ALLOC_FAILED") != std::string_view::npos ||

@@ -10,7 +10,7 @@ namespace {
 constexpr std::size_t page_bytes = 4096;
 constexpr std::size_t page_aligned_above_bytes = 64 * 1024;
 
-// operator delete must be told the alignment again, so it follows from the size alone.
+// operator delete needs the alignment again, so it depends on the size alone.
 constexpr std::align_val_t alignment_of(std::size_t n_bytes) noexcept {
     return std::align_val_t{n_bytes > page_aligned_above_bytes ? page_bytes : host_alignment_bytes};
 }
@@ -31,7 +31,7 @@ public:
 
 }  // namespace
 
-// Not a static object: a lease may die after static destructors have run.
+// Not a static object: a lease may be destroyed after static destructors have run.
 std::shared_ptr<host_allocator> plain_allocator() {
     return std::make_shared<operator_new_allocator>();
 }

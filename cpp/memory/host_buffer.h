@@ -1,9 +1,8 @@
 // One block of host memory, page-locked or plain, and the allocator it came from.
-// Owner:   a host_buffer owns its block and shares the allocator, so it may outlive whoever made
-//          the pool.
-// Threads: any; one buffer is used by one thread at a time, an allocator by several at once.
-// Never:   throws; knows ggml or CUDA (the llama layer injects an allocator for page-locked
-//          memory).
+// Owner:   a host_buffer owns its block and shares the allocator, so it may outlive the code that
+//          created the pool.
+// Threads: any; one thread at a time uses a buffer, several at once an allocator.
+// Never:   throws; uses ggml or CUDA (the llama layer injects an allocator for page-locked memory).
 #pragma once
 
 #include <cstddef>
@@ -11,7 +10,7 @@
 
 namespace kqview {
 
-// Every block starts at a multiple of this, from every allocator: enough for AVX-512 and for ggml.
+// Every allocator aligns blocks to this: enough for AVX-512 and for ggml.
 inline constexpr std::size_t host_alignment_bytes = 64;
 
 // Source of host memory. All members may be called from any thread and must not call the pool.
@@ -19,13 +18,13 @@ class host_allocator {
 public:
     virtual ~host_allocator() = default;
 
-    // Null when there is no memory. `is_pinned` says whether the block is page-locked.
+    // Returns null if there is no memory. Sets `is_pinned` if the block is page-locked.
     virtual void* allocate(std::size_t n_bytes, bool& is_pinned) noexcept = 0;
 
-    // Takes back what allocate() gave, with the same `n_bytes` and `is_pinned`.
+    // Frees a block from allocate(), with the same `n_bytes` and `is_pinned`.
     virtual void release(void* data, std::size_t n_bytes, bool is_pinned) noexcept = 0;
 
-    // True if blocks are page-locked as a rule, so that a plain one is the slow path.
+    // True if blocks are normally page-locked, so that a plain one is the slow path.
     virtual bool offers_pinned() const noexcept = 0;
 };
 

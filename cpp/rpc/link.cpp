@@ -20,7 +20,7 @@ rpc_link::rpc_link(std::string endpoint, const std::string& host, int port,
 rpc_link::rpc_link(std::string endpoint, const std::string& why)
     : endpoint_(std::move(endpoint)), is_lost_(true), loss_(why) {}
 
-// The first request of a session must be this one.
+// This must be the first request of a session.
 void rpc_link::greet() {
     const std::array<std::byte, rpc_hello_bytes> no_capabilities{};
     const auto request = read_rpc_request(rpc_command::hello, no_capabilities);
@@ -63,7 +63,7 @@ void rpc_link::lose(const std::string& why) noexcept {
 void rpc_link::look() noexcept {
     if (is_lost()) return;
     const std::unique_lock exchange(exchange_mutex_, std::try_to_lock);
-    // Between exchanges a server has nothing to say.
+    // Between exchanges, a server sends nothing.
     if (exchange.owns_lock() && !connection_->is_quiet()) lose("closed the connection");
 }
 
@@ -78,7 +78,7 @@ void rpc_link::write(rpc_command command, std::span<const std::byte> payload) {
     connection_->send(head, payload);
 }
 
-// llama.cpp greets again for each of its sockets; the server was greeted once.
+// llama.cpp sends a greeting for each of its sockets; the server expects only one.
 bool rpc_link::is_answered(const rpc_request& request) const noexcept {
     return !is_lost() && request.command != rpc_command::hello;
 }

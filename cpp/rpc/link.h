@@ -1,14 +1,14 @@
 // A session with one RPC server that survives the loss of the server.
 //
-// The problem: llama.cpp's RPC client aborts the process when a server does not answer, and its
-// destructors send requests too. The idea: its socket is ours (llama/rpc_transport.cpp) and never
-// fails. While the server is there, a link passes requests and answers on. Once the server is lost,
-// for whatever reason, the link drops requests and makes up answers that stop nothing (protocol.h,
-// write_stand_in). So nothing aborts and nothing waits, and whoever uses a result asks `is_lost`
-// before.
+// The problem: llama.cpp's RPC client aborts the process if a server does not answer, and its
+// destructors send requests too. The solution: kqview replaces the client's socket
+// (llama/rpc_transport.cpp) with one that never fails. While the server is there, a link forwards
+// requests and answers. Once the server is lost, for whatever reason, the link drops requests and
+// makes up harmless answers (protocol.h, write_stand_in). So nothing aborts and nothing waits; code
+// that uses a result checks `is_lost` first.
 //
 // The parts: tcp_connection (bytes, with a time limit), protocol (which requests are answered,
-// which answers make sense), link (this file: one exchange at a time), servers (who uses which
+// which answers are valid), link (this file: one exchange at a time), servers (who uses which
 // link).
 #pragma once
 
@@ -31,29 +31,30 @@ namespace kqview {
 //          `hang_up` and `raise_limit` from any.
 class rpc_link {
 public:
-    // Connects and greets the server, both within `wait`. Raises connection_lost.
+    // Connects and exchanges greetings with the server, both within `wait`. Raises connection_lost.
     rpc_link(std::string endpoint, const std::string& host, int port, tcp_connection::limit wait);
-    // Was never connected.
+    // A link that was never connected.
     rpc_link(std::string endpoint, const std::string& why);
 
     bool is_lost() const noexcept { return is_lost_.load(std::memory_order_acquire); }
-    std::string loss() const;  // why, in words that follow "RPC server host:port "
+    std::string loss() const;  // the reason, phrased to follow "RPC server host:port "
 
-    // Notices that the server is gone while nothing is being asked of it.
+    // Detects that the server is gone while no request is pending.
     void look() noexcept;
 
-    // The first reason counts. Whoever waits for an answer gets a made-up one at once.
+    // Marks the link as lost; the first reason wins. A thread that waits for an answer gets a
+    // made-up one at once.
     void lose(const std::string& why) noexcept;
-    // This process does not need the server any more.
+    // Call when this process does not need the server any more.
     void hang_up() noexcept { lose("is not in use any more"); }
 
-    // The longest that a server may take for one answer. Only ever raised.
+    // Raises, and never lowers, the longest time that a server may take for one answer.
     void raise_limit(tcp_connection::limit wait) noexcept;
 
 private:
     friend class rpc_session;
 
-    // One exchange: request, and if it is answered, both parts of the answer.
+    // One exchange: a request and, if it is answered, both parts of the answer.
     void request(const rpc_request& request, std::span<const std::byte> payload) noexcept;
     void receive_size(const rpc_request& request) noexcept;
     void receive_answer(const rpc_request& request, std::span<std::byte> out) noexcept;
@@ -62,8 +63,8 @@ private:
     void greet();
     void write(rpc_command command, std::span<const std::byte> payload);
 
-    // A server keeps the graph that a device computed last, and drops it whenever any buffer is
-    // freed. llama.cpp does not know that, so the graph is sent again here.
+    // A server keeps the last graph that a device computed, and drops it whenever any buffer is
+    // freed. llama.cpp does not know that, so the link sends the graph again.
     struct kept_graph {
         std::vector<std::byte> payload;
         bool is_dropped = false;
@@ -78,8 +79,9 @@ private:
     std::string loss_;
 };
 
-// llama.cpp's end of a link, one for each of its sockets. Turns its calls, which come in a fixed
-// order (command, size, payload; then the answer's size, the answer), into exchanges. One thread.
+// llama.cpp's end of a link, one per socket. Turns its calls, which come in a fixed order (command,
+// size, payload; then the answer's size, the answer), into exchanges.
+// Threads: one.
 class rpc_session {
 public:
     explicit rpc_session(std::shared_ptr<rpc_link> link) : link_(std::move(link)) {}

@@ -9,12 +9,12 @@ namespace kqview {
 
 namespace {
 
-// Bounds of sense, far above any device: sums of such sizes do not overflow.
+// Plausibility limits, far above any device: sums of such sizes do not overflow.
 constexpr std::uint64_t alignment_max = 1 << 20;
 constexpr std::uint64_t alloc_bytes_max = std::uint64_t{1} << 46;
 constexpr std::uint32_t n_devices_max = 64;
 
-// Of the stand-in: any address but 0, aligned for every device there is.
+// For stand-in answers: any non-zero address that is aligned for every device.
 constexpr std::uint64_t stand_in_address = 1 << 20;
 constexpr std::uint64_t stand_in_alignment = 256;
 constexpr std::uint64_t stand_in_memory_bytes = std::uint64_t{1} << 30;
@@ -44,7 +44,7 @@ std::optional<std::uint64_t> answer_bytes_of(rpc_command command,
         case rpc_command::get_max_size:
         case rpc_command::buffer_get_base:
         case rpc_command::get_alloc_size: return 8;
-        case rpc_command::set_tensor_hash:  // has the server these bytes already?
+        case rpc_command::set_tensor_hash:  // does the server have these bytes?
         case rpc_command::copy_tensor: return 1;
         case rpc_command::device_count: return 4;
         case rpc_command::hello: return rpc_hello_answer_bytes;
@@ -96,7 +96,7 @@ std::string rpc_answer_fault(const rpc_request& request, std::span<const std::by
             return n != 0 ? "" : nonsense("the address of a buffer", n);
         }
         case rpc_command::alloc_buffer: {
-            // No address is an answer too: there is no memory left.
+            // A null address is a valid answer too: the server is out of memory.
             const auto n = read_at<std::uint64_t>(answer, 8);
             const bool is_sound = read_at<std::uint64_t>(answer, 0) == 0 || n >= request.n_bytes;
             return is_sound ? "" : nonsense("the size of a buffer", n);

@@ -1,8 +1,8 @@
-// What kqview knows of ggml's RPC protocol (ggml/src/ggml-rpc of llama.cpp). Pure: no sockets, no
-// state.
+// The part of ggml's RPC protocol (ggml/src/ggml-rpc of llama.cpp) that kqview depends on. Pure
+// functions: no sockets, no state.
 //
 // A request is a command (1 byte), the size of its payload (8 bytes) and the payload. Some requests
-// are answered, by a size (8 bytes) and so many bytes; numbers are in the machine's byte order.
+// are answered with a size (8 bytes) and that many bytes; numbers are in the machine's byte order.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +13,7 @@
 
 namespace kqview {
 
-// llama.cpp's client takes servers of this major version and of no newer minor one.
+// llama.cpp's client accepts servers of this major version and at most this minor version.
 inline constexpr int rpc_major_version = 7;
 inline constexpr int rpc_minor_version = 0;
 
@@ -41,22 +41,22 @@ enum class rpc_command : std::uint8_t {
 inline constexpr std::size_t rpc_hello_bytes = 24;         // capabilities of the transport: none
 inline constexpr std::size_t rpc_hello_answer_bytes = 28;  // version, padding, capabilities
 
-// What of a request is needed to know its answer.
+// The fields of a request that determine its answer.
 struct rpc_request {
     rpc_command command{};
     std::uint32_t device = 0;   // of alloc_buffer, graph_compute and graph_recompute
-    std::uint64_t n_bytes = 0;  // of alloc_buffer: how much memory
-    std::optional<std::uint64_t> answer_bytes;  // none: it is not answered
+    std::uint64_t n_bytes = 0;  // of alloc_buffer: requested size
+    std::optional<std::uint64_t> answer_bytes;  // none: the request is not answered
 };
 
 rpc_request read_rpc_request(rpc_command command, std::span<const std::byte> payload);
 
-// What is wrong with an answer, in words that follow "RPC server host:port "; empty if llama.cpp
-// can work with it. llama.cpp aborts the process over some of these.
+// What is wrong with an answer, phrased to follow "RPC server host:port "; empty if llama.cpp can
+// use it. Some invalid answers would make llama.cpp abort the process.
 std::string rpc_answer_fault(const rpc_request& request, std::span<const std::byte> answer);
 
-// The answer of a server that is gone: values are 0, memory is there, nothing makes llama.cpp stop.
-// Whoever reads results asks the link before using them.
+// Writes an answer in place of a lost server: values are 0, memory exists, nothing stops llama.cpp.
+// Code that reads results asks the link before it uses them.
 void write_stand_in(const rpc_request& request, std::span<std::byte> answer);
 
 }  // namespace kqview

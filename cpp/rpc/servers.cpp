@@ -10,8 +10,7 @@ namespace kqview {
 namespace {
 
 struct server_table {
-    // Held while a connection is made: of two connections to one server, the second would get no
-    // answer.
+    // Held while connecting: the second of two connections to one server would get no answer.
     std::mutex joining_mutex;
     std::mutex mutex;  // guards what follows, and the users of each server
     std::map<std::string, std::weak_ptr<rpc_server>> servers;  // by endpoint
@@ -19,7 +18,7 @@ struct server_table {
     int n_connections = 0;
 };
 
-// Never destroyed: llama.cpp's threads may use it while the process ends.
+// Never destroyed: llama.cpp's threads may still use it during process exit.
 server_table& table() {
     static auto* const instance = new server_table;
     return *instance;
@@ -45,7 +44,7 @@ std::shared_ptr<rpc_server> join_rpc_server(const rpc_endpoint& endpoint,
         const std::lock_guard lock(all.mutex);
         auto known = all.servers[endpoint.text()].lock();
         if (known && !known->is_forked()) known->link().look();
-        // A child of fork must not talk over its parent's connection.
+        // A forked child must not use its parent's connection.
         if (known && known->n_users_ > 0 && !known->link().is_lost() && !known->is_forked()) {
             ++known->n_users_;
             return known;

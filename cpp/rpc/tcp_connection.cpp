@@ -28,8 +28,8 @@ constexpr int send_flags = MSG_NOSIGNAL;
 constexpr int send_flags = 0;  // macOS: SO_NOSIGPIPE below
 #endif
 
-// If a host vanishes (power, cable) while an answer is due, the kernel gives up the connection
-// after about half a minute, before the limit. A host that is merely busy is not affected.
+// If a host disappears (power, cable) while an answer is due, the kernel drops the connection after
+// about half a minute, before the limit. A host that is merely busy is not affected.
 constexpr int idle_before_probe_s = 15;
 constexpr int between_probes_s = 5;
 constexpr int n_probes = 4;
@@ -55,7 +55,7 @@ std::string reason_of(int code) {
 }
 
 void set_option(int fd, int level, int name, int value) {
-    (void)::setsockopt(fd, level, name, &value, sizeof value);  // failure does no harm
+    (void)::setsockopt(fd, level, name, &value, sizeof value);  // failure is harmless
 }
 
 void set_options(int fd) {
@@ -127,7 +127,7 @@ void tcp_connection::send(std::span<const std::byte> head, std::span<const std::
         std::array<iovec, 2> rest{};
         std::size_t n_rest = 0;
         for (std::size_t i = i_part; i < parts.size(); ++i) {
-            // The kernel only reads; its signature is from C.
+            // The kernel only reads; the C struct lacks const.
             rest[n_rest++] = {const_cast<std::byte*>(parts[i].data()), parts[i].size()};
         }
         msghdr message{};
@@ -178,7 +178,7 @@ void tcp_connection::wait_for(short events, const char* what) const {
         const auto left_ms = std::clamp<std::int64_t>(left, 0, std::numeric_limits<int>::max());
         pollfd waiting{fd_, events, 0};
         const int n = ::poll(&waiting, 1, static_cast<int>(left_ms));
-        if (n > 0) return;  // an error of the connection too: the call that follows says which
+        if (n > 0) return;  // also on an error, which the next call reports
         if (n < 0 && errno != EINTR) throw connection_lost(reason_of(errno));
         if (n == 0 || clock::now() >= deadline) {
             throw connection_lost(std::string(what) + " within " + to_seconds(wait));

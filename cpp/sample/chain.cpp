@@ -21,10 +21,10 @@ constexpr std::int32_t window_max_tokens = 1 << 20;
 
 constexpr float best_logit = 10.0F;
 
-// exp() of less is 0 in float32, on which llama.cpp's typical_p computes 0 * log(0).
+// Below this, exp() is 0 in float32, for which llama.cpp's typical_p computes 0 * log(0).
 constexpr float logit_of_zero = best_logit - 103.0F;
 
-// Below it only equally likely tokens are left, and dividing by it cannot overflow.
+// Below this, only equally likely tokens remain; dividing by it cannot overflow.
 constexpr float temperature_min = 1e-30F;
 
 std::uint32_t pick_seed(const std::optional<std::uint32_t>& seed) {
@@ -52,7 +52,7 @@ bool is_better(const llama_token_data& a, const llama_token_data& b) {
                 "grammar, json_schema or regex");
 }
 
-// llama.cpp throws plain std exceptions.
+// Converts llama.cpp's plain std exceptions.
 template <typename F>
 void call_llama(errc code, const char* what, F&& call) {
     try {
@@ -67,7 +67,7 @@ void call_llama(errc code, const char* what, F&& call) {
 
 }  // namespace
 
-// ---- what changes logits
+// ---- changing logits
 
 logit_editor::logit_editor(const llama_vocab* vocab, const sampling_params& params,
                            std::int32_t n_ctx_train)
@@ -151,7 +151,7 @@ void logit_editor::remember(token_id id) {
 }
 
 float logit_editor::raw(token_id id, std::span<const float> edited) const {
-    // The first entry of an id holds its raw logit.
+    // The first entry for an id holds its raw logit.
     const auto found = std::find_if(replaced_.begin(), replaced_.end(),
                                     [id](const scored_token& entry) { return entry.id == id; });
     return found != replaced_.end() ? found->logit : edited[static_cast<std::size_t>(id)];
@@ -181,7 +181,7 @@ void logit_editor::penalize(std::span<float> logits) {
     llama_token_data_array array = as_array(penalized_, false);
     llama_sampler_apply(penalties_.get(), &array);
     llama_sampler_apply(dry_.get(), &array);
-    // A token that was seen twice gets the same value twice. Extreme penalties end at the limit.
+    // A token seen twice gets the same value twice. Extreme penalties saturate at the limit.
     for (const llama_token_data& entry : penalized_) {
         logits[static_cast<std::size_t>(entry.id)] =
             entry.logit <= float_max ? entry.logit : float_max;
@@ -268,8 +268,8 @@ token_id sampler::choose(std::span<const float> logits) {
     return is_greedy() ? candidates_.front().id : run_choice(true);
 }
 
-// The filter is tried on the chosen token first: on the whole vocabulary it costs far more than
-// choosing twice.
+// The chosen token is checked against the filter first: filtering the whole vocabulary costs far
+// more than choosing twice.
 token_id sampler::choose_of_all(std::span<const float> logits) {
     fill_all(logits);
     const token_id id = run_choice(false);
@@ -284,10 +284,10 @@ token_id sampler::choose_of_all(std::span<const float> logits) {
     return run_choice(false);
 }
 
-// Expects at least one candidate, all above -inf.
+// Requires at least one candidate, all above -inf.
 token_id sampler::run_choice(bool is_sorted) {
-    // The best at 10: nothing overflows, the probabilities stay the same, and llama.cpp's sort,
-    // which is fast from -10 to 10, can tell the likely tokens apart.
+    // Shifts the best logit to 10: nothing overflows, the probabilities stay the same, and
+    // llama.cpp's sort, which is fast from -10 to 10, can tell the likely tokens apart.
     float best = candidates_.front().logit;
     for (const llama_token_data& entry : candidates_) best = std::max(best, entry.logit);
     for (llama_token_data& entry : candidates_) entry.logit = entry.logit - best + best_logit;
@@ -319,8 +319,8 @@ void sampler::fill_top(std::int32_t k) {
     for (const scored_token& entry : top_) candidates_.push_back({entry.id, entry.logit, 0.0F});
 }
 
-// The k best that the filter allows: it is asked about growing shares of the best tokens, since
-// asking about every token of the vocabulary takes milliseconds.
+// The k best tokens that the filter allows. Tests growing shares of the best tokens, since testing
+// the whole vocabulary takes milliseconds.
 void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
     const auto n_wanted = static_cast<std::size_t>(k);
     for (std::int32_t n = std::max(64, 2 * std::min(k, n_vocab_)); n < n_vocab_ / 8; n *= 8) {

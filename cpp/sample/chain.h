@@ -1,8 +1,8 @@
 // Chooses the next token of one request: bias and bans, penalties, DRY, the filter, top-k, and then
 // llama.cpp's samplers in the order of its own tools.
-// Owns:    its llama_samplers and every buffer; the vocabulary belongs to the model.
-// Threads: one at a time, and stop() from any. Building takes milliseconds, because DRY and
-//          ignore_eos read the whole vocabulary.
+// Owner:   owns its llama_samplers and every buffer; the vocabulary belongs to the model.
+// Threads: one at a time; stop(): any. Construction takes milliseconds, because DRY and ignore_eos
+//          read the whole vocabulary.
 // Never:   touches a llama_context: it works on a row of logits.
 #pragma once
 
@@ -33,19 +33,19 @@ struct llama_sampler_deleter {
 };
 using llama_sampler_handle = std::unique_ptr<llama_sampler, llama_sampler_deleter>;
 
-// What changes logits before anything is chosen: bias and bans, penalties, DRY. Only the few logits
-// that change are touched; llama.cpp's own bias and penalties would look up every candidate of the
+// Changes logits before a token is chosen: bias and bans, penalties, DRY. Touches only the few
+// logits that change; llama.cpp's own bias and penalties would look up every candidate of the
 // vocabulary.
 class logit_editor {
 public:
-    // As the constructor of sampler.
+    // Parameters as for the constructor of sampler.
     logit_editor(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train);
 
-    // Penalties and DRY look back on these tokens.
+    // Adds tokens that penalties and DRY look back on.
     void accept(std::span<const token_id> ids);
 
     void edit(std::span<float> logits);
-    // What edit() found for this token, where `params` ask for log-probabilities.
+    // This token's logit before edit(); only if `params` request log-probabilities.
     float raw(token_id id, std::span<const float> edited) const;
 
 private:
@@ -62,40 +62,41 @@ private:
     llama_sampler_handle penalties_;  // null when off
     llama_sampler_handle dry_;
 
-    // The last tokens that penalties and DRY may look back on, as a ring.
+    // The last tokens that penalties and DRY may look back on, as a ring buffer.
     std::vector<token_id> recent_;
     std::size_t n_recent_max_ = 0;
     std::size_t i_recent_oldest_ = 0;
 
     std::vector<llama_token_data> penalized_;
-    std::vector<scored_token> replaced_;  // raw logits of what edit() changed
+    std::vector<scored_token> replaced_;  // raw logits that edit() changed
 };
 
 class sampler {
 public:
-    // CPU time that the filter may use for one token, and for each one on average.
+    // CPU time limits of the filter: for one token, and per token on average.
     static constexpr double filter_limit_s = 2.0;
     static constexpr double filter_average_s = 0.1;
 
-    // Raises what check() raises, and invalid_sampling for DRY without a vocabulary. -1 as a window
-    // of the penalties means n_ctx_train tokens. `filter` is what make_filter() made of `params`.
+    // Raises what check() raises, and invalid_sampling for DRY without a vocabulary. A penalty
+    // window of -1 means n_ctx_train tokens. `filter` is the one that make_filter() made from
+    // `params`.
     sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
             std::unique_ptr<token_filter> filter = nullptr);
 
     // Penalties and DRY look back on the prompt; the grammar does not.
     void accept_prompt(std::span<const token_id> ids) { editor_.accept(ids); }
 
-    // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode when
-    // a logit is NaN or infinite, and when nothing is left to choose; invalid_sampling when the
-    // filter takes too long or too much.
+    // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode if a
+    // logit is NaN or infinite, or if nothing is left to choose; invalid_sampling if the filter
+    // takes too much time or memory.
     sampled_token sample(float* logits, std::int32_t n_vocab);
 
-    // Does sample() take an unknown time?
+    // True if the time of sample() is unpredictable.
     bool has_filter() const { return filter_ != nullptr; }
-    // Ends a running sample(), and later ones, soon. Any thread.
+    // Makes a running sample() and later ones end soon. Any thread.
     void stop() noexcept { limit_.stop(); }
 
-    // The one in use; given to a sampler of the same options it repeats the choices.
+    // The seed in use; a sampler with the same options and this seed repeats the choices.
     std::uint32_t seed() const { return seed_; }
 
 private:

@@ -14,7 +14,7 @@
 namespace kqview {
 namespace {
 
-// ---- llguidance's C interface, as far as it is used
+// ---- the used part of llguidance's C interface
 
 struct LlgTokenizer;
 struct LlgMatcher;
@@ -36,8 +36,8 @@ struct llg_tokenizer_init {
     std::uint32_t tok_eos_extra_count;
 };
 
-// The head of LlgConstraintInit. llguidance writes the defaults of what follows, which grows by
-// version, hence the room behind it.
+// The beginning of LlgConstraintInit. llguidance writes defaults for the rest, which grows with
+// versions; hence the room after it.
 struct llg_matcher_init {
     const LlgTokenizer* tokenizer;
     std::uint32_t log_buffer_level;
@@ -45,7 +45,7 @@ struct llg_matcher_init {
     alignas(8) unsigned char rest[1024];
 };
 
-// POSIX makes a function of the pointer that dlsym returns.
+// Converts dlsym's pointer to a function pointer, which POSIX guarantees to work.
 template <typename F>
 void find(void* library, const char* name, F*& function) {
     function = reinterpret_cast<F*>(dlsym(library, name));
@@ -58,9 +58,9 @@ void find(void* library, const char* name, F*& function) {
 
 // The functions used, looked up by name.
 struct llguidance {
-    // Raises request when the library cannot be opened or lacks a function.
+    // Raises request if the library cannot be opened or lacks a function.
     explicit llguidance(const std::string& path) {
-        // Python has loaded it already; it stays.
+        // Python has loaded it already; it stays loaded.
         void* const library = dlopen(path.c_str(), RTLD_LAZY | RTLD_LOCAL);
         if (!library) {
             throw error(errc::request, std::string("llguidance cannot be opened: ") + dlerror() +
@@ -90,10 +90,10 @@ struct llguidance {
 
 constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
 constexpr std::size_t n_message_max = 300;
-// llguidance's mark of a special token: no text matches it.
+// llguidance's prefix of a special token: no text matches it.
 constexpr char special_mark = '\xff';
 
-// llguidance explains over several lines, with the whole grammar at the end. Cut between
+// llguidance's messages have several lines, with the whole grammar at the end. Cuts between
 // characters.
 std::string one_line(const char* message) {
     std::string line;
@@ -146,7 +146,7 @@ public:
         }
     }
 
-    // Null when llguidance has an error to tell.
+    // Null if llguidance reports an error.
     const std::uint32_t* mask() {
         if (!mask_ && library_.matcher_compute_mask(handle_.get()) == 0) {
             mask_ = library_.matcher_get_mask(handle_.get());
@@ -160,7 +160,7 @@ public:
                                      [](std::uint32_t word) { return word == 0; });
     }
 
-    // llguidance keeps to limits of its own, and cannot be interrupted within them.
+    // llguidance has its own limits, and cannot be interrupted within them.
     void prepare(std::size_t /*n_calls*/, work_limit& limit) override {
         if (!mask()) raise();
         limit.check();
@@ -173,7 +173,7 @@ public:
 
     void accept(token_id id, work_limit& limit) override {
         mask_ = nullptr;
-        // After an end nothing follows, and llguidance takes none where it must come.
+        // Nothing follows an end token, and llguidance rejects it where nothing else may come.
         if (vocabulary_->is_end(id)) return;
         const auto token = static_cast<std::uint32_t>(id);
         if (library_.matcher_consume_token(handle_.get(), token) != 0) raise();
@@ -196,7 +196,7 @@ private:
     const llguidance& library_;
     const std::string kind_;
     std::unique_ptr<LlgMatcher, matcher_deleter> handle_{nullptr, {library_.free_matcher}};
-    const std::uint32_t* mask_ = nullptr;  // of the next token, once computed; llguidance's own
+    const std::uint32_t* mask_ = nullptr;  // for the next token, once computed; owned by llguidance
 };
 
 }  // namespace
@@ -233,7 +233,7 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
     init.tok_eos_extra_count = static_cast<std::uint32_t>(ends.size() - 1);
     init.token_lens = lengths.data();
     init.token_bytes = reinterpret_cast<const std::uint8_t*>(bytes.data());
-    // The tokenizer would only serve to force tokens; here the model chooses each one.
+    // The tokenizer would only be used to force tokens; here the model chooses each one.
     init.use_approximate_greedy_tokenize_fn = true;
     char message[512] = "";
     handle_ = library_.new_tokenizer_v2(&init, message, sizeof message);

@@ -14,7 +14,7 @@ constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
 constexpr std::size_t n_elements_max = 1'000'000;  // with repetitions written out; 8 bytes each
 constexpr std::size_t nesting_max = 200;           // parentheses; the reader recurses
 constexpr std::uint64_t n_repetitions_max = 2000;  // llama.cpp's own limit
-constexpr std::size_t n_token_bytes_max = 256;     // of a <token>, which is tokenized
+constexpr std::size_t n_token_bytes_max = 256;     // of a <token>, which gets tokenized
 using kind = grammar_element::kind;
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -23,17 +23,17 @@ using kind = grammar_element::kind;
 
 using grammar_sequence = std::vector<grammar_element>;
 
-// ---- the rules, while they are read, checked and laid out
+// ---- the rules, from reading to layout
 
 struct left_corner {
     std::uint32_t rule;
-    bool is_last;  // nothing follows it: expanding it does not make a stack grow
+    bool is_last;  // last element: expanding it does not grow the stack
 };
 
 using left_corner_graph = std::vector<std::vector<left_corner>>;
 
 // Tarjan's strongly connected components, without recursion: chains of rules may be long. A
-// component's number is above those that it reaches.
+// component has a higher number than those it reaches.
 class component_finder {
 public:
     component_finder(const left_corner_graph& graph, work_limit& limit)
@@ -113,7 +113,7 @@ public:
     std::size_t n_rules() const { return bases_.size(); }
 
     // Raises invalid_sampling for a rule that is missing ("root" among them) or can never end, and
-    // for left recursion that grows without end.
+    // for left recursion that grows without bound.
     grammar finish(work_limit& limit);
 
 private:
@@ -279,7 +279,7 @@ bool is_name_char(char c) {
 
 bool is_hex(char c) { return is_digit(c) || (c >= 'a' && c <= 'f') || (c >= 'A' && c <= 'F'); }
 
-// Of the UTF-8 character that begins with it.
+// Number of bytes of the UTF-8 character that begins with `first`.
 std::size_t n_bytes_of(char first) {
     const auto byte = static_cast<unsigned char>(first);
     return byte < 0xC0 ? 1 : byte < 0xE0 ? 2 : byte < 0xF0 ? 3 : 4;
@@ -289,7 +289,7 @@ std::uint32_t hex_value(char c) {
     return static_cast<std::uint32_t>(is_digit(c) ? c - '0' : (c | 0x20) - 'a' + 10);
 }
 
-// The text, a place in it, and what stands there.
+// The text, the current position, and what is there.
 class gbnf_text {
 protected:
     explicit gbnf_text(std::string_view text) : text_(text) {}
@@ -384,7 +384,7 @@ protected:
     std::size_t pos_ = 0;
 };
 
-// Reads exactly the language of llama.cpp's parser and builds the same rules.
+// Accepts exactly the language of llama.cpp's parser and builds the same rules.
 class gbnf_reader : gbnf_text {
 public:
     gbnf_reader(std::string_view text, const token_finder& find_token, work_limit& limit)
@@ -397,7 +397,7 @@ public:
     }
 
 private:
-    // What one sequence holds so far and which part of it a repetition sign would repeat.
+    // The elements of one sequence so far, and the part of it that a repetition sign would repeat.
     struct sequence_state {
         grammar_sequence elements;
         std::size_t last_start = 0;
@@ -477,8 +477,8 @@ private:
         add(state, {kind::rule, id});
     }
 
-    // S{m,n} becomes S m times and a rule of n - m optional ones; see llama.cpp for the rewriting.
-    // `sign` is where the repetition sign stands.
+    // S{m,n} becomes m times S and a rule of n - m optional ones; see llama.cpp for the rewriting.
+    // `sign` is the position of the repetition sign.
     void repeat(sequence_state& state, std::uint32_t base, std::size_t sign, std::uint64_t least,
                 std::uint64_t most) {
         if (state.last_start == state.elements.size()) {

@@ -1,9 +1,8 @@
-// Reads GBNF text into the checked grammar that grammar_automaton.h matches.
+// Parses GBNF text into the checked grammar that grammar_automaton.h matches.
 //
-// It builds the rules that llama.cpp's own parser would build, but that parser prints its errors to
-// stderr without saying where, and runs without end, overflows the stack or aborts on grammars that
-// are refused here: too large, too deeply nested, with a rule that can never end or one that begins
-// with itself.
+// It builds the same rules as llama.cpp's own parser. That parser, however, prints errors to stderr
+// without a position, and hangs, overflows the stack or aborts on grammars that are refused here:
+// too large, too deeply nested, or with a rule that can never end or that begins with itself.
 // Threads: any; keeps no state, and a `grammar` is immutable.
 #pragma once
 
@@ -21,31 +20,30 @@ namespace kqview {
 
 class work_limit;
 
-// What a rule's alternate consists of.
+// An element of a rule's alternate.
 struct grammar_element {
     enum class kind : std::uint8_t {
         end,        // of the alternate
-        rule,       // value: the rule referred to
+        rule,       // value: the referenced rule
         character,  // value: a code point
-        set,        // value: an index of grammar::sets
+        set,        // value: index into grammar::sets
         any,        // any code point
         token,      // value: the one token that matches
         token_not,  // value: the one token that does not
-        accept,     // the output is complete; only behind the root
+        accept,     // the output is complete; only after the root
     };
     kind type;
     std::uint32_t value;
 };
 
-// [a-z0] or [^a-z0]; a single character is a range of one. A range whose ends are swapped matches
-// nothing.
+// [a-z0] or [^a-z0]; a single character is a range of one. A reversed range matches nothing.
 struct character_set {
     std::vector<std::pair<std::uint32_t, std::uint32_t>> ranges;
     bool is_negated = false;
 };
 
-// A checked grammar in one array: alternates one behind the other, each with its end.
-// Positions are indices of `elements`.
+// A checked grammar in one array: alternates in sequence, each with its end. Positions are indices
+// into `elements`.
 struct grammar {
     static constexpr std::uint32_t accept_position = 0;
 
@@ -55,19 +53,19 @@ struct grammar {
     std::vector<std::uint32_t> starts;
     std::vector<std::uint32_t> first_start;
     std::vector<bool> is_nullable;
-    // Rules that can begin with one another, all in tail position, have one component; a rule that
-    // another one can begin with has a lower component than that.
+    // Rules that can begin with one another, all in tail position, share a component. A rule has a
+    // lower component than the rules that can begin with it.
     std::vector<std::uint32_t> component;
     std::vector<std::vector<std::uint32_t>> members;  // of a component
     std::uint32_t root = 0;
 };
 
-// The token that a <text>, brackets included, stands for; none if it is not exactly one token of
-// the vocabulary.
+// The token that a <text>, brackets included, denotes; none unless it is exactly one token of the
+// vocabulary.
 using token_finder = std::function<std::optional<token_id>(std::string_view)>;
 
-// Raises invalid_sampling, with line and column for a syntax error, for text that is not GBNF or
-// that is refused as above, and when `limit` is spent.
+// Raises invalid_sampling for text that is not GBNF (with line and column) or that is refused as
+// above, and when `limit` is exhausted.
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit);
 
 }  // namespace kqview

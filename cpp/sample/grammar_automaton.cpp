@@ -47,7 +47,7 @@ std::uint32_t grammar_item_sets::add(std::span<const grammar_item> sorted) {
 }
 
 std::size_t grammar_item_sets::n_bytes() const {
-    constexpr std::size_t n_per_set = 64;  // its place in `starts_` and in `ids_`
+    constexpr std::size_t n_per_set = 64;  // entries in `starts_` and `ids_`
     return items_.size() * sizeof(grammar_item) + size() * n_per_set;
 }
 
@@ -73,7 +73,7 @@ grammar_automaton::grammar_automaton(std::shared_ptr<const grammar> rules, work_
     current_ = close(limit);
 }
 
-// Code points that every element of the grammar treats alike are one class.
+// Code points that every element of the grammar treats alike form one class.
 void grammar_automaton::find_classes(work_limit& limit) {
     auto& starts = class_starts_;
     starts.push_back(0);
@@ -141,7 +141,7 @@ grammar_automaton::state grammar_automaton::after(state from, std::uint32_t code
     for (const auto& [position, frame] : states_[from]) {
         const grammar_element& element = rules_->elements[position];
         limit.spend(element.type == kind::set ? rules_->sets[element.value].ranges.size() : 1);
-        // Any code point of the class stands for all of them.
+        // Any code point of the class represents all of them.
         if (matches(element, code_point)) push({position + 1, frame});
     }
     const state next = close(limit);
@@ -194,7 +194,7 @@ bool grammar_automaton::matches_partial(state of, partial_character part, work_l
     const auto n_bits = static_cast<std::uint32_t>(part.n_missing) * 6;
     std::uint32_t low = part.value << n_bits;
     const std::uint32_t high = low | ((1U << n_bits) - 1);
-    if (low == 0 && part.n_missing == 2) low = 1U << 11;  // less would be written shorter
+    if (low == 0 && part.n_missing == 2) low = 1U << 11;  // smaller ones have a shorter encoding
     if (low == 0 && part.n_missing == 3) low = 1U << 16;
     const auto overlaps = [&](std::uint32_t first, std::uint32_t last) {
         return first <= high && low <= last;
@@ -214,8 +214,7 @@ bool grammar_automaton::matches_partial(state of, partial_character part, work_l
     });
 }
 
-// ---- closing: from places behind what was matched to all the places where something can be
-// matched next
+// ---- closing: from positions after a match to all positions where something can match next
 
 grammar_automaton::state grammar_automaton::close(work_limit& limit) {
     seen_.clear();
@@ -224,7 +223,7 @@ grammar_automaton::state grammar_automaton::close(work_limit& limit) {
     found_.clear();
     try {
         settle(limit);
-        // A rule is expanded once all its callers are, so that its frame has every way to go on.
+        // A rule is expanded after all its callers, so that its frame has every way to continue.
         while (!uncalled_.empty()) {
             std::pop_heap(uncalled_.begin(), uncalled_.end());
             const std::uint32_t component = uncalled_.back();
@@ -271,10 +270,9 @@ void grammar_automaton::settle_rule(grammar_item item, work_limit& limit) {
         std::push_heap(uncalled_.begin(), uncalled_.end());
     }
     const bool is_last = rules_->elements[item.position + 1].type == kind::end;
-    // A component that calls itself does so in tail position: it returns to where it returns
-    // anyway.
+    // A component calls itself only in tail position: it returns to where it returns anyway.
     if (!is_done) {
-        if (is_last) {  // nothing is left to come back for
+        if (is_last) {  // nothing to come back for
             const auto frame = frames_[item.frame];
             returns.insert(returns.end(), frame.begin(), frame.end());
             limit.spend(frame.size());
@@ -344,7 +342,7 @@ void grammar_automaton::set_current(state next) {
     check_size(n_bytes_max);
 }
 
-// Keeps the current state and the frames that it leads to, with new numbers.
+// Keeps only the current state and the frames reachable from it, with new numbers.
 void grammar_automaton::forget() {
     std::vector<grammar_item> kept(states_[current_].begin(), states_[current_].end());
     std::vector<bool> is_needed(frames_.size());

@@ -1,11 +1,12 @@
-// Which texts a grammar allows, one code point after another. The automaton is built as it is used:
-// what was computed once is a look-up the next time.
+// Matches texts against a grammar, one code point after another. The automaton is built lazily:
+// repeated steps are look-ups.
 //
 // A state is the set of all stacks that are possible after the text so far. Stacks share their
-// tails: a frame stands for every way to continue once a rule that began at one place is complete,
-// so an ambiguous grammar has few frames although it has exponentially many stacks. Equal frames
-// and equal states have one number.
-// Owns:    what it computed, up to n_bytes_max; beyond that it forgets all but the state in use.
+// tails: a frame represents every way to continue after a rule that began at a given place is
+// complete, so an ambiguous grammar has few frames although it has exponentially many stacks. Equal
+// frames share one number, and so do equal states.
+// Owner:   owns its frames and states, up to n_bytes_max; beyond that it drops all but the current
+//          state.
 // Threads: one at a time.
 #pragma once
 
@@ -29,7 +30,7 @@ struct grammar_item {
     auto operator<=>(const grammar_item&) const = default;
 };
 
-// Numbers sets of items: equal sets have one number, which is above those of every set made before.
+// Numbers sets of items: equal sets get the same number, a new set a number above all earlier ones.
 class grammar_item_sets {
 public:
     std::uint32_t add(std::span<const grammar_item> sorted);
@@ -46,15 +47,15 @@ private:
     std::unordered_multimap<std::size_t, std::uint32_t> ids_;
 };
 
-// A character of which not all bytes have come.
+// A character whose bytes are still incomplete.
 struct partial_character {
     std::uint32_t value = 0;     // of the bits so far
-    std::int32_t n_missing = 0;  // bytes; -1: it can be none any more
+    std::int32_t n_missing = 0;  // bytes; -1: invalid
 };
 
 class grammar_automaton {
 public:
-    // Work beyond which a request's grammar is refused.
+    // Limits beyond which a request's grammar is refused.
     static constexpr std::size_t n_items_max = 20'000;                 // of one state
     static constexpr std::size_t n_bytes_max = std::size_t{32} << 20;  // of frames and states
 
@@ -63,13 +64,13 @@ public:
     using state = std::uint32_t;
     static constexpr state dead = 0;  // no stack is left
 
-    // Where the next token begins. States of before are valid until the next set_current().
+    // The state before the next token. Other states are valid until the next set_current().
     state current() const { return current_; }
     void set_current(state next);
 
-    // All of these raise invalid_sampling when the limit is spent, or one above is reached.
+    // All of these raise invalid_sampling when the limit is exhausted or a limit above is reached.
     state after(state from, std::uint32_t code_point, work_limit& limit);
-    // By a token as such, and by characters.
+    // after_token steps by a token as such; without_tokens keeps only ways to go on by characters.
     state after_token(state from, std::uint32_t token, work_limit& limit);
     state without_tokens(state from, work_limit& limit);
     state either(state a, state b, work_limit& limit);
@@ -77,7 +78,7 @@ public:
     bool is_complete(state of) const { return states_of_[of].is_complete; }
     bool has_token_items(state of) const { return states_of_[of].has_token_items; }
     bool matches_token(state of, std::uint32_t token) const;
-    // May the code points that begin so come next? As llama.cpp has it.
+    // Can a code point that begins like `part` come next? Same answer as llama.cpp's.
     bool matches_partial(state of, partial_character part, work_limit& limit) const;
 
     std::size_t n_states() const { return states_.size(); }
@@ -87,8 +88,7 @@ private:
     struct state_facts {
         bool is_complete = false;
         bool has_token_items = false;
-        std::unique_ptr<state[]>
-            next;  // by class of code points; unknown where it was not needed yet
+        std::unique_ptr<state[]> next;  // by class of code points; unknown if not computed yet
     };
     struct call {
         std::vector<grammar_item> returns;
@@ -121,7 +121,7 @@ private:
     state current_ = dead;
     std::size_t n_forgotten_ = 0;
 
-    // Of close(), kept for their memory.
+    // Scratch of close(), kept to reuse its memory.
     std::vector<grammar_item> pending_;
     std::vector<grammar_item> found_;
     std::unordered_set<std::uint64_t> seen_;

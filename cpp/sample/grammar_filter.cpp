@@ -7,7 +7,7 @@
 namespace kqview {
 namespace {
 
-// Above this share of the vocabulary every token is looked at once, in the order of their texts.
+// Above this share of the vocabulary, a mask over all tokens, in text order, is faster.
 constexpr std::size_t n_mask_share = 16;
 
 bool bit_of(const std::vector<std::uint64_t>& mask, token_id id) {
@@ -53,8 +53,9 @@ std::string_view token_texts::of(token_id id) const {
 
 // ---- bytes
 
-// Adds a byte to `part`. True: a character is complete. As llama.cpp does it, only what an earlier
-// token began has to go on with continuation bytes. No text goes on after n_missing is -1.
+// Adds a byte to `part`. True: a character is complete. As in llama.cpp, only a character that an
+// earlier token began must continue with continuation bytes. After n_missing is -1 no text can
+// follow.
 bool grammar_filter::decode(cursor& at, char byte) {
     const auto bits = static_cast<std::uint32_t>(static_cast<unsigned char>(byte));
     auto& [value, n_missing] = at.part;
@@ -76,7 +77,7 @@ bool grammar_filter::decode(cursor& at, char byte) {
     return true;
 }
 
-// False: no token that begins so is text that the grammar allows.
+// False: the grammar allows no token with these leading bytes.
 bool grammar_filter::advance(cursor& at, char byte, work_limit& limit) {
     if (decode(at, byte)) at.state = automaton_.after(at.state, at.part.value, limit);
     return at.state != grammar_automaton::dead && at.part.n_missing >= 0;
@@ -86,8 +87,8 @@ bool grammar_filter::fits(const cursor& at, work_limit& limit) const {
     return at.part.n_missing == 0 || automaton_.matches_partial(at.state, at.part, limit);
 }
 
-// Is the text UTF-8 but for its end, and more than a part of a character? No other one matches a
-// <token>.
+// True if the text is UTF-8 except for its end, and more than part of a character. No other text
+// matches a <token>.
 bool grammar_filter::is_whole(std::string_view text) const {
     cursor at = start();
     for (const char byte : text) {
@@ -137,7 +138,7 @@ bool grammar_filter::allows(token_id id, work_limit& limit) {
 grammar_filter::mask grammar_filter::make_mask(work_limit& limit) {
     mask made((texts_->n_vocab() + 63) / 64);
     std::vector<cursor> path{start()};  // after each byte of the text
-    std::size_t n_alive = SIZE_MAX;     // bytes after which it was still allowed
+    std::size_t n_alive = SIZE_MAX;     // leading bytes after which it was still allowed
     for (const auto& [id, n_shared] : texts_->sorted()) {
         limit.spend();
         if (n_shared > n_alive) continue;

@@ -1,6 +1,6 @@
-// Tokens that a GBNF grammar allows, by the same rules as llama.cpp's own matcher, with two
-// exceptions: a token that llama.cpp's matcher allows and then fails to accept is not allowed here,
-// and rules that begin with themselves in tail position are.
+// Allows the tokens that a GBNF grammar allows, by the same rules as llama.cpp's own matcher, with
+// two exceptions: tokens that llama.cpp's matcher allows but then fails to accept are not allowed
+// here, and rules that begin with themselves in tail position are.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +15,20 @@
 
 namespace kqview {
 
-// The texts of a model's tokens, sorted so that a common beginning is walked once.
+// The texts of a model's tokens, sorted so that common prefixes are walked once.
 // Threads: any; immutable.
 class token_texts {
 public:
-    // What each id is as bytes, and whether it ends the text.
+    // The bytes of each id, and whether it ends the text.
     token_texts(const std::vector<std::string>& texts, std::vector<bool> is_end);
 
     std::size_t n_vocab() const { return is_end_.size(); }
     bool is_end(token_id id) const { return is_end_[static_cast<std::size_t>(id)]; }
-    // Up to a zero byte, as llama.cpp reads it.
+    // The text up to a zero byte, as llama.cpp reads it.
     std::string_view of(token_id id) const;
 
-    // Tokens that have a text and do not end the output, sorted by text; n_shared: bytes that a
-    // text has in common with the one before it.
+    // Tokens that have a text and do not end the output, sorted by text; n_shared: number of
+    // leading bytes shared with the previous text.
     struct entry {
         token_id id;
         std::uint32_t n_shared;
@@ -59,11 +59,11 @@ public:
 private:
     using mask = std::vector<std::uint64_t>;
 
-    // How far the bytes of a token have come.
+    // The match after some bytes of a token.
     struct cursor {
         grammar_automaton::state state;
         partial_character part;
-        std::uint32_t first = 0;   // of the code points that came; 0: none
+        std::uint32_t first = 0;   // first code point so far; 0: none
         bool was_partial = false;  // `part` began in an earlier token
     };
 
@@ -77,13 +77,13 @@ private:
 
     const std::shared_ptr<const token_texts> texts_;
     grammar_automaton automaton_;
-    partial_character partial_;  // that the last token ended in
+    partial_character partial_;  // at the end of the last token
 
     std::unordered_map<grammar_automaton::state, mask>
-        masks_;  // by state, where nothing is partial
+        masks_;  // by state; only if nothing is partial
     std::size_t n_forgotten_ = 0;
     const mask* current_mask_ = nullptr;
-    mask partial_mask_;  // where something is
+    mask partial_mask_;  // otherwise
 };
 
 }  // namespace kqview

@@ -13,8 +13,8 @@ namespace kqview {
 namespace {
 
 // The target's vector register as a type of gcc and clang: the same arithmetic on a few numbers at
-// once. Plain loops are not turned into vector code on every target that wheels are built for, and
-// wider types than the register's compile to slow code.
+// once. Compilers do not vectorise plain loops on every target that wheels are built for, and types
+// wider than the register compile to slow code.
 #if defined(__AVX__)
 constexpr std::size_t n_lanes = 8;
 #else
@@ -35,9 +35,9 @@ float_lanes larger(float_lanes a, float_lanes b) { return b > a ? b : a; }
 constexpr float minus_inf = -std::numeric_limits<float>::infinity();
 constexpr std::size_t block_size = 128;
 
-// The largest of a full block; `unordered` keeps a bit of every NaN that was seen.
+// The maximum of a full block; `unordered` gets a bit for every NaN.
 float scan_block(const float* x, int_lanes& unordered) {
-    // Two of each: an instruction need not wait for the one before it.
+    // Two accumulators: an instruction need not wait for the previous one.
     float_lanes largest_even = load(x);
     float_lanes largest_odd = load(x + n_lanes);
     int_lanes nan_even = largest_even != largest_even;
@@ -61,8 +61,8 @@ bool is_better(const scored_token& a, const scored_token& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// exp(x) for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], about 2 units in the last
-// place. Below -87 it stays at 1.6e-38, which no sum that holds exp(0) can notice.
+// exp(x) for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], error about 2 units in the last
+// place. Below -87 it stays at 1.6e-38, which is negligible in a sum that contains exp(0).
 float_lanes exp_of_negative(float_lanes x) {
     constexpr float log2_e = 1.44269504F;
     constexpr float ln2_high = 0.693359375F;  // few digits, so that n * ln2_high is exact
@@ -87,8 +87,8 @@ float_lanes exp_of_negative(float_lanes x) {
     return poly * power;
 }
 
-// log(sum(exp(x))) of n finite or -inf logits whose largest is `max`. Relative error of the sum
-// below 1e-6: exponentials in float32, summed in blocks into a double.
+// log(sum(exp(x))) of n finite or -inf logits with maximum `max`. Relative error of the sum below
+// 1e-6: exponentials in float32, summed in blocks into a double.
 double log_sum_exp(const float* logits, std::int32_t n, float max) {
     // Every logit is -inf: there is nothing to normalise.
     if (!(max >= std::numeric_limits<float>::lowest())) return 0.0;

@@ -1,6 +1,6 @@
-// What is read off a whole row of logits: its largest values, without sorting the vocabulary or
-// building candidates, and log-probabilities.
-// Owns:    scratch buffers, kept from token to token; the logits belong to the caller.
+// Reads a whole row of logits: its largest values, without sorting the vocabulary or building
+// candidates, and log-probabilities.
+// Owner:   owns scratch buffers, kept from token to token; the logits belong to the caller.
 // Threads: engine thread only.
 // Never:   changes the logits.
 #pragma once
@@ -21,16 +21,17 @@ struct scored_token {
 
 class logit_scan {
 public:
-    // Takes the maximum of every block of the n logits, which must outlive the calls below.
-    // Raises decode when a logit is NaN or +inf.
+    // Finds the maximum of each block of the n logits, which must outlive the calls below. Raises
+    // decode if a logit is NaN or +inf.
     void read(const float* logits, std::int32_t n);
 
     float max() const { return max_; }
 
-    // Lowest id among the largest; every logit -inf gives 0.
+    // The id of the largest logit, the lowest among equals; 0 if all are -inf.
     token_id argmax() const;
 
-    // The k largest above -inf into `out`, best first, of equal ones the lowest id first.
+    // Writes the k largest logits above -inf to `out`, best first, the lowest id first among
+    // equals.
     void top(std::int32_t k, std::vector<scored_token>& out);
 
 private:
@@ -42,17 +43,17 @@ private:
 };
 
 // Log-probabilities of the model's own distribution: log-softmax of the raw logits, before bias,
-// penalties, temperature and grammar, so they say what the model thought, not what was allowed.
+// penalties, temperature and grammar. They show what the model predicted, not what was allowed.
 class logprob_scan {
 public:
-    // Reads the raw logits and remembers the n_top best. Raises decode on NaN or +inf.
+    // Reads the raw logits and keeps the n_top best. Raises decode on NaN or +inf.
     void read(const float* logits, std::int32_t n, std::int32_t n_top);
 
-    // Of a token whose raw logit is given; -inf stays -inf.
+    // Log-probability of a token with this raw logit; -inf stays -inf.
     float of(float logit) const {
         return static_cast<float>(static_cast<double>(logit) - log_sum_);
     }
-    // Best first, of equal ones the lowest id first; fewer than n_top when others are -inf.
+    // Best first, the lowest id first among equals; fewer than n_top if the others are -inf.
     std::vector<std::pair<token_id, float>> top() const;
 
 private:

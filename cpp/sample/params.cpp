@@ -93,7 +93,7 @@ void check_tokens(const sampling_params& params, std::int32_t n_vocab) {
 
 void check(const sampling_params& params, std::int32_t n_vocab) {
     for_each_option([&](const auto& option) { check_option(option, params.*option.member); });
-    // The penalty also divides, so its inverse has to be a number too.
+    // The penalty also divides, so its inverse must be finite too.
     if (!std::isfinite(1.0F / params.repeat_penalty)) {
         refuse("repeat_penalty", "at least 1e-38", to_text(params.repeat_penalty));
     }

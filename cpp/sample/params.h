@@ -1,6 +1,6 @@
 // The sampling options of one request as plain values, the list of them, and the check of their
 // ranges. kqview.Sampling (types/sampling.py) has the same options.
-// Never: touches llama.cpp. What passes check() reaches no assertion of its samplers.
+// Never:   touches llama.cpp. Values that pass check() never trigger an assertion in its samplers.
 #pragma once
 
 #include <cmath>
@@ -52,11 +52,11 @@ struct sampling_params {
     std::optional<std::string> json_schema;
     std::optional<std::string> regex;
 
-    // 0 = the logprob of the chosen token, k = also of the k most probable ones.
+    // 0 = only the chosen token's logprob, k = also those of the k most probable tokens.
     std::optional<std::int32_t> top_logprobs;
 };
 
-// What a number may be, within the limits of its type.
+// The allowed range of a number, within the limits of its type.
 struct number_range {
     double low = -std::numeric_limits<double>::infinity();
     double high = std::numeric_limits<double>::infinity();
@@ -72,10 +72,10 @@ template <typename Value>
 struct sampling_option {
     const char* name;
     Value sampling_params::*member;
-    number_range range{};  // of numbers
+    number_range range{};  // for numbers
 };
 
-// Every option: what check() and the bindings go through.
+// Every option; check() and the bindings iterate over this list.
 inline constexpr std::tuple sampling_options{
     sampling_option{"temperature", &sampling_params::temperature, {.low = 0}},
     sampling_option{"top_k", &sampling_params::top_k, {.low = 0}},
@@ -110,14 +110,14 @@ inline constexpr std::tuple sampling_options{
     sampling_option{"top_logprobs", &sampling_params::top_logprobs, {.low = 0}},
 };
 
-// Calls `visit` with each of them, in order.
+// Calls `visit` with each option, in order.
 template <typename Visit>
 void for_each_option(Visit&& visit) {
     std::apply([&](const auto&... option) { (visit(option), ...); }, sampling_options);
 }
 
 // Raises invalid_sampling for a value out of range, invalid_token for an id outside the vocabulary.
-// The grammar's text is checked when the filter is made.
+// The grammar's text is checked when the filter is created.
 void check(const sampling_params& params, std::int32_t n_vocab);
 
 }  // namespace kqview

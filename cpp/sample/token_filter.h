@@ -1,5 +1,5 @@
-// Which tokens may come next: the interface of a grammar, a JSON schema or a regular expression,
-// and what makes the filter that a request asks for.
+// The interface that decides which tokens may come next, for a grammar, a JSON schema or a regular
+// expression, and the factory for a request's filter.
 #pragma once
 
 #include <cstddef>
@@ -18,30 +18,30 @@ class model;
 class token_texts;
 struct sampling_params;
 
-// Threads: one at a time, not always the same.
+// Threads: one at a time, but not always the same one.
 class token_filter {
 public:
     virtual ~token_filter() = default;
 
-    // All raise invalid_sampling when `limit` is spent, or a limit of the filter's own is.
+    // All raise invalid_sampling when `limit`, or one of the filter's own limits, is exhausted.
 
     // About this many calls of allows() follow before the next accept().
     virtual void prepare(std::size_t n_calls, work_limit& limit) = 0;
     virtual bool allows(token_id id, work_limit& limit) = 0;
-    // The token, which is allowed, comes next.
+    // Advances by this token, which must be allowed.
     virtual void accept(token_id id, work_limit& limit) = 0;
 };
 
-// Makes filters, and keeps what all filters of a model share. Threads: any.
+// Creates filters, and caches what all filters of a model share. Threads: any.
 class token_filters {
 public:
-    // CPU time that reading a grammar may take.
+    // CPU time limit for reading a grammar.
     static constexpr double read_limit_s = 2.0;
 
     explicit token_filters(std::shared_ptr<const model> source) : source_(std::move(source)) {}
 
-    // Null if `params` ask for none. `llguidance_path`: the library for JSON schemas and
-    // expressions. Raises invalid_sampling, and what constraint_vocabulary raises.
+    // Null if `params` ask for no filter. `llguidance_path`: the library for JSON schemas and
+    // regular expressions. Raises invalid_sampling, and what read_constraint_vocabulary raises.
     std::unique_ptr<token_filter> make(const sampling_params& params,
                                        const std::string& llguidance_path);
 
@@ -49,7 +49,7 @@ private:
     std::unique_ptr<token_filter> make_grammar(const std::string& text);
 
     const std::shared_ptr<const model> source_;
-    std::mutex mutex_;  // held while one of these is built, which takes up to a second
+    std::mutex mutex_;  // held while one of these is built, up to a second
     std::shared_ptr<const token_texts> texts_;
     std::shared_ptr<const constraint_vocabulary> constraints_;
 };

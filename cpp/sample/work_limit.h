@@ -1,6 +1,6 @@
-// A budget of CPU time that long computations check from inside, so that they end when it is spent,
-// or when another thread says that the result is not needed.
-// Threads: the one that computes; stop() from any.
+// A budget of CPU time. Long computations check it from inside, so that they end when it is
+// exhausted, or when another thread reports that the result is not needed.
+// Threads: the computing one; stop(): any.
 #pragma once
 
 #include <atomic>
@@ -11,20 +11,20 @@ namespace kqview {
 
 class work_limit {
 public:
-    // `what` begins the error's message, as in "grammar". `refill_s` comes back with each
-    // restart, up to `limit_s`: what work may take on average.
+    // `what` begins the error's message, for example "grammar". Each restart adds `refill_s` back,
+    // up to `limit_s`: it is the limit on average.
     work_limit(std::string what, double limit_s, double refill_s)
         : what_(std::move(what)), limit_s_(limit_s), refill_s_(refill_s), left_s_(limit_s) {}
-    // All of it comes back.
+    // Each restart restores the whole budget.
     work_limit(std::string what, double limit_s) : work_limit(std::move(what), limit_s, limit_s) {}
 
-    // A piece of work begins on this thread, with what is left and the refill.
+    // Begins a piece of work on this thread, with the remaining budget plus the refill.
     void restart();
-    // It ends, on the same thread; what it used is gone.
+    // Ends it, on the same thread; the used time is deducted.
     void pause();
 
     // One unit is about a tenth of a microsecond of work. Raises invalid_sampling when the budget
-    // is spent or after stop().
+    // is exhausted or after stop().
     void spend(std::size_t n_units = 1) {
         n_unchecked_ += n_units;
         if (n_unchecked_ >= n_between_checks) check();
@@ -48,7 +48,7 @@ private:
     std::atomic<bool> is_stopped_{false};
 };
 
-// CPU time of the calling thread: what others make it wait for does not count.
+// CPU time of the calling thread; waiting for other threads does not count.
 double thread_cpu_s();
 
 }  // namespace kqview

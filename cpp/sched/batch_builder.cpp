@@ -8,12 +8,12 @@ namespace kqview {
 
 namespace {
 
-// Prompt tokens of a step that others wait for: evaluating more at once is faster, and stalls them.
+// Prompt tokens per step while other slots wait: larger chunks are faster, but stall those slots.
 constexpr int n_shared_chunk = 128;
-constexpr std::size_t n_blocks_of_budget = 4;         // of prompt rows
+constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
-// Rows of a prompt's tokens, the last of which sees `n_columns`.
+// Layout of the rows of prompt tokens, the last of which sees all columns.
 row_layout prompt_layout(const request& active, int n_rows) {
     return active.capture->layout(static_cast<int>(active.prompt.size()), n_rows, false);
 }
@@ -43,7 +43,7 @@ bool batch_builder::fill_decode() {
     };
     for (std::size_t i = 0; i < slots_.size(); ++i) {
         auto next = (i_next_slot_ + i) % slots_.size();
-        // A run of adjacent slots that are ready, from the first one found.
+        // The first ready slot, and the ready slots adjacent to it.
         while (next < slots_.size() && is_generating(slots_[next]) &&
                try_add(slots_[next], &batch_builder::add_token)) {
             ++next;
@@ -57,8 +57,8 @@ bool batch_builder::fill_decode() {
     return false;
 }
 
-// Adds what `add` does for one slot to the step. Where that fails its request ends and the step is
-// as before.
+// Adds one slot to the step by calling `add`. If that fails, the slot's request ends and the step
+// is unchanged.
 bool batch_builder::try_add(slot& target, bool (batch_builder::*add)(slot&)) {
     const auto n_tokens = tokens_.size();
     const auto n_rows = rows_.size();
@@ -116,19 +116,19 @@ void batch_builder::add_rows(const batch_part& part) {
     parts_.push_back(part);
 }
 
-// As much of the prompt as one step takes; less where the rows of all its tokens would fill more
-// than a part of the pool, so that a consumer can hold some blocks and more come.
+// As much of the prompt as one step holds; less if the rows of all its tokens would fill more than
+// a fraction of the pool, so that a consumer can hold some blocks while others are filled.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(active.prompt.size());
     const auto n_done = static_cast<int>(target.cache.size());
-    // What is pooled has to be one step.
+    // A pooled embedding must be one step.
     const bool is_whole = active.embeds && !model_.can_split_embedding();
     const int n_most = !is_whole && is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
     batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk()}), 0, false,
                     false};
     if (active.n_prompt_rows > 0) {
-        // Tokens of this chunk before the first one whose rows are wanted.
+        // Number of tokens in this chunk before the first one with captured rows.
         const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
         part.n_rows = std::max(0, part.n_tokens - n_before);
         const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
@@ -145,7 +145,7 @@ batch_part batch_builder::next_chunk(slot& target) const {
     return part;
 }
 
-// Does another slot generate, and so wait for this one's prompt?
+// True if another slot generates, and so waits for this one's prompt.
 bool batch_builder::is_shared_step(const slot& target) const {
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return one.id() != target.id() &&
@@ -153,13 +153,13 @@ bool batch_builder::is_shared_step(const slot& target) const {
     });
 }
 
-// May this slot go on? Sets its state, and takes the blocks that its rows need.
+// Decides whether this slot can take part. Sets its state, and takes the blocks that its rows need.
 bool batch_builder::make_ready(const batch_part& part) {
     auto& target = *part.target;
     const auto& active = *target.active;
-    if (!part.samples && part.n_rows == 0) return true;  // the consumer gets nothing of it
+    if (!part.samples && part.n_rows == 0) return true;  // nothing to deliver
     const bool is_prompt = target.is_in_prompt();
-    // Rows of a prompt are large: one run of them waits while the next one is computed.
+    // Prompt rows are large: one run of them waits for the consumer while the next one is computed.
     const int run_ahead = model_.can_truncate()
                               ? std::min(active.run_ahead, part.n_rows > 0 ? 1 : active.run_ahead)
                               : 0;
@@ -185,14 +185,14 @@ bool batch_builder::make_ready(const batch_part& part) {
     return true;
 }
 
-// False: there is no room for these rows. Dropped ones have no block.
+// False: the pool has no room for these rows. Dropped rows have no block.
 bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_rows& rows) {
-    // From a try in which the other block found no room.
+    // Left over from a try in which the other block found no room.
     if (rows.block && rows.layout.size_bytes == layout.size_bytes) return true;
     rows = {};
     auto block = pool_.try_take(layout.size_bytes);
-    // Nothing comes back from a consumer that waits, but it may have dropped a view after our try.
-    // A token on its way to the consumer has a block that may come back too.
+    // A waiting consumer gives no blocks back, but it may have dropped a view after the first try.
+    // A token that is still on its way to the consumer has a block that may come back too.
     const bool is_final =
         !block && out_.n_on_the_way(target.active) == 0 && target.active->box->is_starving();
     if (is_final) block = pool_.try_take(layout.size_bytes);
@@ -209,8 +209,8 @@ bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_r
     return false;
 }
 
-// No room for the next row: the slot does not take part in this step. As long as the consumer has
-// tokens to take, their blocks may come back: running ahead stops first.
+// No room for the next row: the slot skips this step. While the consumer has tokens to take, their
+// blocks may come back: first the slot stops running ahead.
 void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
     change(target.state, slot_state::starved);
     if (!is_final) {

@@ -1,8 +1,9 @@
-// Puts the next step together: which tokens it decodes, and which blocks their rows go to. A slot
-// takes part when its mailbox has room and the pool has blocks for its rows.
-// Owner: the engine loop. Threads: the engine thread.
-// Why one ubatch a step: with a KV stream per slot llama.cpp splits a batch into equal runs of
-// adjacent sequences; a step is therefore one token each of adjacent slots, or one prompt chunk of
+// Builds the next step: the tokens it decodes, and the blocks that receive their rows. A slot takes
+// part if its mailbox has room and the pool has blocks for its rows.
+// Owner:   the engine loop.
+// Threads: the engine thread.
+// Why one ubatch per step: with one KV stream per slot, llama.cpp splits a batch into equal runs of
+// adjacent sequences. So a step is either one token each of adjacent slots, or one prompt chunk of
 // one slot.
 #pragma once
 
@@ -22,12 +23,12 @@ namespace kqview {
 struct batch_part {
     slot* target;
     int n_tokens;
-    int n_rows;       // of its last tokens, captured as the prompt's
+    int n_rows;       // its last tokens whose rows are captured as prompt rows
     bool samples;     // the logits of its last token are wanted
-    bool is_last;     // nothing of the prompt is left after it
-    int i_token = 0;  // its last token in the batch
+    bool is_last;     // no prompt tokens remain after it
+    int i_token = 0;  // index of its last token in the batch
 
-    // Does the request end with its prompt, and so with this step?
+    // True if the request ends with its prompt, and so with this step.
     bool is_end() const { return is_last && !samples; }
 };
 
@@ -37,11 +38,12 @@ public:
                   engine_counters& counters)
         : model_(model), pool_(pool), slots_(slots), out_(out), counters_(counters) {}
 
-    // Prompts and running texts take turns, so that a long prompt does not stall the others. A
-    // request that fails here ends, and the others stay in the step. False: no slot can go on.
+    // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
+    // the other slots. If a request fails here it ends, and the others stay in the step. False: no
+    // slot can go on.
     bool fill();
 
-    // The step, until the next fill().
+    // The current step; valid until the next fill().
     std::span<const step_token> tokens() const { return tokens_; }
     std::span<const step_rows> rows() const { return rows_; }
     std::span<const batch_part> parts() const { return parts_; }
@@ -71,7 +73,7 @@ private:
     std::vector<step_rows> rows_;
     std::vector<batch_part> parts_;
     bool is_prefill_ = false;
-    std::size_t i_next_slot_ = 0;  // of the next step that generates
+    std::size_t i_next_slot_ = 0;  // first slot of the next decode step
 };
 
 }  // namespace kqview

@@ -58,7 +58,7 @@ bool command_queue::run_on_slot(slot_id slot, const slot_work& work,
         if (!goes_on_waiting) {
             is_wanted = false;
             const auto is_mine = [&](const command& one) { return one.work == &mine; };
-            if (std::erase_if(commands_, is_mine) > 0) return false;  // it was not begun
+            if (std::erase_if(commands_, is_mine) > 0) return false;  // it never began
         }
         if (!mine.is_done) continue;
         if (is_wanted && mine.failure) throw error(*mine.failure);
@@ -104,7 +104,8 @@ command_queue::command command_queue::take_left() {
     return take_first();
 }
 
-// Under the lock, which the caller needs to see the end: the order is on its stack.
+// Signals under the lock, which the caller needs to see the end: the order is on the caller's
+// stack.
 void command_queue::finish(order& one, std::optional<error> failure) {
     const std::lock_guard lock(mutex_);
     one.failure = std::move(failure);

@@ -1,8 +1,9 @@
-// What callers ask of the engine thread, in one queue: run a request, cancel one, work on an idle
-// slot, close. Commands are taken in order; a request that was submitted waits here, by priority,
-// until a slot is free. Closing goes before everything else.
-// Owner:   the scheduler. Threads: as the members say.
-// Never:   runs a command; allocates where one is taken.
+// One queue of commands from callers to the engine thread: run a request, cancel one, work on an
+// idle slot, close. Commands run in order, except that closing goes first. A submitted request
+// waits here, by priority, until a slot is free.
+// Owner:   the scheduler.
+// Threads: see the sections of the class.
+// Never:   runs a command; allocates while handing one to the engine thread.
 #pragma once
 
 #include <deque>
@@ -21,8 +22,8 @@ namespace kqview {
 
 class command_queue {
 public:
-    // Work on a slot; on the stack of its caller, who waits because the work may write into the
-    // caller's memory.
+    // Work on a slot. Lives on the stack of its caller, who blocks, because the work may write into
+    // the caller's memory.
     struct order {
         slot_id slot;
         const slot_work& work;
@@ -39,7 +40,7 @@ public:
     enum class cancelling {
         withdrawn,  // the request was still waiting for a slot, and is gone
         ordered,    // the engine thread carries it out
-        closed,     // no thread does: everything ends
+        closed,     // the engine is closed: everything ends
     };
 
     // At most `n_waiting_max` requests wait for a slot.
@@ -48,19 +49,19 @@ public:
 
     // ---- any thread
 
-    // Gives the request its id and queues it behind those of its priority. False: the queue is
-    // full. Raises closed.
+    // Assigns the request's id and queues it behind those of its priority. Returns false if the
+    // queue is full. Raises closed.
     bool submit(const std::shared_ptr<request>& wanted);
 
     cancelling cancel(const std::shared_ptr<request>& wanted);
 
-    // Queues the work and blocks until it was done; raises what it raised. Raises closed. Call it
-    // without the GIL. `goes_on` is asked each time a signal handler ran on the waiting thread.
-    // Once it says no, false is returned: the work was not begun, or it was and is done now,
-    // whatever came of it.
+    // Queues the work and blocks until it is done; raises what the work raised. Raises closed. Call
+    // without the GIL. `goes_on` is called each time a signal handler has run on the waiting
+    // thread. If it returns false, run_on_slot returns false: either the work never began, or it
+    // has begun and is done, and its result or error is dropped.
     bool run_on_slot(slot_id slot, const slot_work& work, const std::function<bool()>& goes_on);
 
-    // Every later command is refused, and take() says `close`.
+    // Refuses every later command; take() then returns `close`.
     void close();
     bool is_closed() const;
     std::size_t n_waiting() const;
@@ -68,15 +69,15 @@ public:
 
     // ---- engine thread
 
-    // The next cancellation or work.
+    // The next cancellation or work, or `close`.
     command take();
     void finish(order& one, std::optional<error> failure);
-    // The first waiting request that `may_run` accepts: one that waits for a certain slot does not
-    // hold up those behind it.
+    // The first waiting request that `may_run` accepts. A request that waits for a certain slot
+    // does not hold up those behind it.
     std::shared_ptr<request> take_waiting(const std::function<bool(const request&)>& may_run);
     std::vector<std::shared_ptr<request>> waiting() const;
 
-    // ---- whoever ends what was left when it closed
+    // ---- the thread that ends the commands left over after close
 
     command take_left();
 

@@ -49,12 +49,12 @@ void delivery::put(slot& target, picked_token picked) {
     }
     auto end = end_of(target, finish_reason::length, {});
     count_end(finish_reason::length);
-    target.transfer = 0;  // the token has the rows
+    target.transfer = 0;  // the token carries the rows
     release(target);
     send({std::move(to), std::move(token), std::move(end)}, transfer);
 }
 
-// Tokens that the request may still get.
+// Number of tokens that the request may still get.
 int delivery::n_left(const slot& target) const {
     const int n_due = target.active->max_tokens - target.usage.completion_tokens;
     if (target.active->n_discard > 0) return std::max(0, n_due);
@@ -73,7 +73,7 @@ void delivery::send(parcel one, transfer_id rows) {
     one.to->box->put(std::move(one.content), std::move(one.end));
 }
 
-// A view of the last step goes out. Counted before its consumer can see it.
+// Counts a view of the last step, before its consumer can see it.
 void delivery::count_view() {
     if (!computed_) return;
     const auto now = clock::now();
@@ -104,7 +104,7 @@ bool delivery::collect() {
         }
         if (auto* const running = slots_.running(to)) {
             finish(*running, finish_reason::error, failure);
-        } else if (usage) {  // it had its last token and has left its slot
+        } else if (usage) {  // the request had its last token and has left its slot
             to->box->finish({finish_reason::error, *usage, failure});
         }
     }
@@ -128,7 +128,7 @@ end_event delivery::end_of(const slot& target, finish_reason reason,
     return {reason, usage, std::move(failure)};
 }
 
-// Before the consumer can see the end: what it reads then has it.
+// Called before the consumer can see the end, so that the counters it then reads include it.
 void delivery::count_end(finish_reason reason) {
     ++(reason == finish_reason::error       ? counters_.n_failed
        : reason == finish_reason::cancelled ? counters_.n_cancelled
@@ -139,14 +139,14 @@ void delivery::finish(slot& target, finish_reason reason, std::optional<error> f
     if (n_on_the_way(target.active) > 0) {
         const auto ending = target.active;
         collect();
-        if (target.active != ending) return;  // its rows did not come: that was its end
+        if (target.active != ending) return;  // missing rows ended it
     }
     const auto box = target.active->box;
     const bool is_cancelled = reason == finish_reason::cancelled;
     if (is_cancelled) slots_.roll_back(target, box->n_taken());
     auto end = end_of(target, reason, std::move(failure));
     count_end(reason);
-    release(target);  // first: who sees the end finds the slot free
+    release(target);  // first: whoever sees the end finds the slot free
     if (is_cancelled) {
         box->settle(std::move(end));
     } else {
@@ -156,12 +156,12 @@ void delivery::finish(slot& target, finish_reason reason, std::optional<error> f
 
 void delivery::release(slot& target) {
     if (target.ticket) lane_.abandon(*target.ticket);
-    // Before a block that nobody will see goes back to the pool: a device may still write into it.
+    // Before an undelivered block goes back to the pool: a device may still write into it.
     if (target.has_rows() && target.transfer != 0) {
         try {
             model_.await(target.transfer);
         } catch (...) {
-            // The next decode says what is wrong with the device.
+            // The next decode reports what is wrong with the device.
         }
     }
     slots_.release(target);
@@ -171,7 +171,7 @@ void delivery::fail(slot& target, const std::shared_ptr<request>& asked) {
     auto failure = failure_of_request();
     if (target.active) {
         finish(target, finish_reason::error, std::move(failure));
-    } else {  // it was its last one
+    } else {  // that was its last token
         asked->box->finish(end_of(target, finish_reason::error, std::move(failure)));
     }
 }
@@ -188,7 +188,7 @@ void delivery::cancel(const std::shared_ptr<request>& wanted) {
         finish(*running, finish_reason::cancelled);
     } else if (const auto id = wanted->slot.load(); id >= 0) {
         collect();
-        // It ended by itself, but its last tokens were never handed out.
+        // The request ended by itself, but its last tokens were never handed out.
         auto& target = slots_[static_cast<std::size_t>(id)];
         if (!target.active && target.last.request == wanted->id)
             slots_.roll_back(target, wanted->box->n_taken());

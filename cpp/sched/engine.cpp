@@ -81,7 +81,7 @@ engine_stats engine::stats() const {
 
 engine_health engine::health() const {
     const auto seen = sched_->health();
-    const bool is_forked = sched_->is_forked();  // the thread is the parent's
+    const bool is_forked = sched_->is_forked();  // the thread belongs to the parent
     return {name_of(is_forked ? engine_phase::ended : seen.phase), seen.quiet_s, seen.n_steps,
             sched_->is_lost()};
 }

@@ -1,7 +1,7 @@
-// One model, one context and the engine thread, as callers see them: what they ask for becomes
-// requests, what happened becomes numbers.
-// Threads: any, without Python's lock where a call may take time.
-// Never:   touches the llama_context after the constructor; that is the engine thread's.
+// One model, one context and the engine thread, as callers see them: turns calls into requests and
+// the engine's state into statistics.
+// Threads: any; calls that may take time run without the GIL.
+// Never:   touches the llama_context after the constructor; it belongs to the engine thread.
 #pragma once
 
 #include <chrono>
@@ -21,17 +21,17 @@ namespace kqview {
 
 struct engine_options : context_options {
     std::size_t attention_budget_bytes = 0;
-    bool poisons_blocks = false;  // tests of views: blocks that were given back are overwritten
+    bool poisons_blocks = false;  // for tests of views: overwrites blocks that were given back
 };
 
 struct engine_health {
     const char* phase;
     double quiet_s;  // since the last sign of life
     std::uint64_t n_steps;
-    bool is_lost;  // close() gave the thread up
+    bool is_lost;  // close() gave up on the thread
 };
 
-// kqview.EngineStats says what the fields mean; they have its names.
+// See kqview.EngineStats for the meaning of the fields; the names are the same.
 struct engine_stats {
     double uptime_s;
     std::uint64_t n_requests;
@@ -70,7 +70,7 @@ public:
     engine& operator=(const engine&) = delete;
 
     int n_ctx() const { return n_ctx_; }
-    int n_chunk() const { return n_chunk_; }  // most prompt tokens of one step
+    int n_chunk() const { return n_chunk_; }  // the most prompt tokens per step
     int n_slots() const { return sched_->n_slots(); }
     const capture_source& capture() const { return capture_; }
     bool has_cache() const { return has_cache_; }
@@ -79,16 +79,16 @@ public:
     const embedding_facts& embeddings() const { return embeddings_; }
     const std::string& shift_obstacle() const { return shift_obstacle_; }
 
-    // Makes the sampler, which a grammar or DRY can make slow, and queues the request. Raises
+    // Creates the sampler, which a grammar or DRY can make slow, and queues the request. Raises
     // invalid_sampling, invalid_token, queue_full, closed.
     std::shared_ptr<request> submit(request_options wanted);
 
-    // A step that waits for an RPC server ends at once.
+    // Also ends a step that waits for an RPC server, at once.
     void close(std::chrono::duration<double> limit);
 
     engine_stats stats() const;    // also after close()
     engine_health health() const;  // as stats(); takes no lock
-    // Benchmarks of copies: does a step end only when its rows have left their devices?
+    // For copy benchmarks: if true, a step ends only once its rows have left their devices.
     void await_copies(bool wanted) { copies_->are_awaited = wanted; }
 
     scheduler& sched() { return *sched_; }

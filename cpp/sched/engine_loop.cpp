@@ -10,7 +10,7 @@ namespace {
 
 constexpr std::chrono::milliseconds longest_lane_wait{2};
 
-// Made before memory can be short.
+// Constructed in advance, while memory is available.
 const error closed_error(errc::closed, "the engine was closed; make a new Engine");
 const error lost_error(
     errc::closed, "the engine was closed while a step hung, which did not end; make a new Engine");
@@ -45,8 +45,7 @@ void engine_loop::run() {
             if (step()) continue;
             tell_stalled();
         } catch (...) {
-            // Memory ran out where no request asked for it: ending all of them frees what they
-            // hold.
+            // Memory ran out outside any request: ending all requests frees what they hold.
             out_.fail_all(running_failure("engine", errc::internal, no_memory_error));
             continue;
         }
@@ -62,7 +61,7 @@ void engine_loop::run() {
 
 // ---- commands
 
-// Carries out cancellations and the work on idle slots. False: the engine closes.
+// Executes cancellations and work on idle slots. False: the engine closes.
 bool engine_loop::take_commands() {
     heart_->enter(engine_phase::ordering);
     using kind = command_queue::command::kind;
@@ -85,7 +84,7 @@ bool engine_loop::take_commands() {
     }
 }
 
-// Ends what nobody carries out any more. What runs has ended.
+// Ends the commands and requests left in the queue. Running requests have ended before.
 void engine_loop::end_queued() {
     for (;;) {
         const auto next = queue_.take_left();
@@ -125,10 +124,10 @@ void engine_loop::admit() {
     }
 }
 
-// Every graph has the nodes that the running requests want.
+// Every graph gets the nodes that the running requests want.
 void engine_loop::want(const request& added) {
-    // A request that ended keeps its nodes until the next one comes: alternating requests of one
-    // plan then share their graphs.
+    // The nodes of an ended request stay until the next one arrives: alternating requests with the
+    // same plan then share their graphs.
     graph_plan all;
     const auto add = [&all](const request& one) {
         if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0);
@@ -142,7 +141,7 @@ void engine_loop::want(const request& added) {
 
 // ---- a step
 
-// False: nothing could go on, and no slot became free.
+// False: no slot could go on, and none became free.
 bool engine_loop::step() {
     const auto started = clock::now();
     heart_->enter(engine_phase::filling);
@@ -154,15 +153,15 @@ bool engine_loop::step() {
             nanoseconds(last_decode_);
         return true;
     }
-    // Nobody can go on before these are taken.
+    // No slot can go on before these are taken.
     const bool has_delivered = out_.collect();
-    // A request that ended before it was decoded leaves its slot to one that waits for it.
+    // A request that ended before its decode leaves its slot to a waiting one.
     return slots_.take_released() || has_delivered || has_picked;
 }
 
 void engine_loop::decode() {
     const auto parts = batch_.parts();
-    // A step that ends such a prompt has no other slot's tokens.
+    // A step that ends an embedded prompt has tokens of no other slot.
     const bool embeds = parts.front().is_end() && parts.front().target->active->embeds;
     step_result result;
     heart_->enter(engine_phase::decoding);
@@ -172,14 +171,16 @@ void engine_loop::decode() {
         const auto failure = failure_of_request();
         for (const auto& part : parts) {
             part.target->cache.drop_unknown();
-            // One that the end of another request found without its rows has ended already.
+            // Skips a request that has already ended: its rows were found missing while another one
+            // was ended.
             if (part.target->active) out_.finish(*part.target, finish_reason::error, failure);
         }
         return;
     }
     out_.collect();  // the rows of the step before came while this one was started
     out_.begin_step();
-    // What the CPU writes is there; what a device computes is known with the logits.
+    // The CPU's rows are there; a device's compute is known to have ended once the logits are
+    // there.
     if (!batch_.rows().empty() && result.transfer == 0) out_.note_computed();
     ++counters_.n_decodes;
     (batch_.is_prefill() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
@@ -188,7 +189,7 @@ void engine_loop::decode() {
     for (const auto& part : parts) {
         heart_->enter(engine_phase::sampling);
         const auto asked = part.target->active;
-        if (!asked) continue;  // its rows of the step before did not come
+        if (!asked) continue;  // its rows of the previous step did not arrive
         try {
             hand_out(part, result);
         } catch (...) {
@@ -197,10 +198,10 @@ void engine_loop::decode() {
     }
 }
 
-// What one slot gets of a step: rows of its prompt, an embedding, a token.
+// Hands out one slot's results of a step: rows of its prompt, an embedding, a token.
 void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     auto& target = *part.target;
-    // All of it waits for the rows: what has none must not overtake what has.
+    // Everything waits for the rows: results without rows must not overtake those with rows.
     target.transfer = target.has_rows() ? result.transfer : 0;
     if (part.n_rows > 0) {
         if (target.prompt_rows.block) target.prompt_rows.written_at = result.written_at;
@@ -224,7 +225,7 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
 
 // ---- sample
 
-// Here, or in the lane where the picker takes an unknown time: the slot stays out of steps then.
+// Samples here, or in the lane if the picker may take long: the slot then stays out of steps.
 void engine_loop::sample(slot& target, float* logits) {
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
@@ -236,11 +237,12 @@ void engine_loop::sample(slot& target, float* logits) {
     change(target.state, slot_state::sampling);
 }
 
-// Delivers what the lane has picked since. False: nothing.
+// Delivers the tokens that the lane has picked since. False: there were none.
 bool engine_loop::take_picked() {
     const auto is_sampling = [](const slot& one) { return one.state == slot_state::sampling; };
     if (std::none_of(slots_.begin(), slots_.end(), is_sampling)) return false;
-    // A picker that is nearly done keeps its slot in the batch. Less than a step, and once a token.
+    // Waiting for a picker that is nearly done keeps its slot in the batch. Costs less than a step,
+    // and at most once per token.
     lane_.await_quick(std::min<clock::duration>(longest_lane_wait, last_decode_ / 2));
     bool has_picked = false;
     for (auto& target : slots_) {
@@ -262,8 +264,8 @@ bool engine_loop::take_picked() {
 
 // ---- wait
 
-// When every slot waits for its consumer, that may be the thread which waits for a queued request
-// here. Only the consumers can know.
+// If every slot waits for its consumer, that consumer may be the very thread that waits here for a
+// queued request. Only the consumers can know.
 void engine_loop::tell_stalled() {
     if (queue_.n_waiting() == 0) return;
     for (const auto& wanted : queue_.waiting()) {

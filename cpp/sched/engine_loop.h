@@ -1,9 +1,9 @@
-// What the engine thread does, over and over: take commands, admit requests to slots, fill a step,
-// decode it, sample, deliver; and wait when nothing can go on.
-// Owner:   the scheduler, which runs run() on the engine thread. Threads: the engine thread, but
-//          abandon(), counters() and the members of slots() that say so.
-// Never:   lets an error out: each one ends the request that caused it, and one that no request
-//          caused ends all that run.
+// The loop of the engine thread: take commands, admit requests to slots, fill a step, decode it,
+// sample, deliver; sleep when no slot can go on.
+// Owner:   the scheduler, which calls run() on the engine thread.
+// Threads: the engine thread; abandon(), counters() and the members of slots() that say so: any.
+// Never:   lets an error escape: an error ends the request that caused it, or all running requests
+//          if none did.
 #pragma once
 
 #include <chrono>
@@ -29,11 +29,11 @@ public:
     engine_loop(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
                 std::shared_ptr<doorbell> bell, command_queue& queue);
 
-    // Returns when the queue was closed and every request has ended.
+    // Returns once the queue is closed and every request has ended.
     void run();
 
-    // Any thread, when the engine thread is lost: all requests end, the slots stay as they are. Who
-    // waits for work on a slot that was begun waits on: the thread may be at it.
+    // Any thread, when the engine thread is lost: ends all requests and leaves the slots as they
+    // are. Callers whose work on a slot has begun keep waiting: the thread may still be running it.
     void abandon();
 
     const slot_table& slots() const { return slots_; }

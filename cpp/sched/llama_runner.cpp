@@ -59,9 +59,9 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
 
 llama_runner::~llama_runner() {
     if (broken_) {
-        // Of what an abort left nobody knows whether it can be freed: that waits for streams which
-        // may be in the middle of something, and ggml would abort again, out of a destructor. So it
-        // stays allocated. The model goes, as always, unless its devices failed.
+        // After an abort, the context may be impossible to free: that waits for streams which may
+        // be in the middle of an operation, and ggml would abort again, inside a destructor. So it
+        // stays allocated. The model is freed as usual, unless its devices failed.
         context_->abandon();
         (void)tap_.release();
         return;
@@ -101,7 +101,7 @@ void llama_runner::want(const graph_plan& plan) {
         } catch (const llama_abort&) {
             throw;
         } catch (...) {
-            // The requests that run on must not fail with this one: back to graphs without nodes.
+            // Running requests must not fail with the new one: back to graphs without nodes.
             const auto why = tap_->take_failure();
             tap_->want({});
             context_->reserve();
@@ -128,14 +128,14 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
             context_->decode(batch_, embeds);
         } catch (...) {
             tap_->abandon_step();
-            // A hook that refused says why; llama.cpp only knows that the call failed.
+            // The hook that refused has the reason; llama.cpp only knows that the call failed.
             const auto why = tap_->take_failure();
             if (why.empty()) throw;
             throw error(errc::unsupported_model, "capture: " + why);
         }
         publish_graphs();
         auto result = tap_->end_step();
-        model_->rpc().check();  // rows that a lost server left are none
+        model_->rpc().check();  // rows from a lost server are invalid
         if (tap_->copies()->are_awaited) tap_->await(std::exchange(result.transfer, 0));
         return result;
     });
@@ -149,8 +149,8 @@ void llama_runner::copy(slot_id from, slot_id to) {
     unbroken("copying a slot", [&] { context_->copy(from, to); });
 }
 
-// Where llama.cpp puts the query of a batch token: a run of one slot is one stream with a query a
-// token, one token each of several slots is a stream each.
+// Where llama.cpp puts the query of a batch token: a run of one slot is one stream with one query
+// per token; one token each of several slots is one stream per slot.
 row_target llama_runner::target_of(std::span<const step_token> tokens,
                                    const step_rows& rows) const {
     const bool is_one_slot = tokens.front().slot == tokens.back().slot;
@@ -179,7 +179,7 @@ text_embedding llama_runner::embedding(slot_id slot, int n_tokens) {
 }
 
 bool llama_runner::truncate(slot_id slot, int n_keep) {
-    if (broken_) return true;  // of no consequence any more
+    if (broken_) return true;  // irrelevant: every call raises
     return context_->truncate(slot, n_keep);
 }
 
@@ -207,12 +207,12 @@ const kv_layout& llama_runner::layout_from(std::span<const std::byte> kv_data) {
     return *layout_;
 }
 
-// Learned from bytes that this context writes: the layers, which of them keep values, and the row
-// sizes are then llama.cpp's own, whatever rules it has for them. An empty slot gets one token for
-// that; once.
+// Learned from bytes that this context writes, so that the layers, which of them keep values, and
+// the row sizes are llama.cpp's own, by whatever rules. An empty slot decodes one token for that,
+// once.
 const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     if (layout_) return *layout_;
-    (void)state_shape();  // a model that cannot be saved is not decoded for it
+    (void)state_shape();  // raises first for a model that cannot be saved
     std::vector<std::byte> kv_data;
     try {
         if (is_empty) {
@@ -230,7 +230,7 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
 }
 
 bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
-    (void)state_shape();  // raises where cells could not be moved to their positions
+    (void)state_shape();  // raises if cells could not be moved to their positions
     return unbroken("shifting a slot", [&] {
         const tap::scope scope(*tap_);
         return context_->discard(slot, gone);

@@ -1,6 +1,7 @@
-// The real runner, a llama.cpp context with its tap, and the real picker, llama.cpp's sampler chain.
-// Owner:   the scheduler. Threads: made on a Python thread, then the engine thread alone; `layers`
-//          any.
+// The production runner, a llama.cpp context with its tap, and the production picker, llama.cpp's
+// sampler chain.
+// Owner:   the scheduler.
+// Threads: constructed on a Python thread, then used by the engine thread alone; `layers`: any.
 #pragma once
 
 #include <atomic>
@@ -48,8 +49,8 @@ public:
 
     void watch(std::shared_ptr<heartbeat> heart) override { context_->watch(std::move(heart)); }
 
-    // What calls llama.cpp below raises decode, or out_of_memory, where ggml could not go on; after
-    // that always decode, because nothing of the context can be used any more.
+    // The members below that call llama.cpp raise decode, or out_of_memory, if ggml had to abort.
+    // Every later call then raises decode, because the context is unusable.
     void want(const graph_plan& plan) override;
     int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
@@ -67,15 +68,15 @@ public:
     void write_state(slot_id slot, std::span<std::byte> out) override;
     bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
 
-    // As context's, for what is made of texts.
+    // As context::pooling(): how embeddings are made.
     const std::string& pooling() const { return context_->pooling(); }
-    // What keeps tokens from being removed out of the middle of a slot; empty when nothing does.
+    // Why tokens cannot be removed from the middle of a slot; empty if they can.
     std::string shift_obstacle() const { return context_->shift_obstacle(); }
 
     // What can be captured, found in the graph that llama.cpp reserved.
     const capture_source& source() const { return tap_->source(); }
 
-    // Memory that rows reach without a detour; null: plain memory does.
+    // Host memory that devices write rows to directly; null: ordinary memory will do.
     std::shared_ptr<host_allocator> host_memory() const;
 
     // Shared, so that they can be read from any thread and after the runner is gone.
@@ -101,7 +102,7 @@ private:
     const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
 };
 
-// A call of llama.cpp, or of its devices.
+// Runs a call of llama.cpp or of its devices.
 template <typename Call>
 auto llama_runner::unbroken(const char* activity, Call&& call) {
     if (broken_) throw error(*broken_);
@@ -113,8 +114,8 @@ auto llama_runner::unbroken(const char* activity, Call&& call) {
     }
 }
 
-// Raises invalid_sampling. `source` must outlive the picker. `filter` is what token_filters made of
-// `params`.
+// Raises invalid_sampling. `source` must outlive the picker. `filter` is the one that token_filters
+// made from `params`.
 std::unique_ptr<token_picker> make_sampler_picker(const model& source,
                                                   const sampling_params& params,
                                                   std::span<const token_id> prompt,

@@ -22,7 +22,7 @@ bool mailbox::is_starving() {
 void mailbox::put(event content, std::optional<end_event> end) {
     const std::lock_guard lock(mutex_);
     if (consumer_ == consuming::cancelled) {
-        // The token is dropped, what the request cost is told all the same.
+        // The token is dropped, but the usage of the request is reported all the same.
         if (!end || producer_ != producing::open) return;
         end->reason = finish_reason::cancelled;
     } else {
@@ -54,7 +54,7 @@ void mailbox::set_end(end_event end) {
 void mailbox::stall(const std::vector<request_id>& holders) {
     const std::lock_guard lock(mutex_);
     if (waiters_.empty()) {
-        engine_waits_ = true;  // arm() rings, and the engine looks again
+        engine_waits_ = true;  // arm() rings, and the engine checks again
     } else if (stall_ != holders) {
         stall_ = holders;
         is_stall_new_ = true;
@@ -83,7 +83,7 @@ std::optional<mailbox::item> mailbox::try_take() {
             }
             events_.pop_front();
             ring = std::exchange(engine_waits_, false);
-            // A failure is raised, after the token that came before it.
+            // A failure comes as an item of its own, to be raised after the last token.
             if (taken->token && events_.empty() && has_ended && !end_.failure) taken->end = end_;
         } else if (has_ended) {
             taken.emplace();
@@ -137,7 +137,7 @@ void mailbox::disarm(const wake_handle* waiter) {
 }
 
 bool mailbox::cancel() {
-    std::deque<event> dropped;  // dies outside the lock: releasing a lease rings the engine
+    std::deque<event> dropped;  // freed outside the lock: releasing a lease rings the engine
     const std::lock_guard lock(mutex_);
     if (consumer_ == consuming::cancelled) return false;
     if (consumer_ == consuming::has_end) {

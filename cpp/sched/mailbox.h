@@ -1,8 +1,8 @@
-// Tokens of one request, and rows of its prompt, on their way from the engine thread to one
+// Carries the tokens of one request, and rows of its prompt, from the engine thread to one
 // consumer.
 // Owner:   shared by the request and the consumer's handle.
 // Threads: "producer" members on the engine thread, "consumer" members on one consumer at a time.
-// Never:   blocks the producer, who asks has_room() before a token is computed.
+// Never:   blocks the producer, which calls has_room() before a token is computed.
 #pragma once
 
 #include <deque>
@@ -19,67 +19,67 @@ namespace kqview {
 
 class mailbox {
 public:
-    // `engine` is rung when the consumer makes room or starts to wait.
+    // Rings `engine` when the consumer makes room or starts to wait.
     explicit mailbox(std::shared_ptr<doorbell> engine) : engine_(std::move(engine)) {}
 
-    // Producer: may another token, or run of prompt rows, be computed? Yes while fewer than
-    // `run_ahead` are there, and always when the consumer waits with nothing left to take. When
-    // this is false, the next change rings the engine.
+    // Producer: may another token, or run of prompt rows, be computed? True while fewer than
+    // `run_ahead` are queued, and whenever the consumer waits on an empty mailbox. If it returns
+    // false, the next change rings the engine.
     bool has_room(int run_ahead);
 
-    // Producer: does the consumer wait with nothing left to take? Then no view of this request can
-    // come back. When this is false, the next change rings the engine.
+    // Producer: does the consumer wait on an empty mailbox? Then no view of this request can come
+    // back. If it returns false, the next change rings the engine.
     bool is_starving();
 
     using event = std::variant<token_event, prompt_event>;
 
-    // Producer: adds a token or rows of the prompt, together with the end when nothing follows.
-    // Once the consumer cancelled the event is dropped, and the end is that of a cancelled request.
+    // Producer: adds a token or rows of the prompt, and the end if nothing follows. After the
+    // consumer cancelled, drops the event, and the end becomes that of a cancelled request.
     void put(event content, std::optional<end_event> end = {});
-    // Producer: the first end stays.
+    // Producer: sets the end; the first one wins.
     void finish(end_event end);
 
     // Producer, while the request is queued: every slot waits for the consumers of `holders`, so
-    // the request cannot start before one of them acts. A waiting consumer is told once for each
-    // set.
+    // the request cannot start before one of them acts. A waiting consumer is notified once per
+    // distinct set.
     void stall(const std::vector<request_id>& holders);
 
-    // Producer: tokens that were taken; final once the consumer cancelled.
+    // Producer: the number of tokens taken; final once the consumer cancelled.
     int n_taken() const;
 
-    // Producer: the cancellation was carried out, the slot is rolled back. Ends a request that has
+    // Producer: the cancellation is complete and the slot is rolled back. Ends a request that has
     // no end yet.
     void settle(end_event end = {});
 
     struct item {
         std::optional<token_event> token;
-        std::optional<prompt_event> prompt;  // with neither: see `end`
+        std::optional<prompt_event> prompt;  // neither: only `end` is set
         std::optional<end_event> end;        // with a token: it is the last one
     };
-    // Consumer: the next item, or nothing yet. The end is repeated for ever.
+    // Consumer: the next item, or nothing yet. Returns the end again on every later call.
     std::optional<item> try_take();
 
-    // Consumer: the end, if known, without taking what comes before it.
+    // Consumer: the end, if known, without taking the items before it.
     std::optional<end_event> end() const;
 
-    // Consumer: the requests that keep this one from starting, if that is news; empty otherwise.
-    // After forget_stall() it is news again if the engine still finds it so.
+    // Consumer: the requests that keep this one from starting, if not reported yet; otherwise
+    // empty. After forget_stall() they are reported again if they still do.
     std::vector<request_id> take_stall();
     void forget_stall();
 
-    // Consumer: asks to have `waiter` signalled at the next change. True: something is there
-    // already. Several may wait: one for the next item, others for a cancellation.
+    // Consumer: registers `waiter` to be signalled at the next change. True: something is there
+    // already. Several waiters are allowed: one for the next item, others for a cancellation.
     bool arm(std::shared_ptr<wake_handle> waiter);
-    // As arm(), for a cancellation. True: it was carried out.
+    // As arm(), for a cancellation. True: it is complete.
     bool arm_settled(std::shared_ptr<wake_handle> waiter);
     void disarm(const wake_handle* waiter = nullptr);  // null: all of them
 
-    // Consumer: drops what was not taken; the scheduler tells the engine. False: nothing is left to
-    // do, because the request was cancelled before or its end was taken.
+    // Consumer: drops all items not taken; the scheduler informs the engine. False: nothing is left
+    // to do, because the request was already cancelled or its end was taken.
     bool cancel();
 
 private:
-    // How far each side is. Both only move on.
+    // The progress of each side. Neither ever goes back.
     enum class producing { open, ended, settled };
     enum class consuming { open, has_end, cancelled };
 
@@ -99,9 +99,9 @@ private:
     consuming consumer_ = consuming::open;
     end_event end_;  // once the producer is not `open`
     int n_taken_ = 0;
-    bool engine_waits_ = false;  // the producer saw no room, or nobody to tell of a stall
+    bool engine_waits_ = false;  // the producer saw no room, or no consumer to notify of a stall
     std::vector<std::shared_ptr<wake_handle>> waiters_;
-    std::vector<request_id> stall_;  // told last
+    std::vector<request_id> stall_;  // last reported
     bool is_stall_new_ = false;
 };
 

@@ -14,10 +14,10 @@ namespace {
 using ids = std::vector<token_id>;
 
 constexpr std::size_t nowhere = std::numeric_limits<std::size_t>::max();
-// Places in the cache that are followed at a time for one place in the prompt.
+// Places in the cache that are followed at once for one place in the prompt.
 constexpr std::size_t n_active_max = 32;
 
-// Where in a sequence each run of n tokens begins, found by its hash; the caller compares the
+// Maps the hash of each run of n tokens to its places in a sequence; the caller compares the
 // tokens.
 class run_index {
 public:
@@ -59,14 +59,14 @@ private:
     std::vector<std::pair<std::uint64_t, std::size_t>> places_;
 };
 
-// prompt[start ..] == cached[start + offset ..] as far as the search has come.
+// prompt[start ..] == cached[start + offset ..], up to the current place of the search.
 struct run {
     std::size_t offset;
     std::size_t start;
 };
 
-// Goes through the prompt once. For each of its places `cached_end` is the least part of the cache
-// that can make up the prompt up to there: less of it used leaves more for what follows.
+// Scans the prompt once. For each place, `cached_end` is the shortest prefix of the cache that can
+// produce the prompt up to there: using less of the cache leaves more for the rest.
 class run_search {
 public:
     run_search(const ids& cached, const ids& prompt, std::size_t n_prefix, std::size_t n_run_min)
@@ -74,11 +74,11 @@ public:
           prompt_(prompt),
           n_prefix_(n_prefix),
           n_run_min_(n_run_min),
-          // A run that begins earlier also begins here.
+          // A run that begins earlier also covers this place.
           first_(n_prefix + 1 > n_run_min ? n_prefix + 1 - n_run_min : 0),
           last_run_(prompt.size() + 1) {}
 
-    // The last place of the prompt that can be made up.
+    // The last place up to which the cache can produce the prompt.
     std::size_t search() {
         const run_index index(cached_, first_, n_run_min_);
         std::vector<std::uint64_t> hashes(prompt_.size() + 1, 0);
@@ -101,7 +101,7 @@ public:
         return best;
     }
 
-    // The run that ends at a place which search() has reached, behind the beginning.
+    // The run that ends at a place which search() has reached after the prefix.
     const run& run_to(std::size_t place) const { return last_run_[place]; }
 
 private:
@@ -158,10 +158,10 @@ reuse_plan plan_shift(const ids& cached, const ids& prompt, std::size_t n_run_mi
     const auto n_prefix = plan.n_prefix();
     if (cached.size() == n_prefix || prompt.size() == n_prefix) return plan;
     run_search found(cached, prompt, n_prefix, n_run_min);
-    std::vector<token_range> runs;  // from the last one on
+    std::vector<token_range> runs;  // last one first
     for (auto end = found.search(); end > n_prefix;) {
         const auto& one = found.run_to(end);
-        // The beginning itself is exact: no run takes a part of it over.
+        // The prefix itself is exact: no run replaces a part of it.
         const auto start = std::max(one.start, n_prefix);
         runs.push_back({start + one.offset, end - start});
         end = start;

@@ -86,8 +86,8 @@ void sampler_lane::work() {
         const bool is_wanted = !one->is_abandoned_;
         lock.unlock();
         if (is_wanted) engine_->ring();
-        // Not under the lock: it may be the last one to hold the picker, which takes its time to
-        // die.
+        // Outside the lock: this may be the last reference to the picker, which takes time to
+        // destroy.
         one.reset();
         lock.lock();
     }

@@ -1,12 +1,12 @@
-// Picks tokens away from the engine thread when that can take long: under a grammar or a schema.
-// The engine thread hands over a row of logits, goes on with other slots, and is rung when the
-// token is there.
-// Owner:   the engine loop. A ticket is one request's place in the lane; it owns the request's
-//          picker, and is shared by its slot and the worker that picks, so that a request can leave
-//          its slot while its picker works.
+// Picks tokens off the engine thread when that can take long: under a grammar or a schema. The
+// engine thread hands over a row of logits and goes on with other slots; its doorbell rings when
+// the token is ready.
+// Owner:   the engine loop. A ticket is one request's place in the lane. It owns the request's
+//          picker and is shared by the slot and the worker, so that a request can leave its slot
+//          while its picker runs.
 // Threads: the engine thread; the workers never touch a slot, a mailbox or the llama_context.
-// Never:   makes the engine thread wait for a picker, except in await_quick(), and in close() for
-//          one that was stopped.
+// Never:   makes the engine thread wait for a picker, except in await_quick(), and in close() for a
+//          stopped one.
 #pragma once
 
 #include <chrono>
@@ -30,7 +30,7 @@ class sampler_lane {
 public:
     using clock = std::chrono::steady_clock;
 
-    // At most this many pickers work at once; threads are started when they are needed.
+    // At most `n_workers_max` pickers run at once; threads start on demand.
     sampler_lane(std::size_t n_workers_max, std::shared_ptr<doorbell> engine)
         : n_workers_max_(n_workers_max), engine_(std::move(engine)) {}
     ~sampler_lane() { close(); }
@@ -54,18 +54,18 @@ public:
         std::optional<error> failure_;
     };
 
-    // Has the next token picked from a copy of `logits`. The ticket has no other one under way.
+    // Queues picking the next token from a copy of `logits`. The ticket must have no other token in
+    // progress.
     void start(const std::shared_ptr<ticket>& one, std::span<const float> logits);
 
     bool is_done(const ticket& one) const;
-    // Of a ticket that is done. Raises what its picker raised.
+    // The token of a ticket that is done. Raises what its picker raised.
     picked_token take(ticket& one);
 
     // The request leaves its slot: its picker is stopped, and its token dropped.
     void abandon(ticket& one) noexcept;
 
-    // Waits until no token of a ticket is under way, but for none longer than `bound` since its
-    // start.
+    // Waits until no token is in progress, but for no token longer than `bound` after its start.
     void await_quick(clock::duration bound);
 
     // Stops every picker and ends the threads.

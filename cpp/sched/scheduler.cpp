@@ -13,8 +13,8 @@ namespace kqview {
 
 namespace {
 
-// Signals belong to Python's main thread: one that landed here, or on a compute thread started from
-// here, would not interrupt the wait it is meant for.
+// Signals belong to Python's main thread: a signal delivered to this thread, or to a compute thread
+// started from it, would not interrupt the wait it is meant for.
 void block_signals() {
     sigset_t all;
     sigfillset(&all);
@@ -30,7 +30,7 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
       queue_(std::make_unique<command_queue>(bell_, static_cast<std::size_t>(n_queue_max))),
       loop_(std::make_unique<engine_loop>(*runner_, pool_, heart_, bell_, *queue_)),
       n_slots_(runner_->n_slots()) {
-    // A forked child drops views too, and the engine thread's locks may be locked there for ever.
+    // A forked child drops views too, where the doorbell's lock may be locked forever.
     pool_->set_release_listener([bell = bell_, fork = fork_] {
         if (!fork.is_forked()) bell->ring();
     });
@@ -46,8 +46,8 @@ scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> 
 
 scheduler::~scheduler() {
     if (fork_.is_forked()) {
-        // The thread, its locks and the compute threads are the parent's: leave everything as it
-        // is.
+        // The thread, its locks and the compute threads belong to the parent: leave everything as
+        // it is.
         (void)thread_.release();
         (void)loop_.release();
         (void)queue_.release();
@@ -77,7 +77,7 @@ void scheduler::cancel(const std::shared_ptr<request>& wanted) {
     if (fork_.is_forked() || !wanted->box->cancel()) return;
     const auto how = queue_->cancel(wanted);
     if (how == command_queue::cancelling::ordered) return;
-    // It has no slot, or everything ends: nothing is to be rolled back.
+    // It has no slot, or the engine is closed: nothing needs to be rolled back.
     if (how == command_queue::cancelling::withdrawn) ++loop_->counters().n_cancelled;
     wanted->box->settle(end_without_slot(*wanted, finish_reason::cancelled));
 }
@@ -106,7 +106,7 @@ void scheduler::close(std::chrono::duration<double> limit) {
     thread_->join();
     thread_.reset();
     pool_->clear_release_listener();
-    runner_.reset();  // the context's memory is free now, not when the last handle dies
+    runner_.reset();  // frees the context's memory here, not when the last handle dies
     is_lost_ = false;
 }
 

@@ -1,8 +1,9 @@
-// The door to the engine thread: submit, cancel, work on a slot, close.
+// The interface to the engine thread: submit, cancel, work on a slot, close.
 // Owner:   owns the runner (and so the llama_context), the engine loop and its thread; one per
-//          Engine. Held by a scheduler_handle: a thread that hangs for good keeps what it uses.
-// Threads: any, without the GIL where a member waits. The engine thread has every signal blocked
-//          and never takes the GIL.
+//          Engine. Held by a scheduler_handle: if the thread hangs for good, everything it uses
+//          stays alive.
+// Threads: any; call members that wait without the GIL. The engine thread blocks every signal and
+//          never takes the GIL.
 #pragma once
 
 #include <atomic>
@@ -35,34 +36,34 @@ public:
     scheduler(const scheduler&) = delete;
     scheduler& operator=(const scheduler&) = delete;
 
-    // Gives the request its id and mailbox and queues it. Raises queue_full, closed.
+    // Assigns the request's id and mailbox, and queues it. Raises queue_full, closed.
     void submit(const std::shared_ptr<request>& wanted);
 
-    // Ends a request at the next step and rolls its slot back to the last token that was taken.
-    // Returns at once; mailbox::arm_settled says when it was done.
+    // Ends a request at the next step and rolls its slot back to the last token taken. Returns at
+    // once; mailbox::arm_settled tells when it is complete.
     void cancel(const std::shared_ptr<request>& wanted);
 
-    // Does `work` on the engine thread between two steps, while the caller waits; raises what it
-    // raises, and busy for a slot in use. `goes_on` as in command_queue::run_on_slot. False: the
-    // caller gave up.
+    // Runs `work` on the engine thread between two steps, while the caller waits; raises what it
+    // raises, and busy if the slot is in use. `goes_on` as in command_queue::run_on_slot. False:
+    // the caller gave up.
     bool run_on_slot(
         slot_id id, const slot_work& work,
         const std::function<bool()>& goes_on = [] { return true; });
 
-    // Ends the thread, in the middle of a decode too; running and queued requests end with
+    // Ends the thread, even in the middle of a decode; running and queued requests end with
     // errc::closed. A thread that does not end within the limit is lost: its requests end all the
-    // same, and what it uses (this object, the runner, the blocks) stays, until a later close()
-    // finds that it did end. Idempotent.
+    // same, and everything it uses (this object, the runner, the blocks) stays alive until a later
+    // close() finds that it has ended. Idempotent.
     void close(std::chrono::duration<double> limit = close_limit);
     static constexpr std::chrono::seconds close_limit{30};
 
-    // Did close() give the engine thread up?
+    // True if close() gave up on the engine thread.
     bool is_lost() const { return is_lost_.load(); }
 
-    // What the engine thread does; without a lock.
+    // What the engine thread is doing; takes no lock.
     heartbeat::reading health() const { return heart_->read(); }
 
-    // Closes, and frees all unless the thread is lost.
+    // Closes, and frees everything unless the thread is lost.
     struct deleter {
         void operator()(scheduler* one) const;
     };
@@ -78,7 +79,7 @@ public:
     std::vector<token_id> tokens_of(slot_id id) const;
     std::size_t n_exact_of(slot_id id) const;
     bool is_busy(slot_id id) const;
-    // Of every slot; after close() too.
+    // One view per slot; also after close().
     std::vector<slot_view> slots() const { return loop_->slots().views(); }
     double uptime_s() const;
     const engine_counters& counters() const { return loop_->counters(); }
@@ -95,9 +96,9 @@ private:
     const int n_slots_;
     const engine_loop::clock::time_point opened_ = engine_loop::clock::now();
 
-    std::mutex close_mutex_;  // one caller joins
+    std::mutex close_mutex_;  // one caller joins at a time
     std::unique_ptr<std::thread> thread_;
-    std::future<void> ended_;  // the thread has nothing left to do
+    std::future<void> ended_;  // ready when the thread has nothing left to do
     std::atomic<bool> is_lost_{false};
 };
 

@@ -12,7 +12,7 @@ namespace kqview {
 
 namespace {
 
-// The mark of a cache of `n_tokens` whose first `n_exact` are exact.
+// The exact mark of a cache with `n_tokens` tokens, the first `n_exact` of them exact.
 constexpr std::size_t exact_mark(std::size_t n_exact, std::size_t n_tokens) {
     return n_exact < n_tokens ? n_exact : all_exact;
 }
@@ -84,7 +84,7 @@ void slot_cache::copy_from(const slot_cache& source) {
 // ---- discard
 
 void slot_cache::discard(std::span<const token_range> gone) {
-    // Before anything changes: a cache's worth of memory may not be there.
+    // Allocated before anything changes: there may be no memory for a second copy of the cache.
     const auto n_room_bytes = model_.state_bytes(id_);
     const auto room = std::make_unique_for_overwrite<std::byte[]>(n_room_bytes);
     bool is_done = false;
@@ -92,7 +92,7 @@ void slot_cache::discard(std::span<const token_range> gone) {
         is_done = model_.discard(id_, gone);
         if (is_done) {
             erase_ids(gone);
-            // Where nothing follows the first range there is no gap.
+            // If nothing follows the first range, there is no gap.
             if (tokens_.size() > gone.front().start) close_gaps({room.get(), n_room_bytes});
         }
     } catch (...) {
@@ -118,7 +118,7 @@ void slot_cache::erase_ids(std::span<const token_range> gone) {
     n_exact_ = exact_mark(std::min(n_exact_, n_before), n_left);
 }
 
-// A column is a cell: tokens must lie at their positions, or the next one would go into a gap.
+// A column is a cell: tokens must be at their positions, or the next one would fill a gap.
 void slot_cache::close_gaps(std::span<std::byte> room) {
     const auto kv_data = room.first(model_.state_bytes(id_));
     model_.write_state(id_, kv_data);
@@ -166,8 +166,8 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
 void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
     const auto& layout = model_.layout_for(id_, tokens_.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
-    if (view.tokens.empty()) return clear();  // llama.cpp would keep the cells it has
-    // As the blob has it where that is this context's form already: nothing is copied then.
+    if (view.tokens.empty()) return clear();  // llama.cpp would keep the existing cells
+    // If the blob already has this context's layout, nothing is copied.
     const bool is_native = view.n_stream == layout.shape.n_stream && view.is_in_order;
     const auto native = is_native ? std::vector<std::byte>{} : to_native(view, layout);
     const auto n_tokens = static_cast<int>(view.tokens.size());

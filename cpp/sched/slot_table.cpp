@@ -10,15 +10,16 @@ namespace kqview {
 
 namespace {
 
-// A copy moves the whole cache of a slot: fewer tokens than this are evaluated as fast.
+// A copy moves the whole cache of a slot: fewer tokens than this are evaluated just as fast.
 constexpr std::size_t n_fork_min = 32;
 
 bool may_run_in(const slot& one, const request& wanted) {
     return wanted.wanted_slot < 0 || wanted.wanted_slot == one.id();
 }
 
-// Tokens of the prompt that may come out of a cache. Not the last one, whose logits are wanted; not
-// those whose rows are, as no query of theirs is kept; and for an embedding none.
+// Number of prompt tokens that may come from a cache. Excludes the last token, whose logits are
+// wanted, and tokens whose rows are wanted, because no cache keeps their queries. 0 for an
+// embedding.
 std::size_t n_usable(const request& wanted) {
     if (wanted.embeds) return 0;
     return wanted.prompt.size() - static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows));
@@ -49,7 +50,7 @@ reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) con
         if (wanted.n_reuse_min > 0) {
             const auto n_run_min = static_cast<std::size_t>(wanted.n_reuse_min);
             auto shifted = plan_shift(cached, wanted.prompt, n_run_min);
-            // A shift moves the whole cache of the slot: it has to be worth that.
+            // A shift moves the slot's whole cache: the gain must be worth it.
             const auto n_prefix = shifted.n_prefix();
             if (shifted.n_kept() < n_prefix + n_run_min) cut(shifted, n_prefix);
             return shifted;
@@ -58,7 +59,7 @@ reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) con
         cut(plan, std::min(plan.n_kept(), candidate.cache.n_exact()));
         return plan;
     } catch (const std::bad_alloc&) {
-        return {};  // evaluating everything gives the same
+        return {};  // evaluating everything gives the same result
     }
 }
 
@@ -96,7 +97,7 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
         try {
             cache.discard(gaps_of(plan, cache.size()));
         } catch (const std::exception&) {
-            // The slot is consistent, perhaps empty: what is not there is evaluated.
+            // The slot is consistent, perhaps empty: missing tokens are evaluated.
         }
     }
     const auto n_exact = active.n_reuse_min > 0 ? all_exact : cache.n_exact();
@@ -106,9 +107,9 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
     plan_fork(target);
 }
 
-// ---- requests whose prompts begin alike share one evaluation
+// ---- requests with a common prompt prefix share one evaluation
 
-// Looks for the slot that has, or will have after its own prompt, most of this prompt.
+// Looks for the slot that has, or will have after its own prefill, most of this prompt.
 void slot_table::plan_fork(slot& target) {
     target.fork.reset();
     if (!model_.can_truncate() || !model_.has_cache()) return;
@@ -117,7 +118,7 @@ void slot_table::plan_fork(slot& target) {
     for (const auto& other : slots_) {
         if (other.id() == target.id()) continue;
         auto n = std::min(common_prefix(other.cache.tokens(), prompt), other.cache.n_exact());
-        // A prompt that is being evaluated: wait for the part that both share.
+        // A prompt in prefill: wait for the shared part.
         if (other.is_in_prompt() && n == other.cache.size())
             n = std::max(n, common_prefix(other.active->prompt, prompt));
         n = std::min(n, n_usable(*target.active));
@@ -133,8 +134,8 @@ bool slot_table::await_fork(slot& target) {
     const auto& source = at(fork.source);
     const auto n_shared = std::min({common_prefix(source.cache.tokens(), target.active->prompt),
                                     source.cache.n_exact(), fork.n_tokens});
-    // Only from a request admitted before this one, so that no two wait for each other; and not
-    // from one that waits for its consumer.
+    // Only for a request admitted earlier, so that no two wait for each other; and not for one that
+    // waits for its consumer.
     const bool is_coming = source.active && source.active->id == fork.request &&
                            source.state == slot_state::prefill && source.is_in_prompt() &&
                            n_shared == source.cache.size();
@@ -185,7 +186,7 @@ void slot_table::release(slot& target) {
     target.fork.reset();
     target.deadline.reset();
     if (!model_.has_cache()) target.cache.forget();
-    std::shared_ptr<request> leaving;  // may die here, not under the lock
+    std::shared_ptr<request> leaving;  // may be destroyed here, outside the lock
     const std::lock_guard lock(mutex_);
     leaving.swap(target.active);
     change(target.state, slot_state::idle);
@@ -200,7 +201,7 @@ void slot_table::work_on(slot_id id, const slot_work& work) {
     }
     const auto n_changes = target.cache.n_changes();
     const auto forget_request = [&] {
-        // A cancellation that comes late must not roll this back.
+        // A late cancellation must not roll this back.
         if (target.cache.n_changes() != n_changes) target.last = {};
     };
     try {

@@ -1,6 +1,7 @@
-// The slots: which request works in which, what each of them holds, and what a request takes over
-// of that when it gets one: a common prefix, shifted runs, or a copy of another slot's cache.
-// Owner:   the engine loop. Threads: the engine thread; the last members any thread.
+// The slots: the request that runs in each, the tokens that each holds, and what an admitted
+// request reuses of them: a common prefix, shifted runs, or a copy of another slot's cache.
+// Owner:   the engine loop.
+// Threads: the engine thread; the last members: any thread.
 #pragma once
 
 #include <atomic>
@@ -24,9 +25,9 @@
 namespace kqview {
 
 enum class slot_state {
-    idle,      // holds tokens of the past, works for nobody
+    idle,      // runs no request; keeps the tokens of earlier ones
     prefill,   // feeds the prompt in chunks
-    decode,    // one token a step
+    decode,    // one token per step
     sampling,  // its next token is being picked in the sampler lane
     paused,    // its consumer is behind by run_ahead tokens
     starved,   // the block pool has no room for its next row
@@ -47,7 +48,7 @@ constexpr const char* name_of(slot_state state) {
 constexpr bool may_follow(slot_state from, slot_state to) {
     switch (from) {
         case slot_state::idle: return to == slot_state::prefill;
-        // The prompt's last chunk produces a token and a row: it may have to wait for either.
+        // The prompt's last chunk produces a token and a row, and may have to wait for either.
         case slot_state::prefill: return to != slot_state::prefill;
         case slot_state::decode: return to != slot_state::prefill;
         case slot_state::sampling: return to == slot_state::decode || to == slot_state::idle;
@@ -73,8 +74,8 @@ struct slot {
     slot(slot_id id, runner& model, std::mutex& readers) : cache(id, model, readers) {}
 
     slot_id id() const { return cache.id(); }
-    // Is some of its prompt left to evaluate? A slot that made room may hold fewer tokens than its
-    // prompt had.
+    // True if part of its prompt is still to be evaluated. A slot that made room may hold fewer
+    // tokens than its prompt had.
     bool is_in_prompt() const {
         return active && usage.completion_tokens == 0 && cache.size() < active->prompt.size();
     }
@@ -89,36 +90,36 @@ struct slot {
     time_point started;
     time_point prefilled;
     token_id pending = 0;  // sampled, not decoded yet
-    // Blocks for the rows of the coming step, with their layout; then those rows, until they are
-    // handed out with their token.
+    // Blocks and layout for the rows of the next step; then those rows, until they are handed out
+    // with their token.
     captured_rows rows;
     captured_rows prompt_rows;
-    transfer_id transfer = 0;                      // that brings them; 0: they are there
-    std::optional<time_point> deadline;            // of waiting for a block, or for its picker
-    std::unique_ptr<token_picker> picker;          // null while the ticket has it
+    transfer_id transfer = 0;                      // transfer that carries them; 0: they are there
+    std::optional<time_point> deadline;            // for a block, or for the picker
+    std::unique_ptr<token_picker> picker;          // null while the ticket owns it
     std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
-    // A slot with more of the prompt than this one, or about to have it: its cache is copied.
+    // Another slot that has, or will have, more of the prompt than this one: its cache is copied.
     struct fork_plan {
         slot_id source;
-        std::size_t n_tokens;  // to take over
-        request_id request;    // that evaluates them there; 0: they were there already
+        std::size_t n_tokens;  // to copy
+        request_id request;    // which evaluates them there; 0: they are there already
     };
     std::optional<fork_plan> fork;
 
-    // ---- of the last request: whose tokens the cache ends with; id 0 for nobody's
+    // ---- of the last request, whose tokens the cache ends with; id 0: of none
     struct {
         request_id request = 0;
         std::size_t n_prompt = 0;
         int n_keep = 0;       // tokens before those it discarded
-        int n_discarded = 0;  // to make room
+        int n_discarded = 0;  // by that request, to make room
     } last;
 };
 
-// What others may see of a slot.
+// A snapshot of a slot for other threads.
 struct slot_view {
     slot_state state = slot_state::idle;
     std::size_t n_tokens = 0;
-    request_id active = 0;  // 0: it works for nobody
+    request_id active = 0;  // 0: none
 };
 
 class slot_table {
@@ -131,13 +132,13 @@ public:
     auto end() { return slots_.end(); }
     auto begin() const { return slots_.begin(); }
     auto end() const { return slots_.end(); }
-    // The slot that works for this request; null: none.
+    // The slot in which this request runs; null: none.
     slot* running(const std::shared_ptr<request>& wanted);
 
-    // Is a slot free that this request may run in?
+    // True if a slot is free in which this request may run.
     bool can_admit(const request& wanted) const;
-    // Gives a request the free slot that has most of its prompt, the lowest among equals.
-    // can_admit() must hold.
+    // Gives a request the free slot that holds the longest part of its prompt, the lowest id among
+    // equals. Requires can_admit().
     struct seat {
         slot& target;
         reuse_plan plan;
@@ -145,31 +146,33 @@ public:
     seat admit(const std::shared_ptr<request>& wanted);
     // Cuts the slot's cache down to what its request reuses, and looks for another slot to copy.
     void take_over(slot& target, reuse_plan plan);
-    // True while the slot waits for another one's prompt; copies its cache once it is there.
+    // True while the slot waits for another slot's prompt; copies that slot's cache once it is
+    // there.
     bool await_fork(slot& target);
 
-    // The ids of a step that was decoded.
+    // Appends the ids of a decoded step.
     void append(std::span<const step_token> tokens);
-    // Before a token that a full slot has no room for: discards what the request says.
+    // Call before adding a token: in a full slot, discards the tokens that the request allows.
     void make_room(slot& target);
-    // Back to the prompt and the tokens taken, less the last one, of what the slot's last request
-    // has fed. What it discarded stays gone, also where that made room for tokens that nobody took.
+    // Rolls the slot back to its last request's prompt and the tokens taken, except the last one,
+    // which was not fed. Discarded tokens stay gone, even if they made room for tokens that were
+    // never taken.
     void roll_back(slot& target, int n_taken);
     // The request leaves its slot, which becomes idle and keeps its tokens.
     void release(slot& target);
-    // Has a slot become free since the last call?
+    // True if a slot has become free since the last call.
     bool take_released() { return std::exchange(has_released_, false); }
 
-    // Gives an idle slot to the work of an order. Raises busy, and what the work raises.
+    // Runs a caller's work on an idle slot. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
 
-    // The requests in the slots that `wanted` may run in when each of them waits for its consumer;
-    // empty when any can go on.
+    // If all slots that `wanted` may run in wait for their consumers, the requests in those slots;
+    // empty if any can go on.
     std::vector<request_id> stalled_on(const request& wanted) const;
 
     // ---- any thread
     std::vector<token_id> tokens_of(slot_id id) const;
-    // How many of them a fresh evaluation of the same ids would compute alike.
+    // How many of them match a fresh evaluation of the same ids.
     std::size_t n_exact_of(slot_id id) const;
     bool is_busy(slot_id id) const;
     std::vector<slot_view> views() const;

@@ -45,7 +45,7 @@ wake_handle::~wake_handle() {
 void wake_handle::signal() noexcept {
     if (is_signalled_.exchange(true, std::memory_order_acq_rel)) return;
     const std::uint64_t one = 1;
-    // Cannot fail: the counter holds at most one and the pipe at most one write.
+    // Cannot fail: the counter is at most one, and the pipe holds at most one write.
     [[maybe_unused]] const auto written = ::write(write_fd_, &one, sizeof one);
 }
 

@@ -1,4 +1,4 @@
-// How the two sides wake each other: consumers ring the engine thread's doorbell, the engine thread
+// Wake-ups in both directions: consumers ring the engine thread's doorbell, and the engine thread
 // signals a consumer's wake handle.
 #pragma once
 
@@ -42,9 +42,8 @@ private:
     bool has_rung_ = false;
 };
 
-// Wakes a waiter through a file descriptor: asyncio adds it as a reader, and a synchronous wait
-// polls it and so notices signals, which a condition variable would sleep through.
-// Threads: signal() from any thread; wait() and drain() from the one waiter.
+// Wakes a waiter through a file descriptor: asyncio adds it as a reader; a synchronous wait polls
+// it and so notices signals, through which a condition variable would sleep.
 class wake_handle {
 public:
     wake_handle();  // eventfd on Linux, else a pipe; raises internal when descriptors ran out
@@ -57,11 +56,11 @@ public:
     // Makes fd() readable. Coalesced: one write until the next drain().
     void signal() noexcept;
 
-    // Takes the signal back; call it before looking at what it announced.
+    // Clears the signal; call it before looking at what it announced.
     void drain() noexcept;
 
-    // Blocks until signalled, or for `timeout_ms` where that is not -1. False: a signal handler ran
-    // (EINTR); look at it and wait again.
+    // Blocks until signalled, or for `timeout_ms` unless that is -1. False: a signal handler ran
+    // (EINTR); handle that and wait again.
     bool wait(int timeout_ms = -1) noexcept;
 
 private:

@@ -10,7 +10,7 @@ namespace kqview {
 
 namespace {
 
-// Bits without the sign grow with the number, and those of infinity and NaN are above all others.
+// Without the sign, the bit patterns grow with the number; infinity and NaN are above all others.
 constexpr std::uint32_t f32_largest = 0x477fe000;  // 65504
 constexpr std::uint16_t f16_largest = 0x7bff;      // 65504
 constexpr std::uint16_t bf16_largest = 0x477f;     // 65280; the next one is 65536
@@ -22,7 +22,7 @@ word load(const std::byte* at) {
     return value;
 }
 
-// Runs of this many numbers are checked without a branch, which is what a compiler can vectorise.
+// Runs of this many numbers are checked without a branch, which compilers can vectorise.
 constexpr std::size_t n_run = 1024;
 
 template <class word>
@@ -68,9 +68,9 @@ constexpr std::array<std::int8_t, 16> nl_levels{-127, -104, -83, -65, -49, -35, 
 struct quant_block {
     kv_type type;
     bool has_min;
-    std::size_t n_high;   // bytes of fifth bits behind the scales
-    std::size_t n_low;    // bytes of the rest: two to a byte, or one
-    std::int32_t offset;  // what is subtracted from an integer to make a level
+    std::size_t n_high;   // bytes of the fifth bits, after the scales
+    std::size_t n_low;    // bytes of the other bits: two numbers per byte, or one
+    std::int32_t offset;  // subtracted from an integer to get its level
 
     std::size_t levels_at() const { return has_min ? 4 : 2; }
     std::size_t n_bytes() const { return levels_at() + n_high + n_low; }
@@ -100,7 +100,7 @@ float f16_to_f32(std::uint16_t bits) {
     return std::bit_cast<float>(sign | wide << 23 | fraction << 13);
 }
 
-// Number `i` of a block, as an integer that the scale multiplies.
+// Level of number `i` of a block: the integer that the scale multiplies.
 std::int32_t level_of(const quant_block& block, const std::byte* at, std::size_t i) {
     const auto* const low = at + block.levels_at() + block.n_high;
     if (block.n_low == n_quant) return load<std::int8_t>(low + i);
@@ -118,13 +118,13 @@ bool are_numbers_sound(const quant_block& block, const std::byte* at) {
     const float minimum = block.has_min ? f16_to_f32(load<std::uint16_t>(at + 2)) : 0.0f;
     for (std::size_t i = 0; i < n_quant; ++i) {
         const float number = scale * static_cast<float>(level_of(block, at, i)) + minimum;
-        if (!(std::abs(number) <= 65504.0f)) return false;  // NaN is not
+        if (!(std::abs(number) <= 65504.0f)) return false;  // false for NaN
     }
     return true;
 }
 
-// No level is above 128, and where there is a minimum none above 31: below these no number is above
-// 65504, and the integers need not be looked at. Scales of real caches are far below.
+// No level exceeds 128, and none exceeds 31 in types with a minimum. Below these scales no number
+// exceeds 65504, and the integers need no check. Scales of real caches are far below.
 constexpr std::uint16_t f16_safe_scale = 0x5c00;    // 256
 constexpr std::uint16_t f16_safe_minimum = 0x77ff;  // 32752
 

@@ -19,7 +19,7 @@ namespace {
 static_assert(std::endian::native == std::endian::little,
               "blobs are little endian, as llama.cpp's");
 
-// Takes little-endian numbers off a span of bytes and says where a field ends too early.
+// Reads little-endian numbers from a span of bytes and reports a field that ends too early.
 class byte_reader {
 public:
     explicit byte_reader(std::span<const std::byte> bytes, std::size_t at = 0)
@@ -28,7 +28,7 @@ public:
     std::size_t at() const { return at_; }
     std::uint64_t n_left() const { return bytes_.size() - at_; }
 
-    // The next number; raises state_format when the bytes end before it does.
+    // The next number; raises state_format if the bytes end before it does.
     template <class number>
     number take(const char* field) {
         const auto taken = skip(sizeof(number), field);
@@ -37,7 +37,7 @@ public:
         return value;
     }
 
-    // The next `n` bytes, which may be more than a size_t of this machine holds.
+    // The next `n` bytes; `n` may exceed this machine's size_t.
     std::span<const std::byte> skip(std::uint64_t n, const char* field) {
         if (n > n_left()) {
             throw error(errc::state_format,
@@ -105,14 +105,14 @@ std::vector<token_id> read_tokens(byte_reader& in, const kv_shape& shape) {
     return tokens;
 }
 
-// Of the stream that has cells; the reader is left at its first cell.
+// Returns the cell count of the stream that has cells; leaves the reader at its first cell.
 std::uint32_t read_stream_counts(byte_reader& in, std::uint32_t& n_stream) {
     const auto magic_at = in.at();
     if (in.take<std::uint32_t>("kv magic") != kv_magic) {
         fail(errc::state_format, "kv magic", magic_at,
              "is not llama.cpp's; the blob is of another kind or version of llama.cpp");
     }
-    in.take<std::int32_t>("sequence");  // whose it was: any
+    in.take<std::int32_t>("sequence");  // any sequence is accepted
     const auto n_at = in.at();
     n_stream = in.take<std::uint32_t>("n_stream");
     if (n_stream == 0) fail(errc::state_format, "n_stream", n_at, "is 0, 1 or more are needed");
@@ -141,7 +141,7 @@ cell_fields read_cell(byte_reader& in, const kv_shape& shape) {
         cell.extra = {in.take<std::int32_t>("x"), in.take<std::int32_t>("y"),
                       in.take<std::int32_t>("cell token")};
     }
-    in.take<std::int32_t>("cell sequence");  // llama.cpp puts the slot's own there
+    in.take<std::int32_t>("cell sequence");  // llama.cpp writes the slot's own there
     return cell;
 }
 
@@ -160,7 +160,7 @@ void check_extra(const cell_fields& cell, std::size_t at, const ses1_view& view,
     }
 }
 
-// Each position from 0 to the last token's exactly once.
+// Checks that each position from 0 to the last token's occurs exactly once.
 void read_cells(byte_reader& in, ses1_view& view, const kv_shape& shape) {
     const auto n_tokens = view.tokens.size();
     std::vector<bool> is_seen(n_tokens);
@@ -291,7 +291,7 @@ ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, se
     return view;
 }
 
-// ---- writing: from what llama.cpp wrote to a blob, and from a blob to what llama.cpp reads
+// ---- writing: from llama.cpp's bytes to a blob, and from a blob to bytes that llama.cpp reads
 
 namespace {
 
@@ -358,7 +358,7 @@ kv_layout learn(std::span<const std::byte> kv_data, const kv_shape& shape) {
     return layout;
 }
 
-// Copies the cells' part of kv_data, each cell to the index that is its position.
+// Copies the cells' part of kv_data, each cell to the index given by its position.
 void copy_sorted(std::span<const std::byte> from, std::span<std::byte> to, std::size_t n_cells,
                  const kv_layout& layout) {
     const auto n_cell = cell_bytes(layout.shape);
@@ -407,7 +407,7 @@ kv_layout learn_layout(std::span<const std::byte> kv_data, const kv_shape& shape
 }
 
 std::size_t ses1_write_offset(std::size_t n_tokens, std::uint32_t i_stream) {
-    // Empty streams in front of ours are 4 bytes each, which the header overwrites where it is long
+    // Empty streams before this one take 4 bytes each; the header overwrites them if it is long
     // enough.
     const auto n_header = ses1_header_bytes(n_tokens);
     const auto n_front = n_count * i_stream;
@@ -446,7 +446,7 @@ std::vector<std::byte> to_native(const ses1_view& view, const kv_layout& layout)
     std::vector<std::byte> native(n_kv_head + n_count * n_stream + view.payload.size());
     std::memcpy(native.data(), view.kv_data.data(), n_kv_head - n_count);
     put(std::span(native), n_kv_head - n_count, n_stream);
-    // llama.cpp puts the cells of whatever stream into that of the sequence it is told.
+    // llama.cpp puts the cells of any stream into the stream of the target sequence.
     put(std::span(native), n_kv_head, static_cast<std::uint32_t>(view.tokens.size()));
     const auto to = std::span(native).subspan(n_kv_head + n_count, view.payload.size());
     if (view.is_in_order) {

@@ -51,8 +51,8 @@ consumers first_consumers(ggml_cgraph* graph) {
     return first;
 }
 
-// Flash attention has no name of its own. The first name behind it is `kqv_out-<il>`, or what a
-// model calls the same tensor when it goes on to gate it (`attn_pregate-<il>` and the like).
+// The flash attention node has no name of its own. The first name after it is `kqv_out-<il>`, or
+// the name that a model with a gate gives the same tensor (`attn_pregate-<il>` and the like).
 std::optional<int> layer_behind(const ggml_tensor* flash, const consumers& readers) {
     const ggml_tensor* node = flash;
     for (int i = 0; i < 12; ++i) {
@@ -64,7 +64,7 @@ std::optional<int> layer_behind(const ggml_tensor* flash, const consumers& reade
     return std::nullopt;
 }
 
-// With an F32 cache llama.cpp casts K to F16 for flash attention; the rows are of the cache itself.
+// With an F32 cache, llama.cpp casts K to F16 for flash attention; rows use the cache itself.
 ggml_tensor* keys_behind(ggml_tensor* k) {
     return k->op == GGML_OP_CPY && k->src[0] && k->src[0]->type == GGML_TYPE_F32 &&
                    ggml_are_same_shape(k, k->src[0])
@@ -72,7 +72,7 @@ ggml_tensor* keys_behind(ggml_tensor* k) {
                : k;
 }
 
-// From what enters the softmax back through scale, tanh and bias to the product itself.
+// Walks back from the softmax's input through scale, tanh and bias to the product itself.
 ggml_tensor* product_behind(ggml_tensor* node) {
     for (int i = 0; i < 8 && node; ++i) {
         switch (node->op) {
@@ -95,7 +95,8 @@ void set_mask(attention_site& site, ggml_tensor* mask) {
     if (mask) site.mask_strides = {mask->nb[1], 0, mask->ne[3] == 1 ? 0 : mask->nb[3]};
 }
 
-// Keys that a model appends to those of the tokens: each stands for several tokens (deepseek4).
+// Number of keys that a model appends to the tokens' keys; each stands for several tokens
+// (deepseek4).
 int n_appended(const ggml_tensor* k) {
     const ggml_tensor* const all = k->op == GGML_OP_PERMUTE ? k->src[0] : k;
     const bool is_appended = all->op == GGML_OP_CONCAT && all->op_params[0] == 2;
@@ -129,15 +130,15 @@ std::optional<attention_site> site_of_flash(ggml_tensor* flash, int il) {
     return is_readable(site) ? std::optional(site) : std::nullopt;
 }
 
-// The node that gathered these rows, or null: casts and reshapes lie between.
+// The node that gathered these rows, behind casts and reshapes; null if none did.
 const ggml_tensor* gather_behind(const ggml_tensor* rows) {
     while (rows->op == GGML_OP_CPY || rows->op == GGML_OP_RESHAPE) rows = rows->src[0];
     return rows->op == GGML_OP_GET_ROWS ? rows : nullptr;
 }
 
-// minimax-m3 lays (KV head, stream) on the stream dimension, KV heads innermost. A single token
-// gathers its keys by row number of the cache, which holds n_head_kv rows a cell; a prompt has a
-// mask a KV head.
+// minimax-m3 puts (KV head, stream) on the stream dimension, KV heads innermost. A single token
+// gathers its keys by row number in the cache, which holds n_head_kv rows per cell; a prompt has
+// one mask per KV head.
 std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     auto site = site_of_flash(flash, il);
     if (!site) return std::nullopt;
@@ -164,7 +165,7 @@ std::optional<attention_site> site_of_msa(ggml_tensor* flash, int il) {
     return is_readable(*site) ? site : std::nullopt;
 }
 
-// glm5-next gathers keys for every query of a small batch and lays the queries on the last
+// glm5-next gathers keys for each query of a small batch and puts the queries on the last
 // dimension.
 std::optional<attention_site> site_of_gathered_softmax(ggml_tensor* softmax, int il) {
     const ggml_tensor* const kq = softmax->src[0];
@@ -224,7 +225,7 @@ std::optional<attention_site> site_of(ggml_tensor* node, const consumers& reader
     return std::nullopt;
 }
 
-// Are these keys a part of the cache? Those of cross attention are computed from the encoder's
+// True if these keys are part of the cache. Cross attention computes its keys from the encoder's
 // output.
 bool is_cached(const attention_site& site) {
     const ggml_tensor* const k = site.flash ? site.k : site.kq->src[0];
@@ -248,14 +249,14 @@ attention_sites find_attention(ggml_cgraph* graph) {
     for (std::size_t i = 0; i < found.size();) {
         auto end = i + 1;
         while (end < found.size() && found[end].il == found[i].il) ++end;
-        // minimax-m3 attends to each stream of a prompt by itself; only one stream is ever
-        // captured.
+        // minimax-m3 computes attention for each stream of a prompt separately; only one stream is
+        // ever captured.
         const bool is_msa = found[i].flash && has_stem(found[i].flash, "msa_fattn");
         const auto first = found.begin() + static_cast<std::ptrdiff_t>(i);
         const auto last = found.begin() + static_cast<std::ptrdiff_t>(end);
         if (end == i + 1 || is_msa) {
             result.sites.push_back(found[i]);
-        } else if (std::count_if(first, last, is_cached) == 1) {  // the other is cross attention
+        } else if (std::count_if(first, last, is_cached) == 1) {  // the others are cross attention
             result.sites.push_back(*std::find_if(first, last, is_cached));
         } else {
             result.ambiguous.push_back(found[i].il);
@@ -282,7 +283,7 @@ std::vector<hidden_site> find_hidden(ggml_cgraph* graph) {
 
 bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     const int n_before = ggml_graph_n_nodes(graph);
-    // The scheduler's tables hold nodes and leafs together and are as large as the graph's
+    // The scheduler's tables hold nodes and leafs together, and are as large as the graph's
     // capacity.
     std::unordered_set<const ggml_tensor*> leafs;
     for (int i = 0; i < n_before; ++i) {
@@ -301,7 +302,7 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
     ggml_tensor** const nodes = ggml_graph_nodes(graph);
     std::unordered_map<const ggml_tensor*, int> position;
     for (int i = 0; i < n_before; ++i) position.emplace(nodes[i], i);
-    // Behind the anchor and behind every source: the mask of a sparse layer comes after its
+    // After the anchor and after every source: the mask of a sparse layer comes later than its
     // product.
     std::vector<std::vector<ggml_tensor*>> behind(static_cast<std::size_t>(n_before));
     for (const auto& [anchor, node] : placed) {
@@ -311,10 +312,10 @@ bool insert_nodes(ggml_cgraph* graph, const std::vector<placed_node>& placed) {
             if (found != position.end()) last = std::max(last, found->second);
         }
         behind[static_cast<std::size_t>(last)].push_back(node);
-        position.emplace(node, last);  // others of ours may read it
+        position.emplace(node, last);  // other added nodes may read it
         ggml_build_forward_expand(graph, node);
     }
-    // ggml appended the nodes at the end; move each one to its place.
+    // ggml appended the nodes at the end; move each one into place.
     const std::vector<ggml_tensor*> before(nodes, nodes + n_before);
     auto* next = nodes;
     for (int i = 0; i < n_before; ++i) {

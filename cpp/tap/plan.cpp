@@ -94,10 +94,11 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
     layers_.push_back(std::move(rows));
 }
 
-// What each layer's device leaves. The k largest values are left to the host, of what was reduced
-// before: ggml_top_k has no order among equal values, and on CUDA launches its kernels row by row.
+// Decides the form in which each layer's device leaves its rows. The host finds the k largest
+// values, after any reduction: ggml_top_k does not order equal values, and on CUDA it launches its
+// kernels row by row.
 void capture_plan::plan_devices(const capture_source& source) {
-    std::vector<int> joined;  // layers on devices, which reduce them
+    std::vector<int> joined;  // layers on devices that can reduce them
     bool can_all_reduce = true;
     for (auto& rows : layers_) {
         const auto& found = *std::find_if(source.attention.begin(), source.attention.end(),

@@ -1,5 +1,5 @@
-// What to capture: the rows one request asked for, how they lie in memory, and the union that a
-// graph must provide. Pure values; no ggml, no threads.
+// What to capture: the rows that one request asks for, their memory layout, and the union of all
+// plans that a graph must serve. Pure values; no ggml, no threads.
 #pragma once
 
 #include <compare>
@@ -17,8 +17,8 @@ struct attention_layer {
     int n_head;
     int n_head_kv;
     float scale;                // what llama.cpp multiplies K·Q with before the softmax
-    bool is_on_device = false;  // its keys are not in host memory: rows are computed where they are
-    bool is_reducible = false;  // and its device can reduce them
+    bool is_on_device = false;  // keys are not in host memory: the device computes the rows
+    bool is_reducible = false;  // and that device can reduce them
 
     bool operator==(const attention_layer&) const = default;
 };
@@ -26,7 +26,7 @@ struct attention_layer {
 // What a model has to capture; found in the first graph that llama.cpp reserves.
 struct capture_source {
     std::vector<attention_layer> attention;  // ascending
-    std::vector<int> hidden_layers;          // whose output is in the graph, ascending
+    std::vector<int> hidden_layers;          // layers whose output is in the graph, ascending
     int n_embd = 0;                          // of a hidden state
 };
 
@@ -38,7 +38,7 @@ enum class row_kind : std::uint8_t {
 
 enum class row_type : std::uint8_t { f32, f16 };
 
-constexpr float largest_f16 = 65504.0f;  // that is finite
+constexpr float largest_f16 = 65504.0f;  // the largest finite float16
 
 enum class row_reduction : std::uint8_t {
     none,
@@ -48,18 +48,19 @@ enum class row_reduction : std::uint8_t {
     max,
 };
 
-// What a graph leaves of a layer's rows on their device; what is still to be done, such as finding
-// the k largest values, is done when they have arrived. (The host's kernel makes every form of row
-// itself.)
+// The form in which a graph leaves a layer's rows on their device. The remaining work, such as
+// finding the k largest values, is done on the host after the rows arrive. (The host's kernel
+// produces every form of row itself.)
 struct device_want {
     row_kind kind = row_kind::logits;
     row_type type = row_type::f32;
-    row_reduction reduce = row_reduction::none;  // none: every head's row
-    std::vector<int> heads;   // that are reduced, ascending; empty: all of the layer's
-    std::vector<int> layers;  // reduced to one row with mean and max, ascending
+    row_reduction reduce = row_reduction::none;  // none: one row per head
+    std::vector<int> heads;   // heads to reduce, ascending; empty: all heads of the layer
+    std::vector<int> layers;  // layers reduced to one row by mean or max, ascending
 
     auto operator<=>(const device_want&) const = default;
-    // One row of several layers: a mean or maximum over layers is their device's, or the host's.
+    // True for one row over several layers. A reduction over layers runs either on one device or on
+    // the host.
     bool joins_layers() const { return !layers.empty(); }
     std::size_t element_bytes() const { return type == row_type::f32 ? 4 : 2; }
 };
@@ -71,11 +72,11 @@ struct capture_options {
     std::optional<std::vector<int>> heads;   // none = all
     row_reduction reduce = row_reduction::none;
     int top_k = 0;            // keep the k largest of each row; 0 = whole rows
-    std::vector<int> hidden;  // layers whose output is wanted too
+    std::vector<int> hidden;  // layers whose output is captured too
 };
 
-// Where the parts of `n_queries` captured queries of `n_columns` columns lie in their block.
-// Values come first: (row, query, value); a row is a head, or what heads were reduced to.
+// Where the parts of `n_queries` captured queries of `n_columns` columns lie in their block. Values
+// come first: (row, query, value). A row belongs to one head, or to the heads reduced into it.
 struct row_layout {
     int n_queries = 1;
     int n_columns = 0;
@@ -86,18 +87,18 @@ struct row_layout {
     std::size_t size_bytes = 0;
 };
 
-// The rows of one captured token, in the order of layers and heads that was asked for. Immutable;
-// shared by the request, its targets and its tokens.
+// The rows of one captured token, with layers and heads in the requested order. Immutable; shared
+// by the request, its targets and its tokens.
 class capture_plan {
 public:
     struct layer_rows {
         int il;
         int index;                             // in layers()
-        int first_row;                         // among the rows of all layers, before reduction
-        std::vector<int> heads;                // in the order asked for
-        std::optional<device_want> on_device;  // none: the host's kernel computes them
+        int first_row;                         // row index across all layers, before reduction
+        std::vector<int> heads;                // in the requested order
+        std::optional<device_want> on_device;  // none: computed by the host's kernel
 
-        // Rows that a device brings of this layer alone.
+        // Number of rows that a device transfers for this layer alone.
         std::size_t n_rows_brought() const;
     };
 
@@ -116,19 +117,19 @@ public:
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
     bool has_device_rows() const { return has_device_rows_; }
-    // Do a layer's rows arrive from their device as they are handed out? Else the host finishes
-    // them.
+    // True if a layer's rows arrive from their device in their final form; otherwise the host
+    // finishes them.
     bool is_direct(const layer_rows& rows) const;
-    // Index of a layer in hidden(), -1 where it is not asked for.
+    // Index of a layer in hidden(); -1 if it is not captured.
     int find_hidden(int il) const;
 
     int n_heads_total() const { return n_heads_total_; }  // rows before reduction
-    int n_rows() const;                                   // rows that are handed out
-    // True when every layer keeps the same number of heads, so that rows form one array.
+    int n_rows() const;                                   // rows handed out
+    // True if every layer keeps the same number of heads, so that the rows form one array.
     bool is_uniform() const { return is_uniform_; }
     std::size_t element_bytes() const { return type() == row_type::f32 ? 4 : 2; }
 
-    // Hidden states are of single queries: rows of a prompt have none.
+    // Hidden states exist for single queries only; the rows of a prompt have none.
     row_layout layout(int n_columns, int n_queries = 1, bool with_hidden = true) const;
 
 private:
@@ -136,19 +137,19 @@ private:
     void plan_devices(const capture_source& source);
 
     capture_options options_;
-    std::vector<layer_rows> layers_;   // in the order asked for
-    std::vector<int> index_of_layer_;  // into layers_, -1 where nothing is captured
+    std::vector<layer_rows> layers_;   // in the requested order
+    std::vector<int> index_of_layer_;  // index into layers_; -1 if nothing is captured
     int n_heads_total_ = 0;
     int n_embd_ = 0;
     bool is_uniform_ = true;
     bool has_device_rows_ = false;
 };
 
-// The nodes a graph needs: per layer, what is read from it. Empty means no node at all.
+// The nodes a graph needs: for each layer, what to read from it. If empty, the graph gets no nodes.
 class graph_plan {
 public:
-    // `with_prompt`: rows of several queries of a prompt are wanted. The host's kernel finds those
-    // by itself; what a device computes is part of the graph.
+    // `with_prompt`: rows of several prompt queries are wanted. The host's kernel finds those
+    // queries at run time; for a device they are part of the graph.
     void add(const capture_plan& plan, bool with_prompt = false);
     bool wants(int il, row_kind kind) const;
     std::span<const device_want> device_wants(int il) const;
@@ -159,9 +160,9 @@ public:
 
 private:
     struct layer {
-        std::uint8_t host_kinds = 0;  // a bit for each row_kind
+        std::uint8_t host_kinds = 0;  // one bit per row_kind
         bool hidden = false;
-        std::vector<device_want> on_device;  // ascending, each once
+        std::vector<device_want> on_device;  // ascending, no duplicates
         bool operator==(const layer&) const = default;
     };
     layer& at(int il);

@@ -11,7 +11,7 @@ namespace {
 thread_local tap* current_tap = nullptr;
 }
 
-// What was added to one graph, and for which plan. Owns the added tensors' descriptions.
+// The nodes added to one graph, and the plan they serve. Owns the added tensors' metadata.
 struct tap::marked_graph {
     std::uint64_t generation = 0;
     bool is_ours = false;
@@ -20,7 +20,7 @@ struct tap::marked_graph {
     device_part devices;
 };
 
-// What was found in a graph.
+// Attention and hidden-state sites found in a graph.
 struct tap::sites {
     attention_sites attention;
     std::vector<hidden_site> hidden;
@@ -138,7 +138,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
             }
             continue;
         }
-        // Each reads its tensor at once, before softmax overwrites it in place.
+        // Each node runs directly after its tensor, before softmax overwrites it in place.
         if (logits) {
             placed.push_back(
                 {site.kq, make_plain_row_node(tensors, site, row_kind::logits, new_op())});
@@ -187,9 +187,9 @@ std::string tap::take_failure() { return std::exchange(failure_, {}); }
 
 }  // namespace kqview
 
-// The four calls of llama.cpp into ggml's scheduler that vendor/llama.cmake renames to these. Each
-// does its part for the thread's current tap, if there is one, and calls the real function: this
-// file must not be compiled with the renaming definitions.
+// The replacements for llama.cpp's four calls into ggml's scheduler, renamed by vendor/llama.cmake.
+// Each serves the thread's current tap, if there is one, and calls the real function: compile this
+// file without the renaming definitions.
 extern "C" {
 
 bool kqview_sched_alloc_graph(ggml_backend_sched_t sched, ggml_cgraph* graph) {

@@ -16,7 +16,7 @@ std::size_t query_floats(const row_target& target) {
            static_cast<std::size_t>(target.layout.n_columns);
 }
 
-// Columns [first, n_columns) of a row: tokens that are not decoded yet, for which the graph has no
+// Fills columns [first, n_columns) of a row: tokens not decoded yet, for which the graph has no
 // cells.
 void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_kind kind,
                  std::size_t element_bytes) {
@@ -36,7 +36,7 @@ device_copies::device_copies(row_table& table, const device_part& part) : table_
     for (std::size_t i = 0; i < table.targets.size(); ++i) place(pieces_of(i, part));
 }
 
-// In the plan's order.
+// Pieces in the plan's order.
 std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
                                                            const device_part& part) const {
     const auto& plan = *table_.targets[i_target].plan;
@@ -52,7 +52,7 @@ std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
             for (const auto& rows : share.rows) {
                 const bool has_layer = rows.layers.front() == wanted.il;
                 if (rows.want != want || !has_layer) continue;
-                // A row of several layers comes with the first of them.
+                // A row over several layers is listed under the first of them.
                 is_found = true;
                 if (want.joins_layers()) n_joined_found += rows.layers.size();
                 pieces.push_back({i_target, &share, &rows, want.joins_layers() ? nullptr : &wanted,
@@ -67,8 +67,8 @@ std::vector<device_copies::piece> device_copies::pieces_of(std::size_t i_target,
     return pieces;
 }
 
-// Where the rows of a target go: to its block, or where one of them is not as it is handed out, all
-// to memory of ours.
+// Chooses where the rows of a target go: into its block if all of them arrive in their final form,
+// otherwise all into a buffer of this object.
 void device_copies::place(std::vector<piece> pieces) {
     if (pieces.empty()) return;
     const auto& target = table_.targets[pieces.front().i_target];
@@ -127,7 +127,7 @@ std::vector<row_copy> device_copies::of(const device_part::share& share) {
     return copies;
 }
 
-// Query q of head h in stream s lies at ((s * n_head + h) * n_rows + q) * n_cells of a result.
+// In a result, query q of head h in stream s is at ((s * n_head + h) * n_rows + q) * n_cells.
 void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) const {
     const auto& target = table_.targets[one.i_target];
     const auto& rows = *one.rows;
@@ -165,7 +165,7 @@ void device_copies::add_hidden(const row_target& target, const device_part::shar
     for (const auto& one : share.states) {
         const int index = target.plan->find_hidden(one.il);
         if (index < 0) continue;
-        // The last layer keeps the queries whose logits are wanted alone: one of a prompt.
+        // The last layer keeps only the queries whose logits are wanted: one for a prompt.
         const int token = std::min(target.i_token, one.n_tokens - 1);
         const int row = std::max(0, token - (one.n_tokens - static_cast<int>(one.tensor->ne[1])));
         std::byte* const to =
@@ -183,7 +183,7 @@ void device_copies::finish() {
     }
 }
 
-// What the kernel's threads do with rows of their own.
+// As the host kernel's threads do with the rows they compute.
 void device_copies::finish(const piece& one) {
     const auto& target = table_.targets[one.i_target];
     const auto& plan = *target.plan;

@@ -1,6 +1,6 @@
-// Which bytes of a step's results on devices go where, and what the host does with those that are
-// not handed out as they are.
-// Threads: the engine thread, after the step's compute was started.
+// Plans the copies of a step's device results to the host, and finishes there the rows that do not
+// arrive in their final form.
+// Threads: the engine thread, after it started the step's compute.
 #pragma once
 
 #include <ggml-backend.h>
@@ -15,45 +15,45 @@
 
 namespace kqview {
 
-// What one graph has on devices. Lives as long as the graph.
+// The results that one graph leaves on devices. Lives as long as the graph.
 struct device_part {
     struct hidden {
         int il;
         ggml_tensor* tensor;  // ne=[n_embd, n_rows]
-        int n_tokens;         // of the graph; the rows are of the last ones
+        int n_tokens;         // of the graph; the rows belong to the last ones
     };
-    struct share {  // of one device
+    struct share {  // one device's part
         transfer* way;
         std::vector<device_rows> rows;
         std::vector<hidden> states;
         std::size_t n_used = 0;
-        ggml_backend_t backend = nullptr;  // that computes it
+        ggml_backend_t backend = nullptr;  // computes the results
     };
     std::vector<share> shares;
 };
 
 class device_copies {
 public:
-    // Raises internal where rows that the targets want are not in the graph.
+    // Raises internal if the graph lacks rows that the targets want.
     device_copies(row_table& table, const device_part& part);
 
-    // The copies out of one device that this step's targets want; counts rows that need no more
-    // work as written. Fills what the graph has no columns for. Raises internal where a query is
-    // not in the graph.
+    // The copies out of one device that this step's targets want. Counts rows that need no further
+    // work as written, and fills the columns that the graph does not have. Raises internal if the
+    // graph lacks a query.
     std::vector<row_copy> of(const device_part::share& share);
 
-    // Rows that are to be reduced, converted or cut once they have arrived: into memory of ours
-    // first.
+    // True if rows must still be reduced, converted or cut after they arrive; these go to a buffer
+    // of this object first.
     bool has_work_left() const { return !work_.empty(); }
     void finish();
 
 private:
-    // What a target gets of one result.
+    // The rows of one result that belong to one target.
     struct piece {
         std::size_t i_target;
         const device_part::share* share;
         const device_rows* rows;
-        const capture_plan::layer_rows* wanted;  // null: of several layers
+        const capture_plan::layer_rows* wanted;  // null: the rows cover several layers
         std::size_t n_rows;
         std::byte* to = nullptr;
     };

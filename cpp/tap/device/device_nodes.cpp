@@ -17,7 +17,7 @@ const ggml_tensor* owner_of(const ggml_tensor* tensor) {
     return tensor->view_src ? tensor->view_src : tensor;
 }
 
-// The buffer that a tensor's data lies in or, of one that is computed, that its weights lie in.
+// The buffer that holds a tensor's data or, if the tensor is computed, the data of its weights.
 ggml_backend_buffer_t buffer_behind(const ggml_tensor* tensor, int depth) {
     if (const auto buffer = owner_of(tensor)->buffer) return buffer;
     if (depth == 0) return nullptr;
@@ -43,7 +43,7 @@ ggml_backend_dev_t device_of(const ggml_tensor* keys) {
     const auto buffer = buffer_behind(keys, n_steps_back);
     if (!buffer || ggml_backend_buffer_is_host(buffer)) return nullptr;
     const auto device = ggml_backend_buft_get_device(ggml_backend_buffer_get_type(buffer));
-    // Weights that the CPU keeps in a layout of its own are no host memory to ggml.
+    // ggml does not count weights that the CPU keeps in its own layout as host memory.
     if (!device || ggml_backend_dev_type(device) == GGML_BACKEND_DEVICE_TYPE_CPU) return nullptr;
     return device;
 }
@@ -70,7 +70,8 @@ ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows) {
                             all->nb[2], all->nb[3], offset));
 }
 
-// F32, because not every device adds an F16 mask to F32 products; one for all layers that share it.
+// F32, because some devices cannot add an F16 mask to F32 products. Shared by all layers with one
+// mask.
 ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows) {
     if (!site.mask) return nullptr;
     auto& known = masks_[site.mask];
@@ -87,7 +88,7 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
     return known;
 }
 
-// K·Q of the wanted queries: computed here with flash attention, which keeps no product.
+// K·Q of the wanted queries: recomputed with flash attention, which does not store the product.
 ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
     auto* const product = ggml_mul_mat(tensors_, site.k, last_queries(site.q, n_rows));
@@ -95,8 +96,8 @@ ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_r
     return add(product);
 }
 
-// What enters the softmax, but for the mask. Without flash attention llama.cpp has capped it
-// already.
+// The softmax's input without the mask. Without flash attention, llama.cpp has already applied the
+// softcap.
 ggml_tensor* device_node_builder::scores_of(const attention_site& site, int n_rows) {
     auto* scores = site.flash ? product_of(site, n_rows)
                               : contiguous(last_queries(site.softmax->src[0], n_rows));
@@ -119,8 +120,8 @@ ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_row
     return add(probs);
 }
 
-// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Columns that a query does not see hold
-// anything but for probs: see `masked`.
+// F32 ne=[n_cells, n_rows, n_head, n_stream], contiguous. Except for probs, columns that a query
+// does not see hold arbitrary values: see `masked`.
 ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind kind, int n_rows) {
     switch (kind) {
         case row_kind::probs: return probs_of(site, n_rows);
@@ -130,8 +131,8 @@ ggml_tensor* device_node_builder::values_of(const attention_site& site, row_kind
     return product_of(site, n_rows);
 }
 
-// Over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. A pool over an image whose rows
-// are heads, so that nothing has to be permuted; heads that do not count are not in the image.
+// Reduces over heads: F32 in memory as ne=[n_cells, n_rows, 1, n_stream]. Pools over an image whose
+// rows are the selected heads, so that nothing has to be permuted.
 ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want& want) {
     auto* heads = add(ggml_reshape_3d(tensors_, values, values->ne[0] * values->ne[1],
                                       values->ne[2], values->ne[3]));
@@ -152,7 +153,7 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
     return pooled(heads, heads->ne[1], want.reduce);
 }
 
-// The mean or the largest of `n` rows, which are the second dimension.
+// The mean or maximum of `n` rows, which are the second dimension.
 ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce) {
     const bool is_mean = reduce == row_reduction::mean || reduce == row_reduction::mean_heads;
     const auto height = static_cast<int>(n);
@@ -160,8 +161,8 @@ ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_
                             height, 1, height, 0, 0));
 }
 
-// A column that the query does not see is -inf, in logits too. After a reduction, because the mask
-// is the same for all heads, and a pool's maximum begins at the least finite number.
+// Sets columns that the query does not see to -inf, in logits too. Runs after a reduction, because
+// all heads share the mask, and because a max pool starts at the lowest finite number.
 ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_site& site,
                                          row_kind kind, int n_rows, bool is_reduced) {
     auto* const mask = kind == row_kind::probs ? nullptr : mask_of(site, n_rows);
@@ -205,14 +206,14 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
         rows.n_heads_reduced = n_heads_reduced(want, site);
     }
     if (want.type == row_type::f16 && want.kind != row_kind::probs) {
-        // Before the mask, whose -inf stays: what the cast made infinite would read as masked.
+        // Before the mask adds -inf: a value that the cast made infinite would read as masked.
         result = add(ggml_clamp(tensors_, result, -largest_f16, largest_f16));
     }
     result = masked(result, site, want.kind, n_rows, want.reduce != row_reduction::none);
     if (want.type == row_type::f16) {
         result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));
     } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
-        result = add(ggml_cont(tensors_, result));  // llama.cpp's own tensor is written over
+        result = add(ggml_cont(tensors_, result));  // llama.cpp overwrites its own tensor
     }
     if (failure_.empty()) rows.tensor = result;
     return rows;

@@ -1,7 +1,7 @@
-// Rows of layers whose keys are not in host memory: stock ggml nodes that compute them where the
-// keys are. A device leaves the rows of the last queries of each stream, head by head, padded to
-// the graph's cells; tap/device/transfer.h brings them to the host.
-// Threads: the one that builds the graph (the engine thread, or the constructor's).
+// Rows of layers whose keys are not in host memory: stock ggml nodes compute them where the keys
+// are. The result on the device has the rows of the last queries of each stream, head by head,
+// padded to the graph's cells; tap/device/transfer.h copies them to the host.
+// Threads: the thread that builds the graph (the engine thread, or the constructor's).
 #pragma once
 
 #include <ggml-backend.h>
@@ -19,52 +19,53 @@
 
 namespace kqview {
 
-// How many heads of a layer a device reduces.
+// Number of heads of a layer that a device reduces.
 int n_heads_reduced(const device_want& want, const attention_site& site);
 
-// The device that holds these keys, or their weights where no cache keeps them; null: host memory.
+// The device that holds these keys, or their weights if no cache stores them; null: host memory.
 ggml_backend_dev_t device_of(const ggml_tensor* keys);
 
-// What one node leaves on its device, in memory as ne=[n_cells, n_rows, n_head, n_stream],
-// contiguous; n_head is 1 where heads were reduced.
+// The result of one node on its device, laid out as ne=[n_cells, n_rows, n_head, n_stream],
+// contiguous; n_head is 1 after a reduction over heads.
 struct device_rows {
-    std::vector<int> layers;  // one, or those that were joined here
+    std::vector<int> layers;  // one layer, or the layers joined here
     device_want want;
     ggml_tensor* tensor = nullptr;
-    int n_queries = 0;  // of a stream in the graph; the rows are of the last ones
+    int n_queries = 0;  // per stream in the graph; the rows belong to the last ones
     std::size_t n_cells = 0;
     std::size_t n_rows = 0;
     std::size_t n_head = 0;
-    int n_heads_reduced = 0;  // of all `layers` together
+    int n_heads_reduced = 0;  // over all `layers` together
 };
 
-// Layers that are joined to one row each query: they share their mask and how many heads count.
-// Their rows are computed at neighbouring places of `stack` and reduced when the last one is there.
+// Layers that are joined to one row per query. They share their mask and the number of heads to
+// reduce. Their rows are computed into adjacent parts of `stack` and reduced once the last part is
+// there.
 struct joined_layers {
     device_want want;
     const ggml_tensor* mask = nullptr;
-    int n_heads = 0;                           // that each of them reduces
-    std::vector<const attention_site*> sites;  // in the graph's order
-    // F32 ne=[n_cells * n_rows * n_stream, n_layers]; memory, computed by no node.
+    int n_heads = 0;                           // reduced in each layer
+    std::vector<const attention_site*> sites;  // in graph order
+    // F32 ne=[n_cells * n_rows * n_stream, n_layers]; only memory, no node computes it.
     ggml_tensor* stack = nullptr;
-    // The newest part of the stack. Each names the one before as a source that it does not read,
-    // and so does what joins them: no backend may change their order then.
+    // The newest part of the stack. Each part, and the node that joins them, names the previous
+    // part as a source that it does not read; this stops every backend from reordering them.
     ggml_tensor* last_part = nullptr;
     int n_rows = 0;
 };
 
-// Lists of heads in the memory of one device, for nodes that pick heads before they reduce them.
-// Owner:   device_tap. Threads: the engine thread (and the constructor's thread before that thread
-//          starts).
+// Lists of heads in one device's memory, read by nodes that select heads before they reduce them.
+// Owner:   device_tap.
+// Threads: the engine thread (and the constructor's thread before that thread starts).
 class head_lists {
 public:
     explicit head_lists(ggml_backend_dev_t device) : device_(device) {}
 
-    // Keeps these lists, each for `n_streams` streams, and no others: graphs that read one of the
-    // others may not run any more. Raises out_of_memory.
+    // Keeps these lists, each repeated for `n_streams` streams, and frees all others: graphs that
+    // read one of those must not run again. Raises out_of_memory.
     void keep(std::set<std::vector<int>> lists, int n_streams);
 
-    // I32 ne=[n_heads, n_streams], the same list for each stream; null where it is not kept.
+    // I32 ne=[n_heads, n_streams], the same list for each stream; null if the list is not kept.
     ggml_tensor* find(const std::vector<int>& heads) const;
 
 private:
@@ -76,30 +77,30 @@ private:
     std::vector<ggml_tensor*> found_;  // in the order of lists_
 };
 
-// Builds the nodes of one graph on one device. A node that the device cannot compute is never added
-// to a graph: ggml would abort, or carry all keys to the host at every step.
+// Builds the nodes of one graph on one device. It never adds a node that the device cannot compute:
+// ggml would abort, or copy all keys to the host in every step.
 class device_node_builder {
 public:
-    // `lists` must have the heads that are picked; null: only to ask what the device can compute.
+    // `lists` must contain every selection of heads; null: only to check what the device supports.
     device_node_builder(ggml_context* tensors, ggml_backend_dev_t device, const head_lists* lists)
         : tensors_(tensors), device_(device), lists_(lists) {}
 
-    // The rows of the last `n_rows` queries. Null tensor: see failure().
+    // The rows of the last `n_rows` queries. The tensor is null on failure: see failure().
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
 
-    // One layer's part of a stack, a tensor that belongs there; null: see failure(). And, when all
-    // parts are made, the joined row.
+    // part_of: one layer's part of the stack, which the caller places there; null on failure, see
+    // failure(). join: the joined row, once all parts are made.
     ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
     device_rows join(const joined_layers& joined);
 
     // The last `n_rows` rows of a layer's output, ne=[n_embd, n_rows].
     ggml_tensor* hidden_of(const hidden_site& site, int n_rows);
 
-    // The nodes made since the last call, in the order they need.
+    // The nodes made since the last call, in the order in which they must run.
     std::vector<ggml_tensor*> take_nodes();
     const std::string& failure() const { return failure_; }
 
-    // Tensors that each of the calls above makes at most.
+    // The most tensors that one of the calls above creates.
     static constexpr int n_tensors_max = 20;
 
 private:
@@ -122,7 +123,7 @@ private:
     const head_lists* lists_;
     std::vector<ggml_tensor*> nodes_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*>
-        masks_;  // F32 and contiguous, by llama.cpp's
+        masks_;  // F32 and contiguous, keyed by llama.cpp's mask
     std::string failure_;
 };
 

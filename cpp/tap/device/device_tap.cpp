@@ -16,7 +16,7 @@ namespace {
 
 constexpr std::size_t prompt_budget_bytes = std::size_t{256} << 20;  // of a step's prompt rows
 constexpr std::size_t slack_bytes = 4096;                            // a result's alignment
-constexpr std::size_t n_tensors_of_layer = 4;  // masks and views that they share
+constexpr std::size_t n_tensors_of_layer = 4;                        // shared masks and views
 
 const ggml_tensor* keys_of(const attention_site& site) {
     return site.flash ? site.k : site.kq->src[0];
@@ -31,14 +31,14 @@ std::string no_room(const transfer& way) {
            ggml_backend_dev_name(way.device());
 }
 
-// A driver's failure as ours: nothing else throws in here.
+// Converts a driver's failure into error; nothing else throws here.
 [[noreturn]] void fail_copy(const std::exception& failure) {
     throw error(
         errc::decode,
         std::string("attention rows could not be copied from their device: ") + failure.what());
 }
 
-// Can a device pick heads of this site and reduce them? Nodes that no graph gets.
+// Tests on nodes outside any graph whether a device can select heads of this site and reduce them.
 bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
     constexpr std::size_t n_tensors = 2 * device_node_builder::n_tensors_max;
     const std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors(
@@ -81,12 +81,13 @@ void device_tap::learn(const hidden_site& site) {
     }
 }
 
-// In the buffer of its device.
+// Bytes of one query's results in the device's buffer.
 std::size_t device_tap::bytes_of_row(const graph_plan& plan, int il) const {
     const auto& one = layers_.at(il);
     std::size_t n_bytes = 0;
     for (const auto& want : plan.device_wants(il)) {
-        // A joined layer has its place in a stack, and may be alone with its mask.
+        // A joined layer needs its part of a stack, and its own result if it is the only layer with
+        // its mask.
         const auto n_head = want.reduce == row_reduction::none ? one.n_head
                             : want.joins_layers()              ? 2
                                                                : 1;
@@ -95,7 +96,7 @@ std::size_t device_tap::bytes_of_row(const graph_plan& plan, int il) const {
     return n_bytes;
 }
 
-// Of llama.cpp's compute buffer, which layers use in turn.
+// Bytes of one query in llama.cpp's compute buffer, which layers reuse one after the other.
 std::size_t device_tap::work_bytes_of_row(const graph_plan& plan, int il) const {
     const auto& one = layers_.at(il);
     return plan.device_wants(il).empty() ? 0 : one.n_head * one.n_cells * sizeof(float);
@@ -149,7 +150,8 @@ void device_tap::reserve(const graph_plan& plan) {
     keep_lists(plan);
 }
 
-// The last query of each stream or, where a prompt's rows are wanted, as many as there is room for.
+// One row, the last query of each stream, or as many as there is room for if a prompt's rows are
+// wanted.
 int device_tap::n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const {
     if (!plan.wants_prompt()) return 1;
     const int n_room = std::max(n_slots_, n_prompt_rows_) / n_stream;
@@ -160,7 +162,7 @@ std::size_t device_tap::n_tensors_max(const graph_plan& plan) const {
     std::size_t n = 2 * hidden_.size();
     for (const auto& [il, one] : layers_) {
         n += n_tensors_of_layer;
-        // Its own rows, or a part of joined ones, their stack and what joins them.
+        // Its own rows, or its part of joined rows with their stack and the node that joins them.
         n += plan.device_wants(il).size() * (2 * device_node_builder::n_tensors_max + 1);
     }
     return n;
@@ -201,7 +203,7 @@ struct device_tap::builders {
 
 namespace {
 
-// Before llama.cpp's softmax writes over what it reads.
+// The node to read after: llama.cpp's softmax overwrites its input in place.
 ggml_tensor* anchor_of(const attention_site& site, row_kind kind) {
     if (site.flash) return site.flash;
     if (kind == row_kind::logits) return site.kq;
@@ -291,7 +293,7 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
             part_bytes = ggml_nbytes(part);
             joined.stack = ggml_new_tensor_2d(building.tensors, GGML_TYPE_F32, ggml_nelements(part),
                                               static_cast<std::int64_t>(joined.sites.size()));
-            share_of(building.part, on.way);  // begins the graph's memory
+            share_of(building.part, on.way);  // sets up the graph's memory
             if (!on.way.place_scratch(joined.stack)) return no_room(on.way);
         }
         if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";

@@ -1,7 +1,7 @@
-// The tap's part for layers whose keys are on a device: which nodes a graph gets there, how much
-// room their results need, and how rows get from there into the blocks.
-// Owner:   the tap. Threads: the engine thread (and the constructor's thread before that thread
-//          starts).
+// The tap's part for layers whose keys are on a device: the nodes a graph gets there, the memory
+// their results need, and the copies of the rows into the blocks.
+// Owner:   the tap.
+// Threads: the engine thread (and the constructor's thread before that thread starts).
 #pragma once
 
 #include <ggml-backend.h>
@@ -24,41 +24,42 @@ namespace kqview {
 
 class device_tap {
 public:
-    // A step has a token of each slot, or at most `n_chunk` of one slot's prompt.
+    // A step has one token of each slot, or at most `n_chunk` tokens of one slot's prompt.
     device_tap(int n_slots, int n_chunk) : n_slots_(n_slots), n_chunk_(n_chunk) {}
 
-    // From the largest graph, before anything is captured.
+    // Records a site of the largest graph; called before anything is captured.
     void learn(const attention_site& site);
     void learn(const hidden_site& site);
     bool has_devices() const { return !paths_.empty(); }
-    // The first device that rows come from, or null.
+    // The first device that produces rows, or null.
     ggml_backend_dev_t device() const {
         return paths_.empty() ? nullptr : paths_.front()->way.device();
     }
     bool holds(int il) const { return layers_.contains(il); }
-    // Can a layer's device reduce its rows? Asked of the device for the site of `learn`.
+    // True if a layer's device can reduce its rows; checked with the site given to `learn`.
     bool reduces(int il) const { return layers_.contains(il) && layers_.at(il).is_reducible; }
     bool holds_hidden(int il) const { return hidden_.contains(il); }
 
-    // Room for what the graphs of `plan` leave. Raises out_of_memory; transfers must be over.
+    // Allocates the result buffers for graphs of `plan`. Raises out_of_memory. No transfer may be
+    // in flight.
     void reserve(const graph_plan& plan);
 
-    // Queries of a prompt whose rows one step can leave.
+    // The most prompt queries whose rows one step can provide.
     int n_prompt_rows() const { return n_prompt_rows_; }
 
-    // Makes the nodes that `plan` wants of a graph's sites. What cannot be is said in the result,
-    // else empty.
+    // Creates the nodes that `plan` wants for a graph's sites. Returns the reason if one is
+    // impossible, else an empty string.
     std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
                     const graph_plan& plan, ggml_context* tensors, std::vector<placed_node>& placed,
                     device_part& part);
-    // Most tensors that `add` makes.
+    // Upper bound of the tensors that `add` creates.
     std::size_t n_tensors_max(const graph_plan& plan) const;
 
-    // A graph is about to run: who computes what.
+    // Call when a graph is about to run: finds the backend that computes each result.
     static void find_backends(ggml_backend_sched_t sched, device_part& part);
 
-    // Sends the rows that the targets want off. The id to await, 0 where everything is there.
-    // Raises decode.
+    // Starts the transfer of the rows that the targets want. Returns the id to await, or 0 if
+    // everything is there. Raises decode.
     transfer_id start(row_table& table, const device_part& part);
     void note_computed();
     void await(transfer_id id);
@@ -66,7 +67,7 @@ public:
     const std::shared_ptr<copy_counters>& counters() const { return counters_; }
 
 private:
-    // What goes from one device to the host, and what its nodes read.
+    // One device's transfer to the host, and the head lists that its nodes read.
     struct path {
         explicit path(ggml_backend_dev_t device, copy_counters& counters)
             : way(device, counters), lists(device) {}
@@ -77,10 +78,10 @@ private:
         path* on;
         std::size_t n_head;
         std::size_t n_cells;
-        int n_queries_least;  // without a cache a step has the whole prompt
+        int n_queries_least;  // without a cache, a step has the whole prompt
         bool is_reducible;
     };
-    // What `add` has of each device while it goes through a graph.
+    // Per-device state of `add` while it goes through a graph.
     struct builders;
 
     path& path_to(ggml_backend_dev_t device);
@@ -104,7 +105,7 @@ private:
     const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;
-    std::unordered_map<int, layer> hidden_;  // one head of n_embd cells
+    std::unordered_map<int, layer> hidden_;  // stored as one head of n_embd cells
     int n_prompt_rows_ = std::numeric_limits<int>::max();
     transfer_id n_transfers_ = 0;
 };

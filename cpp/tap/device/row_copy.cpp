@@ -11,11 +11,11 @@ bool has_shape_of(const row_copy& a, const row_copy& b) {
            a.to_stride == b.to_stride;
 }
 
-// Is each copy the one `period` before it, moved by the same distances?
+// True if each copy equals the one `period` before it, moved by constant distances.
 bool repeats(const std::vector<row_copy>& copies, std::size_t period) {
     const auto& first = copies.front();
     const auto& second = copies[period];
-    // Distances of 2D copies are no less than a row.
+    // A 2D copy's stride must be at least one row.
     if (second.from < first.from + first.row_bytes || second.to < first.to + first.row_bytes)
         return false;
     for (std::size_t i = 0; i + period < copies.size(); ++i) {

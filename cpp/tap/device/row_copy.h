@@ -1,12 +1,13 @@
-// Copies of rows from a device to the host, and how few of them do. A copy has rows at one distance
-// on either side, which is all that ggml's 2D copy can say. How many a step needs: where all its
-// rows follow each other, as with one slot, one of each device. With several slots each has a block
-// of its own, with rows as long as its own text, so no copy serves two of them; and on the device
-// the slots' heads of one layer lie together, because that is how a product comes out. So it is a
-// copy for each slot and layer, or for each slot and head where a layer keeps fewer heads than
-// there are layers: at most n_slots * min(n_layers, n_heads) of each device
-// (EngineStats.device_copies counts them). Fewer would need another pass over all rows on the
-// device, to lay them out by slot. Pure values; no ggml, no threads.
+// Copies of rows from a device to the host, merged into as few calls as possible. One copy has rows
+// at a constant stride on either side, which is all that ggml's 2D copy supports.
+// Number of copies per step and device: one if all rows are adjacent, as with one slot. With
+// several slots, each slot has its own block, whose rows are as long as its own text, so no copy
+// serves two slots. On the device, the heads of all slots of one layer lie together, because the
+// product has that layout. This gives one copy per slot and layer, or per slot and head if a layer
+// keeps fewer heads than there are layers: at most n_slots * min(n_layers, n_heads)
+// (EngineStats.device_copies counts them). Fewer copies would need another pass over all rows on
+// the device, to group them by slot.
+// Pure values; no ggml, no threads.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +15,7 @@
 
 namespace kqview {
 
-// Rows that lie at one distance on the device and at one on the host.
+// Rows at a constant stride on the device and a constant stride on the host.
 struct row_copy {
     std::size_t from;  // offset in the device's buffer
     std::byte* to;
@@ -30,11 +31,11 @@ struct row_copy {
     }
 };
 
-// Adds a copy, as a part of the last one where it follows that.
+// Adds a copy; merges it into the last one if it continues that.
 void add_copy(std::vector<row_copy>& copies, const row_copy& next);
 
-// The same rows in fewer copies, where one pattern of copies comes again and again at the same
-// distance, as layers do: the first row of each is then one copy, the second row of each another.
+// Merges copies if a pattern of copies repeats at a constant distance, as layers do: the first row
+// of each repetition then forms one copy, the second row another, and so on.
 void pack_copies(std::vector<row_copy>& copies);
 
 }  // namespace kqview

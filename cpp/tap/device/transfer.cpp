@@ -10,7 +10,7 @@ namespace kqview {
 
 namespace {
 
-// A flat tensor of ours is as long as what is copied.
+// Sets the length of a flat tensor to the size of the copy.
 void resize(ggml_tensor* bytes, std::size_t n_bytes) {
     bytes->ne[0] = static_cast<std::int64_t>(n_bytes);
     bytes->nb[1] = bytes->nb[2] = bytes->nb[3] = n_bytes;
@@ -22,7 +22,7 @@ transfer::transfer(ggml_backend_dev_t device, copy_counters& counters)
     : device_(device), counters_(counters) {
     ggml_backend_dev_props props;
     ggml_backend_dev_get_props(device, &props);
-    // What has no page-locked memory has no streams either: an RPC server answers in order.
+    // Backends without page-locked memory have no streams either: an RPC server answers in order.
     is_async_ = props.caps.async && props.caps.events && props.caps.host_buffer;
 }
 
@@ -34,7 +34,7 @@ transfer::~transfer() {
 void transfer::release() {
     try {
         if (copy_stream_) ggml_backend_synchronize(copy_stream_);
-    } catch (...) {  // copies that failed are over as well, and await has said so
+    } catch (...) {  // failed copies have ended too; await has raised their error
     }
     for (auto& one : staging_) {
         if (one.filled) ggml_backend_event_free(one.filled);
@@ -155,7 +155,7 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     auto& stage = staging_[id % staging_.size()];
     if (stage.id != 0) await(stage.id);
     resize(stage.bytes, n_used);
-    // Queued behind the compute; the stream of copies waits for it (ggml records an event between).
+    // Queued behind the compute; the copy stream waits for it (ggml records an event in between).
     ggml_backend_tensor_copy_async(compute, copy_stream_, result_bytes_, stage.bytes);
     ggml_backend_event_record(stage.filled, compute);
     stage.ready.reset();
@@ -180,7 +180,7 @@ void transfer::note_computed() {
 void transfer::await(transfer_id id) {
     for (auto& one : staging_) {
         if (one.id == 0 || one.id > id) continue;
-        one.id = 0;  // over, one way or the other
+        one.id = 0;  // over, whether it succeeds or fails
         if (!one.ready) {
             ggml_backend_event_synchronize(one.filled);
             one.ready = clock::now();

@@ -1,9 +1,11 @@
-// One device's results on their way to the host. A step's results lie in one buffer on the device,
-// at addresses that never change while a plan is wanted: graphs that were recorded (CUDA graphs) or
-// sent before (RPC) stay valid. Behind the compute they are copied within the device to one of two
-// staging buffers, and from there by a stream of its own to the host, while the next step computes.
-// Owner:   device_tap. Threads: the engine thread; the copies run on the device's.
-// Never:   reuses a staging buffer, or frees one, before the copies out of it have ended.
+// Transfers one device's results to the host. A step's results lie in one device buffer, at
+// addresses that stay fixed while a plan is wanted: recorded graphs (CUDA graphs) and graphs sent
+// earlier (RPC) stay valid. After the compute, the results are copied within the device to one of
+// two staging buffers; a separate stream copies them from there to the host while the next step
+// computes.
+// Owner:   device_tap.
+// Threads: the engine thread; the device performs the copies.
+// Never:   reuses or frees a staging buffer before the copies out of it have ended.
 #pragma once
 
 #include <ggml-backend.h>
@@ -31,31 +33,32 @@ public:
 
     ggml_backend_dev_t device() const { return device_; }
 
-    // Room for a step's results. No transfer may be on its way. Raises out_of_memory with figures.
+    // Allocates room for a step's results. No transfer may be in flight. Raises out_of_memory with
+    // the sizes.
     void reserve(std::size_t n_bytes);
 
-    // The next graph's results begin at the front of the buffer.
+    // Starts placing the next graph's results at the front of the buffer.
     void begin_graph() { n_placed_ = n_scratch_ = 0; }
-    // Gives a result its memory. False: it has no room, or the backend refuses it.
+    // Assigns memory to a result. Returns false if there is no room or the backend refuses it.
     bool place(ggml_tensor* result);
-    // Memory behind the results, which no copy touches.
+    // As place(), in scratch memory after the results, which no copy reads.
     bool place_scratch(ggml_tensor* tensor);
-    // A tensor that is a part of one in scratch memory.
+    // Places a tensor as a part of one in scratch memory.
     static bool place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part);
     std::size_t n_placed() const { return n_placed_; }
     std::size_t offset_of(const ggml_tensor* result) const;
 
-    // Sends the first `n_used` bytes off behind what `compute` has queued. True: `await` says when
-    // they have arrived; false: they are there, because the device copies in order or not beside
-    // its work.
+    // Queues the transfer of the first `n_used` bytes behind the work queued on `compute`. True:
+    // the copies are in flight, call `await`. False: they are done, because the device copies in
+    // order or cannot copy while it computes.
     bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
                const std::vector<row_copy>& copies);
 
-    // What `start` queued behind is known to be done: copies on their way count their time from
-    // here.
+    // The compute that `start` queued behind is known to have ended: the time of copies in flight
+    // counts from here.
     void note_computed();
 
-    // Blocks until the copies of this transfer, and of all before, have ended. Raises decode.
+    // Blocks until the copies of this transfer, and of all earlier ones, have ended. Raises decode.
     void await(transfer_id id);
 
 private:
@@ -66,8 +69,8 @@ private:
         ggml_tensor* bytes = nullptr;
         ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
-        transfer_id id = 0;                      // on its way; 0 = none
-        std::optional<clock::time_point> ready;  // since when it is known to be filled
+        transfer_id id = 0;                      // in flight; 0 = none
+        std::optional<clock::time_point> ready;  // when it was first known to be filled
     };
 
     void release();
@@ -84,7 +87,7 @@ private:
     ggml_backend_buffer_t results_ = nullptr;
     ggml_tensor* result_bytes_ = nullptr;
     std::array<staging, 2> staging_;
-    std::vector<std::byte> fetched_;  // without streams: what came, before it is packed
+    std::vector<std::byte> fetched_;  // without streams: fetched bytes before they are packed
     std::size_t capacity_ = 0;
     std::size_t n_placed_ = 0;
     std::size_t n_scratch_ = 0;

@@ -98,8 +98,7 @@ vec add_even_odd(vec a, vec b, std::integer_sequence<int, i...>) {
 }
 
 // Horizontal sums of `lanes` vectors at once: lane i of the result is the sum of values[i]. A tree
-// of pairwise additions, so that the adds and shuffles of 16 sums are shared instead of done 16
-// times.
+// of pairwise additions shares the adds and shuffles among all sums (16 with 16 lanes).
 template <int n>
 vec sum_each(const vec* values) {
     if constexpr (n == 1) {
@@ -133,7 +132,7 @@ void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, 
         }
     }
     vec result = sum_each<lanes>(sums);
-    for (; i < n_embd; ++i) {  // head sizes that are no multiple of the vector
+    for (; i < n_embd; ++i) {  // head sizes that are not a multiple of the vector width
         for (int c = 0; c < n_cells; ++c) {
             const float key =
                 keys_type::one(keys + static_cast<std::size_t>(c) * stride + i * keys_type::bytes);
@@ -149,7 +148,7 @@ void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, 
     }
 }
 
-// A tile of `lanes` cells against all heads, by the largest power of two of heads that is left.
+// A tile of `lanes` cells against all heads, in groups of the largest remaining power of two.
 template <class keys_type>
 void dot_cells(const std::byte* keys, std::size_t stride, const float* const* q, int n_heads,
                int n_embd, float* const* out, int first_column, int n_columns) {
@@ -219,7 +218,8 @@ float mask_at(const mask_row& mask, int column) {
 
 void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
               float* const* out, row_scratch& scratch) {
-    // A tile reads `lanes` cells at a time: the last ones, if the cache ends there, go one by one.
+    // A tile reads `lanes` cells at a time: if the cache ends within the last tile, its cells go
+    // one by one.
     const int n_tiled = keys.n_cells % lanes == 0 ? n_columns : n_columns / lanes * lanes;
     switch (keys.type) {
         case GGML_TYPE_F16: dot_all<f16_keys>(keys, q, n_heads, n_tiled, out); break;
@@ -302,7 +302,7 @@ void logits_to_scores(float* row, int n_columns, const score_params& params, con
 void scores_to_probs(float* row, int n_columns, const float* sink) {
     float largest = sink ? *sink : minus_infinity;
     for (int c = 0; c < n_columns; ++c) largest = std::max(largest, row[c]);
-    if (largest == minus_infinity) {  // nothing is seen
+    if (largest == minus_infinity) {  // no visible column
         std::fill_n(row, n_columns, 0.0f);
         return;
     }

@@ -1,7 +1,7 @@
-// Arithmetic of attention rows on the CPU: K·q for a few heads that share their keys, and what
-// turns the products into scores or probabilities. Vectorised by width (16, 8 or 4 lanes by the
-// compiler's target); `dot_rows_scalar` is its twin for tests. Stateless; ggml's compute threads
-// call it.
+// Arithmetic of attention rows on the CPU: K·q for a few heads that share their keys, and the
+// conversion of these products into scores or probabilities. Vectorised with 16, 8 or 4 lanes,
+// depending on the compiler's target; `dot_rows_scalar` is the reference for tests. Stateless;
+// called by ggml's compute threads.
 #pragma once
 
 #include <ggml.h>
@@ -21,17 +21,16 @@ struct key_rows {
     std::size_t cell_stride_bytes;
     ggml_type type;
     int n_embd;   // head size
-    int n_cells;  // readable cells, at least the columns asked for
+    int n_cells;  // readable cells, at least as many as requested columns
 };
 
 // Working memory of one compute thread; grows, never shrinks.
 struct row_scratch {
-    std::vector<float> rows;   // results that are converted or reduced before they leave
+    std::vector<float> rows;   // results to convert or reduce before they are written
     std::vector<float> cells;  // dequantised keys of a tile
     std::vector<std::pair<float, std::int32_t>> best;  // the largest values of a row
-    std::vector<float>
-        gathered;              // max_heads_at_once rows over gathered keys, before they are columns
-    std::vector<float> extra;  // a row over keys that are no tokens
+    std::vector<float> gathered;  // max_heads_at_once rows over gathered keys, before scatter()
+    std::vector<float> extra;     // a row over keys that stand for no token
 };
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.
@@ -40,7 +39,7 @@ void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_co
 void dot_rows_scalar(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
                      float* const* out);
 
-// One row of the attention mask: F16 or F32, 0 or a bias where a cell is seen, -inf where not.
+// One row of the attention mask, F16 or F32: 0 or a bias for a visible cell, -inf for a hidden one.
 struct mask_row {
     const void* data = nullptr;
     ggml_type type = GGML_TYPE_F32;
@@ -55,14 +54,14 @@ void hide_masked(float* row, int n_columns, const mask_row& mask);
 struct score_params {
     float scale = 1.0f;
     float softcap = 0.0f;  // 0 = none: cap * tanh(x * scale / cap)
-    float slope = 1.0f;    // of the mask's bias, this head's ALiBi slope
+    float slope = 1.0f;    // of the mask's bias: this head's ALiBi slope
 };
 void logits_to_scores(float* row, int n_columns, const score_params& params, const mask_row& mask);
 
-// `sink`: an extra logit that takes part in the sum and has no column; null = none.
+// `sink`: an extra logit that counts in the softmax's sum but has no column; null = none.
 void scores_to_probs(float* row, int n_columns, const float* sink);
 
-// ALiBi's slope of a head as in the paper (Press et al., 2022) and in ggml's softmax; 1 without
+// ALiBi slope of a head as in the paper (Press et al., 2022) and in ggml's softmax; 1 without
 // ALiBi.
 float alibi_slope(float max_bias, int n_head, int head);
 

@@ -14,8 +14,7 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// ---- operands: where one query's part of q, k and the mask lies, in whatever layout the model
-// uses
+// ---- operands: where one query's part of q, k and the mask is, in any layout that a model uses
 
 const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides, int token,
                          int head, int stream) {
@@ -32,7 +31,7 @@ struct query_place {
 };
 
 query_place place_of(const attention_site& site, int i_query, int i_stream) {
-    // One of the two is 0: a batch is queries of one stream, or a query each of several.
+    // One of the two is 0: a batch has several queries of one stream, or one query each of several.
     if (site.has_stream_per_query) return {0, i_query + i_stream};
     return {i_query, i_stream};
 }
@@ -55,7 +54,7 @@ mask_row mask_of(const row_op& op, const ggml_tensor* node, query_place query, i
 // The keys of one KV head that a query sees.
 struct seen_keys {
     key_rows keys;   // in order of position, or gathered
-    key_rows extra;  // keys that are no tokens
+    key_rows extra;  // keys that stand for no token
     mask_row extra_mask;
     const std::int32_t* gathered;  // where gathered keys come from, else null
 };
@@ -81,8 +80,8 @@ seen_keys keys_of(const row_op& op, const ggml_tensor* node, query_place query, 
     return seen;
 }
 
-// The logit that stands for everything that takes part in the softmax without a column: the model's
-// own sink, and every key that is no token. Empty if there is neither.
+// One logit for everything that takes part in the softmax without a column: the model's own sink,
+// and every key that stands for no token. Empty if there is neither.
 std::optional<float> sink_of(const row_op& op, const ggml_tensor* node, const seen_keys& seen,
                              const float* q, int head, row_scratch& scratch) {
     const auto& site = op.site;
@@ -104,13 +103,13 @@ std::optional<float> sink_of(const row_op& op, const ggml_tensor* node, const se
     return largest + static_cast<float>(std::log(sum));
 }
 
-// Spreads a row over gathered keys to columns; what was not gathered counts as masked.
+// Scatters a row over gathered keys to columns; keys that were not gathered count as masked.
 void scatter(const attention_site& site, const seen_keys& seen, row_kind kind, const float* from,
              float* to, int n_columns) {
     const float hidden = kind == row_kind::probs ? 0.0f : minus_infinity;
     std::fill_n(to, n_columns, hidden);
     for (int i = 0; i < site.n_cells; ++i) {
-        if (from[i] == hidden) continue;  // a masked place may name any cell
+        if (from[i] == hidden) continue;  // the index of a masked place is arbitrary
         const int column = seen.gathered[i] / site.rows_per_cell % site.n_cells_max;
         if (column < n_columns) to[column] = from[i];
     }
@@ -132,13 +131,13 @@ struct query_view {
     int n_visible;  // columns it sees
 };
 
-// Columns behind the query: positions that it does not attend to.
+// Columns after the query: positions that it does not attend to.
 void fill_unseen(const query_view& query, row_kind kind, float* row) {
     const float unseen = kind == row_kind::probs ? 0.0f : minus_infinity;
     std::fill(row + query.n_visible, row + query.target.layout.n_columns, unseen);
 }
 
-// Computes heads [begin, end) of the wanted ones from q and k.
+// Computes wanted heads [begin, end) from q and k.
 void write_flash_rows(const query_view& query, int begin, int end, row_sink& sink,
                       row_scratch& scratch) {
     const auto& op = query.op;
@@ -157,7 +156,7 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
     auto mask = mask_of(op, query.node, query.place, 0, 0, n_cells);
 
     for (int i = begin; i < end;) {
-        // A run of wanted heads that share a KV head reads its keys once.
+        // Wanted heads in a row that share a KV head read its keys once.
         const int head_kv = heads[static_cast<std::size_t>(i)] / n_group;
         const float* queries[max_heads_at_once];
         float* out[max_heads_at_once];
@@ -198,7 +197,7 @@ void write_flash_rows(const query_view& query, int begin, int end, row_sink& sin
     }
 }
 
-// Copies heads [begin, end) of the wanted ones out of the node's source.
+// Copies wanted heads [begin, end) from the node's source.
 void write_plain_rows(const query_view& query, int begin, int end, row_sink& sink) {
     const auto& op = query.op;
     const ggml_tensor* const source = query.node->src[0];
@@ -244,20 +243,20 @@ void write_target(const row_op& op, const ggml_tensor* node, std::size_t i_targe
         place_of(op.site, target.i_query + target.layout.n_queries - 1, target.i_stream);
     const int n_seen =
         std::min(target.n_visible + target.layout.n_queries - 1, target.layout.n_columns);
-    // end_step finds out
+    // end_step reports the missing rows
     if (n_seen > n_cells_max || last.stream >= op.site.n_stream) return;
     auto& scratch = table.scratch[static_cast<std::size_t>(ith)];
     const auto n_heads = static_cast<int>(rows.heads.size());
     const int n_queries = target.layout.n_queries;
     row_sink sink(table, i_target, rows, ith);
-    if (n_queries == 1) {  // the threads share its heads
+    if (n_queries == 1) {  // the threads share the heads
         sink.begin_query(0);
         const int begin = n_heads * ith / nth;
         const int end = n_heads * (ith + 1) / nth;
         if (begin < end) write_query(op, node, target, rows, 0, begin, end, sink, scratch);
         return sink.end_query(nth);
     }
-    // The threads take turns: rows of a causal model grow with their query.
+    // The threads interleave: in a causal model, the cost of a row grows with its query.
     for (int i = ith; i < n_queries; i += nth) {
         sink.begin_query(i);
         write_query(op, node, target, rows, i, 0, n_heads, sink, scratch);
@@ -282,7 +281,7 @@ void run_hidden_op(ggml_tensor* node, int ith, int, void* data) {
         const int index = target.plan->find_hidden(op.il);
         if (index < 0 || !target.layout.has_hidden) continue;
         const auto n_embd = static_cast<std::size_t>(target.plan->n_embd());
-        // The last layer keeps the queries whose logits are wanted alone: one of a prompt.
+        // The last layer keeps only the queries whose logits are wanted: one for a prompt.
         const auto i_row =
             static_cast<std::size_t>(std::min<std::int64_t>(target.i_token, source->ne[1] - 1));
         std::memcpy(target.data + target.layout.hidden_offset +
@@ -292,7 +291,7 @@ void run_hidden_op(ggml_tensor* node, int ith, int, void* data) {
     }
 }
 
-// The result is one float that nobody reads: rows leave through the table, not through ggml's
+// The result is one float that nothing reads: rows leave through the table, not through ggml's
 // memory.
 ggml_tensor* make_node(ggml_context* tensors, std::vector<ggml_tensor*>& sources,
                        ggml_custom_op_t run, int n_tasks, row_op& op) {
@@ -338,7 +337,7 @@ ggml_tensor* make_plain_row_node(ggml_context* tensors, const attention_site& si
     std::vector<ggml_tensor*> sources{kind == row_kind::logits   ? site.kq
                                       : kind == row_kind::scores ? site.softmax->src[0]
                                                                  : site.softmax};
-    // The softmax's result is final; its inputs still need the mask.
+    // The softmax's result is final; its input still needs the mask.
     if (kind != row_kind::probs) add_mask_and_sinks(sources, site, op);
     return make_node(tensors, sources, run_row_op, GGML_N_TASKS_MAX, op);
 }

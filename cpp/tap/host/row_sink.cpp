@@ -10,7 +10,7 @@ namespace {
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-// As near to `value` as a finite float16 can be; what is masked stays -inf.
+// The finite float16 nearest to `value`; masked values stay -inf.
 float within_f16(float value) {
     if (value == minus_infinity) return value;
     const float low = value < -largest_f16 ? -largest_f16 : value;
@@ -81,7 +81,7 @@ row_sink::row_sink(row_table& table, std::size_t i_target, const capture_plan::l
       is_first_target_(i_target == 0),
       ith_(ith) {
     if (is_direct()) return;
-    const auto n_lanes = static_cast<std::size_t>(max_heads_at_once + 1);  // the last one sums up
+    const auto n_lanes = static_cast<std::size_t>(max_heads_at_once + 1);  // the last: sums
     if (scratch_.rows.size() < n_columns() * n_lanes) scratch_.rows.resize(n_columns() * n_lanes);
 }
 
@@ -122,7 +122,7 @@ void row_sink::finish(int i_head, const float* row) {
 void row_sink::end_query(int nth) {
     if (!is_reduced()) return;
     if (target_.layout.n_queries > 1) return finish_layer(sum_);
-    // The thread that comes last adds up what all brought; a share may be empty.
+    // The last thread to arrive adds up all partial results; a thread's share may be empty.
     const int n_arrived = shared_.n_arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
     if (n_arrived < nth) return;
     shared_.n_arrived.store(0, std::memory_order_relaxed);

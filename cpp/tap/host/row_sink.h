@@ -1,7 +1,7 @@
-// Where finished rows go: into the block as they are, as float16, as their k largest values, or
-// summed up over heads and layers first. A float16 saturates: one beyond +-65504 would be infinite,
-// which reads as masked. One sink is one compute thread's work for one target in one layer.
-// Threads: ggml's compute threads; what they share lies in row_table and is joined by atomics, and
+// Writes finished rows to their block: unchanged, as float16, as their k largest values, or reduced
+// over heads and layers first. Float16 values saturate: beyond +-65504 they would become infinite,
+// and -inf means masked. One sink serves one compute thread, target and layer.
+// Threads: ggml's compute threads; their shared state is in row_table, synchronised by atomics and
 //          by ggml's barrier between two nodes.
 #pragma once
 
@@ -18,18 +18,18 @@
 
 namespace kqview {
 
-// Where the rows of a run of queries go.
+// Where to write the rows of a run of queries.
 struct row_target {
     std::shared_ptr<const capture_plan> plan;
     int i_stream;   // which of the graph's KV streams
-    int i_query;    // the first query in that stream
-    int i_token;    // ... and in the batch
-    int n_visible;  // columns the first query sees; each next one sees one more, up to n_columns
+    int i_query;    // index of the first query in that stream
+    int i_token;    // index of the first query in the batch
+    int n_visible;  // columns the first query sees; each further one sees one more, up to n_columns
     row_layout layout;  // of the rows in `data`
     std::byte* data;    // layout.size_bytes
 };
 
-// What the threads share while heads and layers of one target are reduced.
+// Shared state of the threads that reduce heads and layers of one target.
 struct reduction_state {
     std::vector<float>
         partials;  // (thread, column): each thread's heads, for a target of one query
@@ -38,15 +38,15 @@ struct reduction_state {
     std::vector<int> n_layers_added;  // per query
 };
 
-// The targets of the step that runs now, and what was written to them.
+// The targets of the running step, and what has been written to them.
 struct row_table {
     std::vector<row_target> targets;
-    std::deque<reduction_state> reductions;  // as many as targets at least; grows, never shrinks
+    std::deque<reduction_state> reductions;  // at least as many as targets; grows, never shrinks
     std::atomic<int> n_rows_written{0};
-    std::atomic<const std::byte*> first_write{nullptr};  // row 0 of target 0, by the kernel
+    std::atomic<const std::byte*> first_write{nullptr};  // where the kernel wrote row 0 of target 0
     std::vector<row_scratch> scratch;                    // one per compute thread
 
-    // Before a step: room for the reductions of `targets`.
+    // Call before a step: allocates the reduction state of `targets`.
     void prepare_reductions();
 };
 
@@ -54,21 +54,21 @@ class row_sink {
 public:
     row_sink(row_table& table, std::size_t i_target, const capture_plan::layer_rows& rows, int ith);
 
-    // Rows of query `i_query` follow; with one query each thread brings some of its heads, else
-    // all.
+    // The rows of query `i_query` follow. With a single query, each thread delivers some of its
+    // heads; with several, each thread delivers all heads of its queries.
     void begin_query(int i_query);
 
-    // Where to compute head `i_head` (index into the wanted ones); i_lane < max_heads_at_once.
+    // Where to compute head `i_head` (an index into the wanted heads); i_lane < max_heads_at_once.
     float* place(int i_head, int i_lane);
 
     // A row is complete: n_columns values.
     void finish(int i_head, const float* row);
 
-    // A row of several whole layers: the sum or the maximum of all their heads, for a plan that
-    // reduces layers.
+    // Adds a row that already covers several whole layers: the sum or maximum over all their heads.
+    // For plans that reduce layers.
     void finish_layers(const float* row, int n_layers);
 
-    // Every head of this thread was finished. `nth` threads bring the heads of a single query.
+    // All heads of this thread are finished. `nth` threads share the heads of a single query.
     void end_query(int nth);
 
     void scale(float* row, float factor) const;
@@ -98,7 +98,7 @@ private:
     const bool is_first_target_;
     const int ith_;
     int i_query_ = 0;
-    float* sum_ = nullptr;  // of this thread's heads
+    float* sum_ = nullptr;  // over this thread's heads
     int n_summed_ = 0;
 };
 
