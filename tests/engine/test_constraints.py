@@ -239,7 +239,7 @@ def test_costly_regex_runs_or_ends_with_an_error(random_model: Engine, pattern: 
 
 def test_model_without_vocabulary_is_refused(make_engine: MakeEngine, tmp_path: Path):
     engine = make_engine(tiny_gguf.write_model(tmp_path / "none.gguf", vocab="none"))
-    with pytest.raises(InvalidSampling, match="no token that ends"):
+    with pytest.raises(InvalidSampling, match="token that ends the text"):
         engine.generate([1, 2, 3], regex="a")
 
 
@@ -297,7 +297,7 @@ def test_other_major_version_of_llguidance_is_refused(
     demo: Engine, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("llguidance.__version__", "2.0.0")
-    with pytest.raises(KqviewError, match=r"llguidance 2\.0\.0 is installed, version 1"):
+    with pytest.raises(KqviewError, match=r"llguidance 2\.0\.0 is installed.* version 1"):
         demo.generate(PROMPT, regex="a")
 
 

@@ -56,7 +56,7 @@ def test_port_without_a_listener_is_refused(tiny_llama: Path) -> None:
 
 
 def test_host_that_does_not_exist_is_refused(tiny_llama: Path) -> None:
-    assert "name that is not known" in refused(tiny_llama, "no-such-host.invalid:50052")
+    assert "unknown host name" in refused(tiny_llama, "no-such-host.invalid:50052")
 
 
 def test_file_that_is_missing_is_said_before_a_server_is_asked(tmp_path: Path) -> None:

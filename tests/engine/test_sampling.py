@@ -258,7 +258,7 @@ def test_grammar_that_does_not_parse_is_invalid_sampling(engine: Engine, grammar
 
 @pytest.mark.parametrize("sign", ["é", "日", "😀"])
 def test_grammar_error_quotes_a_whole_character(engine: Engine, sign: str) -> None:
-    with pytest.raises(errors.InvalidSampling, match=f"column 10 has '{sign}', expected"):
+    with pytest.raises(errors.InvalidSampling, match=f"column 10: .*'{sign}'"):
         engine.generate(PROMPT, grammar=f"root ::= {sign}")
     assert len(ids_of(engine, 3, temperature=0)) == 3
 

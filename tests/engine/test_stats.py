@@ -105,7 +105,7 @@ def test_tokens_and_seconds_give_the_speed_of_an_interval(
     assert made.prefill_s > 0
     assert made.decode_s > 0
     assert made.uptime_s >= 2 * took_s
-    assert made.busy_s <= took_s  # without the sleep
+    assert made.busy_s < 1.5 * took_s  # without the sleep, which took as long again
     assert made.tokens_per_s == pytest.approx(199 / made.decode_s)
     assert made.prefill_tokens_per_s == pytest.approx(100 / made.prefill_s)
     assert made.slots == engine.stats().slots

@@ -178,7 +178,7 @@ async def test_deadline_ends_a_run(engine: Engine):
         ({"n_samples": 99}, "^num_samples is 99"),
         ({"attention": AttentionWanted(layers=())}, "^attention_layers is empty"),
         ({"attention": AttentionWanted(format="sparse", top_k=0)}, "^sparse_top_k is 0"),
-        ({"prompt": []}, "^the prompt has no tokens"),
+        ({"prompt": []}, "^prompt has no tokens"),
     ],
     ids=str,
 )

@@ -62,6 +62,7 @@ _TOO_LONG: Final = (
 )
 _MOST_HEAD_BYTES: Final = 64 * 1024
 _MOST_UNREAD_BODY: Final = 2**20  # that may follow a reply that did not wait for it
+_LINGER_S: Final = 2.0  # for the client to read that reply before the connection is closed
 _MOST_UNKNOWN_MESSAGE: Final = 64 * 1024  # of a client that the app has not admitted yet
 _MOST_AFTER_CLOSE: Final = 64 * 1024
 _FRAGMENT_BYTES: Final = 64  # of the object around a fragment
@@ -459,8 +460,11 @@ class _BoundedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
         if self.cycle.response_complete:
             self._n_unread_body += len(body)
-            if self._n_unread_body > _MOST_UNREAD_BODY:
-                self.transport.abort()
+            if self._n_unread_body > _MOST_UNREAD_BODY and self.transport.is_reading():
+                # Closing on unread bytes would take back a reply that the client, or a proxy
+                # in front, has not read yet.
+                self.transport.pause_reading()
+                self.loop.call_later(_LINGER_S, self.transport.abort)
 
     def handle_websocket_upgrade(self) -> None:
         self._stop()
