@@ -38,8 +38,7 @@ class single_consumer {
 public:
     explicit single_consumer(generation_handle& handle) : taken_(handle.is_taken) {
         if (taken_.exchange(true)) {
-            throw error(errc::busy,
-                        "generation: another thread or task is iterating it; iterate it once");
+            throw error(errc::busy, "another thread or task is iterating it; iterate it once");
         }
     }
     ~single_consumer() { taken_.store(false); }

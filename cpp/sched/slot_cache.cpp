@@ -55,9 +55,8 @@ void slot_cache::drop_unknown() {
 
 void slot_cache::truncate(std::size_t n_keep) {
     if (n_keep > tokens_.size()) {
-        throw error(errc::request, "slot.truncate: n is " + std::to_string(n_keep) +
-                                       ", but the slot has " + std::to_string(tokens_.size()) +
-                                       " tokens");
+        throw error(errc::request, "n is " + std::to_string(n_keep) + ", but the slot has " +
+                                       std::to_string(tokens_.size()) + " tokens");
     }
     if (n_keep == tokens_.size()) return;
     if (!model_.truncate(id_, static_cast<int>(n_keep))) return clear();
@@ -101,7 +100,7 @@ void slot_cache::discard(std::span<const token_range> gone) {
     }
     if (is_done) return;
     throw error(errc::unsupported_model,
-                "slot.shift: this model's positions cannot be moved; send the ids again");
+                "this model's positions cannot be moved; send the ids again");
 }
 
 void slot_cache::erase_ids(std::span<const token_range> gone) {
@@ -123,15 +122,14 @@ void slot_cache::close_gaps(std::span<std::byte> room) {
     const auto kv_data = room.first(model_.state_bytes(id_));
     model_.write_state(id_, kv_data);
     if (model_.read_state(id_, kv_data, static_cast<int>(tokens_.size()))) return;
-    throw error(errc::internal,
-                "slot.shift: llama.cpp refused its own bytes; the slot is empty now");
+    throw error(errc::internal, "llama.cpp refused its own bytes; the slot is empty now");
 }
 
 void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
     const auto n_tokens = tokens_.size();
     if (n_discard == 0 || n_keep > n_tokens || n_discard > n_tokens - n_keep) {
         throw error(errc::request,
-                    "slot.shift: n_keep is " + std::to_string(n_keep) + " and n_discard " +
+                    "n_keep is " + std::to_string(n_keep) + " and n_discard " +
                         std::to_string(n_discard) + ", but the slot has " +
                         std::to_string(n_tokens) +
                         " tokens; discard at least 1 and at most those that follow the kept ones");
@@ -158,7 +156,7 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
         if (!view.is_in_order) sort_cells(blob, view, layout);
     } catch (const error& failure) {
         throw error(errc::internal,
-                    std::string("slot.save: the cache is not what its ids say: ") + failure.what());
+                    std::string("the cache is not what its ids say: ") + failure.what());
     }
     return n_bytes;
 }
@@ -181,7 +179,7 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
     if (!is_read) {
         clear();
         throw error(errc::internal,
-                    "slot.restore: llama.cpp refused a blob that was found sound; the slot is "
+                    "llama.cpp refused a blob that was found sound; the slot is "
                     "empty now");
     }
     set(std::move(view.tokens), n_exact);

@@ -248,7 +248,7 @@ def test_truncate_keeps_the_first_tokens(make_engine: MakeEngine, tiny_llama: Pa
     for ours, theirs in zip(short.keys + short.values, long.keys + long.values, strict=True):
         np.testing.assert_array_equal(ours.values, theirs.values[:25])
     for n in (-1, 26, True, 1.5, "1"):
-        with pytest.raises(errors.RequestError, match=r"^n must be"):
+        with pytest.raises(errors.RequestError, match=r"^n (must be|is 26)"):
             slot.truncate(n)  # type: ignore[arg-type]
     slot.clear()
     assert slot.n_tokens == 0
