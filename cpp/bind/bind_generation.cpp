@@ -38,7 +38,8 @@ class single_consumer {
 public:
     explicit single_consumer(generation_handle& handle) : taken_(handle.is_taken) {
         if (taken_.exchange(true)) {
-            throw error(errc::busy, "another thread or task is iterating it; iterate it once");
+            throw error(errc::busy,
+                        "another thread or task already iterates this generation; iterate it once");
         }
     }
     ~single_consumer() { taken_.store(false); }

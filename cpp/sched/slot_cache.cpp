@@ -179,7 +179,7 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
     if (!is_read) {
         clear();
         throw error(errc::internal,
-                    "llama.cpp refused a blob that was found sound; the slot is "
+                    "llama.cpp refused a blob that passed every check; the slot is "
                     "empty now");
     }
     set(std::move(view.tokens), n_exact);

@@ -1,11 +1,10 @@
-"""Checks of arguments: texts, whole numbers, seconds and token ids."""
+"""Checks of arguments: texts, whole numbers, seconds and token ids. Knows only the errors."""
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, cast
 
 from kqview.errors import InvalidToken, RequestError, shown
-from kqview.types.sampling import are_ids
 
 INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
@@ -57,6 +56,14 @@ def checked_ids(name: str, ids: Iterable[object]) -> list[int]:
             )
         checked.append(token_id)
     return checked
+
+
+def are_ids(values: Sequence[object]) -> bool:
+    """Whether all *values* can be token ids and are plain ints, as they usually are; fast."""
+    if set(map(type, values)) != {int}:
+        return not values
+    ids = cast("Sequence[int]", values)
+    return min(ids) >= 0 and max(ids) <= INT32_MAX
 
 
 def to_index(value: object) -> int | None:

@@ -2,13 +2,13 @@
 
 import contextlib
 import math
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 import numpy as np
 
+from kqview.arguments import to_index
 from kqview.errors import InvalidCapture, shown
 from kqview.types.model import ModelInfo
 
@@ -200,26 +200,17 @@ def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, .
 
 
 def _to_index(name: str, value: object) -> int:
-    index = _to_int(value)
+    index = to_index(value)
     if index is None or index < 0:
         raise _invalid(f"an index of {name}", "a whole number from 0", value)
     return index
 
 
 def _to_top_k(value: object) -> int:
-    top_k = _to_int(value)
+    top_k = to_index(value)
     if top_k is None or top_k < 1:
         raise _invalid("top_k", "a whole number from 1, or None to keep whole rows", value)
     return top_k
-
-
-def _to_int(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
 
 
 def _to_wait_s(value: object) -> float:

@@ -8,13 +8,13 @@ Limits that depend on the model, such as the largest token id, are checked only 
 
 import json
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, TypedDict, cast
 
+from kqview.arguments import are_ids, to_index
 from kqview.errors import InvalidSampling, shown
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
@@ -119,7 +119,7 @@ def _to_float(option: SamplingOption, value: object) -> float:
 
 
 def _to_int(option: SamplingOption, value: object) -> int:
-    number = _index(value)
+    number = to_index(value)
     if number is not None and _contains(option, number):
         return number
     raise _invalid(option.name, value, option.allowed, option.doc)
@@ -164,27 +164,10 @@ def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
 
 
 def _to_id(name: str, value: object) -> int:
-    number = _index(value)
+    number = to_index(value)
     if number is None or not 0 <= number <= _INT_MAX:
         raise _invalid(name, value, "a token id", "Take ids from tokenize().")
     return number
-
-
-def _index(value: object) -> int | None:
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        return None
-
-
-def are_ids(values: Sequence[object]) -> bool:
-    """Whether all *values* can be token ids and are plain ints, as they usually are; fast."""
-    if set(map(type, values)) != {int}:
-        return not values
-    ids = cast("Sequence[int]", values)
-    return min(ids) >= 0 and max(ids) <= _INT_MAX
 
 
 def _to_schema(option: SamplingOption, schema: object) -> str:
