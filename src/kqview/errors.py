@@ -85,7 +85,23 @@ class PromptTooLong(RequestError):
     """The prompt has more tokens than a slot can hold; shorten it or raise ``n_ctx``.
 
     Not raised when a generation fills its slot: it ends with finish reason "length".
+
+    Attributes:
+        n_tokens: Number of tokens in the prompt; None if it is not known.
+        n_max: Maximum number of tokens; None if it is not known.
     """
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        parameter: str | None = None,
+        n_tokens: int | None = None,
+        n_max: int | None = None,
+    ) -> None:
+        super().__init__(message, parameter=parameter)
+        self.n_tokens = n_tokens
+        self.n_max = n_max
 
 
 class InvalidToken(RequestError):

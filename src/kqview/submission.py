@@ -86,7 +86,12 @@ class Submission:
                 if is_final
                 else f"a slot holds {n_ctx}; raise n_ctx or shorten the prompt"
             )
-            raise PromptTooLong(f"{name} has {len(ids)} tokens, {limit}", parameter=parameter)
+            raise PromptTooLong(
+                f"{name} has {len(ids)} tokens, {limit}",
+                parameter=parameter,
+                n_tokens=len(ids),
+                n_max=n_ctx,
+            )
         is_one_step = not self._core.has_cache or (embeds and not self._core.can_split_embedding)
         if is_one_step and len(ids) > n_chunk:
             what = "an embedding takes" if embeds else f"{self._info.architecture} models take"
@@ -94,6 +99,8 @@ class Submission:
                 f"{name} has {len(ids)} tokens, {what} it in one step, which holds "
                 f"{n_chunk}; raise n_ubatch and n_batch, or shorten the prompt",
                 parameter=parameter,
+                n_tokens=len(ids),
+                n_max=n_chunk,
             )
         self._model.check_tokens(ids, name)
 

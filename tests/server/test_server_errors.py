@@ -72,6 +72,7 @@ def test_every_class_of_error_has_a_status_and_a_known_code(kind: type[Exception
         (errors.InvalidSampling, 400, "INVALID_REQUEST"),
         (errors.InvalidToken, 400, "INVALID_TOKEN"),
         (errors.PromptTooLong, 400, "CONTEXT_TOO_LONG"),
+        (errors.UnknownSlot, 404, "INVALID_REQUEST"),
         (errors.QueueFull, 503, "BUSY"),
         (errors.PoolExhausted, 503, "OOM"),
         (errors.OutOfMemory, 503, "OOM"),

@@ -29,6 +29,7 @@ from kqview.errors import RequestError
 from kqview.server import pages
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
+from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.connection import UNKNOWN, Connection, frames_of
 from kqview.server.endpoint import Endpoint, Operation, error_reply
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
@@ -37,7 +38,7 @@ from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
 
-DIALECTS: Final = (kobold, dream)
+DIALECTS: Final = (kobold, dream, llama_server)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 _PREFLIGHT_S: Final = 24 * 3600

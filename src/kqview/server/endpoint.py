@@ -108,10 +108,11 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """A reply that is streamed as Server-Sent Events."""
+    """A reply that is streamed as Server-Sent Events, each of which begins with *head*."""
 
     run: Run
     renderer: Renderer
+    head: bytes = EVENT_HEAD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ class Endpoint:
     async def _reply(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
         reply = await self._operation.handler(call, *args)
         if isinstance(reply, Events):
+            response.event_head = reply.head
             error = await pump(self._service, reply.run, reply.renderer, response.event)
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
@@ -283,6 +285,7 @@ class _Response:
         self._idle_s = idle_s
         self._connection = connection
         self.is_started = False
+        self.event_head = EVENT_HEAD
 
     async def whole(self, reply: HttpReply) -> None:
         await self._start(
@@ -304,7 +307,7 @@ class _Response:
             await self._start(200, *_SSE_HEADERS)
         if not frames:
             return
-        small = bytearray(EVENT_HEAD)
+        small = bytearray(self.event_head)
         for frame in frames:
             piece = frame.encode() if isinstance(frame, str) else frame
             if len(piece) < _SMALL_BYTES:

@@ -68,6 +68,10 @@ class SlowBody(TimedOut):
     """The client took too long to send its request."""
 
 
+class NotSupported(ServerError):
+    """The model, or the way the server was started, does not allow this operation."""
+
+
 class ShuttingDown(ServerError):
     """The server is about to end."""
 
@@ -82,6 +86,9 @@ class Answer:
         message: What was wrong, what the limit is and what to do.
         retry_after_s: When to try again, None if that does not help.
         figures: Numbers that belong to it, such as ``context_length``.
+        parameter: The client's field that is wrong, None if no single one is known.
+        n_prompt_tokens: Of a prompt that is too long.
+        n_ctx: The most tokens that it may have.
     """
 
     status: int
@@ -89,6 +96,9 @@ class Answer:
     message: str
     retry_after_s: int | None = None
     figures: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    parameter: str | None = None
+    n_prompt_tokens: int | None = None
+    n_ctx: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +113,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         errors.RequestError: _Row(400, "INVALID_REQUEST"),
         errors.InvalidToken: _Row(400, "INVALID_TOKEN"),
         errors.PromptTooLong: _Row(400, "CONTEXT_TOO_LONG"),
+        errors.UnknownSlot: _Row(404, "INVALID_REQUEST"),
         errors.ModelError: _Row(500, "NO_MODEL"),
         errors.UnsupportedModel: _Row(400, "INVALID_REQUEST"),
         errors.CapacityError: _Row(503, "BUSY", 1),
@@ -124,6 +135,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         ModelChanged: _Row(503, "MODEL_CHANGED", 1),
         TimedOut: _Row(504, "TIMEOUT"),
         SlowBody: _Row(408, "TIMEOUT"),
+        NotSupported: _Row(501, "INVALID_REQUEST"),
         ShuttingDown: _Row(503, "BUSY", 5),
     }
 )
@@ -136,7 +148,12 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     parameter = error.parameter or re.split(r"\W", message, maxsplit=1)[0]
     name = names.get(parameter, parameter)
     message = re.sub(rf"\b{re.escape(parameter)}\b", name, message, count=1) if name else message
-    return error if message == str(error) else type(error)(message, parameter=name or None)
+    if message == str(error) and name == error.parameter:
+        return error
+    if isinstance(error, errors.PromptTooLong):
+        sizes = {"n_tokens": error.n_tokens, "n_max": error.n_max}
+        return errors.PromptTooLong(message, parameter=name or None, **sizes)
+    return type(error)(message, parameter=name or None)
 
 
 def answer_of(error: BaseException, **figures: Any) -> Answer:
@@ -148,5 +165,10 @@ def answer_of(error: BaseException, **figures: Any) -> Answer:
             message = str(error)
             if len(message) > _MOST_MESSAGE:  # it quotes a value that the client sent
                 message = f"{message[:_MOST_MESSAGE]} ..."
-            return Answer(row.status, row.code, message, retry_after_s, figures)
+            return Answer(
+                row.status, row.code, message, retry_after_s, figures,
+                parameter=getattr(error, "parameter", None),
+                n_prompt_tokens=getattr(error, "n_tokens", None),
+                n_ctx=getattr(error, "n_max", None),
+            )  # fmt: skip
     return Answer(500, "INTERNAL", "the server failed; its log says more", None, figures)

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Literal, TypedDict
 
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied
@@ -23,6 +23,16 @@ _STEPS_AHEAD: Final = 1
 _LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
 _WRITTEN_BYTES: Final = 4096
 MOST_TOP: Final = 20
+
+
+class ShiftOptions(TypedDict, total=False):
+    """Options of `Engine.generate` that move positions in the KV cache."""
+
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    reuse: Literal["exact", "shift"]
+    reuse_min_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +50,11 @@ class GenerateRequest:
         max_context: Longest prompt that the client allows, besides the server's own limit.
         keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
         names: Parameter of the core -> the client's own name for it, for error messages.
+        slot: The slot of the first sample, None for any.
+        context_shift: Whether a full slot drops old tokens and goes on.
+        n_keep: Tokens at the start that it keeps, -1 for the prompt.
+        n_discard: Tokens after them that it drops, None for half.
+        n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
     """
 
     prompt: str | Sequence[int]
@@ -52,6 +67,24 @@ class GenerateRequest:
     max_context: int | None = None
     keeps_logprobs: bool = False
     names: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    slot: int | None = None
+    context_shift: bool = False
+    n_keep: int = 0
+    n_discard: int | None = None
+    n_reuse_min: int = 0
+
+    @property
+    def shift_options(self) -> ShiftOptions:
+        """The options of `Engine.generate` that move positions."""
+        options: ShiftOptions = {}
+        if self.context_shift:
+            options["context_shift"] = True
+            options["n_keep"] = self.n_keep
+            options["n_discard"] = self.n_discard
+        if self.n_reuse_min:
+            options["reuse"] = "shift"
+            options["reuse_min_tokens"] = self.n_reuse_min
+        return options
 
 
 @dataclass(frozen=True, slots=True)

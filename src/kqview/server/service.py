@@ -355,14 +355,22 @@ class Service:
             return _pieces(engine, ids)
         return await self._tokenizers.run(hold.client, _pieces, engine, ids)
 
-    async def ids(self, text: str, *, add_special: bool, hold: Hold | None = None) -> list[int]:
+    async def ids(
+        self,
+        text: str,
+        *,
+        add_special: bool,
+        parse_special: bool = True,
+        hold: Hold | None = None,
+    ) -> list[int]:
         """Ids of *text*; their memory is counted in *hold*."""
         hold = hold or uncounted()
         hold.take(_ID_BYTES * len(text))
-        engine = self.engine
+        tokenize = partial(
+            self.engine.tokenize, text, add_special=add_special, parse_special=parse_special
+        )
         if len(text) < _OFFLOAD_TEXT:
-            return engine.tokenize(text, add_special=add_special)
-        tokenize = partial(engine.tokenize, text, add_special=add_special)
+            return tokenize()
         return await self._tokenizers.run(hold.client, tokenize)
 
     async def detokenize(self, ids: Sequence[int], *, client: str = "") -> str:
@@ -454,7 +462,9 @@ class Service:
         limit = min(self.max_context, request.max_context or self.max_context)
         if len(ids) > limit:
             raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it"
+                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+                n_tokens=len(ids),
+                n_max=limit,
             )
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
@@ -471,7 +481,9 @@ class Service:
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
                         sampling=_for_sample(request, i),
                         capture=rows,
+                        slot=request.slot if i == 0 else None,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
+                        **request.shift_options,
                     )
                 )
         except BaseException:

@@ -1,0 +1,435 @@
+"""What the API of llama.cpp's server and OpenAI's share: request fields, timings, errors.
+
+Pure. A dialect's body extends `LlamaFields`; `sampling_of` turns it into a `Sampling`. Null and
+absent fields take the defaults of `OPTIONS`, which are llama.cpp's. As in llama.cpp's server, some
+numbers out of their range are moved to its nearest end (`_CLAMPED`); the others are refused.
+
+What kqview's sampler does not have is refused by name if the request turns it on, because the text
+would be another one: ``top_n_sigma``, ``dynatemp_range``, ``adaptive_target``, ``min_keep``. The
+order of ``samplers`` is fixed; those left out are off. Fields that change only how llama.cpp
+computes (``backend_sampling``, ``cache_prompt``) are ignored.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Struct
+
+from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.errors import Answer, NotSupported, renamed
+from kqview.server.run import Run
+from kqview.types import Sampling, Usage
+from kqview.types.sampling import OPTIONS
+
+MOST_LOGPROBS: Final = 1000
+"""Most logprobs a token: their texts are looked up on the event loop."""
+
+# Lists are searched for every token, or checked on the event loop: long ones hold others up.
+Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
+BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
+BiasObject = Annotated[dict[str, float | bool], msgspec.Meta(max_length=2**16)]
+Names = Annotated[list[str], msgspec.Meta(max_length=256)]
+
+
+# ---- requests
+
+
+class LoraScale(Struct):
+    """A LoRA adapter, by its index, and its scale."""
+
+    id: int
+    scale: float = 0.0
+
+
+class LlamaFields(Struct, kw_only=True):
+    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
+
+    n_predict: int | None = None
+    max_completion_tokens: int | None = None
+    max_tokens: int | None = None
+    n_cmpl: int | None = None
+    n: int | None = None
+    stream: bool | None = None
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repeat_last_n: int | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Stops | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    seed: int | None = None
+    samplers: Names | str | None = None
+    min_keep: int | None = None
+    top_n_sigma: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    adaptive_target: float | None = None
+    adaptive_decay: float | None = None
+
+    stop: Stops | str | None = None
+    ignore_eos: bool | None = None
+    logit_bias: BiasObject | BiasPairs | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+
+    n_probs: int | None = None
+    logprobs: bool | int | None = None
+    post_sampling_probs: bool | None = None
+
+    id_slot: int | None = None
+    cache_prompt: bool | None = None
+    n_cache_reuse: int | None = None
+    n_keep: int | None = None
+    n_discard: int | None = None
+    n_indent: int | None = None
+    t_max_predict_ms: int | None = None
+    lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
+
+    timings_per_token: bool | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    response_fields: Names | None = None
+
+
+# Option of `Sampling` -> fields for it; the first one that is given wins.
+_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        **{name: (name,) for name in OPTIONS if name in LlamaFields.__struct_fields__},
+        "top_logprobs": ("n_probs", "logprobs"),
+    }
+)
+_OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
+    {
+        "max_tokens": ("n_predict", "max_completion_tokens", "max_tokens"),
+        "n_samples": ("n_cmpl", "n"),
+        "slot": ("id_slot",),
+        "reuse_min_tokens": ("n_cache_reuse",),
+    }
+)
+# Numbers out of range are moved into it, as llama.cpp's server does.
+_CLAMPED: Final = frozenset(
+    {
+        "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold",
+        "mirostat",
+    }
+)  # fmt: skip
+_CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
+_LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
+_RANDOM_SEEDS: Final = (-1, 2**32 - 1)
+
+SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        "dry": {"dry_multiplier": 0.0},
+        "top_k": {"top_k": 0},
+        "typ_p": {"typical_p": 1.0},
+        "top_p": {"top_p": 1.0},
+        "min_p": {"min_p": 0.0},
+        "xtc": {"xtc_probability": 0.0},
+        "temperature": {"temperature": 1.0},
+    }
+)
+"""Sampler -> the options that turn it off; in the order in which the engine applies them."""
+
+_SAMPLER_NAMES: Final = MappingProxyType({"top-k": "top_k", "top-p": "top_p", "min-p": "min_p",
+    "nucleus": "top_p", "typical": "typ_p", "typical-p": "typ_p", "typ-p": "typ_p", "typ": "typ_p",
+    "typical_p": "typ_p", "temp": "temperature"})  # fmt: skip
+_SAMPLER_LETTERS: Final = MappingProxyType({"e": "penalties", "d": "dry", "k": "top_k",
+    "y": "typ_p", "p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature"})  # fmt: skip
+
+
+def first(*values: Any) -> Any:
+    """The first value that is not None, None if all are."""
+    return next((value for value in values if value is not None), None)
+
+
+def sampling_of(
+    fields: LlamaFields, *, tokenize: Callable[[str], Sequence[int]], **chosen: Any
+) -> Sampling:
+    """How tokens are chosen.
+
+    Args:
+        fields: The request.
+        tokenize: Ids of a text without special ones, for texts in ``logit_bias``.
+        **chosen: Options of `Sampling` that the dialect decides itself; None for the request's.
+
+    Raises:
+        InvalidSampling: A value is out of its range; the message names the client's field.
+        InvalidToken: ``logit_bias`` has an entry that is not a token with a bias.
+        NotSupported: The request turns on a sampler that kqview does not have.
+    """
+    _check_lacking(fields)
+    given: dict[str, Any] = {}
+    for option, names in _FIELDS.items():
+        value = first(*(getattr(fields, name) for name in names))
+        given[option] = _clamped(option, value) if option in _CLAMPED else value
+    given["seed"] = None if fields.seed in _RANDOM_SEEDS else fields.seed
+    given["stop"] = _stops(fields.stop)
+    given["logit_bias"] = _bias(fields.logit_bias, tokenize)
+    given["top_logprobs"] = _n_probs(fields)
+    given["grammar"] = fields.grammar or None
+    given["json_schema"] = None if given["grammar"] else _schema(fields.json_schema)
+    if fields.dry_base is not None and fields.dry_base < 1:
+        given["dry_base"] = None
+    if fields.dry_sequence_breakers is not None and not fields.dry_sequence_breakers:
+        raise InvalidSampling(
+            "dry_sequence_breakers is empty; send at least one text, or leave it out",
+            parameter="dry_sequence_breakers",
+        )
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    if not _CONSTRAINTS.isdisjoint(chosen):
+        given |= dict.fromkeys(_CONSTRAINTS)
+    given |= chosen | _left_out(fields.samplers)
+    try:
+        return Sampling(**{name: value for name, value in given.items() if value is not None})
+    except InvalidSampling as error:
+        raise renamed(error, names_of(fields)) from None
+
+
+def max_tokens_of(fields: LlamaFields) -> int | None:
+    """Most tokens to generate; None for as many as fit, 0 to evaluate the prompt only.
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    name = _given(fields, _OTHER_FIELDS["max_tokens"])
+    n: int | None = getattr(fields, name)
+    if n is not None and n < -1:
+        raise RequestError(
+            f"{name} is {n}; send -1 for as many as fit, 0 to evaluate the prompt, or more",
+            parameter=name,
+        )
+    return None if n == -1 else n
+
+
+def slot_of(fields: LlamaFields) -> int | None:
+    """The slot to use, None for any (-1)."""
+    return None if fields.id_slot == -1 else fields.id_slot
+
+
+def n_samples_of(fields: LlamaFields) -> int:
+    """How many texts to generate from one prompt."""
+    return first(fields.n_cmpl, fields.n, 1)
+
+
+def names_of(fields: LlamaFields) -> dict[str, str]:
+    """Parameter of the core -> the field that the client gave it by, for `GenerateRequest`."""
+    tables = {**_FIELDS, **_OTHER_FIELDS}
+    return {parameter: _given(fields, names) for parameter, names in tables.items()}
+
+
+def active_samplers(fields: LlamaFields) -> list[str]:
+    """Samplers that are applied, in their order."""
+    wanted = _sampler_names(fields.samplers)
+    return [name for name in SAMPLERS if wanted is None or name in wanted]
+
+
+def _given(fields: LlamaFields, names: Sequence[str]) -> str:
+    return next((name for name in names if getattr(fields, name) is not None), names[0])
+
+
+def _check_lacking(fields: LlamaFields) -> None:
+    """Refuse what would change the text and is not here."""
+    lacking = {
+        "top_n_sigma": first(fields.top_n_sigma, 0) > 0,
+        "dynatemp_range": first(fields.dynatemp_range, 0) != 0,
+        "adaptive_target": first(fields.adaptive_target, -1) >= 0,
+        "min_keep": first(fields.min_keep, 0) > 1,
+        "post_sampling_probs": bool(fields.post_sampling_probs),
+        "n_indent": first(fields.n_indent, 0) > 0,
+    }
+    wanted = [name for name, is_on in lacking.items() if is_on]
+    if wanted:
+        raise NotSupported(
+            f"{wanted[0]} is {getattr(fields, wanted[0])!r}, which this server does not support; "
+            "leave it out"
+        )
+
+
+def _clamped(option: str, value: float | None) -> float | None:
+    if value is None:
+        return None
+    row = OPTIONS[option]
+    assert row.low is not None
+    assert row.high is not None
+    low = _LEAST if row.low_excluded else row.low
+    return type(value)(min(max(value, low), row.high))
+
+
+def _n_probs(fields: LlamaFields) -> int | None:
+    name = _given(fields, _FIELDS["top_logprobs"])
+    n: bool | int | None = getattr(fields, name)
+    if n is None or n is False or n == 0:
+        return None
+    if n > MOST_LOGPROBS:
+        raise RequestError(f"{name} is {n}, the limit is {MOST_LOGPROBS}; ask for fewer")
+    return int(n)
+
+
+def _stops(stop: list[str] | str | None) -> list[str] | None:
+    if stop is None:
+        return None
+    return [one for one in ([stop] if isinstance(stop, str) else stop) if one]
+
+
+def _schema(schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    return {"type": "object"} if schema == {} else schema
+
+
+def _bias(
+    bias: dict[str, float | bool] | list[Any] | None, tokenize: Callable[[str], Sequence[int]]
+) -> dict[int, float] | None:
+    """Every form of llama.cpp's server: pairs or an object, ids or texts, false for a ban."""
+    if bias is None:
+        return None
+    found: dict[int, float] = {}
+    for token, value in _bias_pairs(bias):
+        number = -math.inf if value is False else float(value)
+        for id_ in [token] if isinstance(token, int) else tokenize(token):
+            found[id_] = number
+    return found
+
+
+def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | str, float | bool]]:
+    if isinstance(bias, dict):
+        pairs: list[Any] = [
+            (int(key) if _is_id(key) else key, value) for key, value in bias.items()
+        ]
+    else:
+        pairs = bias
+    try:
+        checked = msgspec.convert(pairs, list[tuple[int | str, float | bool]])
+    except msgspec.ValidationError as error:
+        raise InvalidToken(
+            f"logit_bias has an entry that is not a token and its bias: {error}; send "
+            "[id or text, number or false], or an object of them",
+            parameter="logit_bias",
+        ) from None
+    if any(value is True for _, value in checked):
+        raise InvalidToken(
+            "logit_bias has true as a bias; send a number, or false to ban the token",
+            parameter="logit_bias",
+        )
+    return checked
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.removeprefix("-").isdecimal()
+
+
+def _left_out(samplers: Sequence[str] | str | None) -> dict[str, Any]:
+    """Options that turn off the samplers that the request's list does not name."""
+    wanted = _sampler_names(samplers)
+    if wanted is None:
+        return {}
+    return {
+        option: value
+        for name, off in SAMPLERS.items()
+        if name not in wanted
+        for option, value in off.items()
+    }
+
+
+def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | None:
+    """None for all of them; unknown names are ignored."""
+    if samplers is None:
+        return None
+    if isinstance(samplers, str):
+        return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
+    return frozenset(_SAMPLER_NAMES.get(name, name) for name in samplers)
+
+
+# ---- replies
+
+
+class Timings(Struct, kw_only=True):
+    """What a generation cost; ``prompt_n`` counts the tokens that were not cached."""
+
+    cache_n: int
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_token_ms: float | None
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_token_ms: float | None
+    predicted_per_second: float | None
+
+
+def timings_of(run: Run, sample: int = 0) -> Timings:
+    """Timings of a generation of *run*, whole once it has ended."""
+    return timings(run.generations[sample].usage)
+
+
+def timings(usage: Usage) -> Timings:
+    """Timings of *usage*; rates are null where nothing was computed."""
+    n_prompt = usage.prompt_tokens - usage.cached_tokens
+    n = usage.completion_tokens
+    return Timings(
+        cache_n=usage.cached_tokens,
+        prompt_n=n_prompt,
+        prompt_ms=1000 * usage.prefill_s,
+        prompt_per_token_ms=_ratio(1000 * usage.prefill_s, n_prompt),
+        prompt_per_second=_ratio(n_prompt, usage.prefill_s),
+        predicted_n=n,
+        predicted_ms=1000 * usage.decode_s,
+        predicted_per_token_ms=_ratio(1000 * usage.decode_s, n),
+        predicted_per_second=_ratio(n, usage.decode_s),
+    )
+
+
+def _ratio(total: float, n: float) -> float | None:
+    return total / n if n > 0 else None
+
+
+# ---- errors
+
+_TYPES: Final[Mapping[int, str]] = MappingProxyType(
+    {
+        401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+        405: "not_found_error", 501: "not_supported_error", 503: "unavailable_error",
+    }
+)  # fmt: skip
+
+
+def error_type(answer: Answer) -> str:
+    """llama.cpp's name for a kind of failure."""
+    if answer.code == "CONTEXT_TOO_LONG":
+        return "exceed_context_size_error"
+    by_status = "server_error" if answer.status >= 500 else "invalid_request_error"
+    return _TYPES.get(answer.status, by_status)
+
+
+def error_body(answer: Answer) -> dict[str, Any]:
+    """A failure in the form of llama.cpp's server and OpenAI."""
+    return {
+        "error": {
+            "code": answer.status,
+            "message": answer.message,
+            "type": error_type(answer),
+            "param": answer.parameter,
+            **_sizes(answer),
+        }
+    }
+
+
+def _sizes(answer: Answer) -> dict[str, int]:
+    if answer.n_prompt_tokens is None or answer.n_ctx is None:
+        return {}
+    return {"n_prompt_tokens": answer.n_prompt_tokens, "n_ctx": answer.n_ctx}
