@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "base/vector_exp.h"
 
 namespace kqview {
 namespace {
@@ -61,32 +62,6 @@ bool is_better(const scored_token& a, const scored_token& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// exp(x) for x <= 0: 2^n times a polynomial on [-ln2/2, ln2/2], error about 2 units in the last
-// place. Below -87 it stays at 1.6e-38, which is negligible in a sum that contains exp(0).
-float_lanes exp_of_negative(float_lanes x) {
-    constexpr float log2_e = 1.44269504F;
-    constexpr float ln2_high = 0.693359375F;  // few digits, so that n * ln2_high is exact
-    constexpr float ln2_low = -2.12194440e-4F;
-    constexpr float to_integer = 12582912.0F;  // 1.5 * 2^23: adding it rounds to a whole number
-
-    x = larger(x, float_lanes{} - 87.0F);
-    const float_lanes shifted = x * log2_e + to_integer;
-    const float_lanes n = shifted - to_integer;
-    const float_lanes r = (x - n * ln2_high) - n * ln2_low;
-    float_lanes poly = r * 1.9875691500e-4F + 1.3981999507e-3F;
-    poly = poly * r + 8.3334519073e-3F;
-    poly = poly * r + 4.1665795894e-2F;
-    poly = poly * r + 1.6666665459e-1F;
-    poly = poly * r + 5.0000001201e-1F;
-    poly = poly * r * r + r + 1.0F;
-    int_lanes bits;
-    std::memcpy(&bits, &shifted, sizeof bits);
-    bits = (bits + 127) << 23;
-    float_lanes power;
-    std::memcpy(&power, &bits, sizeof power);
-    return poly * power;
-}
-
 // log(sum(exp(x))) of n finite or -inf logits with maximum `max`. Relative error of the sum below
 // 1e-6: exponentials in float32, summed in blocks into a double.
 double log_sum_exp(const float* logits, std::int32_t n, float max) {
@@ -100,12 +75,12 @@ double log_sum_exp(const float* logits, std::int32_t n, float max) {
         const std::size_t end = std::min(count, begin + n_sum_block);
         float_lanes total{};
         std::size_t i = begin;
-        for (; i + n_lanes <= end; i += n_lanes) total += exp_of_negative(load(logits + i) - max);
+        for (; i + n_lanes <= end; i += n_lanes) total += exp_nonpositive(load(logits + i) - max);
         if (i < end) {
             float rest[n_lanes];
             std::fill(std::begin(rest), std::end(rest), std::numeric_limits<float>::lowest());
             std::copy(logits + i, logits + end, rest);
-            total += exp_of_negative(load(rest) - max);
+            total += exp_nonpositive(load(rest) - max);
         }
         for (std::size_t j = 0; j < n_lanes; ++j) sum += static_cast<double>(total[j]);
     }

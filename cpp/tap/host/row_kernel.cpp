@@ -6,6 +6,8 @@
 #include <limits>
 #include <utility>
 
+#include "base/vector_exp.h"
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -188,24 +190,6 @@ void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int
         dot_cells<f32_keys>(reinterpret_cast<const std::byte*>(scratch.cells.data()),
                             n_embd * sizeof(float), q, n_heads, keys.n_embd, out, c, n_columns);
     }
-}
-
-// exp for x <= 0: 2^n * p(r), |r| <= ln2/2; coefficients of Cephes' expf. Error below 2 ulp.
-vec exp_nonpositive(vec x) {
-    const vec magic = vec{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    x = x < -87.0f ? vec{} - 87.0f : x;
-    const vec shifted = x * 1.44269504088896341f + magic;
-    const vec n = shifted - magic;
-    const vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vec p = vec{} + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    const ivec power = (reinterpret_cast<ivec>(shifted) << 23);
-    return reinterpret_cast<vec>(reinterpret_cast<ivec>(p) + power);
 }
 
 float mask_at(const mask_row& mask, int column) {
