@@ -93,6 +93,9 @@ constexpr std::size_t n_message_max = 300;
 // llguidance's prefix of a special token: no text matches it.
 constexpr char special_mark = '\xff';
 
+// The caller's option for a kind of constraint.
+std::string option_of(const std::string& kind) { return kind == "lark" ? "grammar" : kind; }
+
 // llguidance's messages have several lines, with the whole grammar at the end. Cuts between
 // characters.
 std::string one_line(const char* message) {
@@ -134,7 +137,9 @@ class constraint final : public token_filter {
 public:
     constraint(std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
                const std::string& text)
-        : vocabulary_(std::move(vocabulary)), library_(vocabulary_->library()), kind_(kind) {
+        : vocabulary_(std::move(vocabulary)),
+          library_(vocabulary_->library()),
+          kind_(option_of(kind)) {
         llg_matcher_init init{};
         library_.constraint_init_set_defaults(&init, vocabulary_->get());
         init.log_buffer_level = 0;
@@ -142,7 +147,7 @@ public:
         handle_.reset(library_.new_matcher(&init, kind.c_str(), text.c_str()));
         if (const char* const message = library_.matcher_get_error(handle_.get())) {
             throw error(errc::invalid_sampling,
-                        kind + " is refused by llguidance: " + one_line(message) + "; correct it");
+                        kind_ + " is refused by llguidance: " + one_line(message) + "; correct it");
         }
     }
 
@@ -220,10 +225,10 @@ constraint_vocabulary::constraint_vocabulary(const std::string& library_path, co
         if (is_end) ends.push_back(static_cast<std::uint32_t>(id));
     }
     if (ends.empty()) {
-        throw error(
-            errc::invalid_sampling,
-            "json_schema and regex need a token that ends the text, and this model has none; "
-            "use grammar");
+        throw error(errc::invalid_sampling,
+                    "json_schema, regex and %llguidance need a token that ends the text, and this "
+                    "model has "
+                    "none; use a grammar in GBNF");
     }
     llg_tokenizer_init init{};
     init.struct_size = sizeof init;
@@ -251,17 +256,18 @@ std::shared_ptr<const constraint_vocabulary> read_constraint_vocabulary(
 std::unique_ptr<token_filter> make_constraint(
     std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
     const std::string& text) {
+    const std::string option = option_of(kind);
     if (text.size() > n_bytes_max) {
-        throw error(errc::invalid_sampling, kind + " has " + std::to_string(text.size()) +
+        throw error(errc::invalid_sampling, option + " has " + std::to_string(text.size()) +
                                                 " bytes, the limit is " +
                                                 std::to_string(n_bytes_max) + "; shorten it");
     }
     if (text.find('\0') != std::string::npos) {
-        throw error(errc::invalid_sampling, kind + " contains a zero byte; leave it out");
+        throw error(errc::invalid_sampling, option + " contains a zero byte; leave it out");
     }
     auto made = std::make_unique<constraint>(std::move(vocabulary), kind, text);
     if (made->matches_nothing()) {
-        throw error(errc::invalid_sampling, kind + " matches no output; correct it");
+        throw error(errc::invalid_sampling, option + " matches no output; correct it");
     }
     return made;
 }

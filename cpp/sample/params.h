@@ -48,7 +48,8 @@ struct sampling_params {
     bool ignore_eos = false;  // bans every end-of-generation token
 
     // At most one of these; llguidance enforces the last two.
-    std::optional<std::string> grammar;  // GBNF with the rule "root"; empty = none
+    // GBNF with the rule "root", or Lark for llguidance after "%llguidance"; empty = none.
+    std::optional<std::string> grammar;
     std::optional<std::string> json_schema;
     std::optional<std::string> regex;
 

@@ -15,6 +15,9 @@
 namespace kqview {
 namespace {
 
+// The first line of a grammar in llguidance's own language, as llama.cpp tells it from GBNF too.
+constexpr std::string_view lark_mark = "%llguidance";
+
 std::shared_ptr<const token_texts> read_texts(const model& source) {
     std::vector<std::string> texts;
     std::vector<bool> is_end;
@@ -30,14 +33,18 @@ std::shared_ptr<const token_texts> read_texts(const model& source) {
 
 std::unique_ptr<token_filter> token_filters::make(const sampling_params& params,
                                                   const std::string& llguidance_path) {
-    if (params.grammar && !params.grammar->empty()) return make_grammar(*params.grammar);
-    if (!params.json_schema && !params.regex) return nullptr;
+    const bool is_lark = params.grammar && params.grammar->starts_with(lark_mark);
+    if (!is_lark && params.grammar && !params.grammar->empty()) {
+        return make_grammar(*params.grammar);
+    }
+    if (!is_lark && !params.json_schema && !params.regex) return nullptr;
     std::shared_ptr<const constraint_vocabulary> vocabulary;
     {
         const std::lock_guard lock(mutex_);
         if (!constraints_) constraints_ = read_constraint_vocabulary(llguidance_path, *source_);
         vocabulary = constraints_;
     }
+    if (is_lark) return make_constraint(std::move(vocabulary), "lark", *params.grammar);
     return params.json_schema
                ? make_constraint(std::move(vocabulary), "json_schema", *params.json_schema)
                : make_constraint(std::move(vocabulary), "regex", *params.regex);

@@ -208,7 +208,8 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
     Raises:
         KqviewError: llguidance is needed, but not installed or of another major version.
     """
-    if sampling.json_schema is not None or sampling.regex is not None:
+    is_lark = sampling.grammar is not None and sampling.grammar.startswith(LARK_MARK)
+    if is_lark or sampling.json_schema is not None or sampling.regex is not None:
         options.constraint_library = _llguidance_library()
     if isinstance(sampling.json_schema, str):
         sampling = replace(sampling, json_schema=_bounded_space(sampling.json_schema))
@@ -224,7 +225,7 @@ def _llguidance_library() -> str:
         if (missing.name or "").partition(".")[0] != "llguidance":
             raise
         raise KqviewError(
-            "json_schema and regex need llguidance, which is not installed; "
+            "json_schema, regex and %llguidance need llguidance, which is not installed; "
             'run pip install "kqview[constraints]"'
         ) from missing
     if str(package.__version__).partition(".")[0] != "1":
@@ -236,6 +237,8 @@ def _llguidance_library() -> str:
     return str(library.__file__)
 
 
+LARK_MARK: Final = "%llguidance"
+"""Beginning of a grammar in llguidance's own language."""
 _SPACE: Final = r" |\n[ \t]{0,20}"  # or none, as in llama.cpp's own JSON grammars
 
 

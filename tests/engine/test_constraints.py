@@ -92,6 +92,34 @@ def test_output_matches_the_regex_and_stops(
     assert generation.finish_reason == "stop"
 
 
+LARK = """%llguidance {}
+start: ("\\n" call){1,3} END
+call: "<call>" %json {"type": "integer", "minimum": 10, "maximum": 99}
+END: /end!?/
+"""
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("model", ["demo", "random_model"])
+def test_output_follows_a_grammar_of_llguidance(
+    model: str, seed: int, request: pytest.FixtureRequest
+):
+    engine: Engine = request.getfixturevalue(model)
+    generation = engine.generate(PROMPT, grammar=LARK, temperature=1, seed=seed, max_tokens=900)
+    text = generation.read()
+    assert re.fullmatch(r"(\n<call>[0-9]{2}){1,3}end!?", text), text
+    assert generation.finish_reason == "stop"
+
+
+def test_grammar_of_llguidance_may_name_special_tokens(random_model: Engine):
+    start = tiny_gguf.IM_START
+    lark = f'%llguidance {{}}\nstart: "a" <[{start}]> "b"'
+    generation = random_model.generate(PROMPT, grammar=lark, temperature=1)
+    generation.read()
+    assert generation.tokens[:3] == [ord("a"), start, ord("b")]
+    assert generation.finish_reason == "stop"
+
+
 def test_white_space_of_a_schema_is_bounded_unless_it_says_so(random_model: Engine):
     blanks = {ord(" "): 50.0, ord("\n"): 50.0}
     options: dict[str, Any] = {"temperature": 1, "seed": 1, "logit_bias": blanks, "max_tokens": 120}
@@ -216,6 +244,8 @@ def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
         ({"json_schema": 7}, "json_schema must be .*7"),
         ({"json_schema": {}, "regex": "a"}, "json_schema and regex .*one of them"),
         ({"grammar": 'root ::= "a"', "regex": "a"}, "grammar and regex .*one of them"),
+        ({"grammar": "%llguidance {}\nstart: nothing"}, "grammar is refused"),
+        ({"grammar": "%llguidance {}\nstart: <[99999]>"}, "grammar is refused"),
     ],
 )
 def test_constraint_that_cannot_work_is_refused_before_anything_runs(

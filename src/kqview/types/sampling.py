@@ -342,8 +342,9 @@ class Sampling:
         None,
         _to_text,
         "Grammar in llama.cpp's GBNF that the output must follow, of at most 1 MiB of text and a "
-        "million elements. A grammar that needs more than 2 s of CPU time for one token, 0.1 s per "
-        "token on average, 20,000 simultaneous parses or 32 MiB ends its generation with "
+        'million elements; or, if it begins with "%llguidance", one in the language of llguidance, '
+        "a variant of Lark. One that takes more than 2 s of CPU time for a token, or 0.1 s on "
+        "average, 20,000 simultaneous parses or 32 MiB ends its generation with "
         "InvalidSampling; other generations continue.",
     )
     json_schema: str | Mapping[str, object] | None = _row(
