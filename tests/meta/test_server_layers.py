@@ -12,13 +12,13 @@ API = SERVER / "api"
 DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 # Each part may import those before it, dialects (api) all before them.
 ORDER = (
-    "supervisor", "errors", "settings", "budget", "security", "attention", "wire", "run", "service",
-    "connection", "uvicorn_parts", "endpoint", "sockets", "pages", "api", "app", "worker",
+    "supervisor", "worker", "errors", "settings", "budget", "security", "attention", "workers",
+    "models", "service", "endpoint", "uvicorn_parts", "sockets", "pages", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (
     "starlette", "uvicorn", "asyncio",
-    *(f"kqview.server.{part}" for part in ("connection", "uvicorn_parts", "security", "sockets")),
+    *(f"kqview.server.{part}" for part in ("uvicorn_parts", "security", "sockets")),
 )  # fmt: skip
 
 

@@ -74,6 +74,17 @@ def lines(toy: Served) -> Iterator[Lines]:
     logger.setLevel(level)
 
 
+def test_path_with_parts_reaches_its_handler_and_is_counted_as_one(toy: Served):
+    with toy.client() as client:
+        found = [client.get(f"/toy/a/parts/{name}").json() for name in ("x", "y%20z")]
+        metrics = client.get("/metrics").text
+        wrong = client.post("/toy/a/parts/x")
+    assert found == [{"kind": "a", "name": "x"}, {"kind": "a", "name": "y z"}]
+    assert 'path="/toy/{kind}/parts/{name}",status="200"} 2.0' in metrics
+    assert wrong.status_code == 405
+    assert wrong.headers["allow"] == "GET, HEAD, OPTIONS"
+
+
 def test_reply_and_log_have_one_name(toy: Served, lines: Lines):
     with toy.client() as client:
         reply = client.post("/toy/tokenize?secret=1", json={"text": "hello"})

@@ -11,8 +11,17 @@ import pytest
 
 from kqview import Engine
 from kqview.errors import InvalidCapture
-from kqview.server.attention import AttentionWanted, Dense, Sparse, Viz, shaped
-from kqview.server.wire import DATA_HERE, Encoder, joined_text, split_json
+from kqview.server.attention import (
+    DATA_HERE,
+    AttentionWanted,
+    Dense,
+    Encoder,
+    Sparse,
+    Viz,
+    joined_text,
+    shaped,
+    split_json,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,10 +18,10 @@ from kqview import Engine
 from kqview.cli import serving
 from kqview.errors import QueueFull, RequestError
 from kqview.server import Settings, create_app
+from kqview.server.endpoint import check_values, json_in_slices
 from kqview.server.errors import TimedOut, TooLarge
-from kqview.server.run import GenerateRequest
-from kqview.server.service import OFFLOAD_BYTES, Service, Workers
-from kqview.server.wire import check_values, json_in_slices
+from kqview.server.service import OFFLOAD_BYTES, GenerateRequest, Service
+from kqview.server.workers import Workers
 from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy
 

@@ -392,7 +392,7 @@ async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
     settings = Settings(demo=True, models_dir=str(models), n_threads=1, n_ctx=512)
     service = Service(None if is_own else engine, settings)
     await service.open()
-    monkeypatch.setattr(service, "_check_engine", lambda *_, **__: None)
+    monkeypatch.setattr("kqview.server.models.check_opening", lambda *_, **__: None)
     try:
         with pytest.raises(ModelLoadError):
             await service.switch_model("broken.gguf")
@@ -410,8 +410,8 @@ async def test_without_old_and_new_model_there_is_none_until_the_next_one(
 ):
     service = await switching(models)
     with monkeypatch.context() as patch:
-        patch.setattr(service, "_check_engine", lambda *_, **__: None)
-        patch.setattr(service, "_path", str(models / "broken.gguf"))  # as if it had changed
+        patch.setattr("kqview.server.models.check_opening", lambda *_, **__: None)
+        patch.setattr(service._models, "_path", str(models / "broken.gguf"))  # as if it had changed
         with pytest.raises(ModelLoadError):
             await service.switch_model("broken.gguf")
     try:

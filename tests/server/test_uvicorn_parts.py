@@ -18,7 +18,7 @@ from websockets.server import ServerProtocol
 
 from kqview import Engine
 from kqview.server import Settings, create_app, uvicorn_parts
-from kqview.server.connection import UNKNOWN
+from kqview.server.endpoint import UNKNOWN
 from kqview.server.uvicorn_parts import UvicornConnection, _Clients, connection
 from tests.server.clients import (
     json_request,

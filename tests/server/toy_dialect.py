@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 
 from kqview.server import Settings, app, endpoint
-from kqview.server.attention import AttentionWanted, Dense, shaped
+from kqview.server.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
 from kqview.server.endpoint import Call, Events, Frames, HttpReply, Operation
-from kqview.server.run import GenerateRequest, Run, Step
-from kqview.server.wire import DATA_HERE, split_json
+from kqview.server.service import GenerateRequest, Run, Step
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving
 
@@ -190,6 +189,10 @@ async def socket_sizes(call: Call, socket: Socket) -> None:
         await socket.send(["\x7f" * n_bytes, data])
 
 
+async def parts(call: Call) -> dict[str, str]:
+    return dict(call.path)
+
+
 async def large(call: Call) -> HttpReply:
     """A plain reply that no socket buffer holds."""
     return HttpReply(np.zeros(32 * 2**20, np.uint8).tobytes(), "application/octet-stream")
@@ -220,6 +223,7 @@ OPERATIONS = [
     _operation("POST", "/toy/generate", generate, body=GenerateBody, reply=Generated),
     _operation("POST", "/toy/stream", stream, body=GenerateBody, streams=True),
     _operation("POST", "/toy/fail", fail, body=FailBody),
+    _operation("GET", "/toy/{kind}/parts/{name}", parts, reply=dict[str, str]),
     _operation("GET", "/toy/large", large),
     _operation("GET", "/toy/admin", admin, access="admin", reply=dict[str, str]),
     _operation("POST", "/toy/switch", switch, body=TextBody, reply=dict[str, str]),

@@ -21,7 +21,7 @@ from kqview.cli.options import load_progress
 from kqview.server.app import App
 from kqview.server.settings import Settings
 from kqview.server.uvicorn_parts import allow_files, uvicorn_options
-from kqview.server.worker import STALLED, Noted, Supervised, Watchdog
+from kqview.server.worker import STALLED, Supervised, Watchdog
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
@@ -71,10 +71,9 @@ def run(
     try:
         with load_progress() as progress:
             app.service.load(progress)
-        config = configured(app, settings)
         if supervised is not None:
-            config.app = Noted(app, supervised)
-        _Server(app, config, watchdog, supervised).run(sockets=[listener])
+            app.log.on_running = supervised.note
+        _Server(app, configured(app, settings), watchdog, supervised).run(sockets=[listener])
     finally:
         watchdog.stop()
     if app.service.is_engine_lost:  # its thread would outlive the interpreter

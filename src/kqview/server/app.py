@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -30,8 +30,7 @@ from kqview.server import pages
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
-from kqview.server.connection import UNKNOWN, Connection, frames_of
-from kqview.server.endpoint import Endpoint, Operation, error_reply
+from kqview.server.endpoint import UNKNOWN, Connection, Endpoint, Operation, error_reply, frames_of
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
 from kqview.server.security import LOOPBACK_ORIGIN, Gate, Peers, client_name
 from kqview.server.service import Service
@@ -61,11 +60,13 @@ class App:
 
     Attributes:
         service: For whoever runs the server: to load the model before, to end the runs at a signal.
+        log: Knows the requests that run.
     """
 
-    def __init__(self, asgi: ASGIApp, service: Service) -> None:
+    def __init__(self, asgi: ASGIApp, service: Service, log: "AccessLog") -> None:
         self._asgi = asgi
         self.service = service
+        self.log = log
         self._peers = Peers(service.settings.trusted_proxies)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -129,8 +130,9 @@ def create_app(
     )
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
+    log = AccessLog(router, settings, metrics, paths)
     asgi = CORSMiddleware(
-        AccessLog(router, settings, metrics, paths),
+        log,
         allow_origins=[one for one in settings.cors_origins if one != "loopback"],
         allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
         allow_methods=["*"],
@@ -139,7 +141,7 @@ def create_app(
         allow_private_network=True,
         max_age=_PREFLIGHT_S,
     )
-    return App(asgi, service)
+    return App(asgi, service, log)
 
 
 def _connection(send: Send) -> Connection:
@@ -169,7 +171,9 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if error.status_code != 405:
         return _failure(NotFound(f"there is nothing at {path}; see /docs"))
     # Starlette names the methods of one row of the table; a path may have several.
-    routes = [one for one in request.app.routes if isinstance(one, Route) and one.path == path]
+    routes = [
+        one for one in request.app.routes if isinstance(one, Route) and one.path_regex.match(path)
+    ]
     methods = ", ".join(sorted({"OPTIONS"}.union(*(one.methods or () for one in routes))))
     if request.method == "OPTIONS":
         return Response(None, 204, {"allow": methods})
@@ -201,8 +205,10 @@ class AccessLog:
         self._settings = settings
         self._metrics = metrics
         self._paths = frozenset(paths)
-        self._n_open = 0
+        self._running: dict[object, str] = {}
         self._n_of: Counter[str] = Counter()
+        self.on_running: Callable[[Iterable[str]], None] = lambda requests: None
+        """Called with the name and path of every request that runs, when one begins or ends."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass one request on."""
@@ -210,7 +216,7 @@ class AccessLog:
             await self._app(scope, receive, send)
             return
         started_s = time.monotonic()
-        request_id = sent_id(scope) or uuid.uuid4().hex
+        request_id = _sent_id(scope) or uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
         status: list[int] = []
         n_bytes = 0
@@ -246,10 +252,12 @@ class AccessLog:
 
         # Behind a trusted proxy a client's connections are not ours, but its requests are.
         client = client_name((scope.get("client") or ("local", 0))[0])
-        self._n_open += 1
+        key = object()
+        self._running[key] = f"{request_id} {scope['path']}"
+        self.on_running(self._running.values())
         self._n_of[client] += 1
         try:
-            if self._n_open > self._settings.max_connections:
+            if len(self._running) > self._settings.max_connections:
                 await _refuse(scope, hear, watch, 503)
             elif self._n_of[client] > self._settings.max_connections_per_client:
                 await _refuse(scope, hear, watch, 429)
@@ -261,7 +269,8 @@ class AccessLog:
             _log.exception("request %s failed", request_id)
             raise
         finally:
-            self._n_open -= 1
+            del self._running[key]
+            self.on_running(self._running.values())
             self._n_of[client] -= 1
             if not self._n_of[client]:
                 del self._n_of[client]
@@ -276,7 +285,8 @@ class AccessLog:
 
     def _note(self, scope: Scope, line: dict[str, Any]) -> None:
         path: str = scope["path"]
-        known = path if path in self._paths else "other"
+        template = getattr(scope.get("route"), "path", path)
+        known = template if template in self._paths else "other"
         self._metrics.requests.labels(known, str(line["status"])).inc()
         if self._settings.access_log:
             line["client"] = (scope.get("client") or ("local", 0))[0]
@@ -285,7 +295,7 @@ class AccessLog:
             _access.info(msgspec.json.encode(line).decode())
 
 
-def sent_id(scope: Scope) -> str | None:
+def _sent_id(scope: Scope) -> str | None:
     """The name that the client gave the request, so that it finds it in our log; None without."""
     for name, value in scope["headers"]:
         if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):

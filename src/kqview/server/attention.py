@@ -1,13 +1,20 @@
-"""Attention: what a request asks for, and how a token's rows are reduced to it.
+"""Attention: what a request asks for, how a token's rows are reduced to it, and how they are bytes.
 
 Pure functions over arrays that know no protocol and copy no more than they return. What the engine
 can reduce is reduced there (`AttentionWanted.capture`); `shaped` does the rest.
+
+`Encoder` is the one place where the server copies attention. One copy of a row is the least
+possible: ASGI takes ``bytes``, which own their memory, and a zero-copy view does not. base64 is
+that one copy too: it reads the view and writes text.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
+import pybase64
 from numpy.typing import NDArray
 
 from kqview.errors import InvalidCapture
@@ -229,3 +236,55 @@ def _entropy(row: NDArray[np.float64], *, is_probs: bool) -> float:
     p = row if is_probs else np.exp(row - row.max())
     p = p[p > 0] / p.sum()
     return float(-(p * np.log(p)).sum())
+
+
+# ---- as bytes
+
+# An encoder escapes control characters in JSON, so this occurs nowhere else.
+_MARK: Final = b'"\x00"'
+DATA_HERE: Final = msgspec.Raw(_MARK)
+"""Placeholder for a long text in a value that `split_json` encodes."""
+
+
+class Encoder:
+    """Turns rows into bytes and tells the engine how many; any thread."""
+
+    def __init__(self, count_copied: Callable[[int], None]) -> None:
+        """Report to *count_copied* what is copied out of views."""
+        self._count = count_copied
+
+    def raw(self, values: NDArray[Any]) -> bytes:
+        """The values, little-endian, in C order."""
+        self._count(values.nbytes)
+        return values.tobytes()
+
+    def base64(self, values: NDArray[Any]) -> bytes:
+        """`raw` in base64 (RFC 4648, padded), as ASCII bytes."""
+        self._count(values.nbytes)
+        return pybase64.b64encode(_bytes_of(values))
+
+    def numbers(self, values: NDArray[Any]) -> list[Any]:
+        """Values as nested lists of numbers for JSON; for small arrays."""
+        self._count(values.nbytes)
+        return values.tolist()
+
+
+def _bytes_of(values: NDArray[Any]) -> memoryview:
+    # The engine's rows are contiguous, so this is no copy.
+    return np.ascontiguousarray(values).data.cast("B") if values.size else memoryview(b"")
+
+
+def split_json(value: object, data: bytes) -> list[bytes]:
+    """JSON of *value* in pieces, with *data* at `DATA_HERE`; megabytes are not moved again.
+
+    Args:
+        value: What msgspec can encode, with `DATA_HERE` in it exactly once.
+        data: ASCII that needs no escaping, such as base64.
+    """
+    head, _, tail = msgspec.json.encode(value).partition(_MARK)
+    return [head + b'"', data, b'"' + tail]
+
+
+def joined_text(pieces: Sequence[bytes]) -> str:
+    """Pieces of `split_json` as one text."""
+    return b"".join(pieces).decode("ascii" if all(map(bytes.isascii, pieces)) else "utf-8")

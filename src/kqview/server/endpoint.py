@@ -4,6 +4,11 @@ It does what every operation needs and no dialect should repeat: who may call, h
 be, JSON to typed request and typed reply to JSON, errors in the dialect's words, Server-Sent
 Events, and cancelling the work when the client leaves.
 
+A `Connection` is what lies below a request or WebSocket, as far as public ASGI shows it: ASGI can
+neither drop a connection nor send several messages in one write. `kqview.server.uvicorn_parts` has
+one that can, for the versions of uvicorn that it was checked with. The bytes that a client receives
+are the same.
+
 `pump` is the loop that every stream of tokens goes through, over SSE and WebSockets alike. While it
 waits for a client, nobody takes the run's next token; its mailbox fills and the engine pauses that
 request alone: backpressure from the socket to the slot.
@@ -17,22 +22,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal, Protocol, cast
 
 import msgspec
 import numpy as np
 from starlette.datastructures import Headers, QueryParams
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from kqview._core import count_values
 from kqview.errors import InternalError, KqviewError, RequestError
 from kqview.server.budget import Body, Hold
-from kqview.server.connection import ClientGone, Connection, Stalled, connection_of
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
-from kqview.server.run import Run, Step
 from kqview.server.security import Access, Caller, Gate
-from kqview.server.service import OFFLOAD_BYTES, Service
+from kqview.server.service import OFFLOAD_BYTES, Run, Service, Step
 from kqview.server.settings import Settings
-from kqview.server.wire import check_values
 from kqview.types import PromptBlock
 
 _log: Final = logging.getLogger("kqview.server")
@@ -44,6 +47,11 @@ SendFrames = Callable[[Frames], Awaitable[None]]
 _PIECE_BYTES: Final = 2**20  # of a reply that are written before the client is waited for
 _SMALL_BYTES: Final = 64 * 1024  # smaller pieces of an event are joined into one write
 _GZIP_LEVEL: Final = 1
+# Most values and members of objects in a request, and the size of one that cannot have so many.
+_MOST_VALUES: Final = 2**20
+_MOST_MEMBERS: Final = 2**18
+_FEW_BYTES: Final = 32 * 1024
+_SLICE: Final = 4096  # elements of a list that are encoded in one call
 _SSE_HEADERS: Final = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache, no-transform"),
@@ -69,6 +77,8 @@ class Call:
     request_id: str
     hold: Hold
     n_body_bytes: int = 0
+    path: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Values of the names in braces in the operation's path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +131,7 @@ class Operation:
 
     Attributes:
         method: HTTP method, or "WS" for a WebSocket.
-        path: URL path.
+        path: URL path; ``{name}`` stands for one part of it, see `Call.path`.
         handler: ``async def handler(call)``, with the decoded body as second argument if there is a
             *body*, with a `kqview.server.sockets.Socket` for a WebSocket. Returns whatever msgspec
             can encode, an `HttpReply`, or `Events`.
@@ -150,6 +160,110 @@ class Operation:
     subprotocols: tuple[str, ...] = ()
 
 
+# ---- the connection below a request
+
+FRAMES: Final = "kqview.frames"
+"""ASGI extension in a WebSocket's scope: ``websocket.send`` may have ``frames``, a sequence of
+messages (str or bytes), in place of one ``text`` or ``bytes``. They are sent in one write."""
+
+
+def frames_of(message: Message) -> Sequence[bytes | str]:
+    """The messages that a ``websocket.send`` sends."""
+    if "frames" in message:
+        return message["frames"]
+    data: bytes | None = message.get("bytes")
+    return (message["text"] if data is None else data,)
+
+
+class ClientGone(ConnectionError):
+    """The client left."""
+
+
+class Stalled(ClientGone):
+    """The client is there, but reads nothing."""
+
+
+class Connection:
+    """A connection of which nothing is known; belongs to the event loop."""
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the server takes a message at once, without waiting for the client."""
+        return False
+
+    @property
+    def n_left(self) -> int:
+        """Bytes written but not yet taken by the kernel; 0 if unknown."""
+        return 0
+
+    def abort(self) -> None:
+        """Drop the connection with its unsent bytes; does nothing if the server has no way to.
+
+        Closing would wait until the client has read what was written. A client that stopped reading
+        would keep file descriptor and buffer forever.
+        """
+
+    def admit(self, hold: Hold) -> None:
+        """Allow large messages from a WebSocket's client, and count incoming bytes in *hold*."""
+
+    def on_lost(self, call: Callable[[], None] | None) -> bool:
+        """Call *call* once when the client leaves, or no longer if it is None.
+
+        Returns:
+            Whether that is possible; if not, only the ``receive`` of ASGI tells.
+        """
+        return False
+
+    async def send(self, send: Send, message: Message, idle_s: float) -> None:
+        """Give *message* to *send* and wait until the server takes it.
+
+        Raises:
+            Stalled: The client read nothing for *idle_s*.
+            ClientGone: The client left.
+        """
+        n_left = self.n_left
+        while True:
+            try:
+                if self.is_clear:
+                    await send(message)
+                else:
+                    async with asyncio.timeout(idle_s):
+                        await send(message)
+                return
+            except TimeoutError:
+                pass  # nothing of it was written: servers wait first
+            except ClientGone:
+                raise
+            except OSError as error:  # what ASGI servers raise; uvicorn's is no ConnectionError
+                raise ClientGone(str(error)) from error
+            n_before, n_left = n_left, self.n_left
+            if n_left >= n_before:  # a client that reads slowly makes room all the time
+                # Outside the handler: that error's frames hold the task, which holds this one.
+                raise Stalled(f"the client read nothing for {idle_s:g} s")
+
+    def watch(self, idle_s: float) -> None:
+        """Drop the connection if its client reads nothing of what is left for *idle_s*.
+
+        For the end of a request, when nobody waits for the client any more.
+        """
+        if n_left := self.n_left:
+            asyncio.get_running_loop().call_later(idle_s, self._check, idle_s, n_left)
+
+    def _check(self, idle_s: float, n_before: int) -> None:
+        if self.n_left >= n_before:
+            self.abort()
+        else:
+            self.watch(idle_s)
+
+
+UNKNOWN: Final = Connection()
+
+
+def connection_of(scope: Scope) -> Connection:
+    """The connection of a request, as the app noted it."""
+    return scope["state"].get("connection", UNKNOWN)
+
+
 # ---- one operation
 
 
@@ -174,7 +288,7 @@ class Endpoint:
                 args, n_body_bytes = await self._args(headers, receive, hold)
                 call = Call(
                     self._service, caller, headers, QueryParams(scope["query_string"]),
-                    scope["state"]["request_id"], hold, n_body_bytes,
+                    scope["state"]["request_id"], hold, n_body_bytes, scope["path_params"],
                 )  # fmt: skip
                 async with _WhileConnected(connection, receive):
                     await self._reply(call, args, response)
@@ -341,6 +455,46 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpRepl
     if answer.status == 408:  # the rest of the body is not worth waiting for
         headers["connection"] = "close"
     return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
+
+
+def json_in_slices(value: msgspec.Struct) -> bytes:
+    """JSON of *value*, whose lists may be long, slice by slice.
+
+    One call for everything would hold the GIL for all of it.
+    """
+    parts: list[bytes] = []
+    for name in value.__struct_encode_fields__:
+        field = getattr(value, name)
+        parts += [b"," if parts else b"{", msgspec.json.encode(name), b":"]
+        if not isinstance(field, list):
+            parts.append(msgspec.json.encode(field))
+            continue
+        items = cast("list[Any]", field)
+        parts.append(b"[")
+        for start in range(0, len(items), _SLICE):
+            parts += [b","] if start else []
+            parts.append(msgspec.json.encode(items[start : start + _SLICE])[1:-1])
+        parts.append(b"]")
+    return b"".join([*parts, b"}"])
+
+
+def check_values(raw: bytes | str, *, packs: bool = False) -> None:
+    """Refuse input that would decode to more objects than can be made in the time of a few tokens.
+
+    Making them holds the GIL, in any thread. A text of any length is one value.
+
+    Raises:
+        TooLarge: The JSON, or with *packs* the MessagePack, has too many values.
+    """
+    if len(raw) < _FEW_BYTES:
+        return
+    data = raw.encode("utf-8", "surrogatepass") if isinstance(raw, str) else raw
+    n_values, n_members = count_values(data, packs)
+    if n_values > _MOST_VALUES or n_members > _MOST_MEMBERS:
+        raise TooLarge(
+            f"the request has {n_values} values, {n_members} of them members of objects; limits "
+            f"are {_MOST_VALUES} and {_MOST_MEMBERS}; send shorter lists"
+        )
 
 
 def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:

@@ -5,6 +5,7 @@ they are asked for, summed over the engines that have served; only what begins a
 server is counted here.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
@@ -17,8 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kqview.errors import KqviewError
 from kqview.server.endpoint import Call, Handler, HttpReply, Operation
 from kqview.server.errors import Answer
-from kqview.server.run import Run
-from kqview.server.service import Service
+from kqview.server.service import Run, Service
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -167,13 +167,18 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
 def _operation(
     one: Operation, path: str, by_type: Mapping[int, Any], *, has_keys: bool
 ) -> dict[str, Any]:
-    name = path.strip("/").replace("/", "_").replace(".", "_") or "root"
+    name = re.sub(r"[{}]", "", path.strip("/")).replace("/", "_").replace(".", "_") or "root"
     described: dict[str, Any] = {
         "operationId": f"{one.method.lower()}_{name}",
         "summary": one.summary,
         "tags": [one.tag],
         "responses": {"200": _reply(one, by_type), **_errors(one)},
     }
+    if parameters := re.findall(r"{(\w+)}", path):
+        described["parameters"] = [
+            {"name": part, "in": "path", "required": True, "schema": {"type": "string"}}
+            for part in parameters
+        ]
     if one.body is not None:
         described["requestBody"] = {
             "required": True,

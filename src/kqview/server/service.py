@@ -1,7 +1,11 @@
-"""Service: turns a dialect's neutral request into engine calls; knows no protocol.
+"""Service: turns a dialect's neutral request into a `Run` of the engine; knows no protocol.
 
-It belongs to one event loop. It owns the engine that it opened itself (not one that it was given)
-and every `Run` until the run ends. Work that would block the loop goes to `Workers`.
+A `Run` is one request that was admitted, as an async iterator of its tokens. Whatever ends it from
+outside (a client that left, a timeout, another model, the end of the server) calls `Run.end`: the
+engine releases the slots at its next step, and the iteration raises the reason.
+
+Both belong to one event loop. The service owns every run until that ends, and the engine if it
+opened it (`Models`). Work that would block the loop goes to `Workers`.
 """
 
 import asyncio
@@ -9,34 +13,26 @@ import contextlib
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypedDict, TypeVar
 
-from kqview.demo import MODEL_PATH
-from kqview.engine import Engine, check_opening
+from kqview.engine import Engine
 from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, RequestError
-from kqview.generation.stream import Generation
+from kqview.generation.stream import Generation, count_copied
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
+from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Budget, Hold, uncounted
-from kqview.server.errors import (
-    Forbidden,
-    ModelChanged,
-    NoModel,
-    NotFound,
-    ShuttingDown,
-    TimedOut,
-    renamed,
-)
-from kqview.server.run import GenerateRequest, Run, TokenLogprobs
+from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
+from kqview.server.models import Models, model_names
 from kqview.server.security import ANYONE, Caller
 from kqview.server.settings import Settings
-from kqview.types import EngineStats, Usage
+from kqview.server.workers import Workers
+from kqview.types import EngineStats, PromptBlock, Sampling, Token, Usage
 
 _T = TypeVar("_T")
 _Raw = TypeVar("_Raw", bound=Sized)
@@ -50,13 +46,293 @@ _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
 _OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
 _OFFLOAD_ITEMS: Final = 4096  # ids and biases
 _N_WORKERS: Final = 4
-_SUFFIX: Final = ".gguf"
 _LEAST_CLOSE_S: Final = 1.0  # for an engine to end, however little of the grace is left
 DECODED_TIMES: Final = 17
 """Most bytes that a byte of JSON takes, with what it decodes to."""
 # The same for a character and its ids, and for an id with its text.
 _ID_BYTES: Final = 40
 _PIECE_BYTES: Final = 240
+_STEPS_AHEAD: Final = 1
+_LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
+_WRITTEN_BYTES: Final = 4096
+MOST_TOP: Final = 20
+
+
+# ---- a request that runs
+
+
+class ShiftOptions(TypedDict, total=False):
+    """Options of `Engine.generate` that move positions in the KV cache."""
+
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    reuse: Literal["exact", "shift"]
+    reuse_min_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A dialect's request for text in neutral terms.
+
+    Attributes:
+        prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        max_tokens: Most tokens to generate.
+        sampling: How they are chosen, with the dialect's defaults.
+        request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
+        attention: What attention to send, None for none.
+        n_samples: Texts to generate from the one prompt, which is evaluated once.
+        key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
+        max_context: Longest prompt that the client allows, besides the server's own limit.
+        keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
+        names: Parameter of the core -> the client's own name for it, for error messages.
+        slot: The slot of the first sample, None for any.
+        context_shift: Whether a full slot drops old tokens and goes on.
+        n_keep: Tokens at the start that it keeps, -1 for the prompt.
+        n_discard: Tokens after them that it drops, None for half.
+        n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
+    """
+
+    prompt: str | Sequence[int]
+    max_tokens: int
+    sampling: Sampling
+    request_id: str
+    attention: AttentionWanted | None = None
+    n_samples: int = 1
+    key: str = ""
+    max_context: int | None = None
+    keeps_logprobs: bool = False
+    names: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    slot: int | None = None
+    context_shift: bool = False
+    n_keep: int = 0
+    n_discard: int | None = None
+    n_reuse_min: int = 0
+
+    @property
+    def shift_options(self) -> ShiftOptions:
+        """The options of `Engine.generate` that move positions."""
+        options: ShiftOptions = {}
+        if self.context_shift:
+            options["context_shift"] = True
+            options["n_keep"] = self.n_keep
+            options["n_discard"] = self.n_discard
+        if self.n_reuse_min:
+            options["reuse"] = "shift"
+            options["reuse_min_tokens"] = self.n_reuse_min
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's logprob, and those of the most probable tokens at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A token of one sample. Its attention is a view of the engine's memory: drop it soon."""
+
+    sample: int
+    token: Token
+
+    @property
+    def n_bytes(self) -> int:
+        """Its bytes of attention, plus as many as take as long to write as its logprobs."""
+        rows, n_bytes = self.token.attention, _WRITTEN_BYTES * len(self.token.top_logprobs or ())
+        if rows is None:
+            return n_bytes
+        return n_bytes + (sum(r.nbytes for r in rows) if isinstance(rows, tuple) else rows.nbytes)
+
+
+class Run:
+    """Async iterator of Step; also a context manager that closes it.
+
+    Iterating raises what ended it: the engine's error, or the one given to `end`.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        generations: Sequence[Generation],
+        hold: Hold,
+        *,
+        on_close: Callable[["Run"], None],
+        owner: str = "",
+    ) -> None:
+        self.request = request
+        self.owner = owner
+        """`Caller.owner` of the caller who started it."""
+        self.generations = tuple(generations)
+        self.hold = hold
+        self.encoder = Encoder(partial(count_copied, generations[0]))
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.n_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []
+        """If the request wants them; of each token the best `MOST_TOP`."""
+        self.error: BaseException | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._on_close = on_close
+        # Several samples have a task each, which waits until its step was taken, so that a slow
+        # client holds all of them back.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._n_left = len(self.generations)
+        self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
+
+    # ---- iteration
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        try:
+            step = await self._next()
+        except StopAsyncIteration:
+            await self._settle()
+            self._finish()
+            if self.error is not None:
+                raise self.error from None
+            raise
+        except KqviewError as error:
+            # A closed engine says only that; whoever closed it gave the reason.
+            self.error = self.error or error
+            self._finish()
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+        self.n_tokens += 1
+        token = step.token
+        if self.request.keeps_logprobs and token.logprob is not None and step.sample == 0:
+            top = tuple((token.top_logprobs or ())[:MOST_TOP])
+            self.hold.take(_LOGPROB_BYTES * (1 + len(top)))
+            self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
+        return step
+
+    async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
+        """Rows of the prompt, if they were asked for; they precede the first token."""
+        if self.request.attention is None or not self.request.attention.prompt:
+            return
+        blocks = self.generations[0].prompt_attention
+        try:
+            # Keep no block: the pool wants its memory back while the client reads.
+            async for block in blocks:
+                held = [block]
+                del block
+                yield held.pop()
+        except KqviewError as error:
+            self.error = self.error or error
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+
+    async def _next(self) -> Step:
+        if len(self.generations) == 1:
+            return Step(0, await anext(self.generations[0]))
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._forward(i, one)) for i, one in enumerate(self.generations)
+            ]
+        while self._n_left:
+            step = await self._steps.get()
+            if isinstance(step, BaseException):
+                raise step
+            if step is not None:
+                return step
+            self._n_left -= 1
+        raise StopAsyncIteration
+
+    async def _forward(self, i: int, generation: Generation) -> None:
+        try:
+            while True:
+                await self._steps.put(Step(i, await anext(generation)))
+        except StopAsyncIteration:
+            await self._steps.put(None)
+        except Exception as error:  # raised where the run is iterated
+            await self._steps.put(error)
+
+    # ---- ending it
+
+    def end(self, error: KqviewError | None = None) -> None:
+        """End it now: iterating raises *error*, or stops with finish reason "cancelled"."""
+        if self._is_over:
+            return
+        self.error = self.error or error
+        for generation in self.generations:
+            generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait until the slots are free; idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        for generation in self.generations:
+            generation.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._settle()
+        finally:  # a caller that is cancelled meanwhile is done with it too
+            self._finish()
+
+    async def _settle(self) -> None:
+        # Only then are the slots free, and is the usage of a stopped run complete.
+        for generation in self.generations:
+            await generation.aclose()
+
+    def _finish(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self.ended_s = time.monotonic()
+            if self.deadline is not None:
+                self.deadline.cancel()
+            self._on_close(self)
+            self.hold.close()
+
+    async def __aenter__(self) -> "Run":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # ---- what is known
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._is_over
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the first sample, see `Generation.finish_reason`; "error" if it failed."""
+        if self.error is not None:
+            return "error"
+        return self.generations[0].finish_reason or "cancelled"
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample so far, including the stop sequence."""
+        return self.generations[0].text + (self.generations[0].stop_match or "")
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the first sample."""
+        return self.generations[0].usage
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from its admission to its end, or until now."""
+        return (self.ended_s or time.monotonic()) - self.started_s
+
+
+# ---- all of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +361,7 @@ class Service:
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
-        self._engine = engine
-        self._owns_engine = False
-        self._path = settings.model
-        self._given: dict[str, int | None] = {}  # options of the model that override the settings
+        self._models = Models(engine, settings, on_switch=lambda: self.end_runs(_model_changed()))
         self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
         # waits for another kind.
@@ -96,12 +369,7 @@ class Service:
         self._tokenizers = Workers(_N_WORKERS, "text")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: set[tuple[str, str]] = set()
-        self._switching = asyncio.Lock()
-        self._switches: set[asyncio.Task[Engine]] = set()
-        self._absence = "no model is loaded"  # and why, once a switch began
         self._is_idle = asyncio.Event()
-        self._is_closing = False
-        self._past: list[EngineStats] = []  # of engines that were replaced
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
@@ -113,8 +381,7 @@ class Service:
         Raises:
             KqviewError: As the constructor of Engine.
         """
-        if self._engine is None:
-            await asyncio.to_thread(self.load)
+        await asyncio.to_thread(self.load)
 
     def load(self, progress: Callable[[float], object] | None = None) -> None:
         """Like `open`, but blocking, before the event loop runs; `open` then finds it done.
@@ -122,38 +389,7 @@ class Service:
         Args:
             progress: Called with the loaded fraction, 0..1.
         """
-        self._engine = self._open_engine(self._path, progress)
-        self._owns_engine = True
-
-    def _open_engine(
-        self,
-        path: str | None,
-        progress: Callable[[float], object] | None = None,
-        **given: int | None,
-    ) -> Engine:
-        options = self._engine_options(given)
-        budget_bytes = self.settings.attention_budget_bytes
-        return Engine(
-            MODEL_PATH if path is None else path,
-            progress=progress,
-            attention_budget_bytes=budget_bytes,
-            **options,
-        )
-
-    def _check_engine(self, path: str, **given: int | None) -> None:
-        """Raise what `_open_engine` would, as far as that shows without the weights."""
-        check_opening(path, **self._engine_options(given))
-
-    def _engine_options(self, given: Mapping[str, int | None]) -> dict[str, Any]:
-        s = self.settings
-        return {
-            "n_ctx": s.n_ctx,
-            "n_slots": s.n_slots,
-            "n_threads": s.n_threads,
-            "n_gpu_layers": s.n_gpu_layers,
-            "kv_type": s.kv_type,
-            **{name: value for name, value in given.items() if value is not None},
-        }
+        self._models.load(progress)
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
         """End every run and tell its client *error*."""
@@ -165,10 +401,10 @@ class Service:
 
         WebSockets without a generation are closed with code 1001.
         """
-        self._is_closing = True
+        self._models.is_closing = True
         if self._leave_by_s is None:  # the first call sets the limit
             self._leave_by_s = time.monotonic() + grace_s
-        self.end_runs(ShuttingDown("the server is shutting down; try again later"))
+        self.end_runs(_shutting_down())
         # A client that reads nothing cannot be told; the grace ends the wait for it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_left_s):
@@ -180,10 +416,7 @@ class Service:
     async def close(self) -> None:
         """End everything, including the engine if it is ours."""
         await self.drain(self.settings.shutdown_grace_s)
-        async with self._switching:  # what a switch opens is ours to close
-            if self._owns_engine and self._engine is not None:
-                limit_s = max(_LEAST_CLOSE_S, self.grace_left_s)
-                await asyncio.to_thread(self._engine.close, timeout_s=limit_s)
+        await self._models.close(max(_LEAST_CLOSE_S, self.grace_left_s))
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._tokenizers.shutdown()
         self._builders.shutdown()
@@ -198,7 +431,8 @@ class Service:
     @property
     def is_engine_lost(self) -> bool:
         """Whether closing the engine gave its thread up."""
-        return self._engine is not None and self._engine.health().is_lost
+        engine = self._models.engine
+        return engine is not None and engine.health().is_lost
 
     def stall(self, factor: float = 1.0) -> str | None:
         """Why requests make no progress, None if they do; any thread.
@@ -206,7 +440,7 @@ class Service:
         Args:
             factor: Times the settings' ``stall_timeout_s``.
         """
-        engine, limit_s = self._engine, self.settings.stall_timeout_s
+        engine, limit_s = self._models.engine, self.settings.stall_timeout_s
         return engine.health().stall(factor * limit_s) if engine and limit_s else None
 
     # ---- the model
@@ -219,27 +453,27 @@ class Service:
             NoModel: None is loaded: it is being switched, or could not be opened.
             ShuttingDown: The server is about to end.
         """
-        if self._is_closing:
-            raise ShuttingDown("the server is shutting down; try again later")
-        if self._engine is None:
-            raise NoModel(f"{self._absence}; load one with /api/v1/model/load")
-        return self._engine
+        models = self._models
+        if models.is_closing:
+            raise _shutting_down()
+        if models.engine is None:
+            raise NoModel(f"{models.absence}; load one with /api/v1/model/load")
+        return models.engine
 
     @property
     def is_closing(self) -> bool:
         """Whether new requests are refused because the server ends."""
-        return self._is_closing
+        return self._models.is_closing
 
     @property
     def is_ready(self) -> bool:
         """Whether a request would be taken."""
-        return self._engine is not None and not self._is_closing
+        return self._models.engine is not None and not self.is_closing
 
     @property
     def model_name(self) -> str:
         """The model's name, from its metadata or else its file."""
-        name = self.engine.model.name
-        return name or (Path(self._path).stem if self._path else "demo")
+        return self._models.name_of(self.engine)
 
     @property
     def max_context(self) -> int:
@@ -275,67 +509,15 @@ class Service:
             ShuttingDown: The server is about to end.
             KqviewError: It cannot be loaded, as the constructor of Engine says.
         """
-        path = model_file(self.settings.models_dir, name)
-        switch = asyncio.ensure_future(self._switch(name, path, options))
-        self._switches.add(switch)
-        switch.add_done_callback(self._switched)
-        return await asyncio.shield(switch)
-
-    async def _switch(self, name: str, path: Path, options: dict[str, int | None]) -> Engine:
-        async with self._switching:
-            self._check_stays()
-            await asyncio.to_thread(self._check_engine, str(path), **options)
-            self._check_stays()
-            old, self._engine = self._engine, None
-            self._absence = f"{name!r} is being loaded"
-            self.end_runs(_model_changed())
-            if old is not None:
-                self._past.append(old.stats())
-                if self._owns_engine:
-                    await asyncio.to_thread(old.close)
-                self._past[-1] = old.stats()  # with its last steps
-            try:
-                engine = await asyncio.to_thread(
-                    self._open_engine, str(path), self._check_loading, **options
-                )
-            except BaseException:
-                self._absence = f"no model is loaded, {name!r} failed"
-                if not self._is_closing and old is not None:
-                    await self._take_back(old)
-                raise
-            self._engine = engine
-            self._owns_engine, self._path, self._given = True, str(path), options
-            return engine
-
-    async def _take_back(self, old: Engine) -> None:
-        """Serve the old model again."""
-        if not self._owns_engine:  # it was not closed
-            self._past.pop()
-            self._engine = old
-            return
-        try:
-            self._engine = await asyncio.to_thread(
-                self._open_engine, self._path, self._check_loading, **self._given
-            )
-        except KqviewError as error:
-            _log.error("the old model cannot be opened again: %s", error)
-
-    def _check_loading(self, fraction: float) -> None:
-        """Called by a load now and then: a server that ends does not wait for it."""
-        self._check_stays()
-
-    def _check_stays(self) -> None:
-        if self._is_closing:
-            raise ShuttingDown("the server is shutting down; no model is loaded any more")
-
-    def _switched(self, switch: "asyncio.Task[Engine]") -> None:
-        self._switches.discard(switch)
-        if not switch.cancelled() and (error := switch.exception()) is not None:
-            _log.warning("the model was not switched: %s", error)
+        return await self._models.switch(name, options)
 
     async def models(self) -> list[str]:
         """Names that `switch_model` takes, sorted."""
         return await self._in_thread(model_names, self.settings.models_dir)
+
+    def stats(self) -> list[EngineStats]:
+        """Counters of every engine that served, the current one last."""
+        return self._models.stats()
 
     # ---- text
 
@@ -433,7 +615,7 @@ class Service:
         """Begin the generations of *request*; large requests are built in another thread."""
         try:
             ids = await self._prompt_ids(engine, request.prompt, hold)
-            if engine is not self._engine:
+            if engine is not self._models.engine:
                 raise _model_changed()
             build = partial(self._build, engine, request, ids)
             is_gone = threading.Event()
@@ -445,10 +627,10 @@ class Service:
                 is_gone.set()
                 raise
         except ClosedError:
-            if engine is not self._engine:
+            if engine is not self._models.engine:
                 raise _model_changed() from None
             raise
-        if engine is not self._engine or self._is_closing:
+        if engine is not self._models.engine or self.is_closing:
             for generation in generations:
                 generation.cancel()
             _ = self.engine  # says why there is none
@@ -592,13 +774,13 @@ class Service:
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
-    def stats(self) -> list[EngineStats]:
-        """Counters of every engine that served, the current one last."""
-        return [*self._past, *([self._engine.stats()] if self._engine else [])]
-
 
 def _late(limit_s: float) -> TimedOut:
     return TimedOut(f"the request took more than {limit_s:g} s, the limit of request_timeout_s")
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("the server is shutting down; try again later")
 
 
 def _model_changed() -> ModelChanged:
@@ -629,117 +811,3 @@ def _for_sample(request: GenerateRequest, i: int) -> Any:
     if i == 0 or sampling.seed is None:
         return sampling
     return replace(sampling, seed=(sampling.seed + i) % (2**32 - 1))
-
-
-# ---- threads
-
-
-class Workers:
-    """Threads for work that would block the event loop, no client having more than half of them.
-
-    Each kind of work has threads of its own, so that rows on their way to clients never wait for
-    texts to be tokenized. Work that has begun cannot be interrupted: if its client leaves, it keeps
-    its thread until it is done, and the result is dropped. Belongs to one event loop.
-    """
-
-    def __init__(self, n_threads: int, name: str) -> None:
-        """Start up to *n_threads* when there is work."""
-        self._pool = ThreadPoolExecutor(n_threads, thread_name_prefix=f"kqview-{name}")
-        self._most = max(1, n_threads // 2)
-        self._n_running: dict[str, int] = {}
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    async def run(self, client: str, work: Callable[..., _T], *args: Any) -> _T:
-        """Do *work* in one of the threads when it is *client*'s turn.
-
-        Work cancelled before it began never begins.
-        """
-        await self._turn(client)
-        loop = asyncio.get_running_loop()
-        try:
-            future = self._pool.submit(work, *args)
-        except BaseException:
-            self._done(client)
-            raise
-
-        def done(_: "Future[_T]") -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(self._done, client)
-
-        future.add_done_callback(done)
-        return await asyncio.wrap_future(future)
-
-    async def _turn(self, client: str) -> None:
-        if self._n_running.get(client, 0) < self._most:
-            self._n_running[client] = self._n_running.get(client, 0) + 1
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(client, deque()).append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it came too late
-                self._done(client)
-            raise
-
-    def _done(self, client: str) -> None:
-        """A place of *client* is free; give it to the next that waits."""
-        waiting = self._waiting.get(client)
-        while waiting:
-            turn = waiting.popleft()
-            if not waiting:
-                del self._waiting[client]
-            if not turn.done():
-                turn.set_result(None)
-                return
-        n_running = self._n_running[client] - 1
-        if n_running:
-            self._n_running[client] = n_running
-        else:
-            del self._n_running[client]
-
-    def shutdown(self) -> None:
-        """Begin nothing more, and wait for nothing."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-# ---- the folder of models
-
-
-def model_file(folder: str | None, name: str) -> Path:
-    """The file of the model *name*, which an administrator may load.
-
-    Args:
-        folder: The setting ``models_dir``.
-        name: As `model_names` lists it; a path in the folder and no other.
-
-    Raises:
-        Forbidden: There is no folder, or *name* leads out of it, be it through a link.
-        NotFound: There is no such file.
-    """
-    if folder is None:
-        raise Forbidden("the server has no models_dir (--models-dir); start it with one")
-    try:
-        root = Path(folder).resolve()
-        path = (root / name).resolve()
-        is_inside, is_model = path.is_relative_to(root), _is_model(root / name)
-    except (OSError, ValueError):  # a name that no file can have
-        raise NotFound(f"model {name[:80]!r} is not the name of a file") from None
-    if not is_inside:
-        raise Forbidden(f"model {name!r} is outside models_dir; name a file in it")
-    if not is_model:
-        raise NotFound(f"model {name!r} is not a GGUF file of models_dir; see /api/v1/models")
-    return path
-
-
-def model_names(folder: str | None) -> list[str]:
-    """Sorted names of the GGUF files in *folder* and below, without links that lead out of it."""
-    if folder is None:
-        return []
-    root = Path(folder).resolve()
-    found = (path for path in root.rglob(f"*{_SUFFIX}") if path.resolve().is_relative_to(root))
-    return sorted(str(path.relative_to(root)) for path in found if _is_model(path))
-
-
-def _is_model(path: Path) -> bool:
-    return path.suffix == _SUFFIX and path.is_file()

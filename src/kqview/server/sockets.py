@@ -17,19 +17,22 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kqview.errors import KqviewError
 from kqview.server.budget import Hold
-from kqview.server.connection import (
+from kqview.server.endpoint import (
     FRAMES,
     UNKNOWN,
+    Call,
     ClientGone,
     Connection,
+    Frames,
+    Operation,
+    Renderer,
     Stalled,
     connection_of,
+    pump,
 )
-from kqview.server.endpoint import Call, Frames, Operation, Renderer, pump
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
-from kqview.server.run import Run
 from kqview.server.security import Gate
-from kqview.server.service import DECODED_TIMES, Service
+from kqview.server.service import DECODED_TIMES, Run, Service
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -278,7 +281,7 @@ class SocketEndpoint:
             socket.admit(arriving, messages)
             call = Call(
                 self._service, caller, Headers(scope=scope), QueryParams(scope["query_string"]),
-                scope["state"]["request_id"], hold,
+                scope["state"]["request_id"], hold, path=scope["path_params"],
             )  # fmt: skip
             await self._operation.handler(call, socket)
             await socket.close()

@@ -8,7 +8,8 @@ The protocols here are uvicorn's with bounds on all of this, and `connection` re
 behind the ``send`` that uvicorn hands out.
 
 With any other version of uvicorn none of this is used: `uvicorn_options` takes uvicorn's own
-protocols, connections are those of public ASGI (connection.py), and clients get the same bytes.
+protocols, connections are those of public ASGI (`kqview.server.endpoint.Connection`), and clients
+get the same bytes.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ from websockets.protocol import State
 
 from kqview.errors import KqviewError
 from kqview.server.budget import Hold
-from kqview.server.connection import FRAMES, UNKNOWN, Connection, frames_of
+from kqview.server.endpoint import FRAMES, UNKNOWN, Connection, frames_of
 from kqview.server.security import Peers, client_name, tls_context
 from kqview.server.settings import Settings
 

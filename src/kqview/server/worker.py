@@ -15,13 +15,9 @@ import select
 import socket
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, MutableMapping
 from typing import Final, NoReturn, Self
 
-from starlette.types import ASGIApp, Receive, Scope, Send
-
-from kqview.server.app import sent_id
 from kqview.server.supervisor import ALIVE, ENVIRONMENT, NOTES_BYTES, READY
 
 STALLED: Final = 70
@@ -157,31 +153,3 @@ class Supervised:
                 break
             data = longer
         os.pwrite(self._notes, data.ljust(NOTES_BYTES), 0)
-
-
-class Noted:
-    """Wraps an ASGI app: notes its requests in flight, by their names in the access log."""
-
-    def __init__(self, app: ASGIApp, supervised: Supervised) -> None:
-        self._app = app
-        self._supervised = supervised
-        self._running: dict[object, str] = {}
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass one request on."""
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        request_id = sent_id(scope)
-        if request_id is None:
-            request_id = uuid.uuid4().hex
-            others = [one for one in scope["headers"] if one[0] != b"x-request-id"]
-            scope["headers"] = [*others, (b"x-request-id", request_id.encode())]
-        key = object()
-        self._running[key] = f"{request_id} {scope['path']}"
-        self._supervised.note(self._running.values())
-        try:
-            await self._app(scope, receive, send)
-        finally:
-            del self._running[key]
-            self._supervised.note(self._running.values())

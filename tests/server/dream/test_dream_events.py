@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kqview.errors import OutOfMemory, RequestError
+from kqview.server.api.attention_protocol import with_lists
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import ReplyTooLarge
 from kqview.server.api.dream.events import (
@@ -23,10 +24,10 @@ from kqview.server.api.dream.events import (
     name_in,
     reply_bytes,
 )
+from kqview.server.attention import Encoder
 from kqview.server.budget import Budget
 from kqview.server.errors import Answer, answer_of
-from kqview.server.run import Run, Step
-from kqview.server.wire import Encoder, with_lists
+from kqview.server.service import Run, Step
 from kqview.types import PromptBlock, Token, Usage
 from tests.support.dream import QWEN, decoded, golden, plan_from
 

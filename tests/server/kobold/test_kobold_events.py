@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
 from kqview.server.api.kobold.convert import HeldText, PlainEvents, SocketFrames, TypedEvents
-from kqview.server.attention import AttentionWanted
+from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL
 from kqview.server.errors import answer_of
-from kqview.server.run import Step
-from kqview.server.wire import Encoder
+from kqview.server.service import Step
 from kqview.types import PromptBlock, Token
 from tests.support.kobold import golden
 

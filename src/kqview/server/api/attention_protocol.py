@@ -18,11 +18,20 @@ import msgspec
 from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
-from kqview.server.attention import DEFAULT_TOP_K, AttentionWanted, Dense, Shaped, Sparse, Viz
+from kqview.server.attention import (
+    DATA_HERE,
+    DEFAULT_TOP_K,
+    AttentionWanted,
+    Dense,
+    Encoder,
+    Shaped,
+    Sparse,
+    Viz,
+    split_json,
+)
 from kqview.server.errors import renamed
-from kqview.server.run import TokenLogprobs
+from kqview.server.service import TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
-from kqview.server.wire import DATA_HERE, Encoder, split_json, with_lists
 from kqview.types import ModelInfo, Sampling
 
 DEFAULTS: Final[dict[str, Any]] = {
@@ -390,6 +399,36 @@ def _small(shaped: Sparse | Viz, encoder: Encoder, layers: tuple[int, ...] | Non
         "entropy": shaped.entropy,
         **fields,
     }
+
+
+def with_lists(
+    head: dict[str, Any], lists: Sequence[tuple[str, Sequence[bytes]]], *, packs: bool
+) -> bytes:
+    """An encoded object: *head*, then lists whose elements are already encoded.
+
+    Elements may be megabytes each; they are copied once, into the result.
+
+    Args:
+        head: Fields that precede the lists.
+        lists: Name and elements of each; with *head* 1 to 15 fields.
+        packs: MessagePack instead of JSON.
+    """
+    if not packs:
+        parts = [msgspec.json.encode(head)[:-1]]
+        for name, elements in lists:
+            parts.append(b'%s"%s":[' % (b"," if len(parts) > 1 or head else b"", name.encode()))
+            for i, element in enumerate(elements):
+                parts += [b",", element] if i else [element]
+            parts.append(b"]")
+        return b"".join([*parts, b"}"])
+    # A map of up to 15 fields begins with one byte, a long array with its size in four.
+    n_fields = len(head) + len(lists)
+    assert 0 < n_fields < 16
+    parts = [bytes([0x80 | n_fields]), msgspec.msgpack.encode(head)[1:]]
+    for name, elements in lists:
+        parts += [msgspec.msgpack.encode(name), b"\xdd" + len(elements).to_bytes(4, "big")]
+        parts += elements
+    return b"".join(parts)
 
 
 # ---- logprobs

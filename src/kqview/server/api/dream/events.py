@@ -23,16 +23,16 @@ from kqview.server.api.attention_protocol import (
     attention_frame,
     attention_object,
     event_pieces,
+    with_lists,
 )
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import Plan, ReplyTooLarge, error_body, kobold_reason
 from kqview.server.api.dream.pruning import mean_row, reduced
-from kqview.server.attention import AttentionWanted, Dense, shaped
+from kqview.server.attention import AttentionWanted, Dense, Encoder, joined_text, shaped
 from kqview.server.budget import Hold
-from kqview.server.endpoint import Frames
+from kqview.server.endpoint import Frames, check_values
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step, TokenLogprobs
-from kqview.server.wire import Encoder, check_values, joined_text, with_lists
+from kqview.server.service import Run, Step, TokenLogprobs
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 

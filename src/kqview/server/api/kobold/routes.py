@@ -18,10 +18,17 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
-from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation, decoded
-from kqview.server.run import Run
+from kqview.server.endpoint import (
+    Call,
+    Events,
+    Handler,
+    HttpReply,
+    Operation,
+    decoded,
+    json_in_slices,
+)
+from kqview.server.service import Run
 from kqview.server.sockets import Socket
-from kqview.server.wire import json_in_slices
 
 _TAG: Final = "kobold"
 _STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)

@@ -6,8 +6,7 @@ from typing import Any, Final
 
 from kqview.server.api.llama_fields import error_body
 from kqview.server.api.llama_server import convert, schema
-from kqview.server.endpoint import Call, Handler, HttpReply, Operation
-from kqview.server.wire import json_in_slices
+from kqview.server.endpoint import Call, Handler, HttpReply, Operation, json_in_slices
 
 _TAG: Final = "llama-server"
 
