@@ -45,24 +45,26 @@ void close(engine& self, double limit_s) {
 }
 
 void bind_options(nb::module_& module) {
-    nb::class_<engine_options>(module, "EngineOptions", "cpp/sched/engine.h says more.")
+    nb::class_<engine_options>(module, "EngineOptions",
+                               "Options of `Engine.open`; see cpp/sched/engine.h.")
         .def(nb::init<>())
-        .def_rw("n_ctx", &engine_options::n_ctx, "0: what the model was trained with.")
+        .def_rw("n_ctx", &engine_options::n_ctx,
+                "0 uses the number that the model was trained with.")
         .def_rw("n_slots", &engine_options::n_slots)
         .def_rw("n_batch", &engine_options::n_batch)
         .def_rw("n_ubatch", &engine_options::n_ubatch)
         .def_rw("n_threads", &engine_options::n_threads)
         .def_prop_rw("flash_attn", &flash_attn, &set_flash_attn, nb::for_setter(nb::arg().none()),
-                     "None: llama.cpp decides.")
+                     "None lets llama.cpp decide.")
         .def_rw("kv_type", &engine_options::kv_type)
         .def_rw("swa_full", &engine_options::swa_full)
-        .def_rw("pooling", &engine_options::pooling, "\"\": what the model's file says.")
+        .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
         .def_rw("host_memory_bytes", &engine_options::host_memory_bytes)
         .def_rw("attention_budget_bytes", &engine_options::attention_budget_bytes)
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
-                "For tests: decodes, counted from 1, that llama.cpp is made to abort.")
+                "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,
-                "For tests: blocks of views that were given back are overwritten.");
+                "For tests: whether to overwrite the blocks of released views.");
 }
 
 // The fields are named as in the public classes of kqview.types.
@@ -81,7 +83,8 @@ void bind_stats(nb::module_& module) {
     nb::class_<slot_view>(module, "SlotStats")
         .def_prop_ro("state", [](const slot_view& self) { return name_of(self.state); })
         .def_ro("n_tokens", &slot_view::n_tokens)
-        .def_ro("generation", &slot_view::active, "Id of the one that works in it, 0: none.");
+        .def_ro("generation", &slot_view::active,
+                "Id of the generation that uses the slot; 0 if none does.");
     nb::class_<engine_stats>(module, "EngineStats")
         .def_ro("uptime_s", &engine_stats::uptime_s)
         .def_ro("n_requests", &engine_stats::n_requests)
@@ -128,30 +131,31 @@ void bind_engine(nb::module_& module) {
     bind_stats(module);
     nb::class_<engine>(module, "Engine")
         .def_static("open", &open_engine, nb::arg("model"), nb::arg("options"),
-                    "Creates the context and starts the engine thread.")
+                    "Create the context and start the engine thread.")
         .def_prop_ro("n_ctx", &engine::n_ctx)
-        .def_prop_ro("n_chunk", &engine::n_chunk, "Most prompt tokens of one step.")
+        .def_prop_ro("n_chunk", &engine::n_chunk, "Maximum number of prompt tokens in one step.")
         .def_prop_ro("n_slots", &engine::n_slots)
         .def_prop_ro(
             "attention_layers", [](const engine& self) { return self.capture().attention; },
-            "The layers with attention, ascending.")
-        .def_prop_ro("has_cache", &engine::has_cache,
-                     "False for encoders and diffusion models: a prompt is one step.")
+            "The layers with attention, in ascending order.")
+        .def_prop_ro(
+            "has_cache", &engine::has_cache,
+            "False for encoders and diffusion models, which evaluate a prompt in one step.")
         .def_prop_ro("pooling", &engine::pooling,
-                     "How a text becomes an embedding; empty where the context gives none.")
+                     "How a text becomes an embedding; empty if the context provides none.")
         .def_prop_ro("can_split_embedding", &engine::can_split_embedding,
-                     "False: a text that is embedded has to be one step.")
+                     "Whether a text to embed may take several steps.")
         .def_prop_ro(
             "n_classes", [](const engine& self) { return self.embeddings().n_classes; },
-            "Values of the model's classifier head; 0: it has none.")
+            "Number of values of the classifier head; 0 if there is none.")
         .def_prop_ro(
             "n_positions", [](const engine& self) { return self.embeddings().n_positions; },
-            "Positions that the model learned; 0: it has no such limit.")
+            "Number of positions that the model has learned; 0 if it has no such limit.")
         .def_prop_ro("shift_obstacle", &engine::shift_obstacle,
-                     "What keeps the cache's positions from being moved; empty: nothing.")
-        .def("submit", &submit, nb::arg("options"), "Queues a request.")
+                     "Why positions in the cache cannot be moved; empty if they can.")
+        .def("submit", &submit, nb::arg("options"), "Queue a request.")
         .def("close", &close, nb::arg("limit_s"), nb::call_guard<nb::gil_scoped_release>(),
-             "Ends every request, and the engine thread, unless it hangs for longer than this.")
+             "End all requests and the engine thread, unless it hangs for longer than limit_s.")
         .def("check_open", [](const engine& self) { self.sched().check_open(); })
         .def_prop_ro("is_closed", [](const engine& self) { return self.sched().is_closed(); })
         .def(
@@ -161,20 +165,20 @@ void bind_engine(nb::module_& module) {
         .def(
             "slot_n_exact",
             [](const engine& self, slot_id id) { return self.sched().n_exact_of(id); },
-            nb::arg("slot"), "How many of them a fresh evaluation would compute alike.")
+            nb::arg("slot"), "Number of leading ids whose cache equals that of a fresh evaluation.")
         .def(
             "slot_is_busy", [](const engine& self, slot_id id) { return self.sched().is_busy(id); },
             nb::arg("slot"))
-        .def("health", &engine::health, "What the engine thread does; takes no lock.")
+        .def("health", &engine::health, "What the engine thread is doing; takes no lock.")
         .def("stats", &engine::stats, "Counters since the engine was opened.")
         .def("await_copies", &engine::await_copies, nb::arg("wanted"),
-             "For benchmarks: whether a step ends only when its rows have left their devices.")
+             "For benchmarks: whether a step ends only after its rows have left their devices.")
         .def(
             "pool_contains",
             [](const engine& self, std::uintptr_t address) {
                 return self.sched().pool()->contains(reinterpret_cast<const void*>(address));
             },
-            nb::arg("address"), "For tests: does the address lie in a block of the pool?");
+            nb::arg("address"), "For tests: whether the address lies in a block of the pool.");
 }
 
 }  // namespace kqview::bind

@@ -167,7 +167,7 @@ std::uintptr_t written_at(const Event& event) {
 }
 
 void bind_events(nb::module_& module) {
-    nb::class_<end_event>(module, "EndEvent", "The request has ended.")
+    nb::class_<end_event>(module, "EndEvent", "The end of a request.")
         .def_prop_ro("finish_reason",
                      [](const end_event& self) { return name_of_reason(self.reason); })
         .def_prop_ro("prompt_tokens",
@@ -177,7 +177,7 @@ void bind_events(nb::module_& module) {
         .def_prop_ro("prefill_s", [](const end_event& self) { return self.usage.prefill_s; })
         .def_prop_ro("decode_s", [](const end_event& self) { return self.usage.decode_s; });
 
-    nb::class_<taken_token>(module, "TokenEvent", "A token; its rows are views.")
+    nb::class_<taken_token>(module, "TokenEvent", "A generated token; its rows are views.")
         .def_prop_ro("id", [](const taken_token& self) { return self.token.id; })
         .def_prop_ro("logprob",
                      [](const taken_token& self) {
@@ -189,7 +189,7 @@ void bind_events(nb::module_& module) {
             [](const taken_token& self) {
                 return self.has_logprob() ? std::optional(self.token.top) : std::nullopt;
             },
-            "None unless logprobs were asked for.")
+            "None unless logprobs were requested.")
         .def_prop_ro(
             "attention",
             [](const taken_token& self) { return attention_view(self.token.rows, false); },
@@ -203,14 +203,14 @@ void bind_events(nb::module_& module) {
             nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
             "n_discarded", [](const taken_token& self) { return self.token.n_discarded; },
-            "Tokens of the slot that had been discarded before this row.")
+            "Number of tokens discarded from the slot before this row.")
         .def_prop_ro(
             "end", [](const taken_token& self) { return self.end ? &*self.end : nullptr; },
             nb::rv_policy::reference_internal, nb::sig("def end(self) -> EndEvent | None"),
-            "With the last token, unless an error follows it.")
+            "The end, if this is the last token and no error follows.")
         .def_prop_ro(
             "written_at", [](const taken_token& self) { return written_at(self.token); },
-            "For tests: where the CPU's kernel wrote the first row; 0 without one.");
+            "For tests: the address to which the CPU wrote the first row; 0 without one.");
 
     nb::class_<prompt_event>(module, "PromptEvent", "Rows of the prompt, or its embedding.")
         .def_ro("start", &prompt_event::start)
@@ -227,13 +227,14 @@ void bind_events(nb::module_& module) {
                 auto& event = nb::cast<prompt_event&>(self);
                 return embedding_array(event.embedding, event.n_rows, self);
             },
-            nb::sig("def embedding(self) -> typing.Any"), "The caller's own.")
-        .def_prop_ro("written_at", &written_at<prompt_event>, "As of a TokenEvent.");
+            nb::sig("def embedding(self) -> typing.Any"),
+            "An array that belongs to the caller; None without embeds.")
+        .def_prop_ro("written_at", &written_at<prompt_event>, "As in TokenEvent.");
 
-    nb::class_<wait_event>(module, "WaitEvent", "Nothing is there yet.")
+    nb::class_<wait_event>(module, "WaitEvent", "There is no event yet.")
         .def_ro("holders", &wait_event::holders,
-                "Ids of the generations that have every slot and wait for their consumers; empty "
-                "unless that is news.");
+                "Ids of the generations that hold every slot and wait for their consumers; empty "
+                "if unchanged.");
 }
 
 }  // namespace
@@ -244,33 +245,34 @@ void bind_generation(nb::module_& module) {
         .def(nb::init<>())
         .def(
             "fileno", [](const shared_waiter& self) { return self.handle->fd(); },
-            "Descriptor that becomes readable when a wait is over.")
+            "Descriptor that becomes readable when a generation has something.")
         .def(
             "drain", [](const shared_waiter& self) { self.handle->drain(); },
-            "Takes the signal back; then look at who was woken.");
+            "Clear the signal; check every waiting generation afterwards.");
 
     nb::class_<generation_handle>(module, "Generation")
         .def_prop_ro("id", [](const generation_handle& self) { return self.wanted->id; })
         .def_prop_ro(
             "slot", [](const generation_handle& self) { return self.wanted->slot.load(); },
-            "Slot index, -1 while the request is queued.")
+            "Slot index; -1 while the request is queued.")
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
                      "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
-             "Takes the next event; blocks, without the GIL. Raises what ended the request. "
-             "WaitEvent after wait_s, and, while the request is queued, when every slot waits for "
-             "its consumer: once unless the holders change; `goes_on` then waits on.")
+             "Take the next event; blocks, without the GIL. Raises the error that ended the "
+             "request.\n\nReturns a WaitEvent after wait_s, and while the request is queued if "
+             "every slot waits\nfor its consumer. With `goes_on`, the latter only if the holders "
+             "have changed.")
         .def("try_next", &try_next_item, nb::arg("goes_on") = false,
              nb::sig("def try_next(self, goes_on: bool = False) "
                      "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
-             "As next(), without blocking.")
+             "Like next(), without blocking.")
         .def(
             "arm",
             [](generation_handle& self, const shared_waiter& waiter) {
                 self.core->sched().check_not_forked();
                 return self.wanted->box->arm(waiter.handle);
             },
-            nb::arg("waiter"), "Asks to be woken at the next item; True when one is there already.")
+            nb::arg("waiter"), "Request a signal at the next event; True if there is one already.")
         .def(
             "arm_settled",
             [](generation_handle& self, const shared_waiter& waiter) {
@@ -278,7 +280,7 @@ void bind_generation(nb::module_& module) {
                        self.wanted->box->arm_settled(waiter.handle);
             },
             nb::arg("waiter"),
-            "Asks to be woken when a cancellation was carried out; True when it was.")
+            "Request a signal when a cancellation has been carried out; True if it has.")
         .def(
             "disarm",
             [](generation_handle& self, const shared_waiter& waiter) {
@@ -287,14 +289,14 @@ void bind_generation(nb::module_& module) {
             nb::arg("waiter"))
         .def(
             "cancel", [](generation_handle& self) { self.core->sched().cancel(self.wanted); },
-            "Asks the engine to stop at the next step; returns at once.")
-        .def("wait_settled", &wait_settled, "Blocks until a cancellation is carried out.")
+            "Ask the engine to stop at the next step; returns at once.")
+        .def("wait_settled", &wait_settled, "Wait until a cancellation has been carried out.")
         .def(
             "count_copied",
             [](generation_handle& self, std::size_t n_bytes) {
                 self.core->sched().pool()->count_copied(n_bytes);
             },
-            nb::arg("n_bytes"), "Whoever copies attention out of a view says so here.")
+            nb::arg("n_bytes"), "Add to the number of bytes copied out of views.")
         .def_prop_ro(
             "end",
             [](generation_handle& self) {
@@ -303,7 +305,7 @@ void bind_generation(nb::module_& module) {
                 return self.end ? &*self.end : nullptr;
             },
             nb::rv_policy::copy, nb::sig("def end(self) -> EndEvent | None"),
-            "None while it runs. Events before it may not be taken yet.");
+            "None while the request runs; earlier events may not have been taken yet.");
 }
 
 }  // namespace kqview::bind

@@ -88,7 +88,7 @@ std::optional<nb::str> text_or_none(const model_facts& facts) {
 }
 
 void bind_facts(nb::module_& module) {
-    nb::class_<model_facts>(module, "ModelFacts", "Facts of a model as llama.cpp has them.")
+    nb::class_<model_facts>(module, "ModelFacts", "Facts about a model, as llama.cpp reports them.")
         .def_ro("n_vocab", &model_facts::n_vocab)
         .def_ro("has_vocab", &model_facts::has_vocab)
         .def_ro("n_layer", &model_facts::n_layer)
@@ -96,7 +96,7 @@ void bind_facts(nb::module_& module) {
         .def_ro("n_head_kv", &model_facts::n_head_kv)
         .def_ro("n_embd", &model_facts::n_embd)
         .def_ro("n_ctx_train", &model_facts::n_ctx_train)
-        .def_ro("n_swa", &model_facts::n_swa, "Width of the sliding window, 0: none.")
+        .def_ro("n_swa", &model_facts::n_swa, "Width of the sliding window; 0 if there is none.")
         .def_ro("n_params", &model_facts::n_params)
         .def_ro("size_bytes", &model_facts::size_bytes)
         .def_prop_ro("file_type", &text<&model_facts::file_type>)
@@ -109,7 +109,8 @@ void bind_facts(nb::module_& module) {
         .def_ro("adds_bos", &model_facts::adds_bos)
         .def_ro("adds_eos", &model_facts::adds_eos)
         .def_ro("adds_sep", &model_facts::adds_sep)
-        .def_ro("can_generate", &model_facts::can_generate, "Token by token.")
+        .def_ro("can_generate", &model_facts::can_generate,
+                "Whether the model generates token by token.")
         .def_prop_ro("chat_template", &text_or_none<&model_facts::chat_template>)
         .def_prop_ro("rerank_template", &text_or_none<&model_facts::rerank_template>)
         .def_prop_ro("classifier_labels", [](const model_facts& self) {
@@ -132,10 +133,11 @@ void bind_options(nb::module_& module) {
         .def(nb::init<std::string, float>(), nb::arg("path"), nb::arg("scale"));
     nb::class_<rpc_endpoint>(module, "RpcEndpoint")
         .def(nb::init<std::string, int>(), nb::arg("host"), nb::arg("port"));
-    nb::class_<model_options>(module, "ModelOptions", "cpp/llama/model.h says more.")
+    nb::class_<model_options>(module, "ModelOptions",
+                              "Options of `Model.load`; see cpp/llama/model.h.")
         .def(nb::init<>())
         .def_rw("path", &model_options::path)
-        .def_rw("n_gpu_layers", &model_options::n_gpu_layers, "-1: all that fit.")
+        .def_rw("n_gpu_layers", &model_options::n_gpu_layers, "-1 offloads all layers.")
         .def_rw("lora", &model_options::lora)
         .def_rw("rpc_servers", &model_options::rpc_servers)
         .def_prop_rw("rpc_timeout_s", &rpc_timeout_s, &set_rpc_timeout_s)
@@ -146,7 +148,7 @@ void bind_options(nb::module_& module) {
         .def_ro("n_devices", &rpc_devices::state::n_devices)
         .def_prop_ro(
             "lost", [](const rpc_devices::state& self) { return to_text(self.loss); },
-            "Why it is gone; empty while it is there.");
+            "Why the server was lost; empty while it is available.");
 }
 
 }  // namespace
@@ -160,23 +162,23 @@ void bind_model(nb::module_& module) {
             check_device_memory(source, context);
         },
         nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
-        "Raises OutOfMemory where a device cannot hold its part of a model and a context.");
+        "Raise OutOfMemory if a device has no room for its part of the model and context.");
     module.def(
         "check_opening",
         [](const model_options& source, const engine_options& context) {
             check_opening(source, context);
         },
         nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
-        "Raises what opening would raise, as far as that shows without the weights.");
+        "Raise the errors of opening that can be found without reading the weights.");
     nb::class_<model>(module, "Model")
         .def_static("load", &load_model, nb::arg("options"), nb::arg("progress") = nb::none(),
-                    "Loads the file; `progress(fraction)` is called meanwhile.")
+                    "Load a model, calling `progress(fraction)` meanwhile.")
         .def_prop_ro("facts", &facts_of)
         .def(
             "rpc_servers", [](const model& self) { return self.rpc().states(); },
-            "What is known of each RPC server.")
+            "State of each RPC server.")
         .def("metadata", &metadata_of, nb::sig("def metadata(self) -> dict[str, str]"),
-             "The GGUF's key-value pairs as text; no arrays.")
+             "Key-value pairs of the file as text, without arrays.")
         .def(
             "tokenize",
             [](const model& self, const nb::bytes& text, bool add_special, bool parse_special,
@@ -189,26 +191,28 @@ void bind_model(nb::module_& module) {
             },
             nb::arg("text"), nb::arg("add_special"), nb::arg("parse_special"),
             nb::arg("apart_bytes") = +vocabulary::long_text_bytes,
-            "Ids of UTF-8 text; they do not depend on `apart_bytes`.")
+            "Ids of UTF-8 text; a text above `apart_bytes` is tokenized in pieces, to the same "
+            "ids.")
         .def(
             "detokenize",
             [](const model& self, const std::vector<token_id>& ids) {
                 return to_bytes(unlocked([&] { return self.words().detokenize(ids); }));
             },
-            nb::arg("ids"), "UTF-8 text of ids.")
+            nb::arg("ids"), "Text of ids, as UTF-8.")
         .def(
             "token_bytes",
             [](const model& self, token_id id) { return to_bytes(self.token_bytes(id)); },
-            nb::arg("id"), "Bytes of one token; a character may be spread over several.")
+            nb::arg("id"), "Bytes of one token; a character may span several tokens.")
         .def(
             "control_tokens", [](const model& self) { return self.words().control_tokens(); },
-            "Ids that text becomes only with parse_special.")
+            "Ids that text produces only with parse_special.")
         .def(
             "check_tokens",
             [](const model& self, const std::vector<token_id>& ids, const std::string& who) {
                 for (const auto id : ids) self.check_token(id, who.c_str());
             },
-            nb::arg("ids"), nb::arg("who"), "Raises InvalidToken for ids outside the vocabulary.");
+            nb::arg("ids"), nb::arg("who"),
+            "Raise InvalidToken if an id is outside the vocabulary.");
 }
 
 }  // namespace kqview::bind

@@ -101,9 +101,10 @@ bool is_bound_before(nb::module_& module) {
 void bind_process(nb::module_& module) {
     nb::register_exception_translator(translate);
     module.def("drain_log", &drain_log,
-               "llama.cpp's log lines since the last call, as (logging level, text).");
-    module.def("stop_waking", &stop_waking,
-               "The interpreter exits: threads that wait do so for ever.");
+               "Log lines of llama.cpp since the last call, as (logging level, text).");
+    module.def(
+        "stop_waking", &stop_waking,
+        "Call this when the interpreter exits: other threads then never return from a wait.");
 }
 
 }  // namespace kqview::bind

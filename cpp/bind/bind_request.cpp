@@ -100,30 +100,33 @@ void set_capture(request_options& self, const engine& source, const nb::object& 
 void bind_request(nb::module_& module) {
     nb::class_<sampling_params>(module, "SamplingParams")
         .def("__init__", &read_sampling, nb::arg("sampling"),
-             "Takes the attributes of a kqview.Sampling by name.");
-    nb::class_<request_options>(module, "RequestOptions", "cpp/sched/request.h says more.")
+             "Read the attributes of a kqview.Sampling by name.");
+    nb::class_<request_options>(module, "RequestOptions",
+                                "Options of `Engine.submit`; see cpp/sched/request.h.")
         .def(nb::init<>())
         .def("set_capture", &set_capture, nb::arg("engine"), nb::arg("capture"),
-             "Takes the attributes of a kqview.Capture by name; raises InvalidCapture.")
+             "Read the attributes of a kqview.Capture by name; raises InvalidCapture.")
         .def_rw("prompt", &request_options::prompt)
         .def_rw("sampling", &request_options::sampling)
         .def_rw("constraint_library", &request_options::constraint_library,
-                "Path of llguidance's, for a json_schema or a regex.")
+                "Path of llguidance's library, for a JSON schema or regular expression.")
         .def_rw("max_tokens", &request_options::max_tokens)
         .def_rw("stop_tokens", &request_options::stop_tokens)
         .def_rw("n_prompt_rows", &request_options::n_prompt_rows,
-                "Of the prompt's last tokens, whose rows are captured too.")
-        .def_rw("only_attends", &request_options::only_attends, "No token is sampled.")
+                "Number of tokens at the end of the prompt whose rows are captured as well.")
+        .def_rw("only_attends", &request_options::only_attends,
+                "Whether to evaluate the prompt without sampling a token.")
         .def_rw("embeds", &request_options::embeds,
-                "Neither, and the prompt's embedding is the result; needs only_attends.")
+                "Whether the result is the prompt's embedding; needs only_attends.")
         .def_rw("run_ahead", &request_options::run_ahead)
         .def_rw("priority", &request_options::priority)
         .def_rw("n_reuse_min", &request_options::n_reuse_min,
-                "Shortest run of tokens that a shift keeps; 0: none.")
-        .def_rw("n_discard", &request_options::n_discard,
-                "Tokens behind the first n_keep that go when the slot is full; 0: it ends then.")
+                "Shortest run of tokens that a shift reuses; 0 turns shifts off.")
+        .def_rw(
+            "n_discard", &request_options::n_discard,
+            "Tokens to discard after the first n_keep when the slot is full; 0 ends the request.")
         .def_rw("n_keep", &request_options::n_keep)
-        .def_rw("slot", &request_options::wanted_slot, "Where it must run; -1: anywhere.");
+        .def_rw("slot", &request_options::wanted_slot, "Slot to run in; -1 for any.");
 }
 
 }  // namespace kqview::bind

@@ -97,14 +97,15 @@ void bind_state(nb::module_& module) {
         .def_ro("blob", &saved_slot::blob)
         .def_ro("n_exact", &saved_slot::n_exact);
     module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"),
-               "The slot as a SES1 blob, and how many of its tokens are exact.");
+               "Save a slot as a SES1 blob, with its number of exact tokens.");
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
                nb::arg("n_exact"),
-               "Makes the slot hold what the blob holds; a refused blob changes nothing.");
+               "Replace the contents of a slot; a blob that is refused changes nothing.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
-               "Keeps the first tokens, or none where the cache cannot drop its tail.");
+               "Keep the first n_keep tokens; a cache that cannot drop its tail is cleared.");
     module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
-               nb::arg("n_discard"), "Removes tokens from the middle; the rest closes up.");
+               nb::arg("n_discard"),
+               "Remove n_discard tokens after the first n_keep; later tokens move up.");
     module.def("clear_slot", &clear, nb::arg("engine"), nb::arg("slot"));
 }
 

@@ -75,10 +75,11 @@ std::pair<std::size_t, std::size_t> count_values(nb::bytes data, bool packs) {
 }  // namespace
 
 void bind_system(nb::module_& module) {
-    module.def("count_values", &count_values, nb::arg("data"), nb::arg("packs"),
-               "Values of JSON, or of MessagePack, and how many of them are members of objects.");
+    module.def(
+        "count_values", &count_values, nb::arg("data"), nb::arg("packs"),
+        "Count the values in JSON or MessagePack data, and those that are members of objects.");
     module.def("build_info", &build_info, nb::sig("def build_info() -> dict[str, typing.Any]"),
-               "Version, llama.cpp commit, backends, devices and NVIDIA's driver.");
+               "Version, llama.cpp commit, backends, devices and NVIDIA driver.");
 }
 
 }  // namespace kqview::bind

@@ -1,22 +1,19 @@
 """Native core of kqview; use the classes of the kqview package."""
 
 from collections.abc import Sequence
-from typing import Any
-
+from typing import Any, Final
 
 def drain_log() -> list[tuple[int, str]]:
-    """llama.cpp's log lines since the last call, as (logging level, text)."""
+    """Log lines of llama.cpp since the last call, as (logging level, text)."""
 
 def stop_waking() -> None:
-    """The interpreter exits: threads that wait do so for ever."""
+    """Call this when the interpreter exits: other threads then never return from a wait."""
 
 def count_values(data: bytes, packs: bool) -> tuple[int, int]:
-    """
-    Values of JSON, or of MessagePack, and how many of them are members of objects.
-    """
+    """Count the values in JSON or MessagePack data, and those that are members of objects."""
 
 def build_info() -> dict[str, Any]:
-    """Version, llama.cpp commit, backends, devices and NVIDIA's driver."""
+    """Version, llama.cpp commit, backends, devices and NVIDIA driver."""
 
 class LoraAdapter:
     def __init__(self, path: str, scale: float) -> None: ...
@@ -25,745 +22,359 @@ class RpcEndpoint:
     def __init__(self, host: str, port: int) -> None: ...
 
 class ModelOptions:
-    """cpp/llama/model.h says more."""
+    """Options of `Model.load`; see cpp/llama/model.h."""
 
     def __init__(self) -> None: ...
 
-    @property
-    def path(self) -> str: ...
-
-    @path.setter
-    def path(self, arg: str, /) -> None: ...
-
-    @property
-    def n_gpu_layers(self) -> int:
-        """-1: all that fit."""
-
-    @n_gpu_layers.setter
-    def n_gpu_layers(self, arg: int, /) -> None: ...
-
-    @property
-    def lora(self) -> list[LoraAdapter]: ...
-
-    @lora.setter
-    def lora(self, arg: Sequence[LoraAdapter], /) -> None: ...
-
-    @property
-    def rpc_servers(self) -> list[RpcEndpoint]: ...
-
-    @rpc_servers.setter
-    def rpc_servers(self, arg: Sequence[RpcEndpoint], /) -> None: ...
-
-    @property
-    def rpc_timeout_s(self) -> float: ...
-
-    @rpc_timeout_s.setter
-    def rpc_timeout_s(self, arg: float, /) -> None: ...
-
-    @property
-    def vocabulary_only(self) -> bool: ...
-
-    @vocabulary_only.setter
-    def vocabulary_only(self, arg: bool, /) -> None: ...
+    path: str
+    n_gpu_layers: int
+    """-1 offloads all layers."""
+    lora: list[LoraAdapter]
+    rpc_servers: list[RpcEndpoint]
+    rpc_timeout_s: float
+    vocabulary_only: bool
 
 class RpcState:
-    @property
-    def endpoint(self) -> str: ...
-
-    @property
-    def n_devices(self) -> int: ...
-
-    @property
-    def lost(self) -> str:
-        """Why it is gone; empty while it is there."""
+    endpoint: Final[str]
+    n_devices: Final[int]
+    lost: Final[str]
+    """Why the server was lost; empty while it is available."""
 
 class ModelFacts:
-    """Facts of a model as llama.cpp has them."""
+    """Facts about a model, as llama.cpp reports them."""
 
-    @property
-    def n_vocab(self) -> int: ...
-
-    @property
-    def has_vocab(self) -> bool: ...
-
-    @property
-    def n_layer(self) -> int: ...
-
-    @property
-    def n_head(self) -> int: ...
-
-    @property
-    def n_head_kv(self) -> int: ...
-
-    @property
-    def n_embd(self) -> int: ...
-
-    @property
-    def n_ctx_train(self) -> int: ...
-
-    @property
-    def n_swa(self) -> int:
-        """Width of the sliding window, 0: none."""
-
-    @property
-    def n_params(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
-
-    @property
-    def file_type(self) -> str: ...
-
-    @property
-    def rope_freq_scale(self) -> float: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def eot_token_id(self) -> int | None: ...
-
-    @property
-    def pad_token_id(self) -> int | None: ...
-
-    @property
-    def sep_token_id(self) -> int | None: ...
-
-    @property
-    def adds_bos(self) -> bool: ...
-
-    @property
-    def adds_eos(self) -> bool: ...
-
-    @property
-    def adds_sep(self) -> bool: ...
-
-    @property
-    def can_generate(self) -> bool:
-        """Token by token."""
-
-    @property
-    def chat_template(self) -> str | None: ...
-
-    @property
-    def rerank_template(self) -> str | None: ...
-
-    @property
-    def classifier_labels(self) -> list[str]: ...
+    n_vocab: Final[int]
+    has_vocab: Final[bool]
+    n_layer: Final[int]
+    n_head: Final[int]
+    n_head_kv: Final[int]
+    n_embd: Final[int]
+    n_ctx_train: Final[int]
+    n_swa: Final[int]
+    """Width of the sliding window; 0 if there is none."""
+    n_params: Final[int]
+    size_bytes: Final[int]
+    file_type: Final[str]
+    rope_freq_scale: Final[float]
+    bos_token_id: Final[int | None]
+    eos_token_id: Final[int | None]
+    eot_token_id: Final[int | None]
+    pad_token_id: Final[int | None]
+    sep_token_id: Final[int | None]
+    adds_bos: Final[bool]
+    adds_eos: Final[bool]
+    adds_sep: Final[bool]
+    can_generate: Final[bool]
+    """Whether the model generates token by token."""
+    chat_template: Final[str | None]
+    rerank_template: Final[str | None]
+    classifier_labels: Final[list[str]]
 
 def check_device_memory(model: ModelOptions, context: EngineOptions) -> None:
-    """
-    Raises OutOfMemory where a device cannot hold its part of a model and a context.
-    """
+    """Raise OutOfMemory if a device has no room for its part of the model and context."""
 
 def check_opening(model: ModelOptions, context: EngineOptions) -> None:
-    """
-    Raises what opening would raise, as far as that shows without the weights.
-    """
+    """Raise the errors of opening that can be found without reading the weights."""
 
 class Model:
     @staticmethod
     def load(options: ModelOptions, progress: object | None = None) -> Model:
-        """Loads the file; `progress(fraction)` is called meanwhile."""
+        """Load a model, calling `progress(fraction)` meanwhile."""
 
-    @property
-    def facts(self) -> ModelFacts: ...
-
+    facts: Final[ModelFacts]
     def rpc_servers(self) -> list[RpcState]:
-        """What is known of each RPC server."""
+        """State of each RPC server."""
 
     def metadata(self) -> dict[str, str]:
-        """The GGUF's key-value pairs as text; no arrays."""
+        """Key-value pairs of the file as text, without arrays."""
 
-    def tokenize(self, text: bytes, add_special: bool, parse_special: bool, apart_bytes: int = 16384) -> list[int]:
-        """Ids of UTF-8 text; they do not depend on `apart_bytes`."""
+    def tokenize(
+        self, text: bytes, add_special: bool, parse_special: bool, apart_bytes: int = 16384
+    ) -> list[int]:
+        """Ids of UTF-8 text; a text above `apart_bytes` is tokenized in pieces, to the same ids."""
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
-        """UTF-8 text of ids."""
+        """Text of ids, as UTF-8."""
 
     def token_bytes(self, id: int) -> bytes:
-        """Bytes of one token; a character may be spread over several."""
+        """Bytes of one token; a character may span several tokens."""
 
     def control_tokens(self) -> list[int]:
-        """Ids that text becomes only with parse_special."""
+        """Ids that text produces only with parse_special."""
 
     def check_tokens(self, ids: Sequence[int], who: str) -> None:
-        """Raises InvalidToken for ids outside the vocabulary."""
+        """Raise InvalidToken if an id is outside the vocabulary."""
 
 class SamplingParams:
     def __init__(self, sampling: object) -> None:
-        """Takes the attributes of a kqview.Sampling by name."""
+        """Read the attributes of a kqview.Sampling by name."""
 
 class RequestOptions:
-    """cpp/sched/request.h says more."""
+    """Options of `Engine.submit`; see cpp/sched/request.h."""
 
     def __init__(self) -> None: ...
-
     def set_capture(self, engine: Engine, capture: object) -> None:
-        """
-        Takes the attributes of a kqview.Capture by name; raises InvalidCapture.
-        """
+        """Read the attributes of a kqview.Capture by name; raises InvalidCapture."""
 
-    @property
-    def prompt(self) -> list[int]: ...
-
-    @prompt.setter
-    def prompt(self, arg: Sequence[int], /) -> None: ...
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-    @sampling.setter
-    def sampling(self, arg: SamplingParams, /) -> None: ...
-
-    @property
-    def constraint_library(self) -> str:
-        """Path of llguidance's, for a json_schema or a regex."""
-
-    @constraint_library.setter
-    def constraint_library(self, arg: str, /) -> None: ...
-
-    @property
-    def max_tokens(self) -> int: ...
-
-    @max_tokens.setter
-    def max_tokens(self, arg: int, /) -> None: ...
-
-    @property
-    def stop_tokens(self) -> list[int]: ...
-
-    @stop_tokens.setter
-    def stop_tokens(self, arg: Sequence[int], /) -> None: ...
-
-    @property
-    def n_prompt_rows(self) -> int:
-        """Of the prompt's last tokens, whose rows are captured too."""
-
-    @n_prompt_rows.setter
-    def n_prompt_rows(self, arg: int, /) -> None: ...
-
-    @property
-    def only_attends(self) -> bool:
-        """No token is sampled."""
-
-    @only_attends.setter
-    def only_attends(self, arg: bool, /) -> None: ...
-
-    @property
-    def embeds(self) -> bool:
-        """Neither, and the prompt's embedding is the result; needs only_attends."""
-
-    @embeds.setter
-    def embeds(self, arg: bool, /) -> None: ...
-
-    @property
-    def run_ahead(self) -> int: ...
-
-    @run_ahead.setter
-    def run_ahead(self, arg: int, /) -> None: ...
-
-    @property
-    def priority(self) -> int: ...
-
-    @priority.setter
-    def priority(self, arg: int, /) -> None: ...
-
-    @property
-    def n_reuse_min(self) -> int:
-        """Shortest run of tokens that a shift keeps; 0: none."""
-
-    @n_reuse_min.setter
-    def n_reuse_min(self, arg: int, /) -> None: ...
-
-    @property
-    def n_discard(self) -> int:
-        """
-        Tokens behind the first n_keep that go when the slot is full; 0: it ends then.
-        """
-
-    @n_discard.setter
-    def n_discard(self, arg: int, /) -> None: ...
-
-    @property
-    def n_keep(self) -> int: ...
-
-    @n_keep.setter
-    def n_keep(self, arg: int, /) -> None: ...
-
-    @property
-    def slot(self) -> int:
-        """Where it must run; -1: anywhere."""
-
-    @slot.setter
-    def slot(self, arg: int, /) -> None: ...
+    prompt: list[int]
+    sampling: SamplingParams
+    constraint_library: str
+    """Path of llguidance's library, for a JSON schema or regular expression."""
+    max_tokens: int
+    stop_tokens: list[int]
+    n_prompt_rows: int
+    """Number of tokens at the end of the prompt whose rows are captured as well."""
+    only_attends: bool
+    """Whether to evaluate the prompt without sampling a token."""
+    embeds: bool
+    """Whether the result is the prompt's embedding; needs only_attends."""
+    run_ahead: int
+    priority: int
+    n_reuse_min: int
+    """Shortest run of tokens that a shift reuses; 0 turns shifts off."""
+    n_discard: int
+    """Tokens to discard after the first n_keep when the slot is full; 0 ends the request."""
+    n_keep: int
+    slot: int
+    """Slot to run in; -1 for any."""
 
 class EndEvent:
-    """The request has ended."""
+    """The end of a request."""
 
-    @property
-    def finish_reason(self) -> str: ...
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    @property
-    def cached_tokens(self) -> int: ...
-
-    @property
-    def prefill_s(self) -> float: ...
-
-    @property
-    def decode_s(self) -> float: ...
+    finish_reason: Final[str]
+    prompt_tokens: Final[int]
+    cached_tokens: Final[int]
+    prefill_s: Final[float]
+    decode_s: Final[float]
 
 class TokenEvent:
-    """A token; its rows are views."""
+    """A generated token; its rows are views."""
 
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def logprob(self) -> float | None: ...
-
-    @property
-    def top_logprobs(self) -> list[tuple[int, float]] | None:
-        """None unless logprobs were asked for."""
-
-    @property
-    def attention(self) -> Any: ...
-
-    @property
-    def positions(self) -> Any: ...
-
-    @property
-    def hidden(self) -> Any: ...
-
-    @property
-    def n_discarded(self) -> int:
-        """Tokens of the slot that had been discarded before this row."""
-
-    @property
-    def end(self) -> EndEvent | None:
-        """With the last token, unless an error follows it."""
-
-    @property
-    def written_at(self) -> int:
-        """For tests: where the CPU's kernel wrote the first row; 0 without one."""
+    id: Final[int]
+    logprob: Final[float | None]
+    top_logprobs: Final[list[tuple[int, float]] | None]
+    """None unless logprobs were requested."""
+    attention: Final[Any]
+    positions: Final[Any]
+    hidden: Final[Any]
+    n_discarded: Final[int]
+    """Number of tokens discarded from the slot before this row."""
+    end: Final[EndEvent | None]
+    """The end, if this is the last token and no error follows."""
+    written_at: Final[int]
+    """For tests: the address to which the CPU wrote the first row; 0 without one."""
 
 class PromptEvent:
     """Rows of the prompt, or its embedding."""
 
-    @property
-    def start(self) -> int: ...
-
-    @property
-    def n_rows(self) -> int: ...
-
-    @property
-    def attention(self) -> Any: ...
-
-    @property
-    def positions(self) -> Any: ...
-
-    @property
-    def embedding(self) -> Any:
-        """The caller's own."""
-
-    @property
-    def written_at(self) -> int:
-        """As of a TokenEvent."""
+    start: Final[int]
+    n_rows: Final[int]
+    attention: Final[Any]
+    positions: Final[Any]
+    embedding: Final[Any]
+    """An array that belongs to the caller; None without embeds."""
+    written_at: Final[int]
+    """As in TokenEvent."""
 
 class WaitEvent:
-    """Nothing is there yet."""
+    """There is no event yet."""
 
-    @property
-    def holders(self) -> list[int]:
-        """
-        Ids of the generations that have every slot and wait for their consumers; empty unless that is news.
-        """
+    holders: Final[list[int]]
+    """
+    Ids of the generations that hold every slot and wait for their consumers; empty if unchanged.
+    """
 
 class WakeHandle:
     def __init__(self) -> None: ...
-
     def fileno(self) -> int:
-        """Descriptor that becomes readable when a wait is over."""
+        """Descriptor that becomes readable when a generation has something."""
 
     def drain(self) -> None:
-        """Takes the signal back; then look at who was woken."""
+        """Clear the signal; check every waiting generation afterwards."""
 
 class Generation:
-    @property
-    def id(self) -> int: ...
-
-    @property
-    def slot(self) -> int:
-        """Slot index, -1 while the request is queued."""
-
-    def next(self, wait_s: float | None = None, goes_on: bool = False) -> TokenEvent | PromptEvent | EndEvent | WaitEvent:
+    id: Final[int]
+    slot: Final[int]
+    """Slot index; -1 while the request is queued."""
+    def next(
+        self, wait_s: float | None = None, goes_on: bool = False
+    ) -> TokenEvent | PromptEvent | EndEvent | WaitEvent:
         """
-        Takes the next event; blocks, without the GIL. Raises what ended the request. WaitEvent after wait_s, and, while the request is queued, when every slot waits for its consumer: once unless the holders change; `goes_on` then waits on.
+        Take the next event; blocks, without the GIL. Raises the error that ended the request.
+
+        Returns a WaitEvent after wait_s, and while the request is queued if every slot waits
+        for its consumer. With `goes_on`, the latter only if the holders have changed.
         """
 
     def try_next(self, goes_on: bool = False) -> TokenEvent | PromptEvent | EndEvent | WaitEvent:
-        """As next(), without blocking."""
+        """Like next(), without blocking."""
 
     def arm(self, waiter: WakeHandle) -> bool:
-        """Asks to be woken at the next item; True when one is there already."""
+        """Request a signal at the next event; True if there is one already."""
 
     def arm_settled(self, waiter: WakeHandle) -> bool:
-        """
-        Asks to be woken when a cancellation was carried out; True when it was.
-        """
+        """Request a signal when a cancellation has been carried out; True if it has."""
 
     def disarm(self, waiter: WakeHandle) -> None: ...
-
     def cancel(self) -> None:
-        """Asks the engine to stop at the next step; returns at once."""
+        """Ask the engine to stop at the next step; returns at once."""
 
     def wait_settled(self) -> None:
-        """Blocks until a cancellation is carried out."""
+        """Wait until a cancellation has been carried out."""
 
     def count_copied(self, n_bytes: int) -> None:
-        """Whoever copies attention out of a view says so here."""
+        """Add to the number of bytes copied out of views."""
 
-    @property
-    def end(self) -> EndEvent | None:
-        """None while it runs. Events before it may not be taken yet."""
+    end: Final[EndEvent | None]
+    """None while the request runs; earlier events may not have been taken yet."""
 
 class EngineOptions:
-    """cpp/sched/engine.h says more."""
+    """Options of `Engine.open`; see cpp/sched/engine.h."""
 
     def __init__(self) -> None: ...
 
-    @property
-    def n_ctx(self) -> int:
-        """0: what the model was trained with."""
-
-    @n_ctx.setter
-    def n_ctx(self, arg: int, /) -> None: ...
-
-    @property
-    def n_slots(self) -> int: ...
-
-    @n_slots.setter
-    def n_slots(self, arg: int, /) -> None: ...
-
-    @property
-    def n_batch(self) -> int: ...
-
-    @n_batch.setter
-    def n_batch(self, arg: int, /) -> None: ...
-
-    @property
-    def n_ubatch(self) -> int: ...
-
-    @n_ubatch.setter
-    def n_ubatch(self, arg: int, /) -> None: ...
-
-    @property
-    def n_threads(self) -> int: ...
-
-    @n_threads.setter
-    def n_threads(self, arg: int, /) -> None: ...
-
-    @property
-    def flash_attn(self) -> bool | None:
-        """None: llama.cpp decides."""
-
-    @flash_attn.setter
-    def flash_attn(self, arg: bool | None, /) -> None: ...
-
-    @property
-    def kv_type(self) -> str: ...
-
-    @kv_type.setter
-    def kv_type(self, arg: str, /) -> None: ...
-
-    @property
-    def swa_full(self) -> bool: ...
-
-    @swa_full.setter
-    def swa_full(self, arg: bool, /) -> None: ...
-
-    @property
-    def pooling(self) -> str:
-        """"": what the model's file says."""
-
-    @pooling.setter
-    def pooling(self, arg: str, /) -> None: ...
-
-    @property
-    def host_memory_bytes(self) -> int: ...
-
-    @host_memory_bytes.setter
-    def host_memory_bytes(self, arg: int, /) -> None: ...
-
-    @property
-    def attention_budget_bytes(self) -> int: ...
-
-    @attention_budget_bytes.setter
-    def attention_budget_bytes(self, arg: int, /) -> None: ...
-
-    @property
-    def aborted_decodes(self) -> list[int]:
-        """For tests: decodes, counted from 1, that llama.cpp is made to abort."""
-
-    @aborted_decodes.setter
-    def aborted_decodes(self, arg: Sequence[int], /) -> None: ...
-
-    @property
-    def poisons_blocks(self) -> bool:
-        """For tests: blocks of views that were given back are overwritten."""
-
-    @poisons_blocks.setter
-    def poisons_blocks(self, arg: bool, /) -> None: ...
+    n_ctx: int
+    """0 uses the number that the model was trained with."""
+    n_slots: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int
+    flash_attn: bool | None
+    """None lets llama.cpp decide."""
+    kv_type: str
+    swa_full: bool
+    pooling: str
+    """Empty uses what the model's file specifies."""
+    host_memory_bytes: int
+    attention_budget_bytes: int
+    aborted_decodes: list[int]
+    """For tests: decodes, counted from 1, that are aborted."""
+    poisons_blocks: bool
+    """For tests: whether to overwrite the blocks of released views."""
 
 class PoolStats:
-    @property
-    def budget_bytes(self) -> int: ...
-
-    @property
-    def allocated_bytes(self) -> int: ...
-
-    @property
-    def leased_bytes(self) -> int: ...
-
-    @property
-    def peak_leased_bytes(self) -> int: ...
-
-    @property
-    def pinned_bytes(self) -> int: ...
-
-    @property
-    def n_leased(self) -> int: ...
-
-    @property
-    def n_blocks(self) -> int: ...
-
-    @property
-    def n_allocations(self) -> int: ...
-
-    @property
-    def n_reused(self) -> int: ...
-
-    @property
-    def plain_fallbacks(self) -> int: ...
+    budget_bytes: Final[int]
+    allocated_bytes: Final[int]
+    leased_bytes: Final[int]
+    peak_leased_bytes: Final[int]
+    pinned_bytes: Final[int]
+    n_leased: Final[int]
+    n_blocks: Final[int]
+    n_allocations: Final[int]
+    n_reused: Final[int]
+    plain_fallbacks: Final[int]
 
 class SlotStats:
-    @property
-    def state(self) -> str: ...
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def generation(self) -> int:
-        """Id of the one that works in it, 0: none."""
+    state: Final[str]
+    n_tokens: Final[int]
+    generation: Final[int]
+    """Id of the generation that uses the slot; 0 if none does."""
 
 class EngineStats:
-    @property
-    def uptime_s(self) -> float: ...
-
-    @property
-    def n_requests(self) -> int: ...
-
-    @property
-    def n_finished(self) -> int: ...
-
-    @property
-    def n_cancelled(self) -> int: ...
-
-    @property
-    def n_failed(self) -> int: ...
-
-    @property
-    def n_refused(self) -> int: ...
-
-    @property
-    def n_tokens(self) -> int: ...
-
-    @property
-    def n_decodes(self) -> int: ...
-
-    @property
-    def prefill_tokens(self) -> int: ...
-
-    @property
-    def prefill_s(self) -> float: ...
-
-    @property
-    def decode_tokens(self) -> int: ...
-
-    @property
-    def decode_s(self) -> float: ...
-
-    @property
-    def graph_builds(self) -> int: ...
-
-    @property
-    def graph_reuses(self) -> int: ...
-
-    @property
-    def graph_nodes_added(self) -> int: ...
-
-    @property
-    def n_queued(self) -> int: ...
-
-    @property
-    def attention_bytes(self) -> int: ...
-
-    @property
-    def copied_bytes(self) -> int: ...
-
-    @property
-    def dropped_rows(self) -> int: ...
-
-    @property
-    def captured_steps(self) -> int: ...
-
-    @property
-    def step_to_view_s(self) -> float: ...
-
-    @property
-    def device_copies(self) -> int: ...
-
-    @property
-    def device_copy_bytes(self) -> int: ...
-
-    @property
-    def device_copy_s(self) -> float: ...
-
-    @property
-    def slots(self) -> list[SlotStats]: ...
-
-    @property
-    def pool(self) -> PoolStats: ...
+    uptime_s: Final[float]
+    n_requests: Final[int]
+    n_finished: Final[int]
+    n_cancelled: Final[int]
+    n_failed: Final[int]
+    n_refused: Final[int]
+    n_tokens: Final[int]
+    n_decodes: Final[int]
+    prefill_tokens: Final[int]
+    prefill_s: Final[float]
+    decode_tokens: Final[int]
+    decode_s: Final[float]
+    graph_builds: Final[int]
+    graph_reuses: Final[int]
+    graph_nodes_added: Final[int]
+    n_queued: Final[int]
+    attention_bytes: Final[int]
+    copied_bytes: Final[int]
+    dropped_rows: Final[int]
+    captured_steps: Final[int]
+    step_to_view_s: Final[float]
+    device_copies: Final[int]
+    device_copy_bytes: Final[int]
+    device_copy_s: Final[float]
+    slots: Final[list[SlotStats]]
+    pool: Final[PoolStats]
 
 class EngineHealth:
-    @property
-    def phase(self) -> str: ...
-
-    @property
-    def quiet_s(self) -> float: ...
-
-    @property
-    def n_steps(self) -> int: ...
-
-    @property
-    def is_lost(self) -> bool: ...
+    phase: Final[str]
+    quiet_s: Final[float]
+    n_steps: Final[int]
+    is_lost: Final[bool]
 
 class AttentionLayer:
-    @property
-    def layer(self) -> int: ...
-
-    @property
-    def n_head(self) -> int: ...
-
-    @property
-    def n_head_kv(self) -> int: ...
-
-    @property
-    def scale(self) -> float: ...
+    layer: Final[int]
+    n_head: Final[int]
+    n_head_kv: Final[int]
+    scale: Final[float]
 
 class Engine:
     @staticmethod
     def open(model: Model, options: EngineOptions) -> Engine:
-        """Creates the context and starts the engine thread."""
+        """Create the context and start the engine thread."""
 
-    @property
-    def n_ctx(self) -> int: ...
-
-    @property
-    def n_chunk(self) -> int:
-        """Most prompt tokens of one step."""
-
-    @property
-    def n_slots(self) -> int: ...
-
-    @property
-    def attention_layers(self) -> list[AttentionLayer]:
-        """The layers with attention, ascending."""
-
-    @property
-    def has_cache(self) -> bool:
-        """False for encoders and diffusion models: a prompt is one step."""
-
-    @property
-    def pooling(self) -> str:
-        """How a text becomes an embedding; empty where the context gives none."""
-
-    @property
-    def can_split_embedding(self) -> bool:
-        """False: a text that is embedded has to be one step."""
-
-    @property
-    def n_classes(self) -> int:
-        """Values of the model's classifier head; 0: it has none."""
-
-    @property
-    def n_positions(self) -> int:
-        """Positions that the model learned; 0: it has no such limit."""
-
-    @property
-    def shift_obstacle(self) -> str:
-        """What keeps the cache's positions from being moved; empty: nothing."""
-
+    n_ctx: Final[int]
+    n_chunk: Final[int]
+    """Maximum number of prompt tokens in one step."""
+    n_slots: Final[int]
+    attention_layers: Final[list[AttentionLayer]]
+    """The layers with attention, in ascending order."""
+    has_cache: Final[bool]
+    """False for encoders and diffusion models, which evaluate a prompt in one step."""
+    pooling: Final[str]
+    """How a text becomes an embedding; empty if the context provides none."""
+    can_split_embedding: Final[bool]
+    """Whether a text to embed may take several steps."""
+    n_classes: Final[int]
+    """Number of values of the classifier head; 0 if there is none."""
+    n_positions: Final[int]
+    """Number of positions that the model has learned; 0 if it has no such limit."""
+    shift_obstacle: Final[str]
+    """Why positions in the cache cannot be moved; empty if they can."""
     def submit(self, options: RequestOptions) -> Generation:
-        """Queues a request."""
+        """Queue a request."""
 
     def close(self, limit_s: float) -> None:
-        """
-        Ends every request, and the engine thread, unless it hangs for longer than this.
-        """
+        """End all requests and the engine thread, unless it hangs for longer than limit_s."""
 
     def check_open(self) -> None: ...
 
-    @property
-    def is_closed(self) -> bool: ...
-
+    is_closed: Final[bool]
     def slot_tokens(self, slot: int) -> list[int]:
         """Ids in a slot's cache."""
 
     def slot_n_exact(self, slot: int) -> int:
-        """How many of them a fresh evaluation would compute alike."""
+        """Number of leading ids whose cache equals that of a fresh evaluation."""
 
     def slot_is_busy(self, slot: int) -> bool: ...
-
     def health(self) -> EngineHealth:
-        """What the engine thread does; takes no lock."""
+        """What the engine thread is doing; takes no lock."""
 
     def stats(self) -> EngineStats:
         """Counters since the engine was opened."""
 
     def await_copies(self, wanted: bool) -> None:
-        """
-        For benchmarks: whether a step ends only when its rows have left their devices.
-        """
+        """For benchmarks: whether a step ends only after its rows have left their devices."""
 
     def pool_contains(self, address: int) -> bool:
-        """For tests: does the address lie in a block of the pool?"""
+        """For tests: whether the address lies in a block of the pool."""
 
 class SavedSlot:
-    @property
-    def blob(self) -> bytes: ...
-
-    @property
-    def n_exact(self) -> int: ...
+    blob: Final[bytes]
+    n_exact: Final[int]
 
 def save_slot(engine: Engine, slot: int) -> SavedSlot:
-    """The slot as a SES1 blob, and how many of its tokens are exact."""
+    """Save a slot as a SES1 blob, with its number of exact tokens."""
 
 def restore_slot(engine: Engine, slot: int, blob: bytes, n_exact: int) -> None:
-    """
-    Makes the slot hold what the blob holds; a refused blob changes nothing.
-    """
+    """Replace the contents of a slot; a blob that is refused changes nothing."""
 
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
-    """Keeps the first tokens, or none where the cache cannot drop its tail."""
+    """Keep the first n_keep tokens; a cache that cannot drop its tail is cleared."""
 
 def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
-    """Removes tokens from the middle; the rest closes up."""
+    """Remove n_discard tokens after the first n_keep; later tokens move up."""
 
 def clear_slot(engine: Engine, slot: int) -> None: ...

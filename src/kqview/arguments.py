@@ -1,7 +1,9 @@
-"""Checks of arguments: texts, whole numbers, seconds and token ids. Knows only the errors."""
+"""Checks of arguments: texts, numbers, seconds and token ids. Knows only the errors."""
 
+import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from numbers import Real
 from typing import Final, cast
 
 from kqview.errors import InvalidToken, RequestError, shown
@@ -10,15 +12,15 @@ INT32_MAX: Final = 2**31 - 1
 INT64_MAX: Final = 2**63 - 1
 
 
-def encode(name: str, text: str) -> bytes:
-    """*text*, the argument *name*, as UTF-8; RequestError if it has surrogates."""
+def encode(name: str, text: str, error: type[RequestError] = RequestError) -> bytes:
+    """*text*, the argument *name*, as UTF-8; raises *error* if it has surrogates."""
     if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise invalid(name, "a str", type(text).__name__)
     try:
         return text.encode()
-    except UnicodeEncodeError as error:
-        raise RequestError(
-            f"{name} has a surrogate at index {error.start}, which UTF-8 cannot express; decode "
+    except UnicodeEncodeError as failure:
+        raise error(
+            f"{name} has a surrogate at index {failure.start}, which UTF-8 cannot express; decode "
             "its source with errors='replace'",
             parameter=parameter_of(name),
         ) from None
@@ -32,38 +34,33 @@ def whole_number(name: str, value: object, low: int = 1, high: int = INT32_MAX) 
     return number
 
 
-def seconds(name: str, value: object) -> float:
-    """*value* as a number of seconds, at least 0; RequestError otherwise."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-        raise invalid(name, "a number of seconds, at least 0", shown(value))
-    return float(value)
+def seconds(name: str, value: object, low: float = 0.0, high: float = math.inf) -> float:
+    """*value* as a number of seconds from *low* to *high*; RequestError otherwise."""
+    number = to_number(value)
+    if number is None or not low <= number <= high:
+        limits = f"at least {low:g}" + ("" if high == math.inf else f" and at most {high:g}")
+        raise invalid(name, f"a number of seconds, {limits}", shown(value))
+    return number
 
 
-def checked_ids(name: str, ids: Iterable[object]) -> list[int]:
+def checked_ids(name: str, ids: object, error: type[RequestError] = InvalidToken) -> list[int]:
     """*ids* as ints that fit the core, which checks them against the vocabulary."""
-    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise invalid(name, "a sequence of token ids", type(ids).__name__)
-    given = list(ids)
-    if are_ids(given):
-        return cast("list[int]", given)
-    checked: list[int] = []
-    for value in given:
-        token_id = to_index(value)
-        if token_id is None or not 0 <= token_id <= INT32_MAX:
-            raise InvalidToken(
-                f"{name} has {shown(value)}, which is not a token id; take ids from tokenize()",
-                parameter=parameter_of(name),
-            )
-        checked.append(token_id)
-    return checked
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise invalid(name, "a sequence of token ids", type(ids).__name__, error)
+    given = list(cast("Iterable[object]", ids))
+    if set(map(type, given)) == {int}:  # as usual, and fast
+        plain = cast("list[int]", given)
+        if min(plain) >= 0 and max(plain) <= INT32_MAX:
+            return plain
+    return [checked_id(f"{name}[{i}]", value, error) for i, value in enumerate(given)]
 
 
-def are_ids(values: Sequence[object]) -> bool:
-    """Whether all *values* can be token ids and are plain ints, as they usually are; fast."""
-    if set(map(type, values)) != {int}:
-        return not values
-    ids = cast("Sequence[int]", values)
-    return min(ids) >= 0 and max(ids) <= INT32_MAX
+def checked_id(name: str, value: object, error: type[RequestError] = InvalidToken) -> int:
+    """*value* as an int that fits the core."""
+    token_id = to_index(value)
+    if token_id is None or not 0 <= token_id <= INT32_MAX:
+        raise invalid(name, "a token id, as tokenize() returns them", shown(value), error)
+    return token_id
 
 
 def to_index(value: object) -> int | None:
@@ -77,11 +74,23 @@ def to_index(value: object) -> int | None:
         return None
 
 
-def invalid(name: str, allowed: str, got: str) -> RequestError:
-    """The error for an argument that has the wrong type or is out of range."""
-    return RequestError(f"{name} must be {allowed}, got {got}", parameter=parameter_of(name))
+def to_number(value: object) -> float | None:
+    """*value* as a float, NaN if it is too large for one; None if it is not a real number."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int
+        return math.nan
+
+
+def invalid(
+    name: str, allowed: str, got: str, error: type[RequestError] = RequestError
+) -> RequestError:
+    """The *error* for an argument that has the wrong type or is out of range."""
+    return error(f"{name} must be {allowed}, got {got}", parameter=parameter_of(name))
 
 
 def parameter_of(name: str) -> str:
-    """The parameter to which *name*, such as "texts[3]", belongs."""
-    return name.partition("[")[0]
+    """The parameter to which *name*, such as "texts[3]" or "a key of logit_bias", belongs."""
+    return name.rpartition(" ")[2].partition("[")[0]

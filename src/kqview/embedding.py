@@ -4,7 +4,6 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 so that no slot is idle; each takes its own step on the engine thread.
 """
 
-import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, cast, overload
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview._core import ModelFacts
-from kqview.arguments import checked_ids, encode, invalid
+from kqview.arguments import checked_ids, encode, invalid, to_index
 from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.submission import Submission
@@ -308,15 +307,7 @@ def _items_of(texts: object) -> tuple[bool, list[Any]]:
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:
         raise RequestError("texts is empty; pass at least 1 text", parameter="texts")
-    return (True, [items]) if _is_id(items[0]) else (False, items)
-
-
-def _is_id(item: Any) -> bool:
-    try:
-        operator.index(item)
-    except TypeError:
-        return False
-    return True
+    return (False, items) if to_index(items[0]) is None else (True, [items])
 
 
 def _is_pair(item: object) -> bool:

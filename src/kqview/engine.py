@@ -15,7 +15,6 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
@@ -33,8 +32,8 @@ from kqview.engine_options import (
 from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
-from kqview.machine import engine_info
-from kqview.rpc import rpc_endpoints, rpc_timeout, server_states
+from kqview.machine import capture_path, system_info
+from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
@@ -291,11 +290,20 @@ class Engine(Vocabulary, Conversation, Embedding):
     def system_info(self) -> dict[str, Any]:
         """`kqview.system_info`, plus how this engine hands out attention and its RPC servers.
 
-        Additional keys: capture and zero_copy (see `kqview.machine.engine_info`), and rpc_servers,
-        a dict for each: endpoint, n_devices, and lost, which says why the server was lost and is
-        None while it is available.
+        Additional keys: capture, the slowest path by which attention of a layer reaches a view, as
+        in ``devices``; zero_copy, whether that is "zero-copy"; and rpc_servers, a dict for each:
+        endpoint, n_devices, and lost, which says why the server was lost and is None while it is
+        available.
         """
-        return {**engine_info(self._n_gpu_layers), "rpc_servers": server_states(self._model)}
+        info = system_info()
+        capture = capture_path(info["devices"], self._n_gpu_layers)
+        servers = [
+            {"endpoint": one.endpoint, "n_devices": one.n_devices, "lost": one.lost or None}
+            for one in self._model.rpc_servers()
+        ]
+        return {
+            **info, "capture": capture, "zero_copy": capture == "zero-copy", "rpc_servers": servers,
+        }  # fmt: skip
 
     def _state_facts(self) -> StateFacts:
         if self._facts is None:
@@ -518,12 +526,7 @@ class Engine(Vocabulary, Conversation, Embedding):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

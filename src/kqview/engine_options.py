@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from kqview import _core
-from kqview.arguments import INT64_MAX, encode, invalid, whole_number
+from kqview.arguments import INT64_MAX, encode, invalid, to_number, whole_number
 from kqview.errors import RequestError, shown
 from kqview.machine import default_threads, physical_memory_bytes
 
@@ -113,20 +113,11 @@ def _lora_adapter(item: object) -> tuple[str, float]:
         path, scale = cast("tuple[object, object]", item)
     if not isinstance(path, str | os.PathLike):
         raise invalid("lora", "a path, a (path, scale) pair or a list of these", got)
-    number = _to_float(scale)
+    number = to_number(scale)
     if number is None or not abs(number) <= _SCALE_MAX:
         limits = f"a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g}"
         raise invalid("lora", f"given with {limits}", got)
     return _path("lora", cast("str | os.PathLike[str]", path)), number
-
-
-def _to_float(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        return float(value)
-    except OverflowError:  # an int too large for a float
-        return None
 
 
 def _path(name: str, value: str | os.PathLike[str]) -> str:

@@ -28,8 +28,7 @@ def default_threads(root: Path = _ROOT, *, n_available: int | None = None) -> in
     """
     if n_available is None:
         n_available = _available_processors()
-    quotas = [*_quotas_v2(root), *_quotas_v1(root)]
-    return max(1, min([n_available, *(int(quota) for quota in quotas)]))
+    return max(1, min([n_available, *(int(quota) for quota in _quotas(root))]))
 
 
 def physical_memory_bytes(root: Path = _ROOT) -> int:
@@ -38,8 +37,7 @@ def physical_memory_bytes(root: Path = _ROOT) -> int:
     Args:
         root: Folder to use as ``/``.
     """
-    limits = [*_memory_limits_v2(root), *_memory_limits_v1(root)]
-    return min([_machine_memory_bytes(root), *limits])
+    return min([_machine_memory_bytes(root), *_memory_limits(root)])
 
 
 def _available_processors() -> int:
@@ -59,37 +57,33 @@ def _machine_memory_bytes(root: Path) -> int:
         return _UNKNOWN_MEMORY_BYTES
 
 
-def _quotas_v2(root: Path) -> Iterator[float]:
-    for folder in _cgroup_folders(root, "sys/fs/cgroup", controller=""):
+def _quotas(root: Path) -> Iterator[float]:
+    """CPUs that each cgroup of the process allows."""
+    for folder in _cgroup_folders(root, "", ""):
         quota, _, period = (_read(folder / "cpu.max") or "").partition(" ")
         yield from _ratio(quota, period)
-
-
-def _quotas_v1(root: Path) -> Iterator[float]:
-    for mount in ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct"):
-        for folder in _cgroup_folders(root, mount, controller="cpu"):
+    for mount in ("cpu", "cpu,cpuacct"):
+        for folder in _cgroup_folders(root, mount, "cpu"):
             quota = _read(folder / "cpu.cfs_quota_us") or ""
             yield from _ratio(quota, _read(folder / "cpu.cfs_period_us") or "")
 
 
-def _memory_limits_v2(root: Path) -> Iterator[int]:
-    for folder in _cgroup_folders(root, "sys/fs/cgroup", controller=""):
-        yield from _positive(_read(folder / "memory.max") or "")
+def _memory_limits(root: Path) -> Iterator[int]:
+    """Bytes that each cgroup of the process allows."""
+    for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+        for folder in _cgroup_folders(root, controller, controller):
+            yield from _positive(_read(folder / name) or "")
 
 
-def _memory_limits_v1(root: Path) -> Iterator[int]:
-    for folder in _cgroup_folders(root, "sys/fs/cgroup/memory", controller="memory"):
-        yield from _positive(_read(folder / "memory.limit_in_bytes") or "")
-
-
-def _cgroup_folders(root: Path, mount: str, *, controller: str) -> Iterator[Path]:
+def _cgroup_folders(root: Path, mount: str, controller: str) -> Iterator[Path]:
     """Yield the cgroup folder of the process and all its parents, each of which may set a limit.
 
-    Inside a container, the path may be one of the host; a folder that does not exist has no files.
+    Version 2 has one mount and no controllers, version 1 a mount for each controller. Inside a
+    container, the path may be one of the host; a folder that does not exist has no files.
     """
     path = Path(_cgroup_path(root, controller).lstrip("/"))
     for part in (path, *path.parents) if path.parts else (path,):
-        yield root / mount / part
+        yield root / "sys/fs/cgroup" / mount / part
 
 
 def _cgroup_path(root: Path, controller: str) -> str:
@@ -145,18 +139,6 @@ def system_info() -> dict[str, Any]:
         cpu_features: llama.cpp's description of the CPU; n_threads_default: int.
     """
     return {**_core.build_info(), "n_threads_default": default_threads()}
-
-
-def engine_info(n_gpu_layers: int) -> dict[str, Any]:
-    """`system_info` for an engine with *n_gpu_layers*, with two additional keys.
-
-    Keys:
-        capture: The slowest path by which attention of a layer reaches a view, as in ``devices``;
-            zero_copy: whether that is "zero-copy".
-    """
-    info = system_info()
-    capture = capture_path(info["devices"], n_gpu_layers)
-    return {**info, "capture": capture, "zero_copy": capture == "zero-copy"}
 
 
 def capture_path(devices: Iterable[Mapping[str, Any]], n_gpu_layers: int) -> str:

@@ -4,12 +4,11 @@ import re
 from collections.abc import Iterable
 from typing import Final, cast
 
-from kqview import _core
+from kqview.arguments import seconds
 from kqview.errors import RequestError, shown
 
 _PORT_MAX: Final = 2**16 - 1
 _SERVERS_MAX: Final = 15  # ggml schedules 16 backends; one is the CPU of this machine
-_TIMEOUT_MAX_S: Final = 86_400.0
 _HOST: Final = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _HOST_CHARACTERS_MAX: Final = 253
 
@@ -50,23 +49,7 @@ def rpc_timeout(value: object) -> float:
     Raises:
         RequestError: *value* is not a number of seconds from 0.001 to a day.
     """
-    if (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and 0.001 <= value <= _TIMEOUT_MAX_S
-    ):
-        return float(value)
-    raise RequestError(
-        f"rpc_timeout_s is {shown(value)}; pass seconds from 0.001 to {_TIMEOUT_MAX_S:.0f}"
-    )
-
-
-def server_states(model: _core.Model) -> list[dict[str, object]]:
-    """The RPC servers of a model: endpoint, n_devices, and lost (why it is lost, or None)."""
-    return [
-        {"endpoint": one.endpoint, "n_devices": one.n_devices, "lost": one.lost or None}
-        for one in model.rpc_servers()
-    ]
+    return seconds("rpc_timeout_s", value, 0.001, 86_400)
 
 
 def _endpoint(item: object) -> tuple[str, int]:

@@ -16,12 +16,18 @@ from kqview import _core
 from kqview.arguments import (
     INT32_MAX,
     INT64_MAX,
-    checked_ids,
     invalid,
     parameter_of,
     whole_number,
 )
-from kqview.errors import KqviewError, PromptTooLong, RequestError, UnsupportedModel, shown
+from kqview.errors import (
+    InvalidCapture,
+    KqviewError,
+    PromptTooLong,
+    RequestError,
+    UnsupportedModel,
+    shown,
+)
 from kqview.generation.stream import Generation
 from kqview.generation.waiting import LoopWaker, Turns
 from kqview.types import Capture, ModelInfo, Sampling
@@ -126,7 +132,11 @@ class Submission:
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
             capture.check_columns(has_all=self._has_all_columns)
-            options.set_capture(self._core, capture)
+            try:
+                options.set_capture(self._core, capture)
+            except InvalidCapture as error:
+                error.parameter = "capture"
+                raise
             options.n_prompt_rows = n_prompt_rows
         return options
 
@@ -214,7 +224,7 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
     if isinstance(sampling.json_schema, str):
         sampling = replace(sampling, json_schema=_bounded_space(sampling.json_schema))
     options.sampling = _core.SamplingParams(sampling)
-    options.stop_tokens = checked_ids("stop_tokens", sampling.stop_tokens)
+    options.stop_tokens = list(sampling.stop_tokens)
 
 
 def _llguidance_library() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview._core import ModelFacts
-from kqview.arguments import checked_ids, encode
+from kqview.arguments import checked_id, checked_ids, encode
 
 
 class Vocabulary:
@@ -62,7 +62,7 @@ class Vocabulary:
             UnsupportedModel: The model file has no vocabulary.
         """
         self._core.check_open()
-        return self._model.token_bytes(checked_ids("id", [id])[0])
+        return self._model.token_bytes(checked_id("id", id))
 
     def token_text(self, id: int) -> str:
         """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""

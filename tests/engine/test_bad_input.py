@@ -286,8 +286,9 @@ def test_capture_of_what_is_not_there_is_refused(
     make_engine: MakeEngine, tiny_llama: Path, capture: Any
 ) -> None:
     engine = make_engine(tiny_llama)
-    with pytest.raises(errors.InvalidCapture):
+    with pytest.raises(errors.InvalidCapture) as caught:
         engine.generate(PROMPT, capture=capture)
+    assert caught.value.parameter == "capture"
     assert works(engine)
 
 

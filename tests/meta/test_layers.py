@@ -46,7 +46,7 @@ INNER_RINGS = {
     "rpc": {"engine"},
     "demo": {"engine"},
 }
-KNOWN_TO_INNER_RINGS = {"errors", "types", "machine", "_core"}
+KNOWN_TO_INNER_RINGS = {"arguments", "errors", "types", "machine", "_core"}
 
 
 def violations(part: str, used: set[str], layers: tuple[set[str], ...]) -> list[str]:

@@ -53,7 +53,7 @@ def test_quantile_of_nothing_is_an_error() -> None:
 
 
 def test_quantile_beyond_one_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"q is 1\.5"):
+    with pytest.raises(ValueError, match="range"):
         pairs.quantile([1.0], 1.5)
 
 

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import comb, floor
+from math import comb
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +26,7 @@ def quantile(values: Sequence[float], q: float) -> float:
     """The q-quantile, 0 <= q <= 1, interpolated between the two nearest of *values*."""
     if not values:
         raise ValueError("values is empty; pass at least 1")
-    if not 0.0 <= q <= 1.0:
-        raise ValueError(f"q is {q}; pass 0 to 1")
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = min(floor(place), len(ordered) - 2) if len(ordered) > 1 else 0
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    return float(np.quantile(values, q))
 
 
 def median_upper_bound(values: Sequence[float], confidence: float = 0.95) -> float | None:

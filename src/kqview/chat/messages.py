@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
+from kqview.arguments import invalid
 from kqview.errors import RequestError
 
 Message = Mapping[str, Any]
@@ -33,13 +34,10 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
             malformed: a role that is not a name, content that is neither text nor a list of text
             parts, a tool call without a function name, a value that JSON cannot express.
     """
-    if isinstance(messages, str | bytes) or not isinstance(messages, Sequence):
-        got = type(messages).__name__
-        raise RequestError(f"messages is of type {got}; pass a list of messages")
-    items = cast("Sequence[object]", messages)
-    if not items:
-        raise RequestError("messages is empty; pass at least one message")
-    return [_message(f"messages[{i}]", item) for i, item in enumerate(items)]
+    checked = _each("messages", messages, _message)
+    if not checked:
+        raise RequestError("messages is empty; pass at least one message", parameter="messages")
+    return checked
 
 
 def checked_tools(tools: object) -> list[dict[str, Any]] | None:
@@ -50,18 +48,21 @@ def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     Raises:
         RequestError: *tools* is not a sequence of such mappings.
     """
-    if tools is None:
-        return None
-    if isinstance(tools, str | bytes) or not isinstance(tools, Sequence):
-        got = type(tools).__name__
-        raise RequestError(f"tools is of type {got}; pass a list of functions")
-    checked = [_tool(f"tools[{i}]", item) for i, item in enumerate(cast("Sequence[object]", tools))]
-    return checked or None
+    return None if tools is None else _each("tools", tools, _tool) or None
 
 
 def checked_options(options: object) -> dict[str, Any]:
     """Extra variables for the template, by name."""
     return {} if options is None else _mapping("template_options", options)
+
+
+def _each(
+    name: str, items: object, check: Callable[[str, object], dict[str, Any]]
+) -> list[dict[str, Any]]:
+    if isinstance(items, str | bytes) or not isinstance(items, Sequence):
+        raise invalid(name, f"a list of {name}", type(items).__name__)
+    given = cast("Sequence[object]", items)
+    return [check(f"{name}[{i}]", item) for i, item in enumerate(given)]
 
 
 def _message(where: str, value: object) -> dict[str, Any]:

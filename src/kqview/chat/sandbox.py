@@ -157,23 +157,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
 class _Counting(NodeTransformer):
     """Adds a check to the head of each loop and macro, and replaces ``~`` by `Sandbox.joined`."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        return self._with_step(node)
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
-        return self._with_step(node)
-
-    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
-        return self._with_step(node)
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _call("joined", node.nodes, node.lineno)
-
     def _with_step(self, node: Any) -> nodes.Node:
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("step", [], node.lineno), lineno=node.lineno))
         return node
+
+    visit_For = visit_Macro = visit_CallBlock = _with_step
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _call("joined", node.nodes, node.lineno)
 
 
 def _call(name: str, arguments: list[nodes.Expr], line: int) -> nodes.Call:

@@ -6,7 +6,6 @@ import zipfile
 from collections.abc import Generator
 from contextlib import nullcontext
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 import numpy as np
@@ -94,16 +93,11 @@ class RowsFile:
         """Return self."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         """Close the file, after an error as well if it holds any row."""
         if self._is_discarded:
             return
-        if error is not None and not self._ids:
+        if error_type is not None and not self._ids:
             self._discard()
         else:
             self.close()

@@ -7,12 +7,12 @@ machine, 1 any other error, 130 interrupted, 141 broken pipe.
 import os
 import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
+from kqview import __version__
 from kqview.cli.bench_command import bench
 from kqview.cli.demo_command import demo
 from kqview.cli.generate_command import generate
@@ -66,10 +66,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"kqview {version('kqview')}")
-        except PackageNotFoundError:
-            typer.echo("kqview, not installed as a package")
+        typer.echo(f"kqview {__version__}")
         raise typer.Exit
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -133,11 +133,7 @@ def open_engine(
     *,
     from_hub: str | None = None,
     demo: bool = False,
-    n_ctx: int | None = None,
-    n_threads: int | None = None,
-    n_gpu_layers: int = -1,
-    rpc_servers: Sequence[str] | None = None,
-    flash_attn: Literal["auto"] | bool = "auto",
+    **options: Any,
 ) -> "Generator[Engine]":
     """Open the one model that is named; close the engine at the end of the block.
 
@@ -145,11 +141,7 @@ def open_engine(
         model: Path of a GGUF file.
         from_hub: ``OWNER/REPO/FILE`` on the Hugging Face Hub.
         demo: Whether to open the bundled demo model.
-        n_ctx: Context size in tokens, None for the model's.
-        n_threads: Compute threads, None for the available CPUs.
-        n_gpu_layers: Layers to offload to the GPU, -1 for all.
-        rpc_servers: RPC servers to offload layers to, ``HOST:PORT`` each.
-        flash_attn: As of `Engine`.
+        **options: Options of `Engine`.
 
     Raises:
         typer.BadParameter: No model or more than one is named.
@@ -161,15 +153,9 @@ def open_engine(
 
     if from_hub is not None:
         model = fetch(from_hub)
+
     with load_progress() as progress:
-        options: dict[str, Any] = {
-            "n_ctx": n_ctx,
-            "n_threads": n_threads,
-            "n_gpu_layers": n_gpu_layers,
-            "rpc_servers": rpc_servers,
-            "flash_attn": flash_attn,
-            "progress": progress,
-        }
+        options["progress"] = progress
         engine = Engine.demo(**options) if model is None else Engine(model, **options)
     with engine:
         yield engine

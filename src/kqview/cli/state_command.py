@@ -63,8 +63,8 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
-def inspect(files: Files, as_json: JsonOption = False) -> None:
+@app.command("inspect")
+def show(files: Files, as_json: JsonOption = False) -> None:
     """Show what state files contain; exit status as for check.
 
     Examples:

@@ -1,7 +1,6 @@
 """PromptAttention: the attention rows of a prompt, block by block or as one array."""
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -142,12 +141,7 @@ class PromptAttention:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -16,7 +16,6 @@ import os
 import secrets
 import stat
 from collections.abc import Generator
-from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 _PREFIX: Final = ".kqview-"
@@ -41,6 +40,15 @@ class FileIdentity(NamedTuple):
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
+
+    @classmethod
+    def at(cls, path: str | os.PathLike[str]) -> Self | None:
+        """The identity of the regular file at *path*; None if there is none."""
+        try:
+            status = os.stat(path)
+        except OSError:
+            return None
+        return cls.of(status) if stat.S_ISREG(status.st_mode) else None
 
     def has_content_of(self, other: "FileIdentity") -> bool:
         """Whether it is the same unmodified file; a new link or new permissions do not count."""
@@ -125,14 +133,9 @@ class WholeFile:
         """Return self."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: object, *_: object) -> None:
         """Commit, or discard after an exception."""
-        if error is None:
+        if error_type is None:
             self.commit()
         else:
             self.discard()

@@ -52,7 +52,8 @@ class ModelFiles:
         adapters = [(os.path.abspath(path), scale) for path, scale in adapters]
         self._first = [(model, 1.0), *adapters]
         self._all = [*((part, 1.0) for part in model_parts(model)), *adapters]
-        self._opened = {path: _identity_at(path) for path, _ in self._all}
+        # None for what is not a file: loading it reports that better.
+        self._opened = {path: FileIdentity.at(path) for path, _ in self._all}
 
     def fingerprint(self) -> str:
         """Fingerprint of all bytes of all files and of the scales of the adapters.
@@ -139,10 +140,3 @@ def _read_digest(handle: int, path: str, n_bytes: int) -> bytes:
         ).digest()
     finally:
         pool.shutdown(cancel_futures=True)
-
-
-def _identity_at(path: str) -> FileIdentity | None:
-    try:
-        return FileIdentity.of(os.stat(path))
-    except OSError:
-        return None  # loading reports it better

@@ -1,7 +1,6 @@
 """SessionStore: saved slots by name, in memory up to two limits, in files beyond them."""
 
 import os
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -220,7 +219,7 @@ class SessionStore:
         if self._directory is None or (session is not None and session.written is None):
             return session
         path = self._path_of(name)
-        file = _identity_at(path)
+        file = FileIdentity.at(path)
         if file is None:
             self._sessions.pop(name, None)
             return None
@@ -276,15 +275,6 @@ class SessionStore:
 
 def _unknown(name: str) -> RequestError:
     return RequestError(f"there is no session {name!r}; sessions() lists all")
-
-
-def _identity_at(path: Path) -> FileIdentity | None:
-    """Identity of the regular file at *path*; None if there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return FileIdentity.of(status) if stat.S_ISREG(status.st_mode) else None
 
 
 def _blob_bytes(path: Path, file: FileIdentity) -> int:

@@ -1,6 +1,5 @@
 """Capture: which attention a generation hands out, and what happens when its memory runs out."""
 
-import contextlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -8,8 +7,8 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from kqview.arguments import to_index
-from kqview.errors import InvalidCapture, shown
+from kqview.arguments import invalid, to_index, to_number
+from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.types.model import ModelInfo
 
 Kind = Literal["logits", "scores", "probs"]
@@ -214,15 +213,11 @@ def _to_top_k(value: object) -> int:
 
 
 def _to_wait_s(value: object) -> float:
-    seconds = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):  # an int too large for a float
-            seconds = float(value)
-    if not (math.isfinite(seconds) and seconds >= 0):
+    seconds = to_number(value)
+    if seconds is None or not 0 <= seconds < math.inf:
         raise _invalid("wait_s", "a finite number of seconds, at least 0", value)
     return seconds
 
 
-def _invalid(name: str, allowed: str, value: object) -> InvalidCapture:
-    parameter = name.rpartition(" ")[2]
-    return InvalidCapture(f"{name} must be {allowed}, got {shown(value)}", parameter=parameter)
+def _invalid(name: str, allowed: str, value: object) -> RequestError:
+    return invalid(name, allowed, shown(value), InvalidCapture)

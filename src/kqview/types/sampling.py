@@ -10,15 +10,21 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from numbers import Real
 from types import MappingProxyType
 from typing import Any, Final, TypedDict, cast
 
-from kqview.arguments import are_ids, to_index
-from kqview.errors import InvalidSampling, shown
+from kqview.arguments import (
+    INT32_MAX,
+    checked_id,
+    checked_ids,
+    encode,
+    invalid,
+    to_index,
+    to_number,
+)
+from kqview.errors import InvalidSampling, RequestError, shown
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
-_INT_MAX: Final = 2**31 - 1
 _SEED_MAX: Final = 2**32 - 2  # llama.cpp takes the next number as "choose a random seed"
 
 
@@ -63,7 +69,7 @@ class SamplingOption:
         noun = "a whole number" if self._check is _to_int else "a number"
         if self.low == -self.high:
             return "a finite number"
-        if self.high in (_FLOAT_MAX, _INT_MAX):
+        if self.high in (_FLOAT_MAX, INT32_MAX):
             return f"{noun} {'above' if self.low_excluded else 'of at least'} {self.low:g}"
         if self.low_excluded:
             return f"{noun} above {self.low:g} and at most {self.high:.10g}"
@@ -100,7 +106,7 @@ def _number(
     return _row(default, _to_float, doc, low, high, low_excluded)
 
 
-def _integer(default: int | None, doc: str, *, low: int = 0, high: int = _INT_MAX) -> Any:
+def _integer(default: int | None, doc: str, *, low: int = 0, high: int = INT32_MAX) -> Any:
     return _row(default, _to_int, doc, low, high)
 
 
@@ -108,13 +114,9 @@ def _integer(default: int | None, doc: str, *, low: int = 0, high: int = _INT_MA
 
 
 def _to_float(option: SamplingOption, value: object) -> float:
-    if not isinstance(value, bool) and isinstance(value, Real):
-        try:
-            number = float(value)
-        except OverflowError:  # an int too large for a float
-            number = math.inf
-        if _contains(option, number):
-            return number
+    number = to_number(value)
+    if number is not None and _contains(option, number):
+        return number
     raise _invalid(option.name, value, option.allowed, option.doc)
 
 
@@ -143,31 +145,12 @@ def _to_text(option: SamplingOption, value: object) -> str:
 
 
 def _encodable(name: str, text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidSampling(
-            f"{name} has a surrogate at index {error.start}, which UTF-8 cannot express; decode "
-            "its source with errors='replace'",
-            parameter=name,
-        ) from None
+    encode(name, text, InvalidSampling)
     return text
 
 
 def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
-        raise _invalid(option.name, values, "a sequence of token ids")
-    given = tuple(cast("Iterable[object]", values))
-    if are_ids(given):
-        return cast("tuple[int, ...]", given)
-    return tuple(_to_id(f"{option.name}[{i}]", value) for i, value in enumerate(given))
-
-
-def _to_id(name: str, value: object) -> int:
-    number = to_index(value)
-    if number is None or not 0 <= number <= _INT_MAX:
-        raise _invalid(name, value, "a token id", "Take ids from tokenize().")
-    return number
+    return tuple(checked_ids(option.name, values, InvalidSampling))
 
 
 def _to_schema(option: SamplingOption, schema: object) -> str:
@@ -189,19 +172,13 @@ def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
         raise _invalid(option.name, bias, "a mapping of token id to number")
     checked: dict[int, float] = {}
     for token_id, value in cast("Mapping[object, object]", bias).items():
-        number = math.nan
-        if not isinstance(value, bool) and isinstance(value, Real):
-            number = -math.inf if value == -math.inf else _to_finite(cast("float", value))
-        name = f"{option.name}[{shown(token_id)}]"
-        if math.isnan(number):
+        number = to_number(value)
+        if number is None or not (number == -math.inf or abs(number) <= _FLOAT_MAX):
+            name = f"{option.name}[{shown(token_id)}]"
             raise _invalid(name, value, "a finite number or -inf", "-inf bans the token.")
-        checked[_to_id(f"a key of {option.name}", token_id)] = number
+        key = checked_id(f"a key of {option.name}", token_id, InvalidSampling)
+        checked[key] = number
     return checked
-
-
-def _to_finite(value: float) -> float:
-    """*value* if float32 can hold it; NaN otherwise."""
-    return float(value) if -_FLOAT_MAX <= value <= _FLOAT_MAX else math.nan
 
 
 def _to_strings(option: SamplingOption, values: object) -> tuple[str, ...]:
@@ -220,10 +197,8 @@ def _to_breakers(option: SamplingOption, values: object) -> tuple[str, ...]:
     return tuple(_encodable(option.name, value) for value in _to_strings(option, values))
 
 
-def _invalid(name: str, value: object, allowed: str, doc: str = "") -> InvalidSampling:
-    parameter = name.rpartition(" ")[2].partition("[")[0]
-    message = f"{name} must be {allowed}, got {shown(value)}" + (f". {doc}" if doc else "")
-    return InvalidSampling(message, parameter=parameter)
+def _invalid(name: str, value: object, allowed: str, doc: str = "") -> RequestError:
+    return invalid(name, allowed, shown(value) + (f". {doc}" if doc else ""), InvalidSampling)
 
 
 # ---- the table
