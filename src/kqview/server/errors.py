@@ -148,12 +148,13 @@ def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.Requ
     parameter = error.parameter or re.split(r"\W", message, maxsplit=1)[0]
     name = names.get(parameter, parameter)
     message = re.sub(rf"\b{re.escape(parameter)}\b", name, message, count=1) if name else message
-    if message == str(error) and name == error.parameter:
+    known = name if error.parameter or parameter in names else None
+    if message == str(error) and known == error.parameter:
         return error
     if isinstance(error, errors.PromptTooLong):
         sizes = {"n_tokens": error.n_tokens, "n_max": error.n_max}
-        return errors.PromptTooLong(message, parameter=name or None, **sizes)
-    return type(error)(message, parameter=name or None)
+        return errors.PromptTooLong(message, parameter=known, **sizes)
+    return type(error)(message, parameter=known)
 
 
 def answer_of(error: BaseException, **figures: Any) -> Answer:

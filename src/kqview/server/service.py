@@ -77,11 +77,12 @@ class GenerateRequest:
 
     Attributes:
         prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        more_prompts: Further prompts, whose samples follow those of the first.
         max_tokens: Most tokens to generate.
         sampling: How they are chosen, with the dialect's defaults.
         request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
         attention: What attention to send, None for none.
-        n_samples: Texts to generate from the one prompt, which is evaluated once.
+        n_samples: Texts to generate from each prompt, which is evaluated once.
         key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
         max_context: Longest prompt that the client allows, besides the server's own limit.
         keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
@@ -94,6 +95,7 @@ class GenerateRequest:
     """
 
     prompt: str | Sequence[int]
+    more_prompts: Sequence[str | Sequence[int]] = ()
     max_tokens: int
     sampling: Sampling
     request_id: str
@@ -108,6 +110,11 @@ class GenerateRequest:
     n_keep: int = 0
     n_discard: int | None = None
     n_reuse_min: int = 0
+
+    @property
+    def n_generations(self) -> int:
+        """How many texts it makes."""
+        return self.n_samples * (1 + len(self.more_prompts))
 
     @property
     def shift_options(self) -> ShiftOptions:
@@ -614,12 +621,15 @@ class Service:
     ) -> list[Generation]:
         """Begin the generations of *request*; large requests are built in another thread."""
         try:
-            ids = await self._prompt_ids(engine, request.prompt, hold)
+            prompts = [
+                await self._prompt_ids(engine, prompt, hold)
+                for prompt in (request.prompt, *request.more_prompts)
+            ]
             if engine is not self._models.engine:
                 raise _model_changed()
-            build = partial(self._build, engine, request, ids)
+            build = partial(self._build, engine, request, prompts)
             is_gone = threading.Event()
-            if _is_small(request, ids):
+            if _is_small(request, prompts):
                 return build(is_gone)
             try:
                 generations = await self._builders.run(hold.client, build, is_gone)
@@ -638,30 +648,37 @@ class Service:
         return generations
 
     def _build(
-        self, engine: Engine, request: GenerateRequest, ids: Sequence[int], is_gone: threading.Event
+        self,
+        engine: Engine,
+        request: GenerateRequest,
+        prompts: Sequence[Sequence[int]],
+        is_gone: threading.Event,
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
         limit = min(self.max_context, request.max_context or self.max_context)
-        if len(ids) > limit:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
-                n_tokens=len(ids),
-                n_max=limit,
-            )
+        for ids in prompts:
+            if len(ids) > limit:
+                raise PromptTooLong(
+                    f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+                    parameter="prompt",
+                    n_tokens=len(ids),
+                    n_max=limit,
+                )
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
         generations: list[Generation] = []
         try:
-            for i in range(request.n_samples):
+            for i in range(request.n_generations):
                 if is_gone.is_set():
                     break
-                # One prompt's rows are enough; one seed for all would give one text.
+                i_prompt, i_sample = divmod(i, request.n_samples)
+                # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
                 generations.append(
                     engine.generate(
-                        ids,
+                        prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
-                        sampling=_for_sample(request, i),
+                        sampling=_for_sample(request, i_sample),
                         capture=rows,
                         slot=request.slot if i == 0 else None,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
@@ -691,6 +708,13 @@ class Service:
             raise RequestError(
                 f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",
                 parameter="n_samples",
+            )
+        n_most = max(settings.max_samples, len(self.engine.slots) + settings.max_queued)
+        if request.n_generations > n_most:
+            raise RequestError(
+                f"prompt asks for {request.n_generations} texts, the limit is {n_most}; "
+                "send fewer prompts at a time",
+                parameter="prompt",
             )
         if request.max_tokens < 1:
             raise RequestError(
@@ -787,11 +811,12 @@ def _model_changed() -> ModelChanged:
     return ModelChanged("the model was switched; send the request again")
 
 
-def _is_small(request: GenerateRequest, ids: Sequence[int]) -> bool:
+def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> bool:
     """Whether building the generations of *request* takes about a millisecond."""
     sampling = request.sampling
-    lists = (ids, sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
-    n_items = sum(map(len, lists)) * request.n_samples
+    lists = (sampling.logit_bias, sampling.banned_tokens, sampling.stop_tokens)
+    n_items = sum(map(len, lists)) * request.n_generations
+    n_items += sum(map(len, prompts)) * request.n_samples
     given = (sampling.grammar, sampling.json_schema, sampling.regex)
     return n_items < _OFFLOAD_ITEMS and all(one is None for one in given)
 

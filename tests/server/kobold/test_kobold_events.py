@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
-from kqview.server.api.kobold.convert import HeldText, PlainEvents, SocketFrames, TypedEvents
+from kqview.server.api.held_text import HeldText
+from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL
 from kqview.server.errors import answer_of

@@ -24,6 +24,7 @@ from kqview.server.api.attention_protocol import (
     prompt_of,
     sampling_for,
 )
+from kqview.server.api.held_text import HeldText
 from kqview.server.api.kobold import schema
 from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
 from kqview.server.endpoint import NEXT_EVENT
@@ -391,34 +392,6 @@ class SocketFrames:
     def error(self, run: Run | None, answer: Answer) -> list[bytes | str]:
         """What went wrong; the socket is closed after it."""
         return [b"".join(_error(run, answer)).decode()]
-
-
-class HeldText:
-    """Text without what may still become a stop sequence."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """Watch for *stops*; empty ones are ignored."""
-        self._stops = tuple(stop for stop in stops if stop)
-        self._n_most = max(map(len, self._stops), default=0)
-        self._held = ""
-
-    def feed(self, text: str) -> str:
-        """Add *text*; returns what can no longer be part of a stop sequence."""
-        if not self._stops:
-            return text
-        whole = self._held + text
-        n_clear = self._first(whole)
-        self._held = whole[n_clear:]
-        return whole[:n_clear]
-
-    def _first(self, whole: str) -> int:
-        """Where the first stop sequence begins, or may begin."""
-        found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
-        end = min(found, default=len(whole))
-        for at in range(max(0, len(whole) - self._n_most + 1), end):
-            if any(stop.startswith(whole[at:]) for stop in self._stops):
-                return at
-        return end
 
 
 def _plain(text: str, reason: str | None) -> Object:

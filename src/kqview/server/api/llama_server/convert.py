@@ -1,8 +1,35 @@
 """Bodies of llama.cpp's server as neutral requests, and results as its replies. Pure."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Final, cast
 
+from kqview.errors import RequestError
+from kqview.server.api.llama_fields import (
+    LlamaFields,
+    active_samplers,
+    first,
+    max_tokens_of,
+    n_samples_of,
+    names_of,
+    sampling_of,
+    slot_of,
+)
 from kqview.server.api.llama_server import schema
+from kqview.server.errors import NotSupported
+from kqview.server.service import GenerateRequest
+from kqview.types import Sampling
+
+Parts = list[int | str]
+"""A prompt: ids and texts, which follow one another."""
+
+_STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
+    {"stop": "eos", "stop_token": "eos", "stop_sequence": "word", "length": "limit"}
+)
+
+
+# ---- text and ids
 
 
 def tokenized(
@@ -19,3 +46,215 @@ def _piece(data: bytes) -> str | list[int]:
         return data.decode()
     except UnicodeDecodeError:
         return list(data)
+
+
+def prompts_of(prompt: object) -> list[Parts]:
+    """The prompts of a ``prompt`` in any of its forms; a list without ids is a list of prompts.
+
+    Raises:
+        RequestError: It is none of them.
+        NotSupported: It has images or sound.
+    """
+    if isinstance(prompt, list):
+        items = cast("list[object]", prompt)
+        if not items:
+            raise _no_prompt("an empty list")
+        if not any(map(_is_id, items)):
+            return [_parts_of(one) for one in items]
+    return [_parts_of(cast("object", prompt))]
+
+
+def _parts_of(prompt: object) -> Parts:
+    if isinstance(prompt, dict):
+        fields = cast("dict[str, object]", prompt)
+        if fields.get("multimodal_data"):
+            raise NotSupported("prompt has multimodal_data, but this model reads text only")
+        prompt = fields.get("prompt_string")
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list):
+        parts = cast("list[Any]", prompt)
+        if all(_is_id(one) or isinstance(one, str) for one in parts):
+            return parts
+    got: str = type(cast("object", prompt)).__name__
+    raise _no_prompt("missing" if prompt is None else f"a {got}")
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _no_prompt(got: str) -> RequestError:
+    return RequestError(
+        f"prompt is {got}; send a text, a list of ids and texts, an object with prompt_string, "
+        "or a list of these",
+        parameter="prompt",
+    )
+
+
+# ---- a completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A completion that was asked for, and what its reply says of it.
+
+    Attributes:
+        body: As it was sent.
+        request: For the service.
+        model: Name of the model.
+        prompts: Text of each prompt.
+        n_prompt: Tokens of each prompt.
+        most_tokens: Most tokens that are generated for each.
+    """
+
+    body: LlamaFields
+    request: GenerateRequest
+    model: str
+    prompts: Sequence[str]
+    n_prompt: Sequence[int]
+    most_tokens: int
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether only the prompt is evaluated: the one token that comes is not shown."""
+        return self.most_tokens == 0
+
+    def prompt_of(self, sample: int) -> int:
+        """Index of the prompt of a sample."""
+        return sample // self.request.n_samples
+
+
+def plan_of(
+    body: LlamaFields,
+    prompts: Sequence[tuple[Sequence[int], str]],
+    *,
+    request_id: str,
+    model: str,
+    n_ctx: int,
+    most_tokens: int,
+    shifts: bool,
+    tokenize: Callable[[str], Sequence[int]],
+) -> Plan:
+    """What *body* asks for.
+
+    Args:
+        body: The request.
+        prompts: Ids and text of each prompt.
+        request_id: Its name.
+        model: Name of the model.
+        n_ctx: Tokens that a slot holds.
+        most_tokens: Most tokens that the server generates for a request.
+        shifts: Whether a full slot drops old tokens.
+        tokenize: As in `sampling_of`.
+
+    Raises:
+        RequestError: Or one of its kinds: it cannot work.
+        NotSupported: As `sampling_of`.
+    """
+    wanted = first(max_tokens_of(body), most_tokens if shifts else n_ctx)
+    n = min(wanted, most_tokens)
+    sampling = sampling_of(body, tokenize=tokenize)
+    (ids, _), *more = prompts
+    request = GenerateRequest(
+        prompt=ids,
+        more_prompts=tuple(ids for ids, _ in more),
+        max_tokens=max(n, 1),
+        sampling=sampling,
+        request_id=request_id,
+        n_samples=n_samples_of(body),
+        names=names_of(body),
+        slot=slot_of(body),
+        context_shift=shifts,
+        n_keep=first(body.n_keep, 0),
+        n_discard=body.n_discard or None,
+        n_reuse_min=first(body.n_cache_reuse, 0),
+    )
+    return Plan(
+        body=body,
+        request=request,
+        model=model,
+        prompts=[text for _, text in prompts],
+        n_prompt=[len(ids) for ids, _ in prompts],
+        most_tokens=n,
+        settings=generation_settings(body, sampling, wanted),
+    )
+
+
+def generation_settings(
+    body: LlamaFields, sampling: Sampling, n_predict: int, *, is_short: bool = False
+) -> dict[str, Any]:
+    """How a completion is generated, under llama.cpp's names; what kqview lacks is off.
+
+    Args:
+        body: The request.
+        sampling: What `sampling_of` made of it.
+        n_predict: Most tokens.
+        is_short: Leave out what may be long: texts and biases.
+    """
+    names = (
+        "temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "typical_p",
+        "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty",
+        "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat",
+        "mirostat_tau", "mirostat_eta", "ignore_eos",
+    )  # fmt: skip
+    settings: dict[str, Any] = {
+        "seed": first(sampling.seed, 2**32 - 1),
+        **{name: getattr(sampling, name) for name in names},
+        "dynatemp_range": 0.0,
+        "dynatemp_exponent": 1.0,
+        "top_n_sigma": -1.0,
+        "adaptive_target": -1.0,
+        "adaptive_decay": 0.9,
+        "max_tokens": n_predict,
+        "n_predict": n_predict,
+        "n_keep": first(body.n_keep, 0),
+        "n_discard": first(body.n_discard, 0),
+        "stream": bool(body.stream),
+        "n_probs": first(sampling.top_logprobs, 0),
+        "min_keep": 0,
+        "samplers": active_samplers(body),
+        "chat_format": "Content-only",
+        "reasoning_format": "none",
+        "reasoning_in_content": False,
+        "generation_prompt": "",
+        "speculative.types": "none",
+        "timings_per_token": bool(body.timings_per_token),
+        "post_sampling_probs": False,
+        "backend_sampling": False,
+        "lora": [],
+    }
+    if is_short:
+        return settings
+    return {
+        **settings,
+        "dry_sequence_breakers": sampling.dry_sequence_breakers,
+        "stop": sampling.stop,
+        "logit_bias": [{"bias": bias, "token": id_} for id_, bias in sampling.logit_bias.items()],
+        "grammar": sampling.grammar or "",
+        "grammar_lazy": False,
+        "grammar_triggers": [],
+        "preserved_tokens": [],
+    }
+
+
+def stop_type(reason: str | None) -> str:
+    """llama.cpp's name for the end of a generation."""
+    return _STOP_TYPES.get(reason or "", "none")
+
+
+def fields_of(reply: Mapping[str, Any], paths: Sequence[str] | None) -> Mapping[str, Any]:
+    """*reply*, or those of its values that *paths* name; a slash leads into an object."""
+    if not paths:
+        return reply
+    found: dict[str, Any] = {}
+    for path in paths:
+        value: Any = reply
+        for name in path.split("/"):
+            if not isinstance(value, dict) or name not in value:
+                break
+            value = cast("dict[str, Any]", value)[name]
+        else:
+            found[path] = value
+    return found

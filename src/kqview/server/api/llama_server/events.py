@@ -1,0 +1,211 @@
+"""Completions of llama.cpp's server while they come: events of a stream, or one reply. Pure."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET
+
+from kqview.server.api.held_text import HeldText
+from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.llama_server import schema
+from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
+from kqview.server.errors import Answer
+from kqview.server.service import Run, Step
+from kqview.types import PromptBlock, Token
+
+HEAD: Final = b"data: "
+"""How an event begins; there is no other line in it."""
+_NEXT: Final = b"\n\n" + HEAD
+
+
+class Sample:
+    """One text: what was sent of it, and what the reply says of it at its end."""
+
+    def __init__(self, index: int, stops: Sequence[str]) -> None:
+        """Begin the text of sample *index*; *stops* are not shown."""
+        self.index = index
+        self.ids: list[int] = []
+        self.logprobs: list[tuple[int, schema.TokenLogprob]] = []  # and where its text begins
+        self.n_sent = 0  # characters
+        self.has_discarded = False
+        self._n_text = 0
+        self._held = HeldText(stops)
+        self._first_s: float | None = None
+
+    def add(self, token: Token) -> str:
+        """Add a token; returns the text that may be shown now."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+        self.ids.append(token.id)
+        self.has_discarded = self.has_discarded or bool(token.discarded)
+        self._n_text += len(token.text)
+        text = self._held.feed(token.text)
+        self.n_sent += len(text)
+        return text
+
+    def keep(self, token: Token, logprob: schema.TokenLogprob) -> None:
+        """Keep the logprob of the token that was just added."""
+        self.logprobs.append((self._n_text - len(token.text), logprob))
+
+    def timings(self, run: Run) -> Timings:
+        """So far."""
+        now_s = time.monotonic()
+        first_s = self._first_s or now_s
+        usage = replace(
+            run.generations[self.index].usage,
+            prefill_s=first_s - run.started_s,
+            decode_s=now_s - first_s,
+        )
+        return timings(usage)
+
+    def is_late(self, limit_ms: int | None, text: str) -> bool:
+        """Whether it ends with the line that *text* ends, after *limit_ms* of generating."""
+        if not limit_ms or limit_ms < 0 or "\n" not in text or self._first_s is None:
+            return False
+        return 1000 * (time.monotonic() - self._first_s) > limit_ms
+
+
+class CompletionEvents:
+    """``data: {...}`` for each token, and for the end of each text; no ``[DONE]``."""
+
+    def __init__(self, plan: Plan, n_samples: int, bytes_of: Callable[[int], bytes]) -> None:
+        """Write what *plan* asks for; *bytes_of* gives the bytes of an id."""
+        self._plan = plan
+        self._bytes_of = bytes_of
+        stops = plan.request.sampling.stop
+        self._samples = [Sample(i, stops) for i in range(n_samples)]
+
+    # ---- a stream
+
+    def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
+        """Nothing."""
+        return []
+
+    def token(self, run: Run, step: Step) -> list[bytes]:
+        """One token, with the text that may be shown now."""
+        if self._plan.is_prefill:
+            return []
+        sample, text = self._added(run, step)
+        token, body = step.token, self._plan.body
+        partial = self._partial(run, sample, text, [token.id])
+        if body.return_progress and len(sample.ids) == 1:
+            partial.prompt_progress = self._progress(run, sample)
+        if token.logprob is not None:
+            partial.completion_probabilities = [self._logprob(token)]
+        return [msgspec.json.encode(partial)]
+
+    def done(self, run: Run) -> list[bytes]:
+        """The end of each text, after what was held back of it."""
+        events: list[bytes] = []
+        for sample in self._samples:
+            rest = self._text(run, sample)[sample.n_sent :]
+            if rest:
+                events.append(msgspec.json.encode(self._partial(run, sample, rest, [])))
+            events.append(msgspec.json.encode(self._end(run, sample, is_stream=True)))
+        return [_NEXT.join(events)]
+
+    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
+        """What went wrong."""
+        return [msgspec.json.encode(error_body(answer))]
+
+    # ---- one reply
+
+    def add(self, run: Run, step: Step) -> int:
+        """Add a token of a reply that is not streamed; returns the bytes that it will take."""
+        if self._plan.is_prefill:
+            return 0
+        sample, _ = self._added(run, step)
+        token = step.token
+        if token.logprob is None:
+            return _TOKEN_BYTES
+        sample.keep(token, self._logprob(token))
+        return _TOKEN_BYTES + _LOGPROB_BYTES * (1 + len(token.top_logprobs or ()))
+
+    def whole(self, run: Run) -> bytes:
+        """The reply: an object, or a list of them for several texts."""
+        ends = [self._end(run, sample, is_stream=False) for sample in self._samples]
+        return msgspec.json.encode(ends if len(ends) > 1 else ends[0])
+
+    # ---- parts
+
+    def _added(self, run: Run, step: Step) -> tuple[Sample, str]:
+        sample = self._samples[step.sample]
+        text = sample.add(step.token)
+        if sample.is_late(self._plan.body.t_max_predict_ms, text):
+            run.generations[step.sample].cancel()
+        return sample, text
+
+    def _text(self, run: Run, sample: Sample) -> str:
+        return "" if self._plan.is_prefill else run.generations[sample.index].text
+
+    def _partial(self, run: Run, sample: Sample, text: str, ids: list[int]) -> schema.Partial:
+        return schema.Partial(
+            index=sample.index,
+            content=text,
+            tokens=ids,
+            id_slot=self._slot(run, sample),
+            tokens_predicted=len(sample.ids),
+            tokens_evaluated=self._n_prompt(sample),
+            timings=sample.timings(run) if self._plan.body.timings_per_token else UNSET,
+        )
+
+    def _progress(self, run: Run, sample: Sample) -> schema.Progress:
+        n_prompt = self._n_prompt(sample)
+        spent = sample.timings(run)
+        return schema.Progress(n_prompt, spent.cache_n, n_prompt, int(spent.prompt_ms))
+
+    def _end(self, run: Run, sample: Sample, *, is_stream: bool) -> Any:
+        plan, generation = self._plan, run.generations[sample.index]
+        text, usage = self._text(run, sample), generation.usage
+        n_tokens = len(sample.ids)
+        is_full = generation.finish_reason == "length" and n_tokens < plan.most_tokens
+        is_cut = generation.finish_reason == "cancelled" and run.error is None
+        shown = [one for start, one in sample.logprobs if start < len(text) or not text]
+        keeps_ids = bool(plan.body.return_tokens) and not is_stream
+        reply = schema.Completion(
+            index=sample.index,
+            content="" if is_stream else text,
+            tokens=sample.ids if keeps_ids else [],
+            id_slot=self._slot(run, sample),
+            model=plan.model,
+            tokens_predicted=n_tokens,
+            tokens_evaluated=self._n_prompt(sample),
+            generation_settings=dict(plan.settings),
+            prompt=plan.prompts[plan.prompt_of(sample.index)],
+            has_new_line="\n" in text,
+            truncated=is_full or sample.has_discarded,
+            stop_type="limit" if is_cut else stop_type(generation.finish_reason),
+            stopping_word=generation.stop_match or "",
+            tokens_cached=self._n_prompt(sample) + max(0, n_tokens - 1),
+            timings=timings(replace(usage, completion_tokens=n_tokens)),
+            completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
+        )
+        if not plan.body.response_fields:
+            return reply
+        return fields_of(msgspec.to_builtins(reply), plan.body.response_fields)
+
+    def _n_prompt(self, sample: Sample) -> int:
+        return self._plan.n_prompt[self._plan.prompt_of(sample.index)]
+
+    def _slot(self, run: Run, sample: Sample) -> int:
+        slot = run.generations[sample.index].slot
+        return -1 if slot is None else slot
+
+    def _logprob(self, token: Token) -> schema.TokenLogprob:
+        top = [
+            schema.TopLogprob(id_, *self._written(id_), logprob)
+            for id_, logprob in token.top_logprobs or ()
+        ]
+        assert token.logprob is not None
+        return schema.TokenLogprob(token.id, *self._written(token.id), token.logprob, top)
+
+    def _written(self, id_: int) -> tuple[str, list[int]]:
+        data = self._bytes_of(id_)
+        return data.decode("utf-8", "replace"), list(data)
+
+
+_TOKEN_BYTES: Final = 256  # of memory: an id, its text, its place in lists
+_LOGPROB_BYTES: Final = 512

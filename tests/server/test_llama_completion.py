@@ -1,0 +1,360 @@
+"""Completions in the API of llama.cpp's server: fields, replies, streams and refusals."""
+
+from __future__ import annotations
+
+import json
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.server import Settings
+from tests.support.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+    from tests.support.serving import Served
+
+PROMPT = "Anna is a"
+GREEDY = {"prompt": PROMPT, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def client(demo: Served) -> Iterator[httpx.Client]:
+    with demo.client() as client:
+        yield client
+
+
+def complete(client: httpx.Client, **fields: Any) -> Any:
+    reply = client.post("/completion", json={**GREEDY, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()
+
+
+def stream(client: httpx.Client, **fields: Any) -> list[dict[str, Any]]:
+    """Events of a stream; every line of it is ``data: {...}`` or empty."""
+    body = {**GREEDY, "stream": True, **fields}
+    with client.stream("POST", "/completion", json=body) as reply:
+        assert reply.status_code == 200
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in reply.iter_lines() if line]
+    assert all(line.startswith("data: {") for line in lines)
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+# ---- one reply
+
+
+def test_reply_has_every_field_of_llama_cpp(demo: Served, client: httpx.Client):
+    reply = complete(client, n_predict=4, seed=7)
+    expected = demo.engine.generate(PROMPT, max_tokens=4, temperature=0).read()
+    settings, timings = reply.pop("generation_settings"), reply.pop("timings")
+    n_prompt = len(demo.engine.tokenize(PROMPT, add_special=True))
+    assert 0 <= reply.pop("id_slot") < 2
+    assert reply == {
+        "index": 0,
+        "content": expected,
+        "tokens": [],
+        "stop": True,
+        "model": "kqview demo",
+        "tokens_predicted": 4,
+        "tokens_evaluated": n_prompt,
+        "prompt": f"<|endoftext|>{PROMPT}",
+        "has_new_line": False,
+        "truncated": False,
+        "stop_type": "limit",
+        "stopping_word": "",
+        "tokens_cached": n_prompt + 3,
+    }
+    assert settings["n_predict"] == 4
+    assert settings["seed"] == 7
+    assert settings["temperature"] == 0
+    assert settings["samplers"][0] == "penalties"
+    assert timings["predicted_n"] == 4
+    assert timings["prompt_n"] + timings["cache_n"] == n_prompt
+
+
+def test_ids_come_only_if_asked_for(demo: Served, client: httpx.Client):
+    ids = complete(client, n_predict=4, return_tokens=True)["tokens"]
+    assert demo.engine.detokenize(ids) == complete(client, n_predict=4)["content"]
+
+
+def test_prompt_in_every_form_is_the_same_prompt(demo: Served, client: httpx.Client):
+    ids = demo.engine.tokenize(PROMPT, add_special=True)
+    expected = complete(client, n_predict=5)["content"]
+    for prompt in (ids, {"prompt_string": PROMPT}, [ids[0], PROMPT], [*ids[:2], *ids[2:]]):
+        assert complete(client, prompt=prompt, n_predict=5)["content"] == expected
+
+
+def test_list_of_prompts_gives_a_list_of_replies_in_order(client: httpx.Client):
+    prompts = [PROMPT, [5, "x"], {"prompt_string": "The"}, "Ben"]
+    replies = complete(client, prompt=prompts, n_predict=3)
+    assert [one["index"] for one in replies] == [0, 1, 2, 3]
+    alone = [complete(client, prompt=[prompt], n_predict=3) for prompt in prompts]
+    assert [one["content"] for one in replies] == [one["content"] for one in alone]
+    assert [one["prompt"] for one in replies] == [one["prompt"] for one in alone]
+
+
+def test_samples_of_each_prompt_follow_one_another(client: httpx.Client):
+    replies = complete(client, prompt=[PROMPT, "The"], n=2, n_predict=2)
+    assert [one["index"] for one in replies] == [0, 1, 2, 3]
+    assert replies[0]["prompt"] == replies[1]["prompt"] != replies[2]["prompt"]
+
+
+def test_prompt_is_only_evaluated_if_nothing_is_to_be_predicted(demo: Served, client: httpx.Client):
+    prompt = "A prompt that no other test has"
+    reply = complete(client, prompt=prompt, n_predict=0, id_slot=1)
+    assert (reply["content"], reply["tokens_predicted"]) == ("", 0)
+    assert demo.engine.slots[1].tokens == demo.engine.tokenize(prompt, add_special=True)
+    again = complete(client, prompt=prompt, n_predict=1, id_slot=1)
+    assert again["timings"]["prompt_n"] == 1
+
+
+def test_stop_word_is_named_and_not_shown(client: httpx.Client):
+    whole = complete(client, n_predict=40)["content"]
+    word = whole[len(whole) // 2 :][:5]
+    reply = complete(client, n_predict=40, stop=["", word])
+    assert reply["content"] == whole[: whole.index(word)]
+    assert (reply["stop_type"], reply["stopping_word"]) == ("word", word)
+
+
+def test_end_of_the_text_is_eos(client: httpx.Client):
+    eos = {"grammar": 'root ::= "x"'}
+    reply = complete(client, n_predict=40, **eos)
+    assert (reply["content"], reply["stop_type"]) == ("x", "eos")
+
+
+def test_full_slot_truncates():
+    with serving(Settings(n_ctx=32)) as served, served.client() as client:
+        reply = complete(client, n_predict=-1, ignore_eos=True)
+    assert reply["truncated"]
+    assert reply["stop_type"] == "limit"
+    assert reply["tokens_cached"] == 32
+
+
+def test_new_line_is_noticed_and_may_end_the_text(client: httpx.Client):
+    lines = {"grammar": 'root ::= ("a\\n")+', "n_predict": 400, "ignore_eos": True}
+    reply = complete(client, **lines)
+    assert reply["has_new_line"]
+    assert reply["tokens_predicted"] == 400
+    late = complete(client, **lines, t_max_predict_ms=1)
+    assert late["stop_type"] == "limit"
+    assert late["tokens_predicted"] < 400
+    assert late["content"].endswith("\n")
+
+
+def test_only_named_fields_are_returned(client: httpx.Client):
+    paths = ["content", "generation_settings/n_predict", "timings/none", "none"]
+    reply = complete(client, n_predict=2, response_fields=paths)
+    assert reply.keys() == {"content", "generation_settings/n_predict"}
+    assert reply["generation_settings/n_predict"] == 2
+
+
+def test_probabilities_of_each_token(demo: Served, client: httpx.Client):
+    reply = complete(client, n_predict=3, n_probs=2, return_tokens=True)
+    tokens = list(demo.engine.generate(PROMPT, max_tokens=3, temperature=0, top_logprobs=2))
+    probabilities = reply["completion_probabilities"]
+    assert [one["id"] for one in probabilities] == reply["tokens"] == [one.id for one in tokens]
+    for one, token in zip(probabilities, tokens, strict=True):
+        assert bytes(one["bytes"]) == demo.engine.token_bytes(token.id)
+        assert one["logprob"] == pytest.approx(token.logprob, abs=1e-3)
+        assert [top["id"] for top in one["top_logprobs"]] == [
+            id_ for id_, _ in token.top_logprobs or ()
+        ]
+        assert one["top_logprobs"][0]["token"] == one["token"]
+
+
+def test_probabilities_end_before_the_stop_word(client: httpx.Client):
+    whole = complete(client, n_predict=20, n_probs=1)
+    texts = [one["token"] for one in whole["completion_probabilities"]]
+    assert "".join(texts) == whole["content"]
+    word = texts[9].strip() or texts[10]
+    reply = complete(client, n_predict=20, n_probs=1, stop=[word])
+    shown = "".join(one["token"] for one in reply["completion_probabilities"])
+    assert shown.startswith(reply["content"])
+    assert len(reply["completion_probabilities"]) < reply["tokens_predicted"] + 1
+
+
+def test_bias_in_every_form_bans_a_token(demo: Served, client: httpx.Client):
+    first = complete(client, n_predict=1, return_tokens=True)["tokens"][0]
+    text = demo.engine.token_text(first)
+    assert demo.engine.tokenize(text, parse_special=False) == [first]
+    ways: list[Any] = [[[first, False]], [[first, -100]], {str(first): -100}, {str(first): False},
+                       [[text, False]], {text: False}]  # fmt: skip
+    for bias in ways:
+        reply = complete(client, n_predict=1, return_tokens=True, logit_bias=bias)
+        assert reply["tokens"][0] != first, bias
+
+
+def test_sampler_that_is_left_out_is_off(client: httpx.Client):
+    """temperature 0 is greedy; without its sampler the text is random again."""
+    fields = {"n_predict": 30, "samplers": ["top_k"], "top_k": 1}
+    reply = complete(client, **fields)
+    assert reply["generation_settings"]["samplers"] == ["top_k"]
+    assert reply["generation_settings"]["temperature"] == 1
+    assert reply["content"] == complete(client, n_predict=30)["content"]
+    assert complete(client, n_predict=1, samplers="kt")["generation_settings"]["samplers"] == [
+        "top_k",
+        "temperature",
+    ]
+
+
+def test_schema_and_grammar_hold(client: httpx.Client):
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    reply = complete(client, n_predict=60, json_schema=schema)
+    assert set(json.loads(reply["content"])) == {"a"}
+    both = complete(client, n_predict=60, json_schema=schema, grammar='root ::= "y"')
+    assert both["content"] == "y"
+
+
+def test_slot_keeps_its_prompt_for_the_next_request(client: httpx.Client):
+    prompt = "The river was wide and the boat was small"
+    complete(client, prompt=prompt, n_predict=1, id_slot=0)
+    again = complete(client, prompt=prompt + ".", n_predict=1, id_slot=0)
+    assert again["id_slot"] == 0
+    assert again["timings"]["cache_n"] > 5
+
+
+def test_requests_of_several_clients_do_not_mix(client: httpx.Client, demo: Served):
+    prompts = [f"{name} is a" for name in ("Anna", "Ben", "Carl", "Dora", "Eva", "Finn")]
+    expected = [complete(client, prompt=one, n_predict=20)["content"] for one in prompts]
+    found: dict[int, str] = {}
+
+    def ask(i: int) -> None:
+        with demo.client() as own:
+            found[i] = complete(own, prompt=prompts[i], n_predict=20)["content"]
+
+    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[i] for i in range(len(prompts))] == expected
+
+
+# ---- a stream
+
+
+def test_stream_brings_each_token_and_ends_with_the_figures(client: httpx.Client):
+    *tokens, end = stream(client, n_predict=8)
+    whole = complete(client, n_predict=8, return_tokens=True)
+    assert "".join(one["content"] for one in tokens) == whole["content"]
+    assert [id_ for one in tokens for id_ in one["tokens"]] == whole["tokens"]
+    assert [one["tokens_predicted"] for one in tokens] == list(range(1, 9))
+    assert not any(one["stop"] for one in tokens)
+    assert end["stop"]
+    assert (end["content"], end["tokens"]) == ("", [])
+    assert end["stop_type"] == "limit"
+    assert end["timings"]["predicted_n"] == 8
+    assert "timings" not in tokens[0]
+
+
+def test_stream_shows_neither_a_stop_word_nor_its_beginning(client: httpx.Client):
+    whole = complete(client, n_predict=40)["content"]
+    word = whole[20:30]
+    *tokens, end = stream(client, n_predict=40, stop=[word])
+    assert "".join(one["content"] for one in tokens) == whole[: whole.index(word)]
+    assert end["stopping_word"] == word
+
+
+def test_text_that_only_began_like_a_stop_word_is_sent_in_the_end(client: httpx.Client):
+    whole = complete(client, n_predict=12)["content"]
+    *tokens, _ = stream(client, n_predict=12, stop=[whole[-3:] + "\x00"])
+    assert "".join(one["content"] for one in tokens) == whole
+
+
+def test_stream_of_several_prompts_says_which_text_a_token_is_of(client: httpx.Client):
+    prompts = [PROMPT, "The", "Ben"]
+    events = stream(client, prompt=prompts, n_predict=6)
+    whole = complete(client, prompt=prompts, n_predict=6)
+    for i, reply in enumerate(whole):
+        mine = [one for one in events if one["index"] == i]
+        assert "".join(one["content"] for one in mine) == reply["content"]
+        assert [one["stop"] for one in mine] == [False] * (len(mine) - 1) + [True]
+
+
+def test_stream_with_timings_probabilities_and_progress(client: httpx.Client):
+    *tokens, end = stream(
+        client, n_predict=3, n_probs=1, timings_per_token=True, return_progress=True
+    )
+    assert [one["timings"]["predicted_n"] for one in tokens] == [1, 2, 3]
+    assert all(len(one["completion_probabilities"]) == 1 for one in tokens)
+    assert "completion_probabilities" not in end
+    progress = tokens[0]["prompt_progress"]
+    assert progress["processed"] == progress["total"] == tokens[0]["tokens_evaluated"]
+    assert "prompt_progress" not in tokens[1]
+
+
+# ---- refusals
+
+
+REFUSED: list[tuple[dict[str, Any], int, str, tuple[str, ...]]] = [
+        ({"prompt": None}, 400, "invalid_request_error", ("prompt", "missing")),
+        ({"prompt": []}, 400, "invalid_request_error", ("prompt", "empty")),
+        ({"prompt": [[]]}, 400, "invalid_request_error", ("prompt", "no tokens")),
+        ({"prompt": [True]}, 400, "invalid_request_error", ("prompt", "bool")),
+        ({"prompt": 5}, 400, "invalid_request_error", ("prompt", "int")),
+        ({"prompt": [1, None]}, 400, "invalid_request_error", ("prompt",)),
+        ({"prompt": [10**6]}, 400, "invalid_request_error", (str(10**6),)),
+        ({"prompt": ["a"] * 99}, 400, "invalid_request_error", ("prompt", "99")),
+        ({"prompt": [7] * 9999}, 400, "exceed_context_size_error", ("9999",)),
+        (
+            {"prompt": {"prompt_string": "a", "multimodal_data": ["eA=="]}},
+            501, "not_supported_error", ("multimodal_data",),
+        ),
+        ({"id_slot": 7}, 404, "not_found_error", ("id_slot", "7")),
+        ({"id_slot": -2}, 404, "not_found_error", ("id_slot", "-2")),
+        ({"n_predict": -2}, 400, "invalid_request_error", ("n_predict", "-2")),
+        ({"n": 99}, 400, "invalid_request_error", ("n is 99", "16")),
+        ({"temperature": "hot"}, 400, "invalid_request_error", ("temperature",)),
+        ({"repeat_penalty": -1}, 400, "invalid_request_error", ("repeat_penalty", "-1")),
+        ({"n_probs": 100_000}, 400, "invalid_request_error", ("n_probs", "100000")),
+        ({"grammar": "root ::= ("}, 400, "invalid_request_error", ("grammar",)),
+        ({"logit_bias": [[1]]}, 400, "invalid_request_error", ("logit_bias",)),
+        ({"logit_bias": [[1, True]]}, 400, "invalid_request_error", ("logit_bias", "true")),
+        ({"logit_bias": {"10000000": 1}}, 400, "invalid_request_error", ("10000000",)),
+        ({"dry_sequence_breakers": []}, 400, "invalid_request_error", ("dry_sequence_breakers",)),
+        ({"top_n_sigma": 1.5}, 501, "not_supported_error", ("top_n_sigma",)),
+        ({"dynatemp_range": 0.5}, 501, "not_supported_error", ("dynatemp_range",)),
+        ({"adaptive_target": 0.5}, 501, "not_supported_error", ("adaptive_target",)),
+        ({"min_keep": 3}, 501, "not_supported_error", ("min_keep",)),
+        ({"n_indent": 3}, 501, "not_supported_error", ("n_indent",)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "status", "kind", "facts"), REFUSED)
+def test_request_that_cannot_work_is_refused_with_llama_cpps_type(
+    client: httpx.Client, fields: dict[str, Any], status: int, kind: str, facts: tuple[str, ...]
+):
+    reply = client.post("/completion", json={**GREEDY, "n_predict": 2, **fields})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["code"], error["type"]) == (status, status, kind)
+    for fact in facts:
+        assert fact in error["message"]
+
+
+def test_prompt_that_is_too_long_is_answered_with_both_sizes(client: httpx.Client, demo: Served):
+    error = client.post("/completion", json={"prompt": [7] * 9999}).json()["error"]
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (9999, demo.engine.n_ctx)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"top_k": -1}, {"top_p": 2}, {"top_p": 0}, {"min_p": -1}, {"temperature": -1},
+        {"typical_p": 2}, {"xtc_probability": 9}, {"xtc_threshold": -1}, {"mirostat": 9},
+        {"dry_base": 0.5}, {"seed": -1}, {"seed": 2**32 - 1}, {"stop": None}, {"stop": ""},
+        {"grammar": ""}, {"logit_bias": []}, {"logit_bias": {}}, {"samplers": ["unknown"]},
+        {"min_keep": 0}, {"top_n_sigma": -1}, {"dynatemp_range": 0}, {"adaptive_target": -1},
+        {"cache_prompt": False}, {"backend_sampling": True}, {"unknown": [1]}, {"n_probs": 0},
+        {"logprobs": 1}, {"max_tokens": 1}, {"max_completion_tokens": 1}, {"n_indent": 0},
+    ],
+)  # fmt: skip
+def test_values_that_llama_cpp_takes_are_taken(client: httpx.Client, fields: dict[str, Any]):
+    reply = client.post("/completion", json={"prompt": PROMPT, "n_predict": 1, **fields})
+    assert reply.status_code == 200, reply.text
