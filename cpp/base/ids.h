@@ -1,4 +1,4 @@
-// The integer ids that all layers share, and runs of tokens.
+// The integer ids that all layers share, and tokens by their places.
 #pragma once
 
 #include <algorithm>
@@ -16,6 +16,14 @@ using request_id = std::int64_t;  // counts up from 1 in each engine
 struct token_range {
     std::size_t start;
     std::size_t n_tokens;
+};
+
+// A token of a step. Its slot has `position` tokens before it.
+struct step_token {
+    slot_id slot;
+    token_id id;
+    std::int32_t position;
+    bool wants_logits;
 };
 
 // How many tokens both begin with.

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <memory>
 
@@ -67,6 +68,36 @@ void bind_options(nb::module_& module) {
                 "For tests: whether to overwrite the blocks of released views.");
 }
 
+// The counters of an engine, read when they are asked for.
+struct reading {
+    explicit reading(std::shared_ptr<engine> self) : of(std::move(self)) {
+        of->sched().check_not_forked();
+        pool = of->sched().pool()->stats();
+    }
+
+    const engine_counters& owner(const engine_counters*) const { return of->sched().counters(); }
+    const graph_counters& owner(const graph_counters*) const { return of->graphs(); }
+    const copy_counters& owner(const copy_counters*) const { return of->copies(); }
+
+    std::shared_ptr<engine> of;
+    block_pool_stats pool;
+};
+
+template <class Counters, class Number>
+Number value_of(const reading& now, std::atomic<Number> Counters::*member) {
+    return now.owner(static_cast<const Counters*>(nullptr)).*member;
+}
+
+template <auto Member>
+auto count(const reading& now) {
+    return value_of(now, Member);
+}
+
+template <auto Member>
+double seconds(const reading& now) {
+    return static_cast<double>(value_of(now, Member)) * 1e-9;
+}
+
 // The fields are named as in the public classes of kqview.types.
 void bind_stats(nb::module_& module) {
     nb::class_<block_pool_stats>(module, "PoolStats")
@@ -85,33 +116,33 @@ void bind_stats(nb::module_& module) {
         .def_ro("n_tokens", &slot_view::n_tokens)
         .def_ro("generation", &slot_view::active,
                 "Id of the generation that uses the slot; 0 if none does.");
-    nb::class_<engine_stats>(module, "EngineStats")
-        .def_ro("uptime_s", &engine_stats::uptime_s)
-        .def_ro("n_requests", &engine_stats::n_requests)
-        .def_ro("n_finished", &engine_stats::n_finished)
-        .def_ro("n_cancelled", &engine_stats::n_cancelled)
-        .def_ro("n_failed", &engine_stats::n_failed)
-        .def_ro("n_refused", &engine_stats::n_refused)
-        .def_ro("n_tokens", &engine_stats::n_tokens)
-        .def_ro("n_decodes", &engine_stats::n_decodes)
-        .def_ro("prefill_tokens", &engine_stats::prefill_tokens)
-        .def_ro("prefill_s", &engine_stats::prefill_s)
-        .def_ro("decode_tokens", &engine_stats::decode_tokens)
-        .def_ro("decode_s", &engine_stats::decode_s)
-        .def_ro("graph_builds", &engine_stats::graph_builds)
-        .def_ro("graph_reuses", &engine_stats::graph_reuses)
-        .def_ro("graph_nodes_added", &engine_stats::graph_nodes_added)
-        .def_ro("n_queued", &engine_stats::n_queued)
-        .def_ro("attention_bytes", &engine_stats::attention_bytes)
-        .def_ro("copied_bytes", &engine_stats::copied_bytes)
-        .def_ro("dropped_rows", &engine_stats::dropped_rows)
-        .def_ro("captured_steps", &engine_stats::captured_steps)
-        .def_ro("step_to_view_s", &engine_stats::step_to_view_s)
-        .def_ro("device_copies", &engine_stats::device_copies)
-        .def_ro("device_copy_bytes", &engine_stats::device_copy_bytes)
-        .def_ro("device_copy_s", &engine_stats::device_copy_s)
-        .def_ro("slots", &engine_stats::slots)
-        .def_ro("pool", &engine_stats::pool);
+    nb::class_<reading>(module, "EngineStats")
+        .def_prop_ro("uptime_s", [](const reading& now) { return now.of->sched().uptime_s(); })
+        .def_prop_ro("n_requests", &count<&engine_counters::n_requests>)
+        .def_prop_ro("n_finished", &count<&engine_counters::n_finished>)
+        .def_prop_ro("n_cancelled", &count<&engine_counters::n_cancelled>)
+        .def_prop_ro("n_failed", &count<&engine_counters::n_failed>)
+        .def_prop_ro("n_refused", &count<&engine_counters::n_refused>)
+        .def_prop_ro("n_tokens", &count<&engine_counters::n_tokens>)
+        .def_prop_ro("n_decodes", &count<&engine_counters::n_decodes>)
+        .def_prop_ro("prefill_tokens", &count<&engine_counters::n_prompt_tokens>)
+        .def_prop_ro("prefill_s", &seconds<&engine_counters::prefill_ns>)
+        .def_prop_ro("decode_tokens", &count<&engine_counters::n_decoded_tokens>)
+        .def_prop_ro("decode_s", &seconds<&engine_counters::decode_ns>)
+        .def_prop_ro("graph_builds", &count<&graph_counters::n_built>)
+        .def_prop_ro("graph_reuses", &count<&graph_counters::n_reused>)
+        .def_prop_ro("graph_nodes_added", &count<&graph_counters::n_nodes_added>)
+        .def_prop_ro("n_queued", [](const reading& now) { return now.of->sched().n_queued(); })
+        .def_prop_ro("attention_bytes", &count<&engine_counters::n_attention_bytes>)
+        .def_prop_ro("copied_bytes", [](const reading& now) { return now.pool.copied_bytes; })
+        .def_prop_ro("dropped_rows", &count<&engine_counters::n_dropped_rows>)
+        .def_prop_ro("captured_steps", &count<&engine_counters::n_captured_steps>)
+        .def_prop_ro("step_to_view_s", &seconds<&engine_counters::step_to_view_ns>)
+        .def_prop_ro("device_copies", &count<&copy_counters::n_copies>)
+        .def_prop_ro("device_copy_bytes", &count<&copy_counters::n_bytes>)
+        .def_prop_ro("device_copy_s", &seconds<&copy_counters::copy_ns>)
+        .def_prop_ro("slots", [](const reading& now) { return now.of->sched().slots(); })
+        .def_ro("pool", &reading::pool);
     nb::class_<engine_health>(module, "EngineHealth")
         .def_ro("phase", &engine_health::phase)
         .def_ro("quiet_s", &engine_health::quiet_s)
@@ -170,7 +201,9 @@ void bind_engine(nb::module_& module) {
             "slot_is_busy", [](const engine& self, slot_id id) { return self.sched().is_busy(id); },
             nb::arg("slot"))
         .def("health", &engine::health, "What the engine thread is doing; takes no lock.")
-        .def("stats", &engine::stats, "Counters since the engine was opened.")
+        .def(
+            "stats", [](std::shared_ptr<engine> self) { return reading(std::move(self)); },
+            "Counters since the engine was opened.")
         .def("await_copies", &engine::await_copies, nb::arg("wanted"),
              "For benchmarks: whether a step ends only after its rows have left their devices.")
         .def(

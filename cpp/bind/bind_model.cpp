@@ -14,7 +14,6 @@
 #include "bind/bind.h"
 #include "llama/context.h"
 #include "llama/model.h"
-#include "llama/model_facts.h"
 #include "sched/engine.h"
 
 namespace kqview::bind {
@@ -76,48 +75,72 @@ std::shared_ptr<model> load_model(model_options options, const nb::object& progr
     }
 }
 
-template <auto Member>
-nb::str text(const model_facts& facts) {
-    return to_text(facts.*Member);
+// What `Get` of llama.cpp's interface says of the model, or of its vocabulary.
+template <auto Get>
+auto of_model(const model& self) {
+    return Get(self.get());
 }
 
-template <auto Member>
-std::optional<nb::str> text_or_none(const model_facts& facts) {
-    const auto& value = facts.*Member;
-    return value ? std::optional(to_text(*value)) : std::nullopt;
+template <auto Get>
+bool of_vocabulary(const model& self) {
+    return Get(self.vocab());
 }
 
-void bind_facts(nb::module_& module) {
-    nb::class_<model_facts>(module, "ModelFacts", "Facts about a model, as llama.cpp reports them.")
-        .def_ro("n_vocab", &model_facts::n_vocab)
-        .def_ro("has_vocab", &model_facts::has_vocab)
-        .def_ro("n_layer", &model_facts::n_layer)
-        .def_ro("n_head", &model_facts::n_head)
-        .def_ro("n_head_kv", &model_facts::n_head_kv)
-        .def_ro("n_embd", &model_facts::n_embd)
-        .def_ro("n_ctx_train", &model_facts::n_ctx_train)
-        .def_ro("n_swa", &model_facts::n_swa, "Width of the sliding window; 0 if there is none.")
-        .def_ro("n_params", &model_facts::n_params)
-        .def_ro("size_bytes", &model_facts::size_bytes)
-        .def_prop_ro("file_type", &text<&model_facts::file_type>)
-        .def_ro("rope_freq_scale", &model_facts::rope_freq_scale)
-        .def_ro("bos_token_id", &model_facts::bos_token_id)
-        .def_ro("eos_token_id", &model_facts::eos_token_id)
-        .def_ro("eot_token_id", &model_facts::eot_token_id)
-        .def_ro("pad_token_id", &model_facts::pad_token_id)
-        .def_ro("sep_token_id", &model_facts::sep_token_id)
-        .def_ro("adds_bos", &model_facts::adds_bos)
-        .def_ro("adds_eos", &model_facts::adds_eos)
-        .def_ro("adds_sep", &model_facts::adds_sep)
-        .def_ro("can_generate", &model_facts::can_generate,
-                "Whether the model generates token by token.")
-        .def_prop_ro("chat_template", &text_or_none<&model_facts::chat_template>)
-        .def_prop_ro("rerank_template", &text_or_none<&model_facts::rerank_template>)
-        .def_prop_ro("classifier_labels", [](const model_facts& self) {
-            std::vector<nb::str> labels;
-            for (const auto& label : self.classifier_labels) labels.push_back(to_text(label));
-            return labels;
-        });
+template <auto Get>
+std::optional<token_id> id_of(const model& self) {
+    const token_id id = Get(self.vocab());
+    return id < 0 ? std::nullopt : std::optional(id);
+}
+
+std::optional<nb::str> template_of(const model& self, const char* name) {
+    const char* const text = llama_model_chat_template(self.get(), name);
+    return text ? std::optional(to_text(text)) : std::nullopt;
+}
+
+// Neither T5's decoder by itself nor a diffusion model can generate token by token.
+bool can_generate(const model& self) {
+    return llama_model_has_decoder(self.get()) && !llama_model_has_encoder(self.get()) &&
+           !llama_model_is_diffusion(self.get());
+}
+
+std::vector<nb::str> classifier_labels(const model& self) {
+    std::vector<nb::str> labels;
+    for (std::uint32_t i = 0; i < llama_model_n_cls_out(self.get()); ++i) {
+        if (const char* const label = llama_model_cls_label(self.get(), i))
+            labels.push_back(to_text(label));
+    }
+    return labels;
+}
+
+void bind_facts(nb::class_<model>& bound) {
+    bound.def_prop_ro("n_vocab", &model::n_vocab)
+        .def_prop_ro("has_vocab", &model::has_vocab)
+        .def_prop_ro("n_layer", &of_model<&llama_model_n_layer>)
+        .def_prop_ro("n_head", &of_model<&llama_model_n_head>)
+        .def_prop_ro("n_head_kv", &of_model<&llama_model_n_head_kv>)
+        .def_prop_ro("n_embd", &of_model<&llama_model_n_embd>)
+        .def_prop_ro("n_ctx_train", &of_model<&llama_model_n_ctx_train>)
+        .def_prop_ro("n_swa", &of_model<&llama_model_n_swa>,
+                     "Width of the sliding window; 0 if there is none.")
+        .def_prop_ro("n_params", &of_model<&llama_model_n_params>)
+        .def_prop_ro("size_bytes", &of_model<&llama_model_size>)
+        .def_prop_ro(
+            "file_type",
+            [](const model& self) { return llama_ftype_name(llama_model_ftype(self.get())); })
+        .def_prop_ro("rope_freq_scale", &of_model<&llama_model_rope_freq_scale_train>)
+        .def_prop_ro("bos_token_id", &id_of<&llama_vocab_bos>)
+        .def_prop_ro("eos_token_id", &id_of<&llama_vocab_eos>)
+        .def_prop_ro("eot_token_id", &id_of<&llama_vocab_eot>)
+        .def_prop_ro("pad_token_id", &id_of<&llama_vocab_pad>)
+        .def_prop_ro("sep_token_id", &id_of<&llama_vocab_sep>)
+        .def_prop_ro("adds_bos", &of_vocabulary<&llama_vocab_get_add_bos>)
+        .def_prop_ro("adds_eos", &of_vocabulary<&llama_vocab_get_add_eos>)
+        .def_prop_ro("adds_sep", &of_vocabulary<&llama_vocab_get_add_sep>)
+        .def_prop_ro("can_generate", &can_generate, "Whether the model generates token by token.")
+        .def_prop_ro("chat_template", [](const model& self) { return template_of(self, nullptr); })
+        .def_prop_ro("rerank_template",
+                     [](const model& self) { return template_of(self, "rerank"); })
+        .def_prop_ro("classifier_labels", &classifier_labels);
 }
 
 double rpc_timeout_s(const model_options& self) {
@@ -155,7 +178,6 @@ void bind_options(nb::module_& module) {
 
 void bind_model(nb::module_& module) {
     bind_options(module);
-    bind_facts(module);
     module.def(
         "check_device_memory",
         [](const model_options& source, const engine_options& context) {
@@ -170,10 +192,11 @@ void bind_model(nb::module_& module) {
         },
         nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
         "Raise the errors of opening that can be found without reading the weights.");
-    nb::class_<model>(module, "Model")
+    nb::class_<model> bound(module, "Model");
+    bind_facts(bound);
+    bound
         .def_static("load", &load_model, nb::arg("options"), nb::arg("progress") = nb::none(),
                     "Load a model, calling `progress(fraction)` meanwhile.")
-        .def_prop_ro("facts", &facts_of)
         .def(
             "rpc_servers", [](const model& self) { return self.rpc().states(); },
             "State of each RPC server.")

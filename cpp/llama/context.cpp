@@ -273,9 +273,8 @@ context::context(std::shared_ptr<model> source, const context_options& options)
       n_slots_(options.n_slots),
       aborted_decodes_(sorted(options.aborted_decodes)) {
     const auto params = params_of(*model_, options);
-    n_ubatch_ =
+    n_chunk_ =
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
-    n_chunk_ = n_ubatch_;
 
     const auto log_position = log_ring::instance().position();
     constexpr auto activity = "creating a context";
@@ -322,7 +321,7 @@ void context::use_adapters() {
     }
 }
 
-void context::decode(std::span<const batch_token> tokens, bool embeds) {
+void context::decode(std::span<const step_token> tokens, bool embeds) {
     set_embeds(embeds);
     auto& batch = batch_.batch;
     batch.n_tokens = 0;
@@ -343,7 +342,7 @@ void context::decode(std::span<const batch_token> tokens, bool embeds) {
     const int status = decode_until_stopped();
     if (!servers.empty()) {
         // Logits may still be on their way. A chunk that wants none does not have to wait.
-        const auto is_awaited = [&](const batch_token& one) { return one.wants_logits || embeds; };
+        const auto is_awaited = [&](const step_token& one) { return one.wants_logits || embeds; };
         if (std::any_of(tokens.begin(), tokens.end(), is_awaited)) {
             llama_synchronize(handle_.get());
         }
@@ -413,7 +412,7 @@ void context::reserve() {
     model_->rpc().check();
     const auto log_position = log_ring::instance().position();
     const auto n_slots = static_cast<std::uint32_t>(n_slots_);
-    const auto n_tokens = static_cast<std::uint32_t>(std::max(n_ubatch_, n_slots_));
+    const auto n_tokens = static_cast<std::uint32_t>(std::max(n_chunk_, n_slots_));
     const auto n_outputs = has_cache() ? n_slots : n_tokens;
     if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_outputs)) return;
     throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: " +

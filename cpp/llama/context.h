@@ -35,13 +35,6 @@ struct context_options {
     std::vector<std::uint64_t> aborted_decodes;
 };
 
-struct batch_token {
-    slot_id slot;
-    token_id id;
-    std::int32_t position;
-    bool wants_logits;
-};
-
 // Raises request for options out of range, and out_of_memory if host memory cannot hold the
 // context: llama.cpp writes to a cache while it creates it, and a system that overcommits memory
 // would then kill the process.
@@ -64,7 +57,6 @@ public:
 
     int n_ctx() const { return n_ctx_; }      // per slot, as the user asked
     int n_chunk() const { return n_chunk_; }  // the most tokens per decode
-    int n_ubatch() const { return n_ubatch_; }
     int n_slots() const { return n_slots_; }
     // How a text becomes an embedding, as in context_options; "" if this context gives none.
     const std::string& pooling() const { return pooling_; }
@@ -81,7 +73,7 @@ public:
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error,
     // the slots' caches keep their previous content. Raises decode, and closed once it is stopped.
     // `embeds`: the tokens are a run of one slot, whose embedding is wanted; needs pooling().
-    void decode(std::span<const batch_token> tokens, bool embeds = false);
+    void decode(std::span<const step_token> tokens, bool embeds = false);
 
     // F32 ne=[n_vocab] of batch token `i_token` of the last decode, which must have requested them.
     // Valid, and writable, until the next decode.
@@ -160,7 +152,6 @@ private:
     batch_owner batch_;
     int n_ctx_;
     int n_chunk_;
-    int n_ubatch_;
     int n_slots_;
     std::string pooling_;
     bool embeds_ = false;                               // what llama.cpp was told last

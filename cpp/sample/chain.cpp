@@ -193,7 +193,6 @@ void logit_editor::penalize(std::span<float> logits) {
 sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
                  std::unique_ptr<token_filter> filter)
     : params_(params),
-      seed_(pick_seed(params.seed)),
       n_vocab_(llama_vocab_n_tokens(vocab)),
       editor_(vocab, params, n_ctx_train),
       filter_(std::move(filter)),
@@ -205,6 +204,7 @@ sampler::sampler(const llama_vocab* vocab, const sampling_params& params, std::i
 }
 
 void sampler::build_choice() {
+    const auto seed = pick_seed(params_.seed);
     llama_sampler_chain_params chain_params = llama_sampler_chain_default_params();
     chain_params.no_perf = true;
     choice_.reset(llama_sampler_chain_init(chain_params));
@@ -213,35 +213,30 @@ void sampler::build_choice() {
     if (params_.mirostat == 1) {
         add(llama_sampler_init_temp(temperature));
         // 100 tokens to estimate the slope from, as in llama.cpp's tools.
-        add(llama_sampler_init_mirostat(n_vocab_, seed_, params_.mirostat_tau, params_.mirostat_eta,
+        add(llama_sampler_init_mirostat(n_vocab_, seed, params_.mirostat_tau, params_.mirostat_eta,
                                         100));
     } else if (params_.mirostat == 2) {
         add(llama_sampler_init_temp(temperature));
-        add(llama_sampler_init_mirostat_v2(seed_, params_.mirostat_tau, params_.mirostat_eta));
+        add(llama_sampler_init_mirostat_v2(seed, params_.mirostat_tau, params_.mirostat_eta));
     } else {
         // top_k is done by logit_scan before any candidate is built.
         add(llama_sampler_init_typical(params_.typical_p, 0));
         add(llama_sampler_init_top_p(params_.top_p, 0));
         add(llama_sampler_init_min_p(params_.min_p, 0));
-        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, 0, seed_));
+        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, 0, seed));
         add(llama_sampler_init_temp(temperature));
-        add(llama_sampler_init_dist(seed_));
+        add(llama_sampler_init_dist(seed));
     }
 }
 
-sampled_token sampler::sample(float* logits, std::int32_t n_vocab) {
-    if (n_vocab != n_vocab_) {
-        throw error(errc::internal, "got " + std::to_string(n_vocab) +
-                                        " logits, the vocabulary has " + std::to_string(n_vocab_) +
-                                        "; report this");
-    }
-    const std::span<float> row(logits, static_cast<std::size_t>(n_vocab));
+picked_token sampler::pick(float* logits) {
+    const std::span row(logits, static_cast<std::size_t>(n_vocab_));
     const bool has_logprobs = params_.top_logprobs.has_value();
     if (filter_) limit_.restart();
-    if (has_logprobs) logprobs_.read(logits, n_vocab, *params_.top_logprobs);
+    if (has_logprobs) logprobs_.read(logits, n_vocab_, *params_.top_logprobs);
 
     editor_.edit(row);
-    sampled_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
+    picked_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
     editor_.accept({&token.id, 1});
     if (filter_) filter_->accept(token.id, limit_);
     if (filter_) limit_.pause();

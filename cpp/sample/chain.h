@@ -19,14 +19,9 @@
 #include "sample/logit_scan.h"
 #include "sample/params.h"
 #include "sample/token_filter.h"
+#include "sample/token_picker.h"
 
 namespace kqview {
-
-struct sampled_token {
-    token_id id;
-    float logprob;                                // NaN when not asked for
-    std::vector<std::pair<token_id, float>> top;  // logprobs, best first
-};
 
 struct llama_sampler_deleter {
     void operator()(llama_sampler* handle) const { llama_sampler_free(handle); }
@@ -71,33 +66,26 @@ private:
     std::vector<scored_token> replaced_;  // raw logits that edit() changed
 };
 
-class sampler {
+class sampler final : public token_picker {
 public:
     // CPU time limits of the filter: for one token, and per token on average.
     static constexpr double filter_limit_s = 2.0;
     static constexpr double filter_average_s = 0.1;
 
-    // Raises what check() raises, and invalid_sampling for DRY without a vocabulary. A penalty
-    // window of -1 means n_ctx_train tokens. `filter` is the one that make_filter() made from
-    // `params`.
+    // Raises what check() raises, and invalid_sampling for DRY without a vocabulary, which must
+    // outlive this object. A penalty window of -1 means n_ctx_train tokens. `filter` is the one
+    // that token_filters made from `params`.
     sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
-            std::unique_ptr<token_filter> filter = nullptr);
+            std::unique_ptr<token_filter> filter);
 
     // Penalties and DRY look back on the prompt; the grammar does not.
     void accept_prompt(std::span<const token_id> ids) { editor_.accept(ids); }
 
-    // Chooses from n_vocab logits, which it may change, and accepts the token. Raises decode if a
-    // logit is NaN or infinite, or if nothing is left to choose; invalid_sampling if the filter
-    // takes too much time or memory.
-    sampled_token sample(float* logits, std::int32_t n_vocab);
-
-    // True if the time of sample() is unpredictable.
-    bool has_filter() const { return filter_ != nullptr; }
-    // Makes a running sample() and later ones end soon. Any thread.
-    void stop() noexcept { limit_.stop(); }
-
-    // The seed in use; a sampler with the same options and this seed repeats the choices.
-    std::uint32_t seed() const { return seed_; }
+    // Chooses from the logits and accepts the token. Raises decode if a logit is NaN or infinite, or
+    // if nothing is left to choose; invalid_sampling if the filter takes too much time or memory.
+    picked_token pick(float* logits) override;
+    bool is_slow() const override { return filter_ != nullptr; }
+    void stop() noexcept override { limit_.stop(); }
 
 private:
     bool is_greedy() const { return params_.temperature == 0.0F; }
@@ -111,7 +99,6 @@ private:
     void apply_filter();
 
     sampling_params params_;
-    std::uint32_t seed_;
     std::int32_t n_vocab_;  // of the vocabulary
     logit_editor editor_;
     llama_sampler_handle choice_;  // null when greedy

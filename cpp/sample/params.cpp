@@ -1,6 +1,5 @@
 #include "sample/params.h"
 
-#include <algorithm>
 #include <cstdio>
 #include <type_traits>
 
@@ -70,22 +69,14 @@ void check_token(const char* name, token_id id, std::int32_t n_vocab) {
 }
 
 void check_tokens(const sampling_params& params, std::int32_t n_vocab) {
-    std::vector<token_id> banned = params.banned_tokens;
-    for (const token_id id : banned) check_token("an item of banned_tokens", id, n_vocab);
+    for (const token_id id : params.banned_tokens)
+        check_token("an item of banned_tokens", id, n_vocab);
     for (const auto& [id, bias] : params.logit_bias) {
         check_token("a key of logit_bias", id, n_vocab);
         if (std::isnan(bias) || bias == std::numeric_limits<float>::infinity()) {
             refuse("logit_bias[" + std::to_string(id) + "]", "a finite number or -inf",
                    to_text(bias));
         }
-        if (std::isinf(bias)) banned.push_back(id);
-    }
-    std::sort(banned.begin(), banned.end());
-    banned.erase(std::unique(banned.begin(), banned.end()), banned.end());
-    if (!banned.empty() && banned.size() >= static_cast<std::size_t>(n_vocab)) {
-        throw error(errc::invalid_sampling, "banned_tokens and logit_bias ban all " +
-                                                std::to_string(n_vocab) +
-                                                " tokens; leave at least one");
     }
 }
 

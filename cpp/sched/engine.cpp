@@ -3,12 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "sample/chain.h"
+
 namespace kqview {
-namespace {
-
-double seconds(std::uint64_t nanoseconds) { return static_cast<double>(nanoseconds) * 1e-9; }
-
-}  // namespace
 
 engine::engine(std::shared_ptr<model> source, const engine_options& options)
     : source_(std::move(source)), filters_(source_), embeddings_(embedding_facts_of(*source_)) {
@@ -33,9 +30,11 @@ std::shared_ptr<request> engine::submit(request_options options) {
     check(options.sampling, source_->n_vocab());
     auto wanted = std::make_shared<request>(std::move(options));
     if (!wanted->only_attends) {
-        wanted->picker =
-            make_sampler_picker(*source_, wanted->sampling, wanted->prompt,
-                                filters_.make(wanted->sampling, wanted->constraint_library));
+        auto picker = std::make_unique<sampler>(
+            source_->vocab(), wanted->sampling, llama_model_n_ctx_train(source_->get()),
+            filters_.make(wanted->sampling, wanted->constraint_library));
+        picker->accept_prompt(wanted->prompt);
+        wanted->picker = std::move(picker);
     }
     sched_->submit(wanted);
     return wanted;
@@ -44,39 +43,6 @@ std::shared_ptr<request> engine::submit(request_options options) {
 void engine::close(std::chrono::duration<double> limit) {
     source_->rpc().leave();
     sched_->close(limit);
-}
-
-engine_stats engine::stats() const {
-    sched_->check_not_forked();
-    const auto& counters = sched_->counters();
-    engine_stats now;
-    now.uptime_s = sched_->uptime_s();
-    now.n_requests = counters.n_requests;
-    now.n_finished = counters.n_finished;
-    now.n_cancelled = counters.n_cancelled;
-    now.n_failed = counters.n_failed;
-    now.n_refused = counters.n_refused;
-    now.n_tokens = counters.n_tokens;
-    now.n_decodes = counters.n_decodes;
-    now.prefill_tokens = counters.n_prompt_tokens;
-    now.prefill_s = seconds(counters.prefill_ns);
-    now.decode_tokens = counters.n_decoded_tokens;
-    now.decode_s = seconds(counters.decode_ns);
-    now.graph_builds = graphs_->n_built;
-    now.graph_reuses = graphs_->n_reused;
-    now.graph_nodes_added = graphs_->n_nodes_added;
-    now.n_queued = sched_->n_queued();
-    now.attention_bytes = counters.n_attention_bytes;
-    now.dropped_rows = counters.n_dropped_rows;
-    now.captured_steps = counters.n_captured_steps;
-    now.step_to_view_s = seconds(counters.step_to_view_ns);
-    now.device_copies = copies_->n_copies;
-    now.device_copy_bytes = copies_->n_bytes;
-    now.device_copy_s = seconds(copies_->copy_ns);
-    now.slots = sched_->slots();
-    now.pool = sched_->pool()->stats();
-    now.copied_bytes = now.pool.copied_bytes;
-    return now;
 }
 
 engine_health engine::health() const {

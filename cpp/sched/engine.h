@@ -31,36 +31,6 @@ struct engine_health {
     bool is_lost;  // close() gave up on the thread
 };
 
-// See kqview.EngineStats for the meaning of the fields; the names are the same.
-struct engine_stats {
-    double uptime_s;
-    std::uint64_t n_requests;
-    std::uint64_t n_finished;
-    std::uint64_t n_cancelled;
-    std::uint64_t n_failed;
-    std::uint64_t n_refused;
-    std::uint64_t n_tokens;
-    std::uint64_t n_decodes;
-    std::uint64_t prefill_tokens;
-    double prefill_s;
-    std::uint64_t decode_tokens;
-    double decode_s;
-    std::uint64_t graph_builds;
-    std::uint64_t graph_reuses;
-    int graph_nodes_added;
-    int n_queued;
-    std::uint64_t attention_bytes;
-    std::uint64_t copied_bytes;
-    std::uint64_t dropped_rows;
-    std::uint64_t captured_steps;
-    double step_to_view_s;
-    std::uint64_t device_copies;
-    std::uint64_t device_copy_bytes;
-    double device_copy_s;
-    std::vector<slot_view> slots;
-    block_pool_stats pool;
-};
-
 class engine {
 public:
     // Creates the context and starts the engine thread.
@@ -86,8 +56,10 @@ public:
     // Also ends a step that waits for an RPC server, at once.
     void close(std::chrono::duration<double> limit);
 
-    engine_stats stats() const;    // also after close()
-    engine_health health() const;  // as stats(); takes no lock
+    engine_health health() const;  // also after close(); takes no lock
+    // Counters, besides those of sched(); also after close().
+    const graph_counters& graphs() const { return *graphs_; }
+    const copy_counters& copies() const { return *copies_; }
     // For copy benchmarks: if true, a step ends only once its rows have left their devices.
     void await_copies(bool wanted) { copies_->are_awaited = wanted; }
 

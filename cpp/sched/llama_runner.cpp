@@ -7,7 +7,6 @@
 
 #include "base/error.h"
 #include "llama/devices.h"
-#include "sample/chain.h"
 #include "state/ses1.h"
 
 namespace kqview {
@@ -22,29 +21,6 @@ static_assert(is_same<kv_type::f32, GGML_TYPE_F32> && is_same<kv_type::f16, GGML
               is_same<kv_type::q4_0, GGML_TYPE_Q4_0> && is_same<kv_type::q4_1, GGML_TYPE_Q4_1> &&
               is_same<kv_type::q5_0, GGML_TYPE_Q5_0> && is_same<kv_type::q5_1, GGML_TYPE_Q5_1> &&
               is_same<kv_type::iq4_nl, GGML_TYPE_IQ4_NL>);
-
-class sampler_picker final : public token_picker {
-public:
-    sampler_picker(const model& source, const sampling_params& params,
-                   std::span<const token_id> prompt, std::unique_ptr<token_filter> filter)
-        : n_vocab_(source.n_vocab()),
-          sampler_(source.vocab(), params, llama_model_n_ctx_train(source.get()),
-                   std::move(filter)) {
-        sampler_.accept_prompt(prompt);
-    }
-
-    picked_token pick(float* logits) override {
-        auto sampled = sampler_.sample(logits, n_vocab_);
-        return {sampled.id, sampled.logprob, std::move(sampled.top)};
-    }
-
-    bool is_slow() const override { return sampler_.has_filter(); }
-    void stop() noexcept override { sampler_.stop(); }
-
-private:
-    int n_vocab_;
-    sampler sampler_;
-};
 
 }  // namespace
 
@@ -113,10 +89,6 @@ void llama_runner::want(const graph_plan& plan) {
 
 step_result llama_runner::decode(std::span<const step_token> tokens,
                                  std::span<const step_rows> rows, bool embeds) {
-    batch_.clear();
-    for (const auto& token : tokens) {
-        batch_.push_back({token.slot, token.id, token.position, token.wants_logits});
-    }
     std::vector<row_target> targets;
     targets.reserve(rows.size());
     for (const auto& row : rows) targets.push_back(target_of(tokens, row));
@@ -125,7 +97,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
         const tap::scope scope(*tap_);
         tap_->begin_step(std::move(targets));
         try {
-            context_->decode(batch_, embeds);
+            context_->decode(tokens, embeds);
         } catch (...) {
             tap_->abandon_step();
             // The hook that refused has the reason; llama.cpp only knows that the call failed.
@@ -256,15 +228,6 @@ bool llama_runner::read_state(slot_id slot, std::span<const std::byte> bytes, in
         context_->flush_shifts();
         return context_->read_state(slot, bytes, n_tokens);
     });
-}
-
-// ---- picking
-
-std::unique_ptr<token_picker> make_sampler_picker(const model& source,
-                                                  const sampling_params& params,
-                                                  std::span<const token_id> prompt,
-                                                  std::unique_ptr<token_filter> filter) {
-    return std::make_unique<sampler_picker>(source, params, prompt, std::move(filter));
 }
 
 }  // namespace kqview

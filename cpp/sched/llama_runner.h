@@ -1,5 +1,4 @@
-// The production runner, a llama.cpp context with its tap, and the production picker, llama.cpp's
-// sampler chain.
+// The production runner: a llama.cpp context with its tap.
 // Owner:   the scheduler.
 // Threads: constructed on a Python thread, then used by the engine thread alone; `layers`: any.
 #pragma once
@@ -17,8 +16,6 @@
 #include "llama/context.h"
 #include "llama/model.h"
 #include "memory/host_buffer.h"
-#include "sample/params.h"
-#include "sample/token_filter.h"
 #include "sched/runner.h"
 #include "tap/tap.h"
 
@@ -94,7 +91,6 @@ private:
     std::shared_ptr<model> model_;
     std::unique_ptr<tap> tap_;  // outlives the context's graphs
     std::unique_ptr<context> context_;
-    std::vector<batch_token> batch_;
     std::optional<error> broken_;
     const std::shared_ptr<std::atomic<bool>> is_device_lost_ =
         std::make_shared<std::atomic<bool>>(false);
@@ -113,12 +109,5 @@ auto llama_runner::unbroken(const char* activity, Call&& call) {
         break_down(why, activity);
     }
 }
-
-// Raises invalid_sampling. `source` must outlive the picker. `filter` is the one that token_filters
-// made from `params`.
-std::unique_ptr<token_picker> make_sampler_picker(const model& source,
-                                                  const sampling_params& params,
-                                                  std::span<const token_id> prompt,
-                                                  std::unique_ptr<token_filter> filter);
 
 }  // namespace kqview

@@ -15,6 +15,7 @@
 #include "base/ids.h"
 #include "memory/block_pool.h"
 #include "sample/params.h"
+#include "sample/token_picker.h"
 #include "sched/runner.h"
 #include "tap/plan.h"
 

@@ -1,5 +1,5 @@
-// The engine loop's interfaces to the model (runner) and to the sampler (token_picker).
-// llama_runner.h has the production implementations; tests inject fakes.
+// The engine loop's interface to the model. llama_runner.h has the production implementation; tests
+// inject fakes.
 #pragma once
 
 #include <cstddef>
@@ -7,7 +7,6 @@
 #include <limits>
 #include <memory>
 #include <span>
-#include <utility>
 #include <vector>
 
 #include "base/heartbeat.h"
@@ -17,13 +16,6 @@
 #include "tap/step_result.h"
 
 namespace kqview {
-
-struct step_token {
-    slot_id slot;
-    token_id id;
-    std::int32_t position;
-    bool wants_logits;
-};
 
 // Rows to write during the step. Their queries are the step's tokens from `i_token` on.
 struct step_rows {
@@ -108,28 +100,6 @@ public:
     // Replaces the slot's cache by validated bytes with this many cells. False: the cache's content
     // is undefined.
     virtual bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) = 0;
-};
-
-struct picked_token {
-    token_id id;
-    float logprob;
-    std::vector<std::pair<token_id, float>> top;
-};
-
-// Chooses the tokens of one request. Created and fed the prompt on the submitting thread, because
-// that can take long (a grammar, DRY); then used by the engine thread, or by its sampler lane if
-// picking can take long too.
-class token_picker {
-public:
-    virtual ~token_picker() = default;
-    // F32 ne=[n_vocab]; pick() may change them in place.
-    virtual picked_token pick(float* logits) = 0;
-
-    // True if pick() may take long enough to delay the tokens of other requests.
-    virtual bool is_slow() const { return false; }
-    // Any thread: a running pick() and every later one end soon, with a token or an error, which is
-    // dropped.
-    virtual void stop() noexcept {}
 };
 
 }  // namespace kqview

@@ -21,7 +21,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "sched/runner.h"
+#include "sample/token_picker.h"
 #include "sched/wakeup.h"
 
 namespace kqview {

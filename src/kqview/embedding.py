@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview._core import ModelFacts
 from kqview.arguments import checked_ids, encode, invalid, to_index
 from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
@@ -36,7 +35,6 @@ class Embedding:
     _core: CoreEngine
     _model: CoreModel
     _info: ModelInfo
-    _model_facts: ModelFacts
     _submission: Submission
 
     @property
@@ -226,7 +224,7 @@ class Embedding:
 
     def _pair_ids(self, name: str, query: str, document: str) -> list[int]:
         """The prompt of a reranker, joined as in llama-server (format_prompt_rerank)."""
-        facts = self._model_facts
+        facts = self._model
         template: str | None = facts.rerank_template
         if template is not None:
             # One pass, so that {document} in a query stays text.

@@ -101,23 +101,22 @@ def check_opening(
 
 
 def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
-    facts = model.facts
     metadata = model.metadata()
     architecture = metadata.get("general.architecture", "")
     layers = engine.attention_layers
     return read_fields(
         ModelInfo,
-        facts,
+        model,
         name=metadata.get("general.name", ""),
         architecture=architecture,
-        n_head=max((layer.n_head for layer in layers), default=facts.n_head),
-        n_head_kv=max((layer.n_head_kv for layer in layers), default=facts.n_head_kv),
+        n_head=max((layer.n_head for layer in layers), default=model.n_head),
+        n_head_kv=max((layer.n_head_kv for layer in layers), default=model.n_head_kv),
         attention_layers=tuple(layer.layer for layer in layers),
         attention_scale=layers[0].scale if layers else 0.0,
-        special_tokens=_special_tokens(model, metadata) if facts.has_vocab else {},
+        special_tokens=_special_tokens(model, metadata) if model.has_vocab else {},
         # llama.cpp's default for files without this key
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
-        classifier_labels=tuple(facts.classifier_labels),
+        classifier_labels=tuple(model.classifier_labels),
         metadata=metadata,
     )
 
@@ -125,7 +124,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
 def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:
     """Text of each special token, by the role that the file's metadata gives it."""
     found: dict[str, str] = {}
-    n_vocab = model.facts.n_vocab
+    n_vocab = model.n_vocab
     for key, value in metadata.items():
         role = _ROLE.fullmatch(key)
         if role and value.isdigit() and int(value) < n_vocab:
@@ -226,18 +225,17 @@ class Engine(Vocabulary, Conversation, Embedding):
             self._core = _core.Engine.open(self._model, options)
         finally:
             _forward_log()
-        self._model_facts = self._model.facts
         self._info = _model_info(self._model, self._core)
         self._open_vocabulary()
         self._open_conversation()
-        self._can_generate = self._model_facts.can_generate and self._core.has_cache
+        self._can_generate = self._model.can_generate and self._core.has_cache
         self._submission = Submission(
             self._core,
             self._model,
             self._info,
             run_ahead=run_ahead,
             # Without the full cache, columns of layers with a window are not positions.
-            has_all_columns=swa_full or self._model_facts.n_swa == 0,
+            has_all_columns=swa_full or self._model.n_swa == 0,
             token_bytes=self._bytes_of,
             on_end=_forward_log,
         )

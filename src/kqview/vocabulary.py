@@ -4,7 +4,6 @@ from collections.abc import Iterable
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview._core import ModelFacts
 from kqview.arguments import checked_id, checked_ids, encode
 
 
@@ -13,10 +12,9 @@ class Vocabulary:
 
     _core: CoreEngine
     _model: CoreModel
-    _model_facts: ModelFacts
 
     def _open_vocabulary(self) -> None:
-        self._has_vocab: bool = self._model_facts.has_vocab
+        self._has_vocab: bool = self._model.has_vocab
         self._token_bytes: dict[int, bytes] = {}
 
     def tokenize(

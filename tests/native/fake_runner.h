@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "failing_new.h"
+#include "sample/token_picker.h"
 #include "sched/runner.h"
 #include "state/ses1.h"
 

@@ -1,0 +1,34 @@
+// The engine's interface to the sampler of one request. chain.h has the production implementation;
+// tests inject fakes.
+#pragma once
+
+#include <utility>
+#include <vector>
+
+#include "base/ids.h"
+
+namespace kqview {
+
+struct picked_token {
+    token_id id;
+    float logprob;                                // NaN when not asked for
+    std::vector<std::pair<token_id, float>> top;  // logprobs, best first
+};
+
+// Chooses the tokens of one request. Created and fed the prompt on the submitting thread, because
+// that can take long (a grammar, DRY); then used by the engine thread, or by its sampler lane if
+// picking can take long too.
+class token_picker {
+public:
+    virtual ~token_picker() = default;
+    // F32 ne=[n_vocab]; pick() may change them in place.
+    virtual picked_token pick(float* logits) = 0;
+
+    // True if pick() may take long enough to delay the tokens of other requests.
+    virtual bool is_slow() const { return false; }
+    // Any thread: a running pick() and every later one end soon, with a token or an error, which is
+    // dropped.
+    virtual void stop() noexcept {}
+};
+
+}  // namespace kqview
