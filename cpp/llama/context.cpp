@@ -74,11 +74,6 @@ void check_range(const char* name, std::int64_t value, std::int64_t low, std::in
                                    std::to_string(high));
 }
 
-std::vector<std::uint64_t> sorted(std::vector<std::uint64_t> numbers) {
-    std::sort(numbers.begin(), numbers.end());
-    return numbers;
-}
-
 constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
 
 int n_ctx_of(const model& source, const context_options& options) {
@@ -271,7 +266,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       n_ctx_(n_ctx_of(*model_, options)),
       n_slots_(options.n_slots),
-      aborted_decodes_(sorted(options.aborted_decodes)) {
+      aborted_decodes_(options.aborted_decodes) {
     const auto params = params_of(*model_, options);
     n_chunk_ =
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
@@ -361,9 +356,9 @@ void context::decode(std::span<const step_token> tokens, bool embeds) {
 // Stopping early uses llama.cpp's own failure path: some keys and values are written, outputs are
 // due, and llama.cpp removes the tokens again.
 int context::decode_until_stopped() {
-    const bool aborts =
-        std::binary_search(aborted_decodes_.begin(), aborted_decodes_.end(), ++n_decodes_);
-    n_nodes_to_abort_ = aborts ? 13 : 0;
+    const auto& aborted = aborted_decodes_;
+    n_nodes_to_abort_ =
+        std::find(aborted.begin(), aborted.end(), ++n_decodes_) != aborted.end() ? 13 : 0;
     may_stop_ = true;
     const int status = llama_model_has_encoder(model_->get())
                            ? llama_encode(handle_.get(), batch_.batch)

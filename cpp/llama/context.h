@@ -154,8 +154,8 @@ private:
     int n_chunk_;
     int n_slots_;
     std::string pooling_;
-    bool embeds_ = false;                               // what llama.cpp was told last
-    const std::vector<std::uint64_t> aborted_decodes_;  // sorted
+    bool embeds_ = false;  // what llama.cpp was told last
+    const std::vector<std::uint64_t> aborted_decodes_;
     std::uint64_t n_decodes_ = 0;
     std::shared_ptr<heartbeat> heart_;
     bool may_stop_ = false;     // a decode runs: what else llama.cpp computes is not broken off

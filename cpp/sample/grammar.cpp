@@ -105,10 +105,26 @@ private:
 
 class grammar_rules {
 public:
-    std::uint32_t find_or_add(std::string_view name);
-    std::uint32_t add_generated(std::uint32_t base);  // for a group or a repetition in rule `base`
-    std::uint32_t add_set(character_set set);
-    void define(std::uint32_t rule, std::vector<grammar_sequence> alternates);
+    std::uint32_t find_or_add(std::string_view name) {
+        if (const auto found = ids_.find(name); found != ids_.end()) return found->second;
+        const auto id = static_cast<std::uint32_t>(bases_.size());
+        ids_.emplace(name, id);
+        bases_.push_back(id);
+        return id;
+    }
+    // For a group or a repetition in rule `base`.
+    std::uint32_t add_generated(std::uint32_t base) {
+        bases_.push_back(base);
+        return static_cast<std::uint32_t>(bases_.size() - 1);
+    }
+    std::uint32_t add_set(character_set set) {
+        sets_.push_back(std::move(set));
+        return static_cast<std::uint32_t>(sets_.size() - 1);
+    }
+    void define(std::uint32_t rule, std::vector<grammar_sequence> alternates) {
+        if (rules_.size() < bases_.size()) rules_.resize(bases_.size());
+        rules_[rule] = std::move(alternates);
+    }
 
     std::size_t n_rules() const { return bases_.size(); }
 
@@ -117,50 +133,20 @@ public:
     grammar finish(work_limit& limit);
 
 private:
-    struct rule_text {
-        bool is_defined = false;
-        std::vector<grammar_sequence> alternates;
-    };
-
-    const std::string& name_of(std::uint32_t rule) const;
+    const std::string& name_of(std::uint32_t rule) const {
+        const auto found = std::find_if(
+            ids_.begin(), ids_.end(), [&](const auto& one) { return one.second == bases_[rule]; });
+        return found->first;
+    }
     std::vector<bool> rules_that_derive(bool with_terminals, work_limit& limit) const;
     void check_defined() const;
     void find_components(grammar& made, work_limit& limit) const;
 
     std::map<std::string, std::uint32_t, std::less<>> ids_;
     std::vector<std::uint32_t> bases_;  // of each rule: itself, or the rule it was generated for
-    std::vector<rule_text> rules_;
+    std::vector<std::vector<grammar_sequence>> rules_;  // alternates; none: not defined
     std::vector<character_set> sets_;
 };
-
-std::uint32_t grammar_rules::find_or_add(std::string_view name) {
-    if (const auto found = ids_.find(name); found != ids_.end()) return found->second;
-    const auto id = static_cast<std::uint32_t>(bases_.size());
-    ids_.emplace(name, id);
-    bases_.push_back(id);
-    return id;
-}
-
-std::uint32_t grammar_rules::add_generated(std::uint32_t base) {
-    bases_.push_back(base);
-    return static_cast<std::uint32_t>(bases_.size() - 1);
-}
-
-std::uint32_t grammar_rules::add_set(character_set set) {
-    sets_.push_back(std::move(set));
-    return static_cast<std::uint32_t>(sets_.size() - 1);
-}
-
-void grammar_rules::define(std::uint32_t rule, std::vector<grammar_sequence> alternates) {
-    if (rules_.size() < bases_.size()) rules_.resize(bases_.size());
-    rules_[rule] = {true, std::move(alternates)};
-}
-
-const std::string& grammar_rules::name_of(std::uint32_t rule) const {
-    const auto found = std::find_if(
-        ids_.begin(), ids_.end(), [&](const auto& entry) { return entry.second == bases_[rule]; });
-    return found->first;
-}
 
 // Rules that derive some text (with terminals) or the empty text (without).
 std::vector<bool> grammar_rules::rules_that_derive(bool with_terminals, work_limit& limit) const {
@@ -173,7 +159,7 @@ std::vector<bool> grammar_rules::rules_that_derive(bool with_terminals, work_lim
     std::vector<std::vector<std::size_t>> users(rules_.size());
     std::vector<std::size_t> ready;
     for (std::size_t rule = 0; rule < rules_.size(); ++rule) {
-        for (const grammar_sequence& sequence : rules_[rule].alternates) {
+        for (const grammar_sequence& sequence : rules_[rule]) {
             limit.spend(1 + sequence.size());
             alternate entry{rule, 0};
             for (const grammar_element& element : sequence) {
@@ -203,19 +189,18 @@ std::vector<bool> grammar_rules::rules_that_derive(bool with_terminals, work_lim
 
 void grammar_rules::check_defined() const {
     const auto root = ids_.find("root");
-    if (root == ids_.end() || !rules_[root->second].is_defined) {
+    if (root == ids_.end() || rules_[root->second].empty()) {
         refuse("has no rule named root, where the output starts; add root ::= ...");
     }
     for (const auto& [name, id] : ids_) {
-        if (!rules_[id].is_defined)
-            refuse("uses the rule " + name + " but does not define it; add it");
+        if (rules_[id].empty()) refuse("uses the rule " + name + " but does not define it; add it");
     }
 }
 
 void grammar_rules::find_components(grammar& made, work_limit& limit) const {
     left_corner_graph graph(rules_.size());
     for (std::size_t rule = 0; rule < rules_.size(); ++rule) {
-        for (const grammar_sequence& sequence : rules_[rule].alternates) {
+        for (const grammar_sequence& sequence : rules_[rule]) {
             for (std::size_t i = 0; i < sequence.size() && sequence[i].type == kind::rule; ++i) {
                 limit.spend();
                 graph[rule].push_back({sequence[i].value, i + 1 == sequence.size()});
@@ -254,9 +239,9 @@ grammar grammar_rules::finish(work_limit& limit) {
     made.root = ids_.find("root")->second;
     made.sets = std::move(sets_);
     made.elements.push_back({kind::accept, 0});
-    for (const rule_text& rule : rules_) {
+    for (const auto& alternates : rules_) {
         made.first_start.push_back(static_cast<std::uint32_t>(made.starts.size()));
-        for (const grammar_sequence& sequence : rule.alternates) {
+        for (const grammar_sequence& sequence : alternates) {
             limit.spend(1 + sequence.size());
             made.starts.push_back(static_cast<std::uint32_t>(made.elements.size()));
             made.elements.insert(made.elements.end(), sequence.begin(), sequence.end());
@@ -307,9 +292,8 @@ protected:
         const std::string got =
             pos < text_.size() ? "'" + std::string(text_.substr(pos, n_bytes_of(text_[pos]))) + "'"
                                : "the end of the text";
-        throw error(errc::invalid_sampling, "grammar line " + std::to_string(line) + ", column " +
-                                                std::to_string(pos - line_start + 1) +
-                                                ": expected " + expected + ", got " + got);
+        refuse("line " + std::to_string(line) + ", column " + std::to_string(pos - line_start + 1) +
+               ": expected " + expected + ", got " + got);
     }
 
     void expect(char c, const char* meaning) {
@@ -413,9 +397,8 @@ private:
         limit_.spend(n_elements);
         n_elements_ += n_elements;
         if (n_elements_ > n_elements_max) {
-            throw error(errc::invalid_sampling,
-                        "grammar has more than " + std::to_string(n_elements_max) +
-                            " elements with its repetitions written out; lower their counts");
+            refuse("has more than " + std::to_string(n_elements_max) +
+                   " elements with its repetitions written out; lower their counts");
         }
     }
 
@@ -466,6 +449,9 @@ private:
     }
 
     void group(sequence_state& state, std::uint32_t base, std::size_t nesting) {
+        if (nesting >= nesting_max) {
+            fail("at most " + std::to_string(nesting_max) + " nested parentheses");
+        }
         ++pos_;
         space(true);
         const std::size_t n_rules_before = rules_.n_rules();
@@ -473,7 +459,6 @@ private:
         alternates(base, id, nesting + 1);
         state.n_rules = std::max<std::uint64_t>(1, rules_.n_rules() - n_rules_before);
         expect(')', "after a group");
-        state.last_start = state.elements.size();
         add(state, {kind::rule, id});
     }
 
@@ -543,39 +528,28 @@ private:
     grammar_sequence sequence(std::uint32_t base, std::size_t nesting) {
         const bool nested = nesting > 0;
         sequence_state state;
-        const auto begin_part = [&state] {
-            state.last_start = state.elements.size();
-            state.n_rules = 1;
-        };
         for (;;) {
             const char c = at();
+            const bool repeats = c == '*' || c == '+' || c == '?' || c == '{';
+            if (!repeats) state.last_start = state.elements.size(), state.n_rules = 1;
             if (c == '"') {
-                begin_part();
                 literal(state);
             } else if (c == '[') {
-                begin_part();
                 char_class(state);
             } else if (c == '<' || c == '!') {
-                begin_part();
                 token(state);
             } else if (is_name_char(c)) {
-                const std::uint32_t id = rules_.find_or_add(name());
-                begin_part();
-                add(state, {kind::rule, id});
+                add(state, {kind::rule, rules_.find_or_add(name())});
             } else if (c == '(') {
-                if (nesting >= nesting_max) {
-                    fail("at most " + std::to_string(nesting_max) + " nested parentheses");
-                }
                 group(state, base, nesting);
             } else if (c == '.') {
                 ++pos_;
-                begin_part();
                 add(state, {kind::any, 0});
-            } else if (c == '*' || c == '+' || c == '?') {
-                const std::size_t sign = pos_++;
-                repeat(state, base, sign, c == '+' ? 1 : 0, c == '?' ? 1 : unlimited);
             } else if (c == '{') {
                 counted_repetition(state, base, nested);
+            } else if (repeats) {
+                const std::size_t sign = pos_++;
+                repeat(state, base, sign, c == '+' ? 1 : 0, c == '?' ? 1 : unlimited);
             } else {
                 return std::move(state.elements);
             }
@@ -617,12 +591,11 @@ private:
 
 grammar read_grammar(std::string_view text, const token_finder& find_token, work_limit& limit) {
     if (text.size() > n_bytes_max) {
-        throw error(errc::invalid_sampling, "grammar has " + std::to_string(text.size()) +
-                                                " bytes, the limit is " +
-                                                std::to_string(n_bytes_max) + "; shorten it");
+        refuse("has " + std::to_string(text.size()) + " bytes, the limit is " +
+               std::to_string(n_bytes_max) + "; shorten it");
     }
     if (text.find('\0') != std::string_view::npos) {
-        throw error(errc::invalid_sampling, "grammar contains a zero byte; write it as \\x00");
+        refuse("contains a zero byte; write it as \\x00");
     }
     return gbnf_reader(text, find_token, limit).read();
 }
