@@ -40,9 +40,13 @@ class RpcState:
     lost: Final[str]
     """Why the server was lost; empty while it is available."""
 
-class ModelFacts:
-    """Facts about a model, as llama.cpp reports them."""
+def check_device_memory(model: ModelOptions, context: EngineOptions) -> None:
+    """Raise OutOfMemory if a device has no room for its part of the model and context."""
 
+def check_opening(model: ModelOptions, context: EngineOptions) -> None:
+    """Raise the errors of opening that can be found without reading the weights."""
+
+class Model:
     n_vocab: Final[int]
     has_vocab: Final[bool]
     n_layer: Final[int]
@@ -69,19 +73,10 @@ class ModelFacts:
     chat_template: Final[str | None]
     rerank_template: Final[str | None]
     classifier_labels: Final[list[str]]
-
-def check_device_memory(model: ModelOptions, context: EngineOptions) -> None:
-    """Raise OutOfMemory if a device has no room for its part of the model and context."""
-
-def check_opening(model: ModelOptions, context: EngineOptions) -> None:
-    """Raise the errors of opening that can be found without reading the weights."""
-
-class Model:
     @staticmethod
     def load(options: ModelOptions, progress: object | None = None) -> Model:
         """Load a model, calling `progress(fraction)` meanwhile."""
 
-    facts: Final[ModelFacts]
     def rpc_servers(self) -> list[RpcState]:
         """State of each RPC server."""
 
