@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
 from kqview._core import Engine as CoreEngine
@@ -31,6 +32,11 @@ class Conversation:
         self._control_ids = {self._model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
         self._control_id_set = frozenset(ids)
         self._templates: dict[str, ChatTemplate] = {}
+
+    @property
+    def control_tokens(self) -> Mapping[str, int]:
+        """Text and id of each control token: in a prompt of `chat`, only the template makes one."""
+        return MappingProxyType(self._control_ids)
 
     @abstractmethod
     def generate(

@@ -1,0 +1,471 @@
+"""Chat: what every dialect with messages shares, from the request to the pieces of the answer.
+
+`prepare` turns a neutral `ChatRequest` into a `ChatWork`: the request for the service, and how its
+answer is read. An `AnswerReader` takes the text of one sample as it comes and returns `Delta`s:
+reasoning, content and tool calls, without stop sequences and marks. Nothing here knows a protocol.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Final, Literal
+
+from kqview.engine import Engine
+from kqview.errors import InvalidSampling, RequestError
+from kqview.server.api import tool_format
+from kqview.server.api.reasoning import (
+    THINK_TAGS,
+    HarmonySplitter,
+    Marks,
+    NoReasoning,
+    Piece,
+    Splitter,
+    ThinkSplitter,
+    opened_by,
+)
+from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
+from kqview.server.attention import AttentionWanted
+from kqview.server.service import GenerateRequest, Run
+from kqview.types import Sampling
+
+ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
+
+CHATML: Final = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""Template for a model that brings none, as llama.cpp's server takes it."""
+
+WHOLE_CONTEXT: Final = 2**31 - 1
+"""``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
+
+_N_END: Final = 32  # tokens at the end of a prompt that may hold the opening mark of reasoning
+_STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled"})
+
+
+# ---- requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatRequest:
+    """A chat as a dialect read it.
+
+    Attributes:
+        messages: In the form of OpenAI's chat API.
+        sampling: How tokens are chosen; ``grammar`` is the client's own, ``json_schema`` unset.
+        request_id: As in GenerateRequest.
+        max_tokens: Most tokens to generate; None for as many as fit.
+        tools: Functions, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
+        tool_choice: "required": at least one call; "none": tools are not shown.
+        tool_name: The one function to call, with "required".
+        parallel_calls: Whether an answer may have several calls.
+        schema: JSON schema of the answer, None for text.
+        reasoning: "none" leaves reasoning in the content.
+        template_options: Further variables of the template.
+        chat_template: Instead of the model's own.
+        adds_generation_prompt: Whether the prompt ends with the header of the answer.
+        continues: Whether the last message, the assistant's, is continued; None if it is one.
+        n_samples: Answers to generate.
+        attention: As in GenerateRequest.
+        names: As in GenerateRequest.
+        options: Further fields of the GenerateRequest, such as ``slot``.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    sampling: Sampling
+    request_id: str
+    max_tokens: int | None = None
+    tools: Sequence[Tool] = ()
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    tool_name: str | None = None
+    parallel_calls: bool = True
+    schema: Mapping[str, Any] | None = None
+    reasoning: ReasoningFormat = "auto"
+    template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    chat_template: str | None = None
+    adds_generation_prompt: bool = True
+    continues: bool | None = None
+    n_samples: int = 1
+    attention: AttentionWanted | None = None
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """A chat that is ready to run: the request for the service, and how to read its answer."""
+
+    request: GenerateRequest
+    reading: "Reading"
+
+
+def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
+    """Render *chat* as a prompt, and constrain the answer if it has to be a call or JSON.
+
+    Any thread; a template may take seconds, so not the event loop's (`Service.converted`).
+
+    Raises:
+        RequestError: A message or a tool is malformed, tools and a grammar exclude each other, or
+            as `Engine.apply_chat_template`.
+    """
+    source = template_of(engine, chat.chat_template)
+    tools = _tools(chat)
+    ids, begun = prompt_of(engine, chat)
+    # What the answer continues decides whether it begins inside of reasoning.
+    end = engine.detokenize(ids[-_N_END:]) if ids else ""
+    opened = _opened_in(begun) if begun else opened_by(end)
+    form = tool_format.format_of(source)
+    is_harmony = form == "harmony"
+    splits: Literal["no", "think", "harmony"] = "harmony" if is_harmony else "think"
+    if chat.reasoning == "none" and not (is_harmony and tools):
+        splits = "no"
+    sampling = _constrained(engine, chat, tools, form, _reasoning_of(source, end, opened))
+    names = dict(chat.names)
+    if sampling.grammar is not chat.sampling.grammar:
+        names["grammar"] = "tools" if tools else "response_format"
+    request = GenerateRequest(
+        prompt=ids,
+        max_tokens=WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens,
+        sampling=sampling,
+        request_id=chat.request_id,
+        attention=chat.attention,
+        n_samples=chat.n_samples,
+        names=names,
+        **chat.options,
+    )
+    stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
+    return ChatWork(request, Reading(splits, opened, form if tools else None, stops))
+
+
+def template_of(engine: Engine, given: str | None = None) -> str:
+    """The template to use: *given*, the model's own, or ChatML."""
+    return given if given is not None else engine.model.chat_template or CHATML
+
+
+def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
+    """Ids of the prompt, and the text of the answer that it already begins; any thread.
+
+    Raises:
+        RequestError: As `prepare`.
+    """
+    source = template_of(engine, chat.chat_template)
+    messages = _messages(chat.messages, source)
+    tools: Sequence[Tool] | None = _tools(chat) or None
+    begun = _continued(chat, messages)
+    if begun is not None:
+        messages = messages[:-1]
+    if not tool_format.knows_tools(source) and (tools or any(map(_is_of_tools, messages))):
+        messages, tools = tool_format.with_tools_as_text(messages, tools or ()), None
+    ids = engine.apply_chat_template(
+        messages,
+        tools=tools,
+        add_generation_prompt=chat.adds_generation_prompt or begun is not None,
+        chat_template=source,
+        template_options=chat.template_options,
+    )
+    if begun:
+        ids += engine.tokenize(begun, add_special=False, parse_special=False)
+    return ids, begun or ""
+
+
+def _messages(messages: Sequence[Mapping[str, Any]], source: str) -> list[Any]:
+    """*messages* with the roles that the template knows; what is not text is refused."""
+    fitted: list[Any] = []
+    for i, message in enumerate(messages):
+        _check_is_text(i, message.get("content"))
+        if message.get("role") == "developer" and "developer" not in source:
+            message = {**message, "role": "system"}
+        fitted.append(message)
+    return fitted
+
+
+def _check_is_text(i: int, content: object) -> None:
+    for j, part in enumerate(tool_format.objects_of(content)):
+        kind = part.get("type")
+        if kind in ("image_url", "image", "input_image", "input_audio", "file", "input_file"):
+            raise RequestError(
+                f"messages[{i}].content[{j}] is of type {kind}, and this model reads text only; "
+                "send parts of type text",
+                parameter="messages",
+            )
+
+
+def _is_of_tools(message: Mapping[str, Any]) -> bool:
+    return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
+
+
+def _continued(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str | None:
+    """Text of the last message if the answer continues it, None if it does not."""
+    is_answer = bool(messages) and messages[-1].get("role") == "assistant"
+    wanted = is_answer if chat.continues is None else chat.continues
+    if not wanted:
+        return None
+    if not is_answer:
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant; add one, or leave it out"
+        )
+    if messages[-1].get("tool_calls"):
+        if chat.continues is None:
+            return None
+        raise RequestError("an assistant's message with tool calls cannot be continued")
+    if len(messages) > 1 and messages[-2].get("role") == "assistant":
+        raise RequestError(
+            "the last two messages are the assistant's; join them, or end with the user's"
+        )
+    return tool_format.text_of(messages[-1].get("content"))
+
+
+def _opened_in(begun: str) -> str | None:
+    """The mark of reasoning that *begun* opens and does not close."""
+    for open_, close in THINK_TAGS.items():
+        if begun.rfind(open_) > begun.rfind(close):
+            return open_
+    return None
+
+
+def _reasoning_of(source: str, end: str, opened: str | None) -> tuple[str, str]:
+    """As ``reasoning`` and ``tag`` of `Wanted`."""
+    if opened is not None:
+        return "open", opened
+    is_closed = end.rstrip().endswith(tuple(THINK_TAGS.values()))
+    tag = next((tag for tag in THINK_TAGS if tag in source or THINK_TAGS[tag] in source), None)
+    return ("no", "<think>") if is_closed or tag is None else ("may", tag)
+
+
+def _tools(chat: ChatRequest) -> list[Tool]:
+    """The tools that may be called."""
+    if chat.tool_choice == "none":
+        return []
+    for i, tool in enumerate(chat.tools):
+        function = tool_format.object_of(tool.get("function"))
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise RequestError(
+                f"tools[{i}] has no function with a name; send "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
+                parameter="tools",
+            )
+        if not isinstance(function.get("parameters"), dict | None):
+            raise RequestError(
+                f"tools[{i}]: parameters is not an object; send a JSON schema", parameter="tools"
+            )
+    if chat.tool_choice == "required" and not chat.tools:
+        raise RequestError(
+            "tool_choice asks for a call, but there are no tools; send some",
+            parameter="tool_choice",
+        )
+    if chat.tool_name is None:
+        return list(chat.tools)
+    named = [tool for tool in chat.tools if tool["function"]["name"] == chat.tool_name]
+    if not named:
+        raise RequestError(
+            f"tool_choice names {chat.tool_name[:80]!r}, which is not among the tools; "
+            "name one of them",
+            parameter="tool_choice",
+        )
+    return named
+
+
+def _constrained(
+    engine: Engine,
+    chat: ChatRequest,
+    tools: Sequence[Tool],
+    form: Format,
+    reasoning: tuple[str, str],
+) -> Sampling:
+    """The sampling with a grammar if the answer has to be a call or JSON."""
+    sampling = chat.sampling
+    if sampling.grammar is not None and (tools or chat.schema is not None):
+        what = "tools" if tools else "a JSON schema"
+        raise InvalidSampling(f"grammar cannot be combined with {what}; send one of them")
+    needs_call = bool(tools) and chat.tool_choice == "required"
+    if not needs_call and chat.schema is None:
+        return sampling
+    how, tag = reasoning
+    if not tools and how == "no" and form != "harmony":
+        return replace(sampling, json_schema=chat.schema)
+    wanted = Wanted(
+        calls=tools,
+        needs_call=needs_call,
+        is_parallel=chat.parallel_calls,
+        schema=chat.schema,
+        reasoning=how,  # pyright: ignore[reportArgumentType]
+        tag=tag,
+    )
+    grammar = tool_format.grammar(wanted, form, partial(_said, engine))
+    return replace(sampling, grammar=grammar)
+
+
+def _said(engine: Engine, mark: str) -> str:
+    """A mark as a grammar says it: control tokens by their id, because no text matches them."""
+    id_ = engine.control_tokens.get(mark)
+    return tool_format.literal(mark) if id_ is None else tool_format.token(id_)
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came next in an answer; exactly one of the three is set."""
+
+    reasoning: str = ""
+    content: str = ""
+    call: CallDelta | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How an answer is read.
+
+    Attributes:
+        splits: How it marks its reasoning; "no" leaves all of it in the content.
+        opened: The mark with which the prompt has opened reasoning.
+        calls: Format of its calls, None if there are no tools.
+        stops: Sequences that end it.
+    """
+
+    splits: Literal["no", "think", "harmony"] = "think"
+    opened: str | None = None
+    calls: Format | None = None
+    stops: tuple[str, ...] = ()
+
+    def reader(self) -> "AnswerReader":
+        """A reader for one sample."""
+        return AnswerReader(self)
+
+
+class AnswerReader:
+    """Reads one sample's text while it comes."""
+
+    def __init__(self, reading: Reading) -> None:
+        self._splitter: Splitter = NoReasoning()
+        if reading.splits == "harmony":
+            self._splitter = HarmonySplitter()
+        elif reading.splits == "think":
+            self._splitter = ThinkSplitter(opened_by=reading.opened)
+        # A call in a channel of its own needs no tools to be one.
+        form = "harmony" if reading.splits == "harmony" else reading.calls
+        self._calls = CallReader(form) if form is not None else None
+        self._stops = Marks(reading.stops)
+        self._has_stopped = False
+        self._n_shown = 0
+        self._space = ""  # after a call: line ends between calls are no content
+        self.has_calls = False
+        """Whether the answer has tool calls so far."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """Add the text of a token; returns what is certain."""
+        if self._has_stopped:
+            return []
+        before, stop = self._stops.feed(text)
+        self._has_stopped = stop is not None
+        self._n_shown += len(before)
+        return self._deltas(self._splitter.feed(before))
+
+    def finish(self, text: str) -> list[Delta]:
+        """End the answer, whose whole text without the stop sequence is *text*."""
+        self._has_stopped = True
+        rest = text[self._n_shown :]
+        self._n_shown = len(text)
+        pieces = self._splitter.feed(rest) + self._splitter.flush()
+        deltas = self._deltas(pieces)
+        return deltas if self._calls is None else deltas + self._of_calls(self._calls.flush())
+
+    def _deltas(self, pieces: Iterable[Piece]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for piece in pieces:
+            if piece.kind == "reasoning":
+                deltas.append(Delta(reasoning=piece.text))
+            elif self._calls is None:
+                deltas.append(Delta(content=piece.text))
+            elif piece.kind == "call":
+                is_new = not piece.text
+                call = self._calls
+                deltas += self._of_calls(
+                    [call.begin(piece.name) if is_new else call.arguments(piece.text)]
+                )
+            else:
+                deltas += self._of_calls(self._calls.feed(piece.text))
+        return deltas
+
+    def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for one in found:
+            if isinstance(one, str) and self.has_calls:
+                self._space += one
+                if not self._space.isspace():
+                    deltas.append(Delta(content=self._space))
+                    self._space = ""
+            elif isinstance(one, str):
+                deltas.append(Delta(content=one))
+            else:
+                self.has_calls, self._space = True, ""
+                deltas.append(Delta(call=one))
+        return deltas
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of an answer; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Append *deltas*."""
+        for delta in deltas:
+            self.reasoning += delta.reasoning
+            self.content += delta.content
+            if delta.call is None:
+                continue
+            if delta.call.id is not None:
+                self.calls.append(Call(delta.call.id, delta.call.name or ""))
+            self.calls[-1].arguments += delta.call.arguments
+
+
+def answer_of(reading: Reading, text: str) -> Answer:
+    """The answer with this whole text, without its stop sequence."""
+    answer = Answer()
+    answer.add(reading.reader().finish(text))
+    return answer
+
+
+def finish_reason(
+    reason: str | None, *, has_calls: bool
+) -> Literal["stop", "length", "tool_calls"]:
+    """Why an answer ended, from the reason of its generation, in OpenAI's words."""
+    if reason is not None and reason not in _STOPPED:
+        return "length"
+    return "tool_calls" if has_calls else "stop"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of all samples of a run; the prompt counts once."""
+
+    prompt: int
+    cached: int
+    completion: int
+
+    @property
+    def total(self) -> int:
+        """Prompt and answers."""
+        return self.prompt + self.completion
+
+
+def counts_of(run: Run) -> TokenCounts:
+    """Tokens of *run*, whole once it has ended."""
+    usage = run.usage
+    completion = sum(one.usage.completion_tokens for one in run.generations)
+    return TokenCounts(usage.prompt_tokens, usage.cached_tokens, completion)

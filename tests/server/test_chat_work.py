@@ -1,0 +1,363 @@
+"""Chats as work for the engine: prompts, grammars of calls, and answers read as they come."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kqview import Engine, Sampling
+from kqview.errors import InvalidSampling, RequestError
+from kqview.server.api.chat_work import (
+    Answer,
+    ChatRequest,
+    Reading,
+    answer_of,
+    finish_reason,
+    prepare,
+)
+from kqview.server.api.tool_format import Wanted, format_of, grammar, literal
+from tests.support import chat_templates as shapes
+from tests.support import tiny_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+pytest.importorskip("jinja2")
+llguidance = pytest.importorskip("llguidance")
+from llguidance._tokenizer import TokenizerWrapper  # noqa: E402
+
+HELLO = [{"role": "user", "content": "Who?"}]
+TOOLS: list[dict[str, Any]] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Finds a word.",
+            "parameters": {
+                "type": "object",
+                "properties": {"word": {"type": "string", "maxLength": 5}},
+                "required": ["word"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "stop", "parameters": {"maxProperties": 0}}},
+]
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
+)
+CALLS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
+    "[TOOL_CALLS]", "[ARGS]")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """Random weights, ids below 256 are bytes, with the marks of every format."""
+    path = tmp_path_factory.mktemp("model") / "marks.gguf"
+    tiny_gguf.write_model(path, specials=CALLS)
+    with Engine(path, n_ctx=2048, n_threads=1) as engine:
+        yield engine
+
+
+def chat(**options: Any) -> ChatRequest:
+    given: dict[str, Any] = {
+        "messages": HELLO,
+        "sampling": Sampling(temperature=1, seed=1),
+        "request_id": "r",
+        "template_options": {"enable_thinking": False},  # a random model would not end it
+    }
+    return ChatRequest(**given | options)
+
+
+def answered(engine: Engine, request: ChatRequest) -> Answer:
+    """What the engine answers, read as it comes."""
+    work = prepare(engine, request)
+    answer, reader = Answer(), work.reading.reader()
+    assert not isinstance(work.request.prompt, str)
+    generation = engine.generate(
+        list(work.request.prompt), sampling=work.request.sampling, max_tokens=700
+    )
+    for token in generation:
+        answer.add(reader.feed(token.text))
+    answer.add(reader.finish(generation.text))
+    assert generation.finish_reason == "stop", generation.text
+    return answer
+
+
+TEMPLATES = {
+    "hermes": shapes.QWEN,
+    "mistral": shapes.MISTRAL.replace("messages %}", "messages %}{# tools #}"),
+    "mistral_named": "{{ messages[0].content }}{# tools [TOOL_CALLS] [ARGS] #}",
+    "llama": "{{ messages[0].content }}{# tools <|python_tag|> #}",
+    "harmony": HARMONY + "{# tools #}",
+    "none": "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_required_call_is_held_by_a_grammar_in_the_format_of_the_model(engine: Engine, name: str):
+    assert format_of(TEMPLATES[name]) == ("hermes" if name == "none" else name)
+    for seed in range(2):
+        answer = answered(
+            engine,
+            chat(
+                tools=TOOLS, tool_choice="required", parallel_calls=False,
+                chat_template=TEMPLATES[name],
+                # Without the first letter of "analysis": a random model would not end that.
+                sampling=Sampling(temperature=1.5, seed=seed, logit_bias={ord("a"): -100}),
+            ),
+        )  # fmt: skip
+        [call] = answer.calls
+        arguments = json.loads(call.arguments)
+        if call.name == "look_up":
+            assert len(arguments.pop("word")) <= 5
+        assert arguments == {}
+        assert answer.content == ""
+
+
+def test_named_function_is_the_one_that_is_called(engine: Engine):
+    request = chat(
+        tools=TOOLS, tool_choice="required", tool_name="stop", parallel_calls=False,
+        chat_template=shapes.QWEN,
+    )  # fmt: skip
+    assert [call.name for call in answered(engine, request).calls] == ["stop"]
+
+
+class ByteTokens:
+    """A vocabulary of bytes, in the form that llguidance takes."""
+
+    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def accepts(grammar: str, text: str) -> bool:
+    """Whether *text* as a whole follows *grammar*, whose marks are plain text."""
+    matcher = llguidance.LLMatcher(
+        llguidance.LLTokenizer(TokenizerWrapper(ByteTokens())),
+        grammar,  # pyright: ignore[reportArgumentType]
+    )
+    assert not matcher.get_error()
+    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and (
+        matcher.is_accepting()
+    )
+
+
+CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (
+            Wanted(calls=TOOLS, needs_call=True),
+            [CALL, f"{CALL}\n{CALL}"],
+            ["", "text", f"<think>a</think>{CALL}", CALL.replace("stop", "other")],
+        ),
+        (
+            Wanted(calls=TOOLS, needs_call=True, is_parallel=False, reasoning="may"),
+            [CALL, f"<think>a < b</think>\n\n{CALL}"],
+            [f"{CALL}\n{CALL}", f"a</think>{CALL}"],
+        ),
+        (
+            Wanted(schema={"const": [1]}, reasoning="open"),
+            ["a\nb</think>\n[1]", "</think>[ 1 ]"],
+            ["[1]", "a</think>[2]"],
+        ),
+        (Wanted(calls=TOOLS, schema={"const": [1]}), [CALL, "[1]"], ["text", f"[1]{CALL}"]),
+        (
+            Wanted(schema={"const": [1]}, reasoning="may", tag="[THINK]"),
+            ["[THINK]a[/THINK][1]", "[1]"],
+            ["<think>a</think>[1]"],
+        ),
+    ],
+)
+def test_grammar_allows_what_is_wanted(wanted: Wanted, good: list[str], bad: list[str]):
+    text = grammar(wanted, "hermes", literal)
+    assert [accepts(text, one) for one in good] == [True] * len(good)
+    assert [accepts(text, one) for one in bad] == [False] * len(bad)
+
+
+def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
+    template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
+    work = prepare(engine, chat(schema={"const": [1]}, chat_template=template))
+    assert work.reading.opened == "<think>"
+    assert accepts(str(work.request.sampling.grammar), "I think</think>[1]")
+    answer = answer_of(work.reading, "I think</think>[1]")
+    assert (answer.reasoning, answer.content) == ("I think", "[1]")
+
+
+def test_schema_without_reasoning_is_a_plain_constraint(engine: Engine):
+    request = chat(schema={"const": "x"})
+    sampling = prepare(engine, request).request.sampling
+    assert (sampling.json_schema, sampling.grammar) == ('{"const": "x"}', None)
+    assert answered(engine, request).content == '"x"'
+
+
+def test_template_without_tools_gets_them_as_text(engine: Engine):
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": "Find it."},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "function": {"name": "look_up", "arguments": '{"word": "a"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "found"},
+    ]
+    work = prepare(engine, chat(messages=messages, tools=TOOLS))
+    text = engine.detokenize(work.request.prompt)  # pyright: ignore[reportArgumentType]
+    assert "Be kind.\n\nYou may call" in text
+    assert '"name": "look_up", "description": "Finds a word."' in text
+    assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>" in text
+
+
+def test_tools_are_not_shown_if_none_may_be_called(engine: Engine):
+    shown = prepare(engine, chat(tools=TOOLS, tool_choice="none"))
+    assert shown.request.prompt == prepare(engine, chat()).request.prompt
+    assert shown.reading.calls is None
+
+
+def test_last_message_of_the_assistant_is_continued(engine: Engine):
+    messages = [*HELLO, {"role": "assistant", "content": "I am <|im_end|>"}]
+    ids = prepare(engine, chat(messages=messages)).request.prompt
+    begun = list(prepare(engine, chat()).request.prompt)  # pyright: ignore[reportArgumentType]
+    assert ids == [*begun, *b"I am <|im_end|>"]
+    whole = prepare(engine, chat(messages=messages, continues=False)).request.prompt
+    assert engine.detokenize(whole).endswith("<|im_end|>\n<|im_start|>assistant\n")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"messages": []}, RequestError, "messages is empty"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            RequestError,
+            r"messages\[0\].content\[0\] is of type image_url.*text only",
+        ),
+        ({"tools": [{"type": "function"}]}, RequestError, r"tools\[0\] has no function"),
+        ({"tool_choice": "required"}, RequestError, "no tools"),
+        (
+            {"tools": TOOLS, "tool_choice": "required", "tool_name": "x"},
+            RequestError,
+            "'x', which is not among the tools",
+        ),
+        (
+            {"tools": TOOLS, "sampling": Sampling(grammar='root ::= "a"')},
+            InvalidSampling,
+            "grammar cannot be combined with tools",
+        ),
+        ({"continues": True}, RequestError, "last message of the assistant"),
+    ],
+)
+def test_chat_that_cannot_work_is_refused(
+    engine: Engine, options: dict[str, Any], error: type[Exception], words: str
+):
+    with pytest.raises(error, match=words):
+        prepare(engine, chat(**options))
+
+
+# ---- answers
+
+HERMES = Reading(calls="hermes")
+MARKED = (
+    "<tool_call>", "</tool_call>", '\n{"name": "f", "arguments": ', '{"a": "}</tool_call>"}', "}",
+    "<think>", "</think>", "{", '"', "\\", " ", "\n", "END", "text", "<tool", "[TOOL_CALLS]",
+    '[{"name": "g", "arguments": {}}]',
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama", None])
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.lists(st.sampled_from(MARKED) | st.text(max_size=2), max_size=10).map("".join),
+    cuts=st.lists(st.integers(0, 80), max_size=6),
+)
+def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: list[int]):
+    reading = Reading(calls=form, stops=("END",))
+    whole = text.partition("END")[0]
+    ends = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
+    reader, answer = reading.reader(), Answer()
+    for start, end in pairwise(ends):
+        answer.add(reader.feed(text[start:end]))
+    answer.add(reader.finish(whole))
+    expected = answer_of(reading, whole)
+    assert (answer.reasoning, answer.content) == (expected.reasoning, expected.content)
+    assert [(one.name, one.arguments) for one in answer.calls] == [
+        (one.name, one.arguments) for one in expected.calls
+    ]
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (
+            "hermes",
+            'First.\n<tool_call>\n{"name": "f", "arguments": {"a": "</tool_call>"}}\n</tool_call>\n'
+            '<tool_call>{"arguments": {}, "name": "g"}</tool_call>\n',
+            "First.\n",
+            [("f", {"a": "</tool_call>"}), ("g", {})],
+        ),
+        ("hermes", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", {})]),
+        (
+            "mistral",
+            'a[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"b": 1}}]',
+            "a",
+            [("f", {}), ("g", {"b": 1})],
+        ),
+        ("mistral", '[TOOL_CALLS]f[ARGS]{"b": 1}', "", [("f", {"b": 1})]),
+        ("llama", '{"name": "f", "parameters": {"b": 1}}', "", [("f", {"b": 1})]),
+        ("llama", '{"no": "call"}', '{"no": "call"}', []),
+        ("llama", "Hello {", "Hello {", []),
+        (None, "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
+    ],
+)  # fmt: skip
+def test_calls_are_read_and_everything_else_stays_text(
+    form: Any, text: str, content: str, calls: list[tuple[str, Any]]
+):
+    answer = answer_of(Reading(calls=form), text)
+    assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls
+    assert answer.content == content
+    assert len({one.id for one in answer.calls}) == len(calls)
+
+
+def test_arguments_come_while_they_are_written():
+    reader = HERMES.reader()
+    reader.feed('<tool_call>\n{"name": "f", "arguments": ')
+    [begun, first] = reader.feed('{"a": "x')
+    assert begun.call is not None
+    assert (begun.call.name, begun.call.index) == ("f", 0)
+    assert first.call is not None
+    assert first.call.arguments == '{"a": "x'
+    assert reader.has_calls
+
+
+def test_calls_of_harmony_have_channels_of_their_own():
+    text = (
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+    )
+    answer = answer_of(Reading(splits="harmony"), text)
+    assert (answer.reasoning, answer.content) == ("Hm.", "")
+    assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
+
+
+def test_reason_of_the_end_is_one_of_openais():
+    reasons = ["stop", "stop_token", "stop_sequence", "length", "cancelled", "error"]
+    plain = [finish_reason(reason, has_calls=False) for reason in reasons]
+    assert plain == ["stop", "stop", "stop", "length", "stop", "length"]
+    assert finish_reason("stop", has_calls=True) == "tool_calls"
+    assert finish_reason("length", has_calls=True) == "length"
