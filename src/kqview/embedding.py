@@ -4,9 +4,12 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 so that no slot is idle; each takes its own step on the engine thread.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, cast, overload
+from asyncio import to_thread
+from collections import Counter, deque
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
+from functools import cached_property
+from typing import Any, Final, TypedDict, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +20,7 @@ from kqview.arguments import checked_ids, encode, invalid, to_index
 from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.submission import Submission
-from kqview.types import Classification, ModelInfo
+from kqview.types import Classification, ModelInfo, PromptBlock
 
 Text = str | Sequence[int]
 Pair = tuple[str, str]
@@ -29,8 +32,24 @@ _N_AHEAD: Final = 32
 _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
 
 
+class TextOptions(TypedDict, total=False):
+    """Options of `Embedding.classify`."""
+
+    priority: int
+    add_special: bool
+    parse_special: bool
+
+
+class EmbedOptions(TextOptions, total=False):
+    """Options of `Embedding.embed`."""
+
+    normalize: bool
+
+
 class Embedding:
-    """`embed` and `classify`; any thread. Both wait, without the GIL, until all texts are done."""
+    """`embed` and `classify`; any thread. Both wait, without the GIL, until all texts are done;
+    `aembed` and `aclassify` do so without blocking an event loop.
+    """
 
     _core: CoreEngine
     _model: CoreModel
@@ -45,26 +64,17 @@ class Embedding:
         """
         return self._core.pooling or None
 
+    @property
+    def n_classes(self) -> int:
+        """Number of scores that `classify` gives: 1 for a reranker, 0 without a classifier head."""
+        return self._core.n_classes
+
     @overload
-    def embed(
-        self,
-        texts: Text,
-        *,
-        normalize: bool = True,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
-    ) -> Vectors: ...
+    def embed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
 
     @overload
     def embed(
-        self,
-        texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Text],
-        *,
-        normalize: bool = True,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
+        self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
     ) -> Vectors | list[Vectors]: ...
 
     def embed(
@@ -81,7 +91,7 @@ class Embedding:
         Encoders and embedding models need no option; open other decoders with ``pooling``. A text
         is evaluated in one step, so it may have up to ``n_ubatch`` tokens (up to ``n_ctx`` with
         pooling "last" and a KV cache). Nothing that a slot holds is reused, so a text always has
-        the same embedding. In a coroutine, use ``await asyncio.to_thread(engine.embed, texts)``.
+        the same embedding. In a coroutine, use `aembed`.
 
         Args:
             texts: A text, or its token ids, used unchanged; or a list of these.
@@ -107,6 +117,41 @@ class Embedding:
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
+        is_one, ids = self._to_embed(texts, add_special, parse_special)
+        with closing(self._requests("embed", ids, priority)) as requests:
+            found = [_take(one) for one in requests]
+        return self._embedded(found, is_one, normalize)
+
+    @overload
+    async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
+
+    @overload
+    async def aembed(
+        self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
+    ) -> Vectors | list[Vectors]: ...
+
+    async def aembed(
+        self,
+        texts: Text | Sequence[Text],
+        *,
+        normalize: bool = True,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Vectors | list[Vectors]:
+        """Like `embed`, without blocking the event loop.
+
+        Cancelling the task drops the texts that are not done.
+        """
+        is_one, ids = await to_thread(self._to_embed, texts, add_special, parse_special)
+        with closing(self._requests("embed", ids, priority)) as requests:
+            found = [await _atake(one) for one in requests]
+        return self._embedded(found, is_one, normalize)
+
+    def _to_embed(
+        self, texts: object, add_special: bool, parse_special: bool
+    ) -> tuple[bool, list[list[int]]]:
+        """(whether it is one text, ids of each)."""
         self._core.check_open()
         if self.pooling is None:
             raise UnsupportedModel(
@@ -119,8 +164,11 @@ class Embedding:
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
         is_one, items = _items_of(texts)
-        ids = self._ids_of("embed", is_one, items, add_special, parse_special)
-        found = list(self._run("embed", ids, priority))
+        return is_one, self._ids_of("embed", is_one, items, add_special, parse_special)
+
+    def _embedded(
+        self, found: list[Vectors], is_one: bool, normalize: bool
+    ) -> Vectors | list[Vectors]:
         if normalize:
             for vectors in found:
                 length = np.linalg.norm(vectors, axis=-1, keepdims=True)
@@ -132,22 +180,12 @@ class Embedding:
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
     def classify(  # pyright: ignore[reportOverlappingOverload]
-        self,
-        texts: Text,
-        *,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
+        self, texts: Text, **options: Unpack[TextOptions]
     ) -> Classification: ...
 
     @overload
     def classify(
-        self,
-        texts: Sequence[str] | Sequence[Sequence[int]] | Sequence[Pair] | Sequence[Text | Pair],
-        *,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
+        self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
     ) -> list[Classification]: ...
 
     def classify(
@@ -179,8 +217,44 @@ class Embedding:
             UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
             RequestError: As for `embed`, like the other errors of `embed`.
         """
+        is_one, ids = self._to_classify(texts, add_special, parse_special)
+        with closing(self._requests("classify", ids, priority)) as requests:
+            found = [self._classified(_take(one)[0]) for one in requests]
+        return found[0] if is_one else found
+
+    @overload
+    async def aclassify(  # pyright: ignore[reportOverlappingOverload]
+        self, texts: Text, **options: Unpack[TextOptions]
+    ) -> Classification: ...
+
+    @overload
+    async def aclassify(
+        self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
+    ) -> list[Classification]: ...
+
+    async def aclassify(
+        self,
+        texts: Text | Sequence[Text | Pair],
+        *,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> Classification | list[Classification]:
+        """Like `classify`, without blocking the event loop.
+
+        Cancelling the task drops the texts that are not done.
+        """
+        is_one, ids = await to_thread(self._to_classify, texts, add_special, parse_special)
+        with closing(self._requests("classify", ids, priority)) as requests:
+            found = [self._classified((await _atake(one))[0]) for one in requests]
+        return found[0] if is_one else found
+
+    def _to_classify(
+        self, texts: object, add_special: bool, parse_special: bool
+    ) -> tuple[bool, list[list[int]]]:
+        """(whether it is one text, ids of each)."""
         self._core.check_open()
-        if self._core.n_classes == 0:
+        if self.n_classes == 0:
             raise UnsupportedModel(
                 f"{self._name()} has no classifier head; use a sequence classifier or a "
                 "reranker, or embed for vectors"
@@ -191,9 +265,7 @@ class Embedding:
                 "Engine(..., pooling='rank')"
             )
         is_one, items = _items_of(texts)
-        ids = self._ids_of("classify", is_one, items, add_special, parse_special)
-        found = [self._classified(values[0]) for values in self._run("classify", ids, priority)]
-        return found[0] if is_one else found
+        return is_one, self._ids_of("classify", is_one, items, add_special, parse_special)
 
     def _name(self) -> str:
         return self._info.name or self._info.architecture
@@ -246,34 +318,50 @@ class Embedding:
 
     # ---- ids to values
 
-    def _run(self, who: str, texts: list[list[int]], priority: int) -> Iterator[Vectors]:
-        """Yield the values of each text in order, ``(n_rows, n_values)``.
+    def _requests(
+        self, who: str, texts: list[list[int]], priority: int
+    ) -> Generator[Generation, None, None]:
+        """Yield the request of each text in order; take its result before the next one.
 
-        A caller that stops early drops the remaining requests, which cancels them.
+        Some are submitted ahead; closing the generator cancels those that were not yielded.
         """
         pending: deque[Generation] = deque()
-        for ids in texts:
-            if len(pending) >= _N_AHEAD:
-                yield _take(pending.popleft())
-            while True:
-                try:
-                    pending.append(self._submit(who, ids, priority))
-                    break
-                except QueueFull:
-                    if not pending:
-                        raise
-                yield _take(pending.popleft())
-        while pending:
-            yield _take(pending.popleft())
+        try:
+            for ids in texts:
+                if len(pending) >= _N_AHEAD:
+                    yield pending.popleft()
+                while True:
+                    try:
+                        pending.append(self._submit(who, ids, priority))
+                        break
+                    except QueueFull:
+                        if not pending:
+                            raise
+                    yield pending.popleft()
+            while pending:
+                yield pending.popleft()
+        finally:
+            for one in pending:
+                one.cancel()
 
     def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
         wanted = self._submission.options(ids, request_id=None, priority=priority)
         wanted.only_attends = wanted.embeds = True
         return self._submission.submit(who, wanted, n_prompt=len(ids), request_id=None)
 
+    @cached_property
+    def _labels(self) -> list[str]:
+        """A name for each score, all different."""
+        names = self._info.classifier_labels[: self.n_classes]
+        found = [f"LABEL_{i}" for i in range(self.n_classes)]
+        count = Counter(names)
+        for i, name in enumerate(names):
+            if name and count[name] == 1:
+                found[i] = name
+        return found
+
     def _classified(self, raw: NDArray[np.float32]) -> Classification:
-        names = self._info.classifier_labels
-        labels = [names[i] if i < len(names) else f"LABEL_{i}" for i in range(len(raw))]
+        labels = self._labels
         scores = raw.astype(np.float64)
         if self._info.architecture not in _GIVES_PROBABILITIES:
             scores = _softmax(scores) if len(scores) > 1 else _sigmoid(scores)
@@ -289,9 +377,20 @@ class Embedding:
 def _take(generation: Generation) -> Vectors:
     """Wait for the result of a request and for its end; raise the error that ended it, if any."""
     block = generation.next_block()
+    generation.next_block()
+    return _values_of(block, generation)
+
+
+async def _atake(generation: Generation) -> Vectors:
+    """Like `_take`, without blocking the event loop."""
+    block = await generation.anext_block()
+    await generation.anext_block()
+    return _values_of(block, generation)
+
+
+def _values_of(block: PromptBlock | None, generation: Generation) -> Vectors:
     if block is None or block.hidden is None:
         raise InternalError(f"{generation.request_id} ended without an embedding")
-    generation.next_block()
     return block.hidden
 
 
@@ -305,7 +404,8 @@ def _items_of(texts: object) -> tuple[bool, list[Any]]:
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:
         raise RequestError("texts is empty; pass at least 1 text", parameter="texts")
-    return (False, items) if to_index(items[0]) is None else (True, [items])
+    is_ids = isinstance(items[0], bool) or to_index(items[0]) is not None
+    return (True, [items]) if is_ids else (False, items)
 
 
 def _is_pair(item: object) -> bool:

@@ -7,9 +7,11 @@ encoder), flash attention off.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import struct
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -459,6 +461,36 @@ def test_closing_ends_what_waits(make_engine: MakeEngine, bert_mean: Path) -> No
         engine.embed("text")
 
 
+async def test_tasks_embed_at_the_same_time(make_engine: MakeEngine, bert_mean: Path) -> None:
+    engine = make_engine(bert_mean, n_slots=2)
+    texts = texts_of([5, 90, 300, 41])
+    want: Any = engine.embed(texts)
+    found = await asyncio.gather(*(engine.aembed(texts) for _ in range(3)), engine.aembed(texts[2]))
+    for vectors in found[:3]:
+        np.testing.assert_array_equal(vectors, want)
+    np.testing.assert_array_equal(found[3], want[2])
+
+
+async def test_task_that_is_cancelled_drops_its_texts(
+    make_engine: MakeEngine, bert_mean: Path
+) -> None:
+    engine = make_engine(bert_mean)
+    task = asyncio.create_task(engine.aembed([random_ids(300)] * 1000))
+
+    def wait_for_two() -> None:
+        while engine.stats().n_finished < 2:
+            time.sleep(0.001)
+
+    await asyncio.to_thread(wait_for_two)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task  # its traceback is kept while the next text runs
+    await engine.aembed(IDS)
+    stats = engine.stats()
+    assert stats.n_requests < 200
+    assert stats.n_queued == 0
+
+
 # ---- classify
 
 LABELS = ("joy", "anger", "surprise")
@@ -522,6 +554,13 @@ def test_labels_of_several_texts_equal_single_ones(
     named = engine.classify(["good", "bad"])
     assert named == [engine.classify("good"), engine.classify("bad")]
     assert named[0] == engine.classify(engine.tokenize("good", add_special=True))
+
+
+async def test_tasks_classify(make_engine: MakeEngine, classifier: Path) -> None:
+    engine = make_engine(classifier)
+    texts = texts_of([5, 90, 41])
+    assert await engine.aclassify(texts) == engine.classify(texts)
+    assert await engine.aclassify(texts[1]) == engine.classify(texts[1])
 
 
 def test_pair_is_one_prompt_with_the_ids_that_the_vocabulary_asks_for(

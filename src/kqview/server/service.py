@@ -14,7 +14,15 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence, Sized
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Mapping,
+    Sequence,
+    Sized,
+)
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -376,6 +384,8 @@ class Service:
         self._tokenizers = Workers(_N_WORKERS, "text")
         self._builders = Workers(_N_WORKERS, "requests")
         self._starting: set[tuple[str, str]] = set()
+        # What uses the engine without a run, by the limit of its time; and why that ended early.
+        self._works: dict[asyncio.Timeout, KqviewError | None] = {}
         self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
@@ -399,9 +409,13 @@ class Service:
         self._models.load(progress)
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
-        """End every run and tell its client *error*."""
+        """End every run and other work on the engine, and tell its client *error*."""
         for run in list(self.runs.values()):
             run.end(error)
+        for limit in self._works:
+            if not limit.expired():
+                self._works[limit] = error
+                limit.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, end the running ones, and wait until their clients were told.
@@ -415,7 +429,7 @@ class Service:
         # A client that reads nothing cannot be told; the grace ends the wait for it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_left_s):
-                if self.runs:
+                if self.runs or self._works:
                     self._is_idle.clear()
                     await self._is_idle.wait()
                 await asyncio.gather(*(leave() for leave in list(self.on_drain)))
@@ -561,6 +575,17 @@ class Service:
         if len(text) < _OFFLOAD_TEXT:
             return tokenize()
         return await self._tokenizers.run(hold.client, tokenize)
+
+    async def ids_of_each(
+        self, texts: Sequence[str], *, parse_special: bool, hold: Hold
+    ) -> list[list[int]]:
+        """Ids of each of *texts* with the special ones around it; counted in *hold*."""
+        n_characters = sum(map(len, texts))
+        hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
+        tokenize = partial(self.engine.tokenize, add_special=True, parse_special=parse_special)
+        if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
+            return list(map(tokenize, texts))
+        return await self._tokenizers.run(hold.client, lambda: list(map(tokenize, texts)))
 
     async def detokenize(self, ids: Sequence[int], *, client: str = "") -> str:
         """Text of *ids*."""
@@ -724,22 +749,59 @@ class Service:
         name = caller.owner, request.request_id
         if name in self.runs or name in self._starting:
             raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
+        self._check_room()
+
+    def _check_room(self) -> None:
         n_slots = len(self.engine.slots)
-        limit = min(settings.max_running, n_slots + settings.max_queued)
-        n_runs = len(self.runs) + len(self._starting)
+        limit = min(self.settings.max_running, n_slots + self.settings.max_queued)
+        n_runs = len(self.runs) + len(self._starting) + len(self._works)
         if n_runs >= limit:
             raise QueueFull(f"{n_runs} requests run or wait, the limit is {limit}; try again later")
 
+    def _note_idle(self) -> None:
+        if not self.runs and not self._works:
+            self._is_idle.set()
+
     def _ended(self, run: Run) -> None:
         self.runs.pop((run.owner, run.request_id), None)
-        if not self.runs:
-            self._is_idle.set()
+        self._note_idle()
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)
         self._last[run.owner] = LastRun(
             run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs)
         )
         self.on_end(run)
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncGenerator[Engine]:
+        """The engine, for the work of one request that generates nothing, such as an embedding.
+
+        The limits of a run apply to it, and what ends runs ends it.
+
+        Raises:
+            QueueFull: Too many requests run or wait.
+            NoModel: There is no model.
+            ModelChanged: The model was switched meanwhile.
+            TimedOut: It took longer than ``request_timeout_s``.
+        """
+        self._check_room()
+        engine, limit_s = self.engine, self.settings.request_timeout_s
+        limit = asyncio.timeout(limit_s or None)
+        try:
+            async with limit:
+                self._works[limit] = None
+                yield engine
+        except TimeoutError:
+            raise (
+                self._works[limit] or _late(limit_s) if limit.expired() else TimeoutError
+            ) from None
+        except ClosedError:
+            if engine is not self.engine:
+                raise _model_changed() from None
+            raise
+        finally:
+            self._works.pop(limit, None)
+            self._note_idle()
 
     def find(
         self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None

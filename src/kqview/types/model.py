@@ -67,8 +67,8 @@ class Classification:
         label: The label with the highest score.
         score: Its score, from 0 to 1.
         scores: The score of each label, in the order of ``ModelInfo.classifier_labels`` ("LABEL_0"
-            and so on if the file does not name them). Several scores add up to 1 (softmax); a
-            single score, such as a reranker's, is the sigmoid of its value.
+            and so on where the file has no name, or one for several). Several scores add up to 1
+            (softmax); a single score, such as a reranker's, is the sigmoid of its value.
         raw: The output of the head in the same order: logits, except for Qwen3 rerankers, to whose
             graph llama.cpp adds a softmax.
     """

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from kqview.server.api.llama_fields import LlamaFields, error_body
 from kqview.server.api.llama_server import convert, events, schema
+from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.endpoint import (
     Call,
     Events,
@@ -121,4 +122,8 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
+    _post(
+        "/classify", classify, "Scores of a classifier's labels for each text.",
+        ClassifyBody, Classified, also=("/v1/classify",),
+    ),
 ]  # fmt: skip
