@@ -27,9 +27,11 @@ from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server import pages
+from kqview.server.api.anthropic import routes as anthropic
 from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
+from kqview.server.api.openai import responses
 from kqview.server.endpoint import UNKNOWN, Connection, Endpoint, Operation, error_reply, frames_of
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
 from kqview.server.security import LOOPBACK_ORIGIN, Gate, Peers, client_name
@@ -37,7 +39,7 @@ from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
 
-DIALECTS: Final = (kobold, dream, llama_server)
+DIALECTS: Final = (kobold, dream, llama_server, responses, anthropic)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 _PREFLIGHT_S: Final = 24 * 3600

@@ -18,7 +18,7 @@ import asyncio
 import contextlib
 import logging
 import zlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -61,6 +61,8 @@ EVENT_HEAD: Final = b"event: message\ndata: "
 EVENT_TAIL: Final = b"\n\n"
 NEXT_EVENT: Final = EVENT_TAIL + EVENT_HEAD
 """Stands between two events in the pieces of one call, over SSE."""
+NAMED_HEAD: Final = b"event: "
+"""`Events.head` of a stream whose pieces come from `named_events`."""
 
 
 # ---- what a dialect sees
@@ -455,6 +457,13 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpRepl
     if answer.status == 408:  # the rest of the body is not worth waiting for
         headers["connection"] = "close"
     return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
+
+
+def named_events(events: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    """Pieces of events that are named by their ``type``, for a stream with `NAMED_HEAD`."""
+    encoded = (b"%s\ndata: %s" % (one["type"].encode(), msgspec.json.encode(one)) for one in events)
+    joined = (EVENT_TAIL + NAMED_HEAD).join(encoded)
+    return [joined] if joined else []
 
 
 def json_in_slices(value: msgspec.Struct) -> bytes:

@@ -190,13 +190,15 @@ def _operation(
 
 
 def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if one.reply is not None:
+        content["application/json"] = {"schema": by_type[id(one.reply)]}
     if one.streams:
-        text = "Server-Sent Events, each with one JSON object as its data."
-        return {"description": text, "content": {"text/event-stream": {"schema": {}}}}
-    if one.reply is None:
-        return {"description": one.summary}
-    content = {"application/json": {"schema": by_type[id(one.reply)]}}
-    return {"description": one.summary, "content": content}
+        content["text/event-stream"] = {"schema": {}}
+    described: dict[str, Any] = {"description": one.summary}
+    if one.streams and one.reply is None:
+        described["description"] = "Server-Sent Events, each with one JSON object as its data."
+    return {**described, "content": content} if content else described
 
 
 def _errors(one: Operation) -> dict[str, Any]:

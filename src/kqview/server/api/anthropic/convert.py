@@ -1,0 +1,190 @@
+"""Anthropic requests as neutral chat requests, and answers as messages. Pure."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal
+
+from kqview.errors import RequestError
+from kqview.server.api.anthropic import schema
+from kqview.server.api.chat_work import ChatRequest
+from kqview.server.api.llama_fields import max_tokens_of, names_of, sampling_of, slot_of
+from kqview.server.errors import Answer
+from kqview.types import Sampling
+
+Object = dict[str, Any]
+
+_ERROR_TYPES: Final[Mapping[int, str]] = {
+    401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "timeout_error", 409: "conflict_error", 413: "request_too_large",
+    429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+
+
+def error_body(answer: Answer) -> Object:
+    """A failure as Anthropic tells it."""
+    by_status = "api_error" if answer.status >= 500 else "invalid_request_error"
+    kind = _ERROR_TYPES.get(answer.status, by_status)
+    return {"type": "error", "error": {"type": kind, "message": answer.message, **answer.figures}}
+
+
+# ---- requests
+
+
+def messages_of(body: schema.CountBody) -> list[Object]:
+    """The conversation as messages for a chat template; the system prompt is the first one.
+
+    Raises:
+        RequestError: A block is of a kind that cannot be read.
+    """
+    messages: list[Object] = []
+    if body.system:
+        messages.append({"role": "system", "content": _content("system", body.system)})
+    for i, message in enumerate(body.messages):
+        messages += _messages(f"messages[{i}]", message)
+    return messages
+
+
+def _messages(where: str, message: schema.InputMessage) -> list[Object]:
+    where += ".content"
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    texts: list[schema.Block] = []
+    thoughts: list[str] = []
+    calls: list[Object] = []
+    results: list[Object] = []
+    for i, block in enumerate(message.content):
+        match block.type:
+            case "thinking":
+                thoughts.append(block.thinking)
+            case "redacted_thinking":
+                pass  # only Anthropic can read it
+            case "tool_use":
+                calls.append(_call(f"{where}[{i}]", block))
+            case "tool_result":
+                content = _content(f"{where}[{i}].content", block.content or "")
+                results.append(
+                    {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
+                )
+            case _:
+                texts.append(_text(f"{where}[{i}]", block))
+    turn: Object = {"role": message.role, "content": _content(where, texts)}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    # Templates expect results directly after the calls.
+    return results if results and len(turn) == 2 and not texts else [*results, turn]
+
+
+def _call(where: str, block: schema.Block) -> Object:
+    if not block.name:
+        raise RequestError(f"{where}: name is missing; name the tool that was called")
+    function = {"name": block.name, "arguments": block.input}
+    return {"id": block.id, "type": "function", "function": function}
+
+
+def _content(where: str, content: str | Sequence[schema.Block]) -> str | list[Object]:
+    """Text, or text parts where there are several."""
+    if isinstance(content, str):
+        return content
+    texts = [_text(f"{where}[{i}]", block).text for i, block in enumerate(content)]
+    if len(texts) < 2:
+        return "".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def _text(where: str, block: schema.Block) -> schema.Block:
+    if block.type != "text":
+        raise RequestError(f"{where}: type is {block.type!r}, but the model reads text only")
+    return block
+
+
+def tools_of(body: schema.CountBody) -> list[Object]:
+    """Tools as functions for a chat template; those that Anthropic's servers run are left out."""
+    return [
+        {
+            "type": "function",
+            "function": {
+                "name": tool.name,
+                "description": tool.description or "",
+                "parameters": tool.input_schema,
+            },
+        }
+        for tool in body.tools or ()
+        if tool.input_schema is not None
+    ]
+
+
+def template_options_of(body: schema.CountBody) -> Object:
+    """What templates of thinking models read: ``enable_thinking`` and ``reasoning_effort``."""
+    options: Object = {}
+    if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
+        options["enable_thinking"] = body.thinking.type == "enabled"
+    effort = None if body.output_config is None else body.output_config.effort
+    if effort is not None:
+        options["reasoning_effort"] = _EFFORTS.get(effort, effort)
+    return options
+
+
+# Templates know three.
+_EFFORTS: Final[Mapping[str, str]] = {"xhigh": "high", "max": "high"}
+
+
+def tool_choice_of(
+    body: schema.CountBody,
+) -> tuple[Literal["auto", "none", "required"], str | None]:
+    """``tool_choice`` and ``tool_name`` of a `ChatRequest`.
+
+    Raises:
+        RequestError: The tool to call is not named.
+    """
+    chosen = body.tool_choice
+    if chosen is None or chosen.type in ("auto", "none"):
+        return ("none" if chosen is not None and chosen.type == "none" else "auto"), None
+    if chosen.type == "tool" and not chosen.name:
+        raise RequestError("tool_choice has no name; name one of the tools, or send type any")
+    return "required", chosen.name if chosen.type == "tool" else None
+
+
+def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
+    """The prompt that *body* asks for.
+
+    Raises:
+        RequestError: A message, a tool or the choice of tools cannot work.
+    """
+    choice, name = tool_choice_of(body)
+    form = None if body.output_config is None else body.output_config.format
+    return ChatRequest(
+        messages=messages_of(body),
+        sampling=Sampling(),
+        request_id=request_id,
+        tools=tools_of(body),
+        tool_choice=choice,
+        tool_name=name,
+        parallel_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        schema=None if form is None else form.schema,
+        template_options=template_options_of(body),
+    )
+
+
+def request_of(
+    body: schema.MessagesBody, *, request_id: str, tokenize: Callable[[str], Sequence[int]]
+) -> ChatRequest:
+    """What *body* asks for.
+
+    Args:
+        body: The request.
+        request_id: Its name.
+        tokenize: As in `sampling_of`.
+
+    Raises:
+        RequestError: Or one of its kinds: it cannot work.
+    """
+    slot = slot_of(body)
+    return replace(
+        chat_of(body, request_id=request_id),
+        sampling=sampling_of(body, tokenize=tokenize, stop=body.stop_sequences),
+        max_tokens=max_tokens_of(body),
+        names={**names_of(body), "stop": "stop_sequences"},
+        options={} if slot is None else {"slot": slot},
+    )

@@ -1,0 +1,71 @@
+"""Routes of Anthropic's Messages API. Glue only: the other files say what becomes of a body."""
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kqview.server.api import chat_work
+from kqview.server.api.anthropic import schema
+from kqview.server.api.anthropic.convert import chat_of, error_body, request_of
+from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
+from kqview.server.api.chat_work import ChatWork
+from kqview.server.endpoint import NAMED_HEAD, Call, Events, Operation
+
+
+async def create(call: Call, body: schema.MessagesBody) -> schema.Message | Events:
+    """``POST /v1/messages``."""
+    service = call.service
+    engine = service.engine
+
+    def tokenize(text: str) -> Sequence[int]:
+        return engine.tokenize(text, add_special=False, parse_special=False)
+
+    def prepared() -> ChatWork:
+        request = request_of(body, request_id=call.request_id, tokenize=tokenize)
+        return chat_work.prepare(engine, request)
+
+    work = await service.converted(call.n_body_bytes, call.hold, prepared)
+    name = body.model or service.model_name
+    writer = MessageWriter(f"msg_{uuid.uuid4().hex}", name, work.reading)
+    run = await service.start(work.request, call.caller, call.hold)
+    if body.stream:
+        return Events(run, MessageEvents(writer), head=NAMED_HEAD)
+    async with run:
+        async for step in run:
+            writer.feed(step.token)
+    writer.finish(run)
+    return writer.message(run)
+
+
+async def count_tokens(call: Call, body: schema.CountBody) -> schema.TokenCount:
+    """``POST /v1/messages/count_tokens``."""
+    engine = call.service.engine
+
+    def counted() -> int:
+        ids, _ = chat_work.prompt_of(engine, chat_of(body))
+        return len(ids)
+
+    return schema.TokenCount(await call.service.converted(call.n_body_bytes, call.hold, counted))
+
+
+_TAG: Final = "anthropic"
+
+
+def _post(path: str, handler: Any, **more: Any) -> Operation:
+    return Operation(
+        method="POST", path=path, handler=handler, tag=_TAG, error_body=error_body, **more
+    )
+
+
+OPERATIONS: Final[list[Operation]] = [
+    _post(
+        "/v1/messages", create, summary="Anthropic's Messages API: the next message of a chat.",
+        body=schema.MessagesBody, reply=schema.Message, streams=True,
+    ),
+    _post(
+        "/v1/messages/count_tokens", count_tokens,
+        summary="Anthropic's Messages API: tokens of a chat's prompt.",
+        body=schema.CountBody, reply=schema.TokenCount,
+    ),
+]  # fmt: skip
+"""Rows of the route table."""

@@ -1,0 +1,73 @@
+"""Routes of OpenAI's Responses API. Glue only: the other files say what becomes of a body."""
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kqview.server.api import chat_work
+from kqview.server.api.chat_work import ChatWork
+from kqview.server.api.llama_fields import error_body
+from kqview.server.api.openai import responses_schema as schema
+from kqview.server.api.openai.responses_convert import chat_of, request_of
+from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
+from kqview.server.endpoint import NAMED_HEAD, Call, Events, Operation
+
+
+async def create(call: Call, body: schema.ResponsesBody) -> schema.Response | Events:
+    """``POST /v1/responses``."""
+    service = call.service
+    engine = service.engine
+
+    def tokenize(text: str) -> Sequence[int]:
+        return engine.tokenize(text, add_special=False, parse_special=False)
+
+    def prepared() -> ChatWork:
+        request = request_of(body, request_id=call.request_id, tokenize=tokenize)
+        return chat_work.prepare(engine, request)
+
+    work = await service.converted(call.n_body_bytes, call.hold, prepared)
+    asked = Asked(body, body.model or service.model_name, work.reading, engine.token_bytes)
+    writer = ResponseWriter(asked)
+    run = await service.start(work.request, call.caller, call.hold)
+    if body.stream:
+        return Events(run, ResponseEvents(writer), head=NAMED_HEAD)
+    async with run:
+        async for step in run:
+            writer.feed(run, step.token)
+    writer.finish(run)
+    return writer.response(run)
+
+
+async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens:
+    """``POST /v1/responses/input_tokens``."""
+    engine = call.service.engine
+
+    def counted() -> int:
+        ids, _ = chat_work.prompt_of(engine, chat_of(body))
+        return len(ids)
+
+    n_tokens = await call.service.converted(call.n_body_bytes, call.hold, counted)
+    return schema.InputTokens(input_tokens=n_tokens)
+
+
+_TAG: Final = "openai"
+
+
+def _post(path: str, handler: Any, **more: Any) -> Operation:
+    return Operation(
+        method="POST", path=f"/v1{path}", also=(path,), handler=handler, tag=_TAG,
+        error_body=error_body, **more,
+    )  # fmt: skip
+
+
+OPERATIONS: Final[list[Operation]] = [
+    _post(
+        "/responses", create, summary="OpenAI's Responses API: the next items of a chat.",
+        body=schema.ResponsesBody, reply=schema.Response, streams=True,
+    ),
+    _post(
+        "/responses/input_tokens", count_tokens,
+        summary="OpenAI's Responses API: tokens of a chat's prompt.",
+        body=schema.InputBody, reply=schema.InputTokens,
+    ),
+]  # fmt: skip
+"""Rows of the route table."""

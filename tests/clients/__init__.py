@@ -1,0 +1,1 @@
+"""Client packages of others against a real server; `python -m tests.clients` runs all of them."""

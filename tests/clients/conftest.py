@@ -1,0 +1,37 @@
+"""The server that the clients talk to, and what they ask it for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.server import Settings
+from tests.support.serving import Served, serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+KEY = "a-key-of-the-tests"
+QUESTION = "Who is Anna?"
+ZONES = ["UTC", "CET"]
+CLOCK: dict[str, Any] = {
+    "type": "object",
+    "properties": {"zone": {"type": "string", "enum": ZONES}},
+    "required": ["zone"],
+    "additionalProperties": False,
+}
+"""Parameters of a tool that the demo model, forced to call it, fills in a few tokens."""
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """A server of the demo model with a key, so that each client shows how it sends one."""
+    with serving(Settings(n_slots=2, api_keys=(KEY,))) as one:
+        yield one
+
+
+@pytest.fixture(scope="session")
+def base_url(served: Served) -> str:
+    """Where clients of OpenAI's API find the server."""
+    return f"{served.url}/v1"

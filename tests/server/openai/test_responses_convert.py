@@ -1,0 +1,141 @@
+"""Requests of the Responses API as conversations, and answers as items: pure, without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from kqview.errors import RequestError
+from kqview.server.api.openai import responses_convert as convert
+from kqview.server.api.openai import responses_schema as schema
+from kqview.server.api.openai.responses_items import Items
+
+
+def body_of(**fields: Any) -> schema.ResponsesBody:
+    fields.setdefault("input", "Hello")
+    return msgspec.convert(fields, schema.ResponsesBody)
+
+
+# ---- requests
+
+
+def test_text_is_a_message_behind_the_instructions() -> None:
+    assert convert.messages_of(body_of(instructions="Be brief.")) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hello"},
+    ]
+
+
+def test_items_of_one_turn_become_one_message() -> None:
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "Time?"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [
+            {"type": "reasoning_text", "text": "I need the clock."}]},
+        {"type": "message", "id": "msg_1", "role": "assistant", "content": [
+            {"type": "output_text", "text": "One moment.", "annotations": []}]},
+        {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"},
+        {"type": "function_call", "call_id": "b", "name": "clock", "arguments": '{"zone":"UTC"}'},
+        {"type": "function_call_output", "call_id": "a", "output": "12:00"},
+        {"type": "function_call_output", "call_id": "b", "output": [
+            {"type": "input_text", "text": "13:00"}]},
+    ]  # fmt: skip
+    calls = [
+        {"id": "a", "type": "function", "function": {"name": "clock", "arguments": "{}"}},
+        {
+            "id": "b",
+            "type": "function",
+            "function": {"name": "clock", "arguments": '{"zone":"UTC"}'},
+        },
+    ]
+    assert convert.messages_of(body_of(input=items)) == [
+        {"role": "user", "content": "Time?"},
+        {
+            "role": "assistant",
+            "content": "One moment.",
+            "reasoning_content": "I need the clock.",
+            "tool_calls": calls,
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+        {"role": "tool", "tool_call_id": "b", "content": "13:00"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"type": "item_reference", "id": "msg_1"}, r"input\[1\].*'item_reference'"),
+        ({"role": "owner", "content": ""}, r"input\[1\].*'owner'"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, r"input\[1\].content\[0\].*image"),
+        ({"type": "function_call", "call_id": "a"}, r"input\[1\].*name"),
+        ({"type": "function_call_output", "output": ""}, r"input\[1\].*call_id"),
+    ],
+)
+def test_item_that_cannot_be_read_is_refused_with_its_place(
+    item: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        convert.messages_of(body_of(input=[{"role": "user", "content": "Hi"}, item]))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("previous_response_id", "resp_1"), ("conversation", {"id": "conv_1"}),
+        ("prompt", {"id": "pmpt_1"}), ("background", True), ("store", True),
+    ],
+)  # fmt: skip
+def test_what_needs_kept_responses_is_refused_by_name(field: str, value: Any) -> None:
+    with pytest.raises(RequestError, match=f"^{field} ") as refused:
+        convert.check_stateless(body_of(**{field: value}))
+    assert refused.value.parameter == field
+    convert.check_stateless(body_of(store=False, background=False))
+
+
+def test_tools_of_openais_servers_are_left_out() -> None:
+    parameters = {"type": "object", "properties": {"zone": {"type": "string"}}}
+    tools = [
+        {"type": "web_search"},
+        {"type": "function", "name": "clock", "parameters": parameters, "strict": True},
+    ]
+    function = {"name": "clock", "description": "", "parameters": parameters}
+    assert convert.tools_of(body_of(tools=tools)) == [{"type": "function", "function": function}]
+    with pytest.raises(RequestError, match=r"tools\[0\]"):
+        convert.tools_of(body_of(tools=[{"type": "function"}]))
+
+
+# ---- answers
+
+
+def test_each_item_is_opened_filled_and_closed_in_order() -> None:
+    items = Items()
+    logprobs = [{"token": "It", "logprob": -1.0, "bytes": [73, 116], "top_logprobs": []}]
+    events = [
+        *items.think("Hm"), *items.think("m."),
+        *items.write("It", logprobs), *items.write(" is noon."),
+        *items.call("a", "clock"), *items.argue('{"zone":'), *items.argue('"UTC"}'),
+        *items.call("b", "clock"), *items.close("incomplete"), *items.close("completed"),
+    ]  # fmt: skip
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "output_item.added", "content_part.added", "reasoning_text.delta", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "content_part.added", "output_text.delta", "output_text.delta",
+        "output_text.done", "content_part.done", "output_item.done",
+        "output_item.added", "function_call_arguments.delta", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done",
+        "output_item.added", "function_call_arguments.done", "output_item.done",
+    ]  # fmt: skip
+    assert [event["output_index"] for event in events] == [0] * 7 + [1] * 7 + [2] * 5 + [3] * 3
+    reasoning, message, call, last = items.output
+    assert reasoning["content"] == [{"type": "reasoning_text", "text": "Hmm."}]
+    text = {"type": "output_text", "text": "It is noon.", "annotations": [], "logprobs": logprobs}
+    assert message["content"] == [text]
+    assert (call["call_id"], call["name"], call["arguments"]) == ("a", "clock", '{"zone":"UTC"}')
+    assert [item["status"] for item in items.output] == ["completed"] * 3 + ["incomplete"]
+    assert last["arguments"] == ""
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == items.output
+    ids = {item["id"] for item in items.output}
+    assert len(ids) == 4
+    assert {event["item_id"] for event in events if "item_id" in event} == ids
