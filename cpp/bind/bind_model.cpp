@@ -133,6 +133,12 @@ void bind_facts(nb::class_<model>& bound) {
         .def_prop_ro("eot_token_id", &id_of<&llama_vocab_eot>)
         .def_prop_ro("pad_token_id", &id_of<&llama_vocab_pad>)
         .def_prop_ro("sep_token_id", &id_of<&llama_vocab_sep>)
+        .def_prop_ro("fim_prefix_id", &id_of<&llama_vocab_fim_pre>,
+                     "Before the text that precedes a gap; these ids are for filling it.")
+        .def_prop_ro("fim_suffix_id", &id_of<&llama_vocab_fim_suf>)
+        .def_prop_ro("fim_middle_id", &id_of<&llama_vocab_fim_mid>)
+        .def_prop_ro("fim_repository_id", &id_of<&llama_vocab_fim_rep>)
+        .def_prop_ro("fim_file_id", &id_of<&llama_vocab_fim_sep>)
         .def_prop_ro("adds_bos", &of_vocabulary<&llama_vocab_get_add_bos>)
         .def_prop_ro("adds_eos", &of_vocabulary<&llama_vocab_get_add_eos>)
         .def_prop_ro("adds_sep", &of_vocabulary<&llama_vocab_get_add_sep>)

@@ -65,6 +65,12 @@ class Model:
     eot_token_id: Final[int | None]
     pad_token_id: Final[int | None]
     sep_token_id: Final[int | None]
+    fim_prefix_id: Final[int | None]
+    """Before the text that precedes a gap; these ids are for filling it."""
+    fim_suffix_id: Final[int | None]
+    fim_middle_id: Final[int | None]
+    fim_repository_id: Final[int | None]
+    fim_file_id: Final[int | None]
     adds_bos: Final[bool]
     adds_eos: Final[bool]
     adds_sep: Final[bool]

@@ -83,6 +83,7 @@ def check_opening(
     n_threads: int | None = None,
     n_gpu_layers: int = -1,
     kv_type: str = "f16",
+    pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
 ) -> None:
     """Raise the errors that opening an Engine would raise, as far as possible without the weights.
 
@@ -93,7 +94,9 @@ def check_opening(
         OutOfMemory: The context does not fit into memory, or a device has no room for its layers.
         RequestError: An option is out of range.
     """
-    options = context_options(n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type)
+    options = context_options(
+        n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type, pooling=pooling
+    )
     try:
         _core.check_opening(model_options(model, n_gpu_layers), options)
     finally:
@@ -118,7 +121,22 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),
         classifier_labels=tuple(model.classifier_labels),
         metadata=metadata,
+        fim_token_ids=_fim_token_ids(model),
     )
+
+
+def _fim_token_ids(model: _core.Model) -> dict[str, int]:
+    if not model.has_vocab:
+        return {}
+    ids = {
+        "prefix": model.fim_prefix_id,
+        "suffix": model.fim_suffix_id,
+        "middle": model.fim_middle_id,
+        "repository": model.fim_repository_id,
+        "file": model.fim_file_id,
+    }
+    found = {name: id_ for name, id_ in ids.items() if id_ is not None}
+    return found if {"prefix", "suffix", "middle"} <= found.keys() else {}
 
 
 def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str, str]:

@@ -83,6 +83,7 @@ class Models:
             "n_threads": s.n_threads,
             "n_gpu_layers": s.n_gpu_layers,
             "kv_type": s.kv_type,
+            "pooling": s.pooling,
             **{name: value for name, value in given.items() if value is not None},
         }
 

@@ -6,12 +6,13 @@ server is counted here.
 """
 
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from typing import Any, Final
 
 import msgspec
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
@@ -35,6 +36,19 @@ _COUNTERS: Final = {
 _GAUGES: Final = {
     "kqview_queued_generations": ("n_queued", "Generations that wait for a slot."),
 }
+# The same under the names of llama.cpp's server; the rates are those while the engine worked.
+_LLAMA_COUNTERS: Final = {
+    "llamacpp:prompt_tokens": ("prefill_tokens", "Prompt tokens evaluated, without cached ones."),
+    "llamacpp:prompt_seconds": ("prefill_s", "Seconds in steps that evaluated prompts."),
+    "llamacpp:tokens_predicted": ("n_tokens", "Tokens generated."),
+    "llamacpp:tokens_predicted_seconds": ("decode_s", "Seconds in steps that generated."),
+    "llamacpp:n_decode": ("n_decodes", "Calls of llama_decode()."),
+}
+_LLAMA_GAUGES: Final = {
+    "llamacpp:prompt_tokens_seconds": ("prefill_tokens_per_s", "Prompt tokens per second."),
+    "llamacpp:predicted_tokens_seconds": ("tokens_per_s", "Generated tokens per second."),
+    "llamacpp:requests_deferred": ("n_queued", "Generations that wait for a slot."),
+}
 _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
@@ -44,6 +58,8 @@ class Metrics:
     def __init__(self, service: Service) -> None:
         """Watch *service* and its runs."""
         self._service = service
+        self.started_s = int(time.time())
+        """When the server started, in seconds since 1970."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(service))
         self.requests = Counter(
@@ -58,9 +74,23 @@ class Metrics:
             "kqview_generation_seconds", "Seconds from admission to the end.",
             buckets=_SECONDS, registry=self._registry,
         )  # fmt: skip
+        self._cached = Counter(
+            "llamacpp:prompt_tokens_cached", "Prompt tokens reused from a cache.",
+            registry=self._registry,
+        )  # fmt: skip
+        self._longest = Gauge(
+            "llamacpp:n_tokens_max", "Most tokens of a prompt and its text together.",
+            registry=self._registry,
+        )  # fmt: skip
+        self._n_longest = 0
         service.on_end = self._ended
 
     def _ended(self, run: Run) -> None:
+        for generation in run.generations:
+            usage = generation.usage
+            self._cached.inc(usage.cached_tokens)
+            self._n_longest = max(self._n_longest, usage.prompt_tokens + usage.completion_tokens)
+        self._longest.set(self._n_longest)
         self._runs.labels(run.finish_reason).inc()
         self._seconds.observe(run.elapsed_s)
 
@@ -76,11 +106,11 @@ class _EngineCollector:
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
         stats = self._service.stats()
-        for name, (attribute, text) in _COUNTERS.items():
+        for name, (attribute, text) in (_COUNTERS | _LLAMA_COUNTERS).items():
             total = sum(getattr(one, attribute) for one in stats)
             yield CounterMetricFamily(name, text, value=total)
         current = stats[-1] if self._service.is_ready and stats else None
-        for name, (attribute, text) in _GAUGES.items():
+        for name, (attribute, text) in (_GAUGES | _LLAMA_GAUGES).items():
             yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
         budget = self._service.budget
         yield GaugeMetricFamily(
@@ -100,7 +130,13 @@ class _EngineCollector:
             value=pool.budget_bytes if pool else 0,
         )  # fmt: skip
         busy = sum(slot.is_busy for slot in current.slots) if current else 0
-        yield GaugeMetricFamily("kqview_busy_slots", "Slots that generate.", value=busy)
+        for name in ("kqview_busy_slots", "llamacpp:requests_processing"):
+            yield GaugeMetricFamily(name, "Slots that generate.", value=busy)
+        n_decodes = current.n_decodes if current else 0
+        yield GaugeMetricFamily(
+            "llamacpp:n_busy_slots_per_decode", "Mean of slots that generate in a step.",
+            value=current.decode_tokens / n_decodes if current and n_decodes else 0,
+        )  # fmt: skip
         yield GaugeMetricFamily(
             "kqview_running_requests", "Requests that run or wait.", value=len(self._service.runs)
         )
@@ -226,6 +262,7 @@ class Health(msgspec.Struct):
     status: str
     model: str | None = None
     reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is stalled
+    error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # in llama-server's form
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
@@ -246,13 +283,20 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
         return HttpReply(msgspec.json.encode(description))
 
     async def show_metrics(call: Call) -> HttpReply:
-        return HttpReply(metrics.text(), MEDIA_TYPE)
+        started = {"process-start-time-unix": str(metrics.started_s)}
+        return HttpReply(metrics.text(), MEDIA_TYPE, headers=started)
 
     return [
         _get("/", start_page, "What is running, with links."),
         _get("/docs", docs, "This API for people."),
         _get("/openapi.json", openapi, "This API for programs."),
-        _get("/health", health, "Whether requests are accepted; 503 if not.", Health),
+        _get(
+            "/health",
+            health,
+            "Whether requests are accepted; 503 if not.",
+            Health,
+            also=("/v1/health",),
+        ),
         *(_get(f"/static/{name}", _static(name), "Part of a page.", tag="") for name in _STATIC),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
@@ -262,13 +306,18 @@ async def health(call: Call) -> HttpReply:
     """200 if requests are accepted and make progress, 503 if not."""
     try:
         if (reason := call.service.stall()) is not None:
-            body = Health("stalled", call.service.model_name, reason)
-            return HttpReply(msgspec.json.encode(body), status=503)
+            return _unhealthy(Health("stalled", call.service.model_name, reason), reason)
         body = Health("ok", call.service.model_name)
     except KqviewError:
-        status = "closing" if call.service.is_closing else "no model"
-        return HttpReply(msgspec.json.encode(Health(status)), status=503)
+        if call.service.is_closing:
+            return _unhealthy(Health("closing"), "the server is shutting down")
+        return _unhealthy(Health("no model"), "Loading model")
     return HttpReply(msgspec.json.encode(body))
+
+
+def _unhealthy(body: Health, message: str) -> HttpReply:
+    body.error = {"code": 503, "message": message, "type": "unavailable_error"}
+    return HttpReply(msgspec.json.encode(body), status=503)
 
 
 def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) -> Operation:

@@ -18,6 +18,7 @@ from kqview.errors import RequestError
 
 AttentionValues = Literal["logits", "scores", "probs"]
 DefaultFormat = Literal["per_layer", "aggregated"]
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PREFIX: Final = "KQVIEW_"
 # Labels of a name; the first may stand for any.
@@ -50,6 +51,11 @@ class Settings:
     n_threads: int | None = _setting(None, "compute threads; without it, what the machine grants")
     n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1)
     kv_type: str = _setting("f16", "type of the KV cache")
+    pooling: Pooling | None = _setting(
+        None,
+        "how a text becomes a vector, for models whose file does not say: none (a vector for each "
+        "token), mean, cls, last, or rank for classifiers",
+    )
     attention_budget_bytes: int | None = _setting(
         None, "memory for attention rows; without it, a quarter of the machine's", low=0
     )
@@ -63,6 +69,11 @@ class Settings:
     attention_format: DefaultFormat = _setting(
         "per_layer", "shape of rows if a request does not say: per_layer or aggregated"
     )
+
+    context_shift: bool = _setting(
+        False, "drop old tokens when a slot is full and go on, in llama-server's API"
+    )
+    props: bool = _setting(False, "answer POST /props, which changes nothing")
 
     # ---- where and for whom
     host: str = _setting("127.0.0.1", "address to listen on")

@@ -1,7 +1,7 @@
 """ModelInfo: facts about a loaded model; Classification: the result of its classifier."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,9 @@ class ModelInfo:
         file_type: Name of the file's quantisation, such as "Q8_0".
         classifier_labels: Labels of the classifier head; () for other models.
         metadata: All metadata of the file, with values as text.
+        fim_token_ids: Ids for filling a gap in a text: "prefix", "suffix" and "middle" announce
+            what precedes the gap, what follows it and what fills it, "repository" and "file" a
+            name. Empty if the model cannot do that.
     """
 
     name: str
@@ -57,6 +60,7 @@ class ModelInfo:
     file_type: str
     classifier_labels: tuple[str, ...]
     metadata: Mapping[str, str]
+    fim_token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,13 +177,6 @@ def test_version_is_that_of_koboldcpp(client: httpx.Client):
     assert body["protected"] is body["txt2img"] is body["vision"] is body["transcribe"] is False
 
 
-def test_props_have_the_template(demo: Served, client: httpx.Client):
-    body = client.get("/props").json()
-    assert body["chat_template"] == demo.engine.model.chat_template
-    assert body["total_slots"] == 2
-    assert body["default_generation_settings"] == {"n_ctx": 512}
-
-
 def test_service_info_names_the_api(client: httpx.Client):
     body = client.get("/.well-known/serviceinfo").json()
     assert body["software"]["name"] == "kqview"
@@ -226,7 +219,7 @@ def test_max_context_of_the_settings_is_told(serve: Serve):
 def test_routes_need_a_key_where_there_is_one(serve: Serve):
     served = serve(Settings(api_keys=("secret",)))
     with served.client() as client:
-        for path in ("/api/v1/model", "/api/extra/perf", "/props"):
+        for path in ("/api/v1/model", "/api/extra/perf"):
             reply = client.get(path)
             assert reply.status_code == 401
             assert reply.json()["detail"]["type"] == "unauthorized"

@@ -199,17 +199,6 @@ async def extra_version(call: Call) -> schema.Version:
     return schema.Version(protected=bool(call.service.settings.api_keys))
 
 
-async def props(call: Call) -> schema.ServerProps:
-    """Template and slots."""
-    engine = call.service.engine
-    return schema.ServerProps(
-        chat_template=engine.model.chat_template or "",
-        total_slots=len(engine.slots),
-        model_path=call.service.model_name,
-        default_generation_settings={"n_ctx": engine.n_ctx},
-    )
-
-
 async def service_info(call: Call) -> dict[str, Any]:
     """Which APIs are here, as KoboldAI's services tell each other."""
     kobold = {
@@ -322,7 +311,6 @@ OPERATIONS: Final[list[Operation]] = [
     _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf),
     _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
     _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
-    _get("/props", props, "Template and slots.", schema.ServerProps),
     _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
     _get(
         "/api", _always(HttpReply(b"", "text/plain", 307, headers={"location": "docs"})),

@@ -203,15 +203,6 @@ class Perf(Struct, kw_only=True):
     hordeexitcounter: int = 0
 
 
-class ServerProps(Struct, kw_only=True):
-    """What llama.cpp's server says about itself, as far as KoboldCpp answers it."""
-
-    chat_template: str
-    total_slots: int
-    model_path: str
-    default_generation_settings: dict[str, int]
-
-
 # ---- generations that run
 
 

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from kqview.errors import RequestError
+from kqview.server.api.chat_work import ChatRequest
 from kqview.server.api.llama_fields import (
     LlamaFields,
     active_samplers,
@@ -19,7 +20,7 @@ from kqview.server.api.llama_fields import (
 from kqview.server.api.llama_server import schema
 from kqview.server.errors import NotSupported
 from kqview.server.service import GenerateRequest
-from kqview.types import Sampling
+from kqview.types import ModelInfo, Sampling
 
 Parts = list[int | str]
 """A prompt: ids and texts, which follow one another."""
@@ -237,6 +238,95 @@ def generation_settings(
         "grammar_triggers": [],
         "preserved_tokens": [],
     }
+
+
+# ---- chats without an answer
+
+
+def chat_of(body: schema.TemplateBody, *, request_id: str) -> ChatRequest:
+    """The chat whose prompt is wanted.
+
+    Raises:
+        RequestError: There are no messages.
+    """
+    if body.messages is None:
+        raise RequestError("messages is missing; send a list of them", parameter="messages")
+    return ChatRequest(
+        messages=body.messages,
+        sampling=Sampling(),
+        request_id=request_id,
+        tools=body.tools or (),
+        template_options=body.chat_template_kwargs or {},
+        chat_template=body.chat_template,
+        adds_generation_prompt=body.add_generation_prompt is not False,
+    )
+
+
+# ---- infill
+
+_FIM_WINDOW: Final = 2048  # tokens around the gap, as llama.cpp's server takes of a batch
+
+
+def bos_of(model: ModelInfo, ends: Sequence[int]) -> list[int]:
+    """The id at the beginning of a text, if the model wants one; *ends* are those of no text."""
+    return list(ends[:1]) if ends and ends[0] == model.bos_token_id else []
+
+
+def extra_texts(body: schema.InfillBody, fim: Mapping[str, int]) -> list[int | str]:
+    """What precedes the code: ids, and texts without special tokens."""
+    parts: list[int | str] = []
+    if "repository" in fim:
+        parts += [fim["repository"], "myproject\n"]
+    for extra in body.input_extra or ():
+        if "file" in fim:
+            parts += [fim["file"], f"{extra.filename}\n"]
+        else:
+            parts.append("\n\n--- snippet ---\n\n")
+        parts.append(extra.text)
+    if "file" in fim:
+        parts += [fim["file"], "filename\n"]
+    return parts
+
+
+def infill_ids(
+    fim: Mapping[str, int],
+    *,
+    prefix: Sequence[int],
+    suffix: Sequence[int],
+    begun: Sequence[int],
+    extra: Sequence[int],
+    bos: Sequence[int],
+    n_ctx: int,
+    n_predict: int,
+) -> list[int]:
+    """The prompt that asks for what is between *prefix* and *suffix*; as much of them as fits.
+
+    Args:
+        fim: Ids that announce the parts, `ModelInfo.fim_token_ids`.
+        prefix: Code before the gap; its end is kept.
+        suffix: Code after the gap; its beginning is kept.
+        begun: What the gap begins with.
+        extra: Other code; its end is kept.
+        bos: Ids at the beginning.
+        n_ctx: Tokens that a slot holds.
+        n_predict: Tokens that shall still fit.
+    """
+    n_fixed = len(bos) + len(begun) + 3
+    n_room = max(0, n_ctx - n_predict - n_fixed)
+    n_window = min(_FIM_WINDOW, n_room)
+    n_suffix = min(len(suffix), max(n_window // 4, n_window - len(prefix)))
+    n_prefix = min(len(prefix), n_window - n_suffix)
+    n_extra = min(len(extra), n_room - n_prefix - n_suffix)
+    return [
+        *extra[len(extra) - n_extra :],
+        *bos,
+        fim["prefix"],
+        *prefix[len(prefix) - n_prefix :],
+        *begun,
+        fim["suffix"],
+        *suffix[:n_suffix],
+        fim["middle"],
+    ]
 
 
 def stop_type(reason: str | None) -> str:

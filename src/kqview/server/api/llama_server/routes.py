@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
+from kqview.errors import RequestError
+from kqview.server.api.chat_work import prompt_of
 from kqview.server.api.llama_fields import LlamaFields, error_body
-from kqview.server.api.llama_server import convert, events, schema
+from kqview.server.api.llama_server import about, convert, events, schema
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.endpoint import (
     Call,
@@ -17,7 +19,8 @@ from kqview.server.endpoint import (
     Operation,
     json_in_slices,
 )
-from kqview.server.service import Run
+from kqview.server.errors import NotSupported
+from kqview.server.service import OFFLOAD_BYTES, Run
 
 _TAG: Final = "llama-server"
 
@@ -76,6 +79,37 @@ async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Eve
     return await _complete(call, body, prompts)
 
 
+async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
+    """Code for the gap between a prefix and a suffix."""
+    service = call.service
+    engine = service.engine
+    fim = engine.model.fim_token_ids
+    if not fim:
+        raise NotSupported(
+            f"{service.model_name} has no tokens for filling a gap; serve a model for code that has"
+        )
+    for name in ("input_prefix", "input_suffix"):
+        if getattr(body, name) is None:
+            raise RequestError(f"{name} is missing; send a text", parameter=name)
+
+    async def plain(text: str | Sequence[int | str] | None) -> list[int]:
+        parts = [text] if isinstance(text, str) else text or ()
+        return await _ids(call, parts, add_special=False, parse_special=False)
+
+    begun = await _ids(call, [body.prompt or ""], add_special=False)
+    ids = convert.infill_ids(
+        fim,
+        prefix=await plain(body.input_prefix),
+        suffix=await plain(body.input_suffix),
+        begun=begun,
+        extra=await plain(convert.extra_texts(body, fim)),
+        bos=convert.bos_of(engine.model, engine.tokenize("", add_special=True)),
+        n_ctx=service.max_context,
+        n_predict=max(convert.first(convert.max_tokens_of(body), 0), 1),
+    )
+    return await _complete(call, body, [ids])
+
+
 async def _complete(
     call: Call, body: LlamaFields, prompts: Sequence[list[int]]
 ) -> HttpReply | Events:
@@ -85,7 +119,7 @@ async def _complete(
     plan = await service.converted(
         call.n_body_bytes, call.hold, convert.plan_of, body, shown,
         request_id=call.request_id, model=service.model_name, n_ctx=engine.n_ctx,
-        most_tokens=settings.max_tokens, shifts=False,
+        most_tokens=settings.max_tokens, shifts=settings.context_shift,
         tokenize=partial(engine.tokenize, add_special=False, parse_special=False),
     )  # fmt: skip
     run = await service.start(plan.request, call.caller, call.hold)
@@ -102,6 +136,52 @@ async def _whole(run: Run, writer: events.CompletionEvents) -> HttpReply:
         return HttpReply(writer.whole(run))
 
 
+# ---- chats without an answer
+
+
+async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Prompt:
+    """The prompt that a chat becomes."""
+    ids = await _chat_ids(call, body)
+    return schema.Prompt(await call.service.detokenize(ids, client=call.hold.client))
+
+
+async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.InputTokens:
+    """How many tokens the prompt of a chat has."""
+    return schema.InputTokens(len(await _chat_ids(call, body)))
+
+
+async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
+    chat = convert.chat_of(body, request_id=call.request_id)
+    service = call.service
+    # A template may take seconds, however short the body.
+    ids, _ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, service.engine, chat)
+    return ids
+
+
+# ---- what runs
+
+
+async def props(call: Call) -> about.Props:
+    """Properties of the server and its model."""
+    service = call.service
+    engine = service.engine
+    return about.props_of(
+        engine.model,
+        engine.system_info(),
+        service.settings,
+        name=service.model_name,
+        n_ctx=engine.n_ctx,
+        n_slots=len(engine.slots),
+    )
+
+
+async def set_props(call: Call) -> about.Success:
+    """Nothing can be changed, as in llama.cpp's server."""
+    if not call.service.settings.props:
+        raise NotSupported("POST /props is off; start the server with --props")
+    return about.Success()
+
+
 # ---- the table
 
 
@@ -114,12 +194,33 @@ def _post(
     )  # fmt: skip
 
 
+def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
+    return Operation(
+        method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
+        error_body=error_body, reply=reply, **more,
+    )  # fmt: skip
+
+
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/completion", completion,
         "Text that continues a prompt; Server-Sent Events with \"stream\": true.",
         schema.CompletionBody, schema.Completion, also=("/completions",),
     ),
+    _post(
+        "/infill", infill, "Code for the gap between a prefix and a suffix.",
+        schema.InfillBody, schema.Completion,
+    ),
+    _post(
+        "/apply-template", apply_template, "The prompt that a chat becomes.",
+        schema.TemplateBody, schema.Prompt,
+    ),
+    _post(
+        "/v1/chat/completions/input_tokens", input_tokens, "How many tokens a chat has.",
+        schema.TemplateBody, schema.InputTokens, also=("/chat/completions/input_tokens",),
+    ),
+    _get("/props", props, "Properties of the server and its model.", about.Props),
+    _post("/props", set_props, "Change properties.", None, about.Success),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
     _post(

@@ -1,0 +1,164 @@
+"""What llama.cpp's server says about itself: properties and slots. Pure."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from kqview import __version__
+from kqview.server.api.llama_fields import LlamaFields
+from kqview.server.api.llama_server.convert import generation_settings
+from kqview.server.api.tool_format import knows_tools
+from kqview.server.settings import Settings
+from kqview.types import ModelInfo, Sampling, SlotStats, Usage
+
+_NO_FIELDS: Final = LlamaFields()
+
+
+class Defaults(Struct):
+    """How a request is answered that says nothing."""
+
+    params: dict[str, Any]
+    n_ctx: int
+
+
+class Props(Struct, kw_only=True):
+    """What is served, and how."""
+
+    default_generation_settings: Defaults
+    total_slots: int
+    model_alias: str
+    model_ftype: str
+    model_path: str
+    modalities: dict[str, bool]
+    media_marker: str = ""
+    endpoint_slots: bool
+    endpoint_props: bool
+    endpoint_metrics: bool = True
+    ui: bool = True
+    ui_settings: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    chat_template: str
+    chat_template_caps: dict[str, bool]
+    bos_token: str
+    eos_token: str
+    build_info: str
+    is_sleeping: bool = False
+    cors_proxy_enabled: bool = False
+
+
+class Success(Struct):
+    """It was done."""
+
+    success: bool = True
+
+
+class NextToken(Struct, kw_only=True):
+    """How far a generation is."""
+
+    has_next_token: bool
+    has_new_line: bool
+    n_remain: int
+    n_decoded: int
+
+
+class SlotState(Struct, kw_only=True):
+    """A slot; what its request is like only to those whose request it is."""
+
+    id: int
+    n_ctx: int
+    speculative: bool = False
+    is_processing: bool
+    id_task: str | UnsetType = UNSET
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_prompt_tokens_processed: int | UnsetType = UNSET
+    n_prompt_tokens_cache: int | UnsetType = UNSET
+    params: dict[str, Any] | UnsetType = UNSET
+    next_token: list[NextToken] | UnsetType = UNSET
+
+
+def props_of(
+    model: ModelInfo,
+    system: Mapping[str, Any],
+    settings: Settings,
+    *,
+    name: str,
+    n_ctx: int,
+    n_slots: int,
+) -> Props:
+    """Properties of a server.
+
+    Args:
+        model: Its model.
+        system: `Engine.system_info`.
+        settings: How it was started.
+        name: Name of the model.
+        n_ctx: Tokens that a slot holds.
+        n_slots: How many slots it has.
+    """
+    template = model.chat_template or ""
+    has_tools = knows_tools(template)
+    return Props(
+        default_generation_settings=Defaults(
+            generation_settings(_NO_FIELDS, Sampling(), -1, is_short=True), n_ctx
+        ),
+        total_slots=n_slots,
+        model_alias=name,
+        model_ftype=model.file_type,
+        model_path=settings.model or name,
+        modalities={"vision": False, "video": False, "audio": False},
+        endpoint_slots=True,
+        endpoint_props=settings.props,
+        chat_template=template,
+        chat_template_caps={
+            "supports_string_content": True,
+            "supports_typed_content": True,
+            "supports_tools": has_tools,
+            "supports_tool_calls": "tool_calls" in template,
+            "supports_parallel_tool_calls": has_tools,
+            "supports_system_role": True,
+            "supports_preserve_reasoning": "reasoning_content" in template,
+        },
+        bos_token=model.special_tokens.get("bos", ""),
+        eos_token=model.special_tokens.get("eos", ""),
+        build_info=f"kqview-{__version__}-{str(system['llama_cpp_commit'])[:8]}",
+    )
+
+
+def slot_state(
+    slot: SlotStats,
+    n_ctx: int,
+    *,
+    usage: Usage | None,
+    sampling: Sampling | None,
+    max_tokens: int,
+    has_new_line: bool,
+) -> SlotState:
+    """A slot.
+
+    Args:
+        slot: What it does.
+        n_ctx: Tokens that it holds.
+        usage: Of the generation on it that the caller may see, None for none.
+        sampling: That generation's.
+        max_tokens: That generation's.
+        has_new_line: Whether its text has a line end.
+    """
+    state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
+    if usage is None or sampling is None:
+        return state
+    n_done = usage.completion_tokens
+    state.id_task = slot.request_id or ""
+    state.n_prompt_tokens = usage.prompt_tokens
+    state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
+    state.n_prompt_tokens_cache = usage.cached_tokens
+    state.params = generation_settings(_NO_FIELDS, sampling, max_tokens, is_short=True)
+    state.next_token = [
+        NextToken(
+            has_next_token=slot.is_busy,
+            has_new_line=has_new_line,
+            n_remain=max_tokens - n_done,
+            n_decoded=n_done,
+        )
+    ]
+    return state

@@ -1,0 +1,137 @@
+"""What the API of llama.cpp's server says about the server, and chats that get no answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.server import Settings
+from tests.support.serving import serving
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import httpx
+
+    from tests.support.serving import Served
+
+MESSAGES = [{"role": "user", "content": "Who are you? <|im_end|>"}]
+
+
+@pytest.fixture(scope="module")
+def client(demo: Served) -> Iterator[httpx.Client]:
+    with demo.client() as client:
+        yield client
+
+
+# ---- properties, health, metrics
+
+
+def test_properties_are_those_of_model_and_server(demo: Served, client: httpx.Client):
+    props = client.get("/props").json()
+    model = demo.engine.model
+    assert props["total_slots"] == 2
+    assert props["model_alias"] == "kqview demo"
+    assert props["model_ftype"] == model.file_type
+    assert props["chat_template"] == model.chat_template
+    assert props["chat_template_caps"]["supports_tools"] is False
+    assert (props["bos_token"], props["eos_token"]) == ("<|endoftext|>", "<|endoftext|>")
+    assert props["modalities"] == {"vision": False, "video": False, "audio": False}
+    assert props["build_info"].startswith("kqview-")
+    settings = props["default_generation_settings"]
+    assert settings["n_ctx"] == 512
+    assert settings["params"]["temperature"] == 0.8
+    assert "grammar" not in settings["params"]
+
+
+def test_properties_are_changed_only_if_the_server_was_started_for_it(client: httpx.Client):
+    reply = client.post("/props", json={})
+    assert reply.status_code == 501
+    assert "--props" in reply.json()["error"]["message"]
+    with serving(Settings(props=True)) as served, served.client() as own:
+        assert own.post("/props", json={}).json() == {"success": True}
+        assert own.get("/props").json()["endpoint_props"] is True
+
+
+def test_health_has_both_paths_and_llama_cpps_error(demo: Served, client: httpx.Client):
+    assert client.get("/v1/health").json() == client.get("/health").json()
+    assert client.get("/health").json()["status"] == "ok"
+    with serving(Settings()) as served, served.client() as own:
+        served.engine.close()
+        reply = own.get("/health")
+        assert reply.status_code in (200, 503)  # a closed engine is no hung one
+    with serving(Settings()) as served, served.client() as own:
+        served.service._models.engine = None  # pyright: ignore[reportPrivateUsage]
+        reply = own.get("/v1/health")
+        assert reply.status_code == 503
+        error = reply.json()["error"]
+        assert (error["code"], error["type"]) == (503, "unavailable_error")
+
+
+def test_metrics_have_llama_cpps_names_beside_ours():
+    with serving(Settings()) as served, served.client() as client:
+        body = {"prompt": "Anna is a painter", "n_predict": 5, "ignore_eos": True}
+        n_prompt = client.post("/completion", json=body).json()["tokens_evaluated"]
+        client.post("/completion", json=body)
+        reply = client.get("/metrics")
+        values = {
+            line.split()[0]: float(line.split()[1])
+            for line in reply.text.splitlines()
+            if line and not line.startswith("#")
+        }
+    assert int(reply.headers["process-start-time-unix"]) > 0
+    assert values["llamacpp:prompt_tokens_total"] == n_prompt + 1
+    assert values["llamacpp:prompt_tokens_cached_total"] == n_prompt - 1
+    assert values["llamacpp:tokens_predicted_total"] == 10
+    assert values["llamacpp:tokens_predicted_total"] == values["kqview_generated_tokens_total"]
+    assert values["llamacpp:n_tokens_max"] == n_prompt + 5
+    assert values["llamacpp:n_decode_total"] >= 10
+    assert values["llamacpp:prompt_seconds_total"] > 0
+    assert values["llamacpp:tokens_predicted_seconds_total"] > 0
+    assert values["llamacpp:prompt_tokens_seconds"] > 0
+    assert values["llamacpp:predicted_tokens_seconds"] > 0
+    assert values["llamacpp:requests_processing"] == 0
+    assert values["llamacpp:requests_deferred"] == 0
+    assert 0 < values["llamacpp:n_busy_slots_per_decode"] <= 1
+
+
+# ---- chats without an answer
+
+
+def test_template_is_applied(demo: Served, client: httpx.Client):
+    reply = client.post("/apply-template", json={"messages": MESSAGES})
+    expected = demo.engine.apply_chat_template(MESSAGES, tokenize=False)  # pyright: ignore[reportArgumentType]
+    assert reply.json() == {"prompt": expected}
+    without = client.post(
+        "/apply-template", json={"messages": MESSAGES, "add_generation_prompt": False}
+    ).json()["prompt"]
+    assert expected.startswith(without)
+    assert len(without) < len(expected)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions/input_tokens", "/chat/completions/input_tokens"]
+)
+def test_tokens_of_a_chat_are_counted(demo: Served, client: httpx.Client, path: str):
+    reply = client.post(path, json={"messages": MESSAGES}).json()
+    ids = demo.engine.apply_chat_template(MESSAGES)  # pyright: ignore[reportArgumentType]
+    assert reply == {"input_tokens": len(ids), "object": "response.input_tokens"}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+    ({"messages": MESSAGES, "chat_template": "{% for"}, "template"),
+]
+
+
+@pytest.mark.parametrize(("body", "fact"), REFUSED)
+def test_chat_that_cannot_be_rendered_is_refused(
+    client: httpx.Client, body: dict[str, Any], fact: str
+):
+    for path in ("/apply-template", "/v1/chat/completions/input_tokens"):
+        reply = client.post(path, json=body)
+        assert reply.status_code == 400, reply.text
+        assert fact in reply.json()["error"]["message"]
