@@ -152,6 +152,7 @@ _ERRORS: Final[Mapping[str, str]] = {
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
+    "501": "The model, or the way the server was started, does not allow it.",
     "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
     "504": "The request took too long.",
 }
