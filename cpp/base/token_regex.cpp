@@ -30,38 +30,32 @@ struct code_range {
 // Characters, as ranges in ascending order that do not touch.
 class code_set {
 public:
-    void add(std::uint32_t first, std::uint32_t last) { ranges_.push_back({first, last}); }
-    void add(const code_set& other) {
-        ranges_.insert(ranges_.end(), other.ranges_.begin(), other.ranges_.end());
-    }
-    void finish(bool negated) {
-        std::sort(ranges_.begin(), ranges_.end(),
+    explicit code_set(std::vector<code_range> ranges, bool negated = false) {
+        std::sort(ranges.begin(), ranges.end(),
                   [](const auto& a, const auto& b) { return a.first < b.first; });
-        std::vector<code_range> joined;
-        for (const auto& range : ranges_) {
-            if (!joined.empty() && range.first <= joined.back().last + 1) {
-                joined.back().last = std::max(joined.back().last, range.last);
+        for (const auto& range : ranges) {
+            if (!ranges_.empty() && range.first <= ranges_.back().last + 1) {
+                ranges_.back().last = std::max(ranges_.back().last, range.last);
             } else {
-                joined.push_back(range);
+                ranges_.push_back(range);
             }
         }
-        ranges_ = negated ? complement(joined) : std::move(joined);
+        if (negated) ranges_ = gaps();
         for (std::uint32_t code = 0; code < n_low; ++code) low_[code] = find(code);
     }
+    const std::vector<code_range>& ranges() const { return ranges_; }
     code_set both(const code_set& other) const {
-        code_set outside;
-        for (const auto& range : complement(ranges_)) outside.add(range.first, range.last);
-        for (const auto& range : complement(other.ranges_)) outside.add(range.first, range.last);
-        outside.finish(true);
-        return outside;
+        auto outside = gaps();
+        for (const auto& range : other.gaps()) outside.push_back(range);
+        return code_set(std::move(outside), true);
     }
     bool has(std::uint32_t code) const { return code < n_low ? low_[code] : find(code); }
 
 private:
-    static std::vector<code_range> complement(const std::vector<code_range>& ranges) {
+    std::vector<code_range> gaps() const {
         std::vector<code_range> gaps;
         std::uint32_t next = 0;
-        for (const auto& range : ranges) {
+        for (const auto& range : ranges_) {
             if (range.first > next) gaps.push_back({next, range.first - 1});
             next = range.last + 1;
         }
@@ -79,55 +73,55 @@ private:
     std::bitset<n_low> low_;
 };
 
-code_set ascii_spaces() {
-    code_set spaces;
-    spaces.add('\t', '\r');
-    spaces.add(' ', ' ');
-    spaces.finish(false);
-    return spaces;
-}
+// ---- compiling
 
-code_set complement_of(const code_set& set) {
-    code_set outside;
-    outside.add(set);
-    outside.finish(true);
-    return outside;
-}
-
-enum class node_kind { empty, set, sequence, alternatives, repeat, look, text_end };
-
-struct node {
-    node_kind kind = node_kind::empty;
-    code_set set;                    // of set
-    std::vector<node> parts;         // of sequence, alternatives; the one of repeat and look
-    std::uint32_t min = 0, max = 0;  // of repeat
-    bool negated = false;            // of look
+enum class op_kind : std::uint8_t {
+    set,       // one character of `set`
+    run,       // min..max characters of `set`, as many as there are
+    fork,      // goes on; where that fails, at `target`
+    jump,      // to `target`
+    look,      // the instructions behind match here, or with `negated` do not; goes on at `target`
+    text_end,  // the text is over
+    accept,
 };
 
-bool can_be_empty(const node& n) {
-    const auto part_can = [](const node& part) { return can_be_empty(part); };
-    switch (n.kind) {
-        case node_kind::set: return false;
-        case node_kind::sequence: return std::all_of(n.parts.begin(), n.parts.end(), part_can);
-        case node_kind::alternatives: return std::any_of(n.parts.begin(), n.parts.end(), part_can);
-        case node_kind::repeat: return n.min == 0 || can_be_empty(n.parts[0]);
-        case node_kind::empty:
-        case node_kind::look:
-        case node_kind::text_end: return true;
-    }
-    return true;
-}
+struct instruction {
+    op_kind kind;
+    bool negated = false;
+    std::uint32_t set = 0, min = 0, max = 0;
+    // In a fragment, the distance from this instruction, modulo 2^32.
+    std::uint32_t target = 0;
+};
 
-// ---- from text to nodes
+// What one part of an expression compiles to.
+struct fragment {
+    std::vector<instruction> code;
+    bool can_be_empty = true;
+
+    std::uint32_t size() const { return static_cast<std::uint32_t>(code.size()); }
+    bool is_set() const { return code.size() == 1 && code[0].kind == op_kind::set; }
+    void add(op_kind kind, std::uint32_t target) {
+        code.push_back({.kind = kind, .target = target});
+    }
+    void add(const fragment& other) {
+        if (code.size() + other.code.size() > 100'000) {
+            throw std::regex_error(std::regex_constants::error_space);
+        }
+        code.insert(code.end(), other.code.begin(), other.code.end());
+    }
+};
 
 class parser {
 public:
-    explicit parser(const std::u32string& pattern) : pattern_(pattern) {}
+    parser(const std::u32string& pattern, std::vector<code_set>& sets)
+        : pattern_(pattern), sets_(sets) {}
 
-    node parse() {
+    std::vector<instruction> parse() {
         auto whole = alternatives();
         if (!at_end()) fail(std::regex_constants::error_paren);
-        return whole;
+        whole.add(op_kind::accept, 0);
+        for (std::uint32_t i = 0; i < whole.size(); ++i) whole.code[i].target += i;
+        return std::move(whole.code);
     }
 
 private:
@@ -147,30 +141,43 @@ private:
         return true;
     }
 
-    node alternatives() {
-        node all;
-        all.kind = node_kind::alternatives;
-        do all.parts.push_back(sequence());
-        while (take_if(U"|"));
-        return all.parts.size() == 1 ? std::move(all.parts[0]) : all;
+    fragment one(code_set set) {
+        sets_.push_back(std::move(set));
+        const auto index = static_cast<std::uint32_t>(sets_.size() - 1);
+        return {{{.kind = op_kind::set, .set = index}}, false};
     }
 
-    node sequence() {
-        node all;
-        all.kind = node_kind::sequence;
-        while (!at_end() && peek() != U'|' && peek() != U')') all.parts.push_back(term());
-        auto& parts = all.parts;
-        // (?=[a])[b] is one character that is in both.
-        if (parts.size() == 2 && parts[0].kind == node_kind::look && !parts[0].negated &&
-            parts[0].parts[0].kind == node_kind::set && parts[1].kind == node_kind::set) {
-            parts[1].set = parts[1].set.both(parts[0].parts[0].set);
-            return std::move(parts[1]);
+    fragment alternatives() {
+        const auto first = sequence();
+        if (!take_if(U"|")) return first;
+        const auto others = alternatives();
+        fragment all{{}, first.can_be_empty || others.can_be_empty};
+        all.add(op_kind::fork, first.size() + 2);
+        all.add(first);
+        all.add(op_kind::jump, others.size() + 1);
+        all.add(others);
+        return all;
+    }
+
+    fragment sequence() {
+        fragment all;
+        while (!at_end() && peek() != U'|' && peek() != U')') {
+            const auto next = term();
+            all.can_be_empty = all.can_be_empty && next.can_be_empty;
+            all.add(next);
         }
-        return parts.size() == 1 ? std::move(parts[0]) : all;
+        // (?=[a])[b] is one character that is in both.
+        const auto& code = all.code;
+        if (code.size() == 4 && code[0].kind == op_kind::look && !code[0].negated &&
+            code[1].kind == op_kind::set && code[2].kind == op_kind::accept &&
+            code[3].kind == op_kind::set) {
+            return one(sets_[code[1].set].both(sets_[code[3].set]));
+        }
+        return all;
     }
 
-    node term() {
-        auto body = atom();
+    fragment term() {
+        const auto body = atom();
         std::uint32_t min = 0, max = 0;
         if (take_if(U"*")) {
             max = unlimited;
@@ -190,13 +197,28 @@ private:
         if (peek() == U'*' || peek() == U'+' || peek() == U'?' || peek() == U'{') {
             fail(std::regex_constants::error_badrepeat);
         }
-        if (max == unlimited && can_be_empty(body)) fail(std::regex_constants::error_badrepeat);
-        node repeat;
-        repeat.kind = node_kind::repeat;
-        repeat.min = min;
-        repeat.max = max;
-        repeat.parts.push_back(std::move(body));
-        return repeat;
+        if (max == unlimited && body.can_be_empty) fail(std::regex_constants::error_badrepeat);
+        return repeated(body, min, max);
+    }
+
+    static fragment repeated(const fragment& body, std::uint32_t min, std::uint32_t max) {
+        fragment all{{}, min == 0 || body.can_be_empty};
+        if (body.is_set()) {
+            all.code = {{.kind = op_kind::run, .set = body.code[0].set, .min = min, .max = max}};
+            return all;
+        }
+        for (std::uint32_t i = 0; i < min; ++i) all.add(body);
+        if (max == unlimited) {
+            all.add(op_kind::fork, body.size() + 2);
+            all.add(body);
+            all.add(op_kind::jump, 0 - body.size() - 1);
+            return all;
+        }
+        for (auto n_left = max - min; n_left > 0; --n_left) {
+            all.add(op_kind::fork, n_left * (body.size() + 1));
+            all.add(body);
+        }
+        return all;
     }
 
     std::uint32_t number() {
@@ -208,68 +230,47 @@ private:
         return value;
     }
 
-    node atom() {
+    fragment atom() {
         if (take_if(U"(")) return group();
-        if (take_if(U"[")) return bracket();
-        if (take_if(U"$")) {
-            node end;
-            end.kind = node_kind::text_end;
-            return end;
-        }
-        node one;
-        one.kind = node_kind::set;
-        if (take_if(U"\\")) {
-            one.set = escape();
-            return one;
-        }
+        if (take_if(U"[")) return one(bracket());
+        if (take_if(U"$")) return {{{op_kind::text_end}}};
+        if (take_if(U"\\")) return one(escape());
         const auto c = take();
         if (std::u32string_view(U".^*+?{}])").find(c) != std::u32string_view::npos) {
             fail(std::regex_constants::error_badrepeat);
         }
-        one.set.add(c, c);
-        one.set.finish(false);
-        return one;
+        return one(code_set({{c, c}}));
     }
 
-    node group() {
+    fragment group() {
         const bool looks = take_if(U"?="), looks_not = !looks && take_if(U"?!");
         if (!looks && !looks_not && !take_if(U"?:") && peek() == U'?') {
             fail(std::regex_constants::error_paren);
         }
-        auto body = alternatives();
+        const auto body = alternatives();
         if (!take_if(U")")) fail(std::regex_constants::error_paren);
         if (!looks && !looks_not) return body;
-        node look;
-        look.kind = node_kind::look;
-        look.negated = looks_not;
-        look.parts.push_back(std::move(body));
+        fragment look;
+        look.add(op_kind::look, body.size() + 2);
+        look.code[0].negated = looks_not;
+        look.add(body);
+        look.add(op_kind::accept, 0);
         return look;
     }
 
     code_set escape() {
-        code_set set;
         const auto c = take();
-        switch (c) {
-            case U's': return ascii_spaces();
-            case U'S': return complement_of(ascii_spaces());
-            case U'd': set.add('0', '9'); break;
-            case U't': set.add('\t', '\t'); break;
-            case U'n': set.add('\n', '\n'); break;
-            case U'r': set.add('\r', '\r'); break;
-            default:
-                if ((c >= U'0' && c <= U'9') || (c >= U'A' && c <= U'Z') ||
-                    (c >= U'a' && c <= U'z')) {
-                    fail(std::regex_constants::error_escape);
-                }
-                set.add(c, c);
-        }
-        set.finish(false);
-        return set;
+        if (c == U's' || c == U'S') return code_set({{'\t', '\r'}, {' ', ' '}}, c == U'S');
+        if (c == U'd') return code_set({{'0', '9'}});
+        const auto code = plain(c);
+        const bool is_alphanumeric =
+            (c >= U'0' && c <= U'9') || (c >= U'A' && c <= U'Z') || (c >= U'a' && c <= U'z');
+        if (is_alphanumeric && code == c) fail(std::regex_constants::error_escape);
+        return code_set({{code, code}});
     }
 
-    node bracket() {
-        node one;
-        one.kind = node_kind::set;
+    code_set bracket() {
+        std::vector<code_range> ranges;
         const bool negated = take_if(U"^");
         while (!take_if(U"]")) {
             auto first = take();
@@ -277,10 +278,10 @@ private:
                 fail(std::regex_constants::error_ctype);
             }
             if (first == U'\\') {
-                const auto escaped = escape();
+                const auto escaped = escape().ranges();
                 first = pattern_[next_ - 1];
                 if (std::u32string_view(U"sSd").find(first) != std::u32string_view::npos) {
-                    one.set.add(escaped);
+                    ranges.insert(ranges.end(), escaped.begin(), escaped.end());
                     continue;
                 }
                 first = plain(first);
@@ -292,10 +293,9 @@ private:
                 if (last == U'\\') last = plain(take());
                 if (last < first) fail(std::regex_constants::error_range);
             }
-            one.set.add(first, last);
+            ranges.push_back({first, last});
         }
-        one.set.finish(negated);
-        return one;
+        return code_set(std::move(ranges), negated);
     }
 
     // What an escaped character stands for where it is one.
@@ -304,25 +304,8 @@ private:
     }
 
     const std::u32string& pattern_;
+    std::vector<code_set>& sets_;
     std::size_t next_ = 0;
-};
-
-// ---- from nodes to instructions
-
-enum class op_kind : std::uint8_t {
-    set,       // one character of `set`
-    run,       // min..max characters of `set`, as many as there are
-    fork,      // goes on; where that fails, at `target`
-    jump,      // to `target`
-    look,      // the instructions behind match here, or with `negated` do not; goes on at `target`
-    text_end,  // the text is over
-    accept,
-};
-
-struct instruction {
-    op_kind kind;
-    bool negated = false;
-    std::uint32_t set = 0, target = 0, min = 0, max = 0;
 };
 
 }  // namespace
@@ -330,76 +313,6 @@ struct instruction {
 struct token_regex::program {
     std::vector<instruction> code;
     std::vector<code_set> sets;
-
-    void add(const node& n) {
-        switch (n.kind) {
-            case node_kind::empty: break;
-            case node_kind::text_end: code.push_back({op_kind::text_end}); break;
-            case node_kind::set: add_set(op_kind::set, n.set, 1, 1); break;
-            case node_kind::sequence:
-                for (const auto& part : n.parts) add(part);
-                break;
-            case node_kind::alternatives: add_alternatives(n); break;
-            case node_kind::repeat: add_repeat(n); break;
-            case node_kind::look: {
-                const auto at = code.size();
-                code.push_back({op_kind::look, n.negated});
-                add(n.parts[0]);
-                code.push_back({op_kind::accept});
-                code[at].target = here();
-            }
-        }
-        if (code.size() > 100'000) throw std::regex_error(std::regex_constants::error_space);
-    }
-
-private:
-    std::uint32_t here() const { return static_cast<std::uint32_t>(code.size()); }
-
-    void add_set(op_kind kind, const code_set& set, std::uint32_t min, std::uint32_t max) {
-        instruction op{kind};
-        op.set = static_cast<std::uint32_t>(sets.size());
-        op.min = min;
-        op.max = max;
-        sets.push_back(set);
-        code.push_back(op);
-    }
-
-    void add_alternatives(const node& n) {
-        std::vector<std::size_t> jumps;
-        for (std::size_t i = 0; i < n.parts.size(); ++i) {
-            const bool is_last = i + 1 == n.parts.size();
-            const auto fork = code.size();
-            if (!is_last) code.push_back({op_kind::fork});
-            add(n.parts[i]);
-            if (is_last) break;
-            jumps.push_back(code.size());
-            code.push_back({op_kind::jump});
-            code[fork].target = here();
-        }
-        for (const auto jump : jumps) code[jump].target = here();
-    }
-
-    void add_repeat(const node& n) {
-        const auto& body = n.parts[0];
-        if (body.kind == node_kind::set) return add_set(op_kind::run, body.set, n.min, n.max);
-        for (std::uint32_t i = 0; i < n.min; ++i) add(body);
-        if (n.max == unlimited) {
-            const auto fork = code.size();
-            code.push_back({op_kind::fork});
-            add(body);
-            code.push_back({op_kind::jump});
-            code.back().target = static_cast<std::uint32_t>(fork);
-            code[fork].target = here();
-            return;
-        }
-        std::vector<std::size_t> forks;
-        for (auto i = n.min; i < n.max; ++i) {
-            forks.push_back(code.size());
-            code.push_back({op_kind::fork});
-            add(body);
-        }
-        for (const auto fork : forks) code[fork].target = here();
-    }
 };
 
 token_regex::token_regex(std::unique_ptr<const program> compiled) : program_(std::move(compiled)) {}
@@ -414,8 +327,7 @@ std::shared_ptr<const token_regex> token_regex::of(const std::u32string& pattern
     auto& entry = known[pattern];
     if (!entry) {
         auto compiled = std::make_unique<program>();
-        compiled->add(parser(pattern).parse());
-        compiled->code.push_back({op_kind::accept});
+        compiled->code = parser(pattern, compiled->sets).parse();
         entry = std::make_shared<const token_regex>(std::move(compiled));
     }
     return entry;

@@ -83,13 +83,8 @@ std::string part_ending(std::int64_t i, std::int64_t n) {
 }
 
 std::int64_t u16_of(const gguf_header& header, const char* key, std::int64_t otherwise) {
-    const auto* const value = header.find(key);
-    if (!value) return otherwise;
-    if (value->is_array || value->type != gguf_type::u16) {
-        header.fail(std::string(key) + " is of type " + value->type_text() + ", u16 is needed" +
-                    again);
-    }
-    return value->integer();
+    const auto* const value = header.find(key, gguf_type::u16);
+    return value ? value->integer() : otherwise;
 }
 
 std::vector<std::unique_ptr<open_file>> open_parts(const std::string& path) {

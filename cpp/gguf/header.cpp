@@ -22,27 +22,32 @@ constexpr std::uint64_t n_name_max = 63;      // ggml stores 64 bytes including 
 constexpr std::uint64_t n_value_bytes = 14;   // the shortest value: one-letter key, type, one byte
 constexpr std::uint64_t n_tensor_bytes = 25;  // the shortest tensor: one-letter name, no dimensions
 constexpr std::uint32_t alignment_default = 32;
-constexpr const char* again = "; download or convert the file again";
 constexpr const char* cut_short =
     "; it was cut short or damaged; download or convert the file again";
 
+// By number of gguf_type.
+struct type_facts {
+    const char* name;
+    std::size_t n_bytes;  // of an element; 0: it varies
+};
+constexpr std::array<type_facts, 13> types{{
+    {"u8", 1},
+    {"i8", 1},
+    {"u16", 2},
+    {"i16", 2},
+    {"u32", 4},
+    {"i32", 4},
+    {"f32", 4},
+    {"bool", 1},
+    {"string", 0},
+    {"array", 0},
+    {"u64", 8},
+    {"i64", 8},
+    {"f64", 8},
+}};
+
 constexpr std::size_t size_of(gguf_type type) {
-    switch (type) {
-        case gguf_type::u8:
-        case gguf_type::i8:
-        case gguf_type::boolean: return 1;
-        case gguf_type::u16:
-        case gguf_type::i16: return 2;
-        case gguf_type::u32:
-        case gguf_type::i32:
-        case gguf_type::f32: return 4;
-        case gguf_type::u64:
-        case gguf_type::i64:
-        case gguf_type::f64: return 8;
-        case gguf_type::string:
-        case gguf_type::array: return 0;
-    }
-    return 0;
+    return types[static_cast<std::size_t>(type)].n_bytes;
 }
 
 class header_reader {
@@ -122,7 +127,7 @@ private:
         if (name.empty() || name.size() > n_max || std::ranges::any_of(name, is_strange)) {
             fail(std::string(what) + " " + quoted(name) + " at byte " + std::to_string(name_at) +
                  " has " + std::to_string(name.size()) + " bytes, 1.." + std::to_string(n_max) +
-                 " of printable ASCII are allowed" + again);
+                 " of printable ASCII are allowed" + convert_again);
         }
         return name;
     }
@@ -131,7 +136,7 @@ private:
         const auto number = take<std::uint32_t>("type of " + quoted(key));
         if (number > static_cast<std::uint32_t>(gguf_type::f64)) {
             fail("key " + quoted(key) + " has type " + std::to_string(number) +
-                 ", 0..12 are known" + again);
+                 ", 0..12 are known" + convert_again);
         }
         return static_cast<gguf_type>(number);
     }
@@ -147,7 +152,7 @@ private:
             value.type = take_type(value.key);
             if (value.type == gguf_type::array) {
                 fail("key " + quoted(value.key) +
-                     " is an array of arrays, which GGUF does not have" + again);
+                     " is an array of arrays, which GGUF does not have" + convert_again);
             }
             n = take_count("length of the array " + quoted(value.key),
                            value.type == gguf_type::string ? 8 : size_of(value.type));
@@ -159,21 +164,18 @@ private:
             value.numbers = skip(n * size_of(value.type), of);
         }
         if (!header_.value_by_key.emplace(value.key, header_.values.size()).second) {
-            fail("key " + quoted(value.key) + " is there twice" + again);
+            fail("key " + quoted(value.key) + " is there twice" + convert_again);
         }
         header_.values.push_back(std::move(value));
     }
 
     std::uint64_t read_alignment() const {
-        const auto* const value = header_.find("general.alignment");
+        const auto* const value = header_.find("general.alignment", gguf_type::u32);
         if (!value) return alignment_default;
-        if (value->is_array || value->type != gguf_type::u32) {
-            fail("general.alignment is of type " + value->type_text() + ", u32 is needed" + again);
-        }
         const auto alignment = static_cast<std::uint64_t>(value->integer());
         if (!std::has_single_bit(alignment)) {
             fail("general.alignment is " + std::to_string(alignment) + ", a power of 2 is needed" +
-                 again);
+                 convert_again);
         }
         return alignment;
     }
@@ -183,11 +185,11 @@ private:
         gguf_tensor tensor;
         tensor.name = take_name("name of a tensor", n_name_max);
         const auto of = "tensor " + quoted(tensor.name);
-        if (!names_.insert(tensor.name).second) fail(of + " is there twice" + again);
+        if (!names_.insert(tensor.name).second) fail(of + " is there twice" + convert_again);
         tensor.n_dims = take<std::uint32_t>("number of dimensions of " + of);
         if (tensor.n_dims > tensor.shape.size()) {
             fail(of + " has " + std::to_string(tensor.n_dims) + " dimensions, the limit is 4" +
-                 again);
+                 convert_again);
         }
         for (std::uint32_t i = 0; i < tensor.n_dims; ++i) {
             tensor.shape[i] = take<std::uint64_t>("shape of " + of);
@@ -198,7 +200,7 @@ private:
         if (offset != expected) {
             fail(of + " begins at byte " + std::to_string(offset) + " of the data, " +
                  std::to_string(expected) + " is where the one before it ends; they overlap or " +
-                 "leave a gap" + again);
+                 "leave a gap" + convert_again);
         }
         if (expected > bytes_.size()) {
             fail(of + " begins beyond the end of the file, which has " +
@@ -225,7 +227,7 @@ private:
         }
         if (tensor.shape[0] % type.n_block != 0) {
             fail(of + " has rows of " + std::to_string(tensor.shape[0]) + " values, " + type.name +
-                 " needs a multiple of " + std::to_string(type.n_block) + again);
+                 " needs a multiple of " + std::to_string(type.n_block) + convert_again);
         }
         tensor.n_bytes = n / type.n_block * type.block_bytes;
         if (tensor.n_bytes > bytes_.size()) {
@@ -261,24 +263,7 @@ number load(std::span<const std::byte> bytes, std::size_t i) {
 
 }  // namespace
 
-const char* name_of(gguf_type type) {
-    switch (type) {
-        case gguf_type::u8: return "u8";
-        case gguf_type::i8: return "i8";
-        case gguf_type::u16: return "u16";
-        case gguf_type::i16: return "i16";
-        case gguf_type::u32: return "u32";
-        case gguf_type::i32: return "i32";
-        case gguf_type::f32: return "f32";
-        case gguf_type::boolean: return "bool";
-        case gguf_type::string: return "string";
-        case gguf_type::array: return "array";
-        case gguf_type::u64: return "u64";
-        case gguf_type::i64: return "i64";
-        case gguf_type::f64: return "f64";
-    }
-    return "unknown";
-}
+const char* name_of(gguf_type type) { return types[static_cast<std::size_t>(type)].name; }
 
 std::size_t gguf_value::size() const {
     return type == gguf_type::string ? strings.size() : numbers.size() / size_of(type);
@@ -325,6 +310,20 @@ std::string gguf_tensor::shape_text() const {
 const gguf_value* gguf_header::find(std::string_view key) const {
     const auto found = value_by_key.find(key);
     return found == value_by_key.end() ? nullptr : &values[found->second];
+}
+
+const gguf_value* gguf_header::find(std::string_view key, gguf_type type, bool is_array) const {
+    const auto* const value = find(key);
+    if (value && (value->is_array != is_array || value->type != type)) {
+        fail(std::string(key) + " is of type " + value->type_text() + ", " +
+             (is_array ? "array of " : "") + name_of(type) + " is needed" + convert_again);
+    }
+    return value;
+}
+
+const gguf_value& gguf_header::at(std::string_view key, gguf_type type, bool is_array) const {
+    if (const auto* const value = find(key, type, is_array)) return *value;
+    fail(std::string(key) + " is missing" + convert_again);
 }
 
 void gguf_header::fail(const std::string& what) const {

@@ -67,6 +67,7 @@ struct tensor_type {
 };
 
 constexpr std::uint32_t type_f32 = 0;
+constexpr const char* convert_again = "; download or convert the file again";
 
 // Indexed by ggml's type number. Types that ggml removed count as unknown.
 constexpr std::array<tensor_type, 43> tensor_types{{
@@ -134,6 +135,9 @@ struct gguf_header {
 
     // Null if there is none.
     const gguf_value* find(std::string_view key) const;
+    // As find(); raises `model_load` for a value that is not of this type, or no array of it.
+    const gguf_value* find(std::string_view key, gguf_type type, bool is_array = false) const;
+    const gguf_value& at(std::string_view key, gguf_type type, bool is_array = false) const;
     // Raises `model_load`: "<file>: <what>".
     [[noreturn]] void fail(const std::string& what) const;
 };

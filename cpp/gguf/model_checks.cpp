@@ -19,7 +19,6 @@ constexpr std::int64_t n_layer_max = 512;  // llama.cpp's limit
 constexpr std::int64_t n_expert_max = 1024;
 constexpr std::int64_t n_head_max = 1 << 16;
 constexpr std::int64_t n_width_max = 1 << 24;
-constexpr const char* convert = "; convert the model again";
 
 bool is_one_of(std::string_view word, std::span<const std::string_view> words) {
     return std::ranges::find(words, word) != words.end();
@@ -28,15 +27,8 @@ bool is_one_of(std::string_view word, std::span<const std::string_view> words) {
 // The values "<architecture>.<name>" of a model.
 class hyperparameters {
 public:
-    explicit hyperparameters(const gguf_header& head) : head_(head) {
-        const auto* const found = head.find("general.architecture");
-        if (!found || found->is_array || found->type != gguf_type::string) {
-            head.fail(std::string("general.architecture is ") +
-                      (found ? "of type " + found->type_text() : "missing") +
-                      ", a string is needed" + convert);
-        }
-        arch_ = found->strings[0];
-    }
+    explicit hyperparameters(const gguf_header& head)
+        : head_(head), arch_(head.at("general.architecture", gguf_type::string).strings[0]) {}
 
     std::string_view arch() const { return arch_; }
 
@@ -45,6 +37,9 @@ public:
     }
 
     const gguf_value* find(std::string_view name) const { return head_.find(key(name)); }
+    void need_type(std::string_view name, gguf_type type) const {
+        (void)head_.find(key(name), type);
+    }
 
     [[noreturn]] void fail(std::string_view name, const std::string& what) const {
         head_.fail(key(name) + " " + what);
@@ -98,18 +93,18 @@ void check_integer(const hyperparameters& model, const integer_rule& rule, std::
     if (!has_type || value->is_array != is_array) {
         model.fail(rule.name, "is of type " + value->type_text() + ", u32" +
                                   (rule.may_be_array ? " or an array of u32" : "") + " is needed" +
-                                  convert);
+                                  convert_again);
     }
     if (is_array && value->size() != n_layer) {
         model.fail(rule.name, "has " + std::to_string(value->size()) + " values, the model has " +
-                                  std::to_string(n_layer) + " layers" + convert);
+                                  std::to_string(n_layer) + " layers" + convert_again);
     }
     for (std::size_t i = 0; i < value->size(); ++i) {
         const auto number = value->integer(i);
         if (number < rule.least || number > rule.most) {
             model.fail(rule.name, "is " + std::to_string(number) + ", " +
                                       std::to_string(rule.least) + ".." +
-                                      std::to_string(rule.most) + " are possible" + convert);
+                                      std::to_string(rule.most) + " are possible" + convert_again);
         }
     }
 }
@@ -122,9 +117,7 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
         const auto name = value.key.substr(prefix.size());
         const bool is_epsilon = name.ends_with("epsilon");
         const bool is_base = name.starts_with("rope.freq_base");
-        if ((is_epsilon || is_base) && (value.is_array || value.type != gguf_type::f32)) {
-            model.fail(name, "is of type " + value.type_text() + ", f32 is needed" + convert);
-        }
+        if (is_epsilon || is_base) model.need_type(name, gguf_type::f32);
         for (std::size_t i = 0; i < value.size(); ++i) {
             const auto number = value.real(i);
             const bool is_bad = (is_epsilon || is_base) && !(number >= 0 && number < 1e30);
@@ -132,7 +125,7 @@ void check_reals(const gguf_header& head, const hyperparameters& model) {
                 model.fail(
                     name, "is " + std::to_string(number) + ", " +
                               (is_bad ? "0 or more, and finite, is needed" : "a number is needed") +
-                              convert);
+                              convert_again);
             }
         }
     }
@@ -171,7 +164,7 @@ void check_divisors(const hyperparameters& model) {
         if (divisor.value_or(0) <= 0) {
             model.fail(rule.name, (divisor ? "is " + std::to_string(*divisor) : "is missing") +
                                       ", a model of " + std::string(model.arch()) +
-                                      " needs 1 or more" + convert);
+                                      " needs 1 or more" + convert_again);
         }
     }
 }
@@ -185,7 +178,8 @@ void check_experts(const hyperparameters& model, std::size_t n_layer) {
     if (n_used_max > n_expert || (n_expert > 0 && n_used_max == 0)) {
         model.fail("expert_used_count", "is " + std::to_string(n_used_max) + " of " +
                                             std::to_string(n_expert) + " experts, 1.." +
-                                            std::to_string(n_expert) + " are possible" + convert);
+                                            std::to_string(n_expert) + " are possible" +
+                                            convert_again);
     }
     const auto n_group = model.integer("expert_group_count").value_or(0);
     const auto n_group_used = model.integer("expert_group_used_count").value_or(0);
@@ -195,7 +189,7 @@ void check_experts(const hyperparameters& model, std::size_t n_layer) {
         model.fail("expert_group_count", "is " + std::to_string(n_group) + " with " +
                                              std::to_string(n_group_used) +
                                              " used, which does not divide " +
-                                             std::to_string(n_expert) + " experts" + convert);
+                                             std::to_string(n_expert) + " experts" + convert_again);
     }
 }
 
@@ -221,7 +215,7 @@ void check_head_size(const hyperparameters& model, std::int64_t head_size,
     if (n_rot && (*n_rot <= 0 || *n_rot > head_size || *n_rot % 2 != 0)) {
         model.fail(names.rope, "is " + std::to_string(*n_rot) + ", an even number of 2.." +
                                    std::to_string(head_size) + ", the size of a head, is needed" +
-                                   convert);
+                                   convert_again);
     }
 }
 
@@ -239,14 +233,14 @@ void check_rope_sections(const hyperparameters& model, std::int64_t head_size) {
         const auto size = value->integer(i);
         if (size < 0 || size > head_size) {
             model.fail(name, "has a section of " + std::to_string(size) + ", 0.." +
-                                 std::to_string(head_size) + " are possible" + convert);
+                                 std::to_string(head_size) + " are possible" + convert_again);
         }
         sum += size;
         if (i < 3) n_first += size;
     }
     if (sum > head_size || (n_first == 0 && is_one_of(model.arch(), sectioned_archs))) {
         model.fail(name, "have " + std::to_string(sum) + " values together, 1.." +
-                             std::to_string(head_size) + " are possible" + convert);
+                             std::to_string(head_size) + " are possible" + convert_again);
     }
 }
 
@@ -290,13 +284,14 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
         const auto n_head_kv = model.integer("attention.head_count_kv", i).value_or(n_head);
         const auto layer = " in layer " + std::to_string(i);
         if (has_attention[i] && n_head == 0) {
-            model.fail("attention.head_count",
-                       "is 0" + layer + ", which has attention; 1 or more are needed" + convert);
+            model.fail(
+                "attention.head_count",
+                "is 0" + layer + ", which has attention; 1 or more are needed" + convert_again);
         }
         if (n_head_kv > 0 && n_head % n_head_kv != 0) {
-            model.fail("attention.head_count_kv", "is " + std::to_string(n_head_kv) + layer +
-                                                      ", which does not divide its " +
-                                                      std::to_string(n_head) + " heads" + convert);
+            model.fail("attention.head_count_kv",
+                       "is " + std::to_string(n_head_kv) + layer + ", which does not divide its " +
+                           std::to_string(n_head) + " heads" + convert_again);
         }
         if (i == 0) n_head_first = n_head;
     }
@@ -305,7 +300,8 @@ void check_heads(const hyperparameters& model, std::span<const gguf_tensor> tens
     if (head_size <= 0) {
         model.fail("attention.head_count", "is " + std::to_string(n_head_first) +
                                                " with embedding_length " + std::to_string(n_embd) +
-                                               "; a head of 1 or more values is needed" + convert);
+                                               "; a head of 1 or more values is needed" +
+                                               convert_again);
     }
     check_head_size(model, head_size, full_names);
     check_head_size(model, model.integer(swa_names.key_length).value_or(head_size), swa_names);
@@ -342,7 +338,7 @@ void check_expert_tensors(const gguf_header& head, std::span<const gguf_tensor> 
         head.fail("layer " + std::to_string(i) +
                   " has ffn_down_exps.weight, but neither ffn_up_exps.weight nor "
                   "ffn_gate_up_exps.weight" +
-                  convert);
+                  convert_again);
     }
 }
 
@@ -352,7 +348,7 @@ void check_needed_tensors(const gguf_header& head, const hyperparameters& model,
         if (!is_one_of(model.arch(), rule.archs)) continue;
         if (std::ranges::find(tensors, rule.name, &gguf_tensor::name) == tensors.end()) {
             head.fail("tensor " + quoted(rule.name) + " is missing, a model of " +
-                      std::string(model.arch()) + " needs it" + convert);
+                      std::string(model.arch()) + " needs it" + convert_again);
         }
     }
 }
@@ -431,26 +427,19 @@ void check_tensor_types(const gguf_header& head, const gguf_header& part) {
         } else if (tensor.type != type_f32) {
             part.fail("tensor " + quoted(tensor.name) + " of shape " + tensor.shape_text() +
                       " is of type " + tensor_types[tensor.type].name +
-                      ", llama.cpp computes with F32 here" + convert);
+                      ", llama.cpp computes with F32 here" + convert_again);
         }
     }
 }
 
 void check_adapter(const gguf_header& file) {
-    const auto check_string = [&](const char* key) {
-        const auto* const value = file.find(key);
-        if (value && (value->is_array || value->type != gguf_type::string)) {
-            file.fail(std::string(key) + " is of type " + value->type_text() +
-                      ", a string is needed; convert the adapter again");
-        }
-    };
-    for (const char* key : {"general.type", "general.architecture", "adapter.type"})
-        check_string(key);
-    if (const auto* const alpha = file.find("adapter.lora.alpha")) {
-        if (alpha->is_array || alpha->type != gguf_type::f32 || !std::isfinite(alpha->real())) {
-            file.fail("adapter.lora.alpha is of type " + alpha->type_text() +
-                      " or not finite; a finite f32 is needed; convert the adapter again");
-        }
+    for (const char* key : {"general.type", "general.architecture", "adapter.type"}) {
+        (void)file.find(key, gguf_type::string);
+    }
+    const auto* const alpha = file.find("adapter.lora.alpha", gguf_type::f32);
+    if (alpha && !std::isfinite(alpha->real())) {
+        file.fail("adapter.lora.alpha is " + std::to_string(alpha->real()) +
+                  ", a finite number is needed" + convert_again);
     }
     for (const auto& tensor : file.tensors) {
         if (tensor.name.ends_with("_norm.weight")) continue;  // llama.cpp ignores them

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <bit>
 #include <bitset>
+#include <charconv>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -18,7 +19,6 @@ namespace {
 constexpr std::size_t n_token_bytes_max = 16384;
 constexpr std::size_t n_trie_token_bytes_max = 1024;
 constexpr std::size_t n_dummy_tokens_max = 1 << 24;
-constexpr const char* convert = "; convert the model again";
 constexpr std::int32_t byte_type = 6;  // of tokenizer.ggml.token_type
 
 // A tokenizer of llama.cpp, named as in tokenizer.ggml.model.
@@ -69,8 +69,8 @@ public:
 
     void check() {
         check_tokens();
-        check_array("tokenizer.ggml.scores", gguf_type::f32, gguf_type::i32);
-        check_array("tokenizer.ggml.token_type", gguf_type::i32, gguf_type::i32);
+        check_size("tokenizer.ggml.scores", gguf_type::f32);
+        check_size("tokenizer.ggml.token_type", gguf_type::i32);
         check_merges();
         check_byte_tokens();
         check_special_tokens();
@@ -89,56 +89,46 @@ private:
     }
 
     void check_tokens() {
-        tokens_ = head_.find("tokenizer.ggml.tokens");
-        if (!tokens_ || !tokens_->is_array || tokens_->type != gguf_type::string) {
-            fail(std::string("tokenizer.ggml.tokens is ") +
-                 (tokens_ ? "of type " + tokens_->type_text() : "missing") +
-                 ", an array of string is needed" + convert);
-        }
-        if (tokens_->strings.empty()) fail(std::string("tokenizer.ggml.tokens is empty") + convert);
+        tokens_ = &head_.at("tokenizer.ggml.tokens", gguf_type::string, true);
+        if (tokens_->strings.empty())
+            fail(std::string("tokenizer.ggml.tokens is empty") + convert_again);
         const auto n_most = kind_.has_trie ? n_trie_token_bytes_max : n_token_bytes_max;
         text_table texts(tokens_->size());
         for (std::size_t i = 0; i < tokens_->size(); ++i) {
             const auto text = token(i);
             if (text.size() > n_most) {
                 fail("token " + std::to_string(i) + " has " + std::to_string(text.size()) +
-                     " bytes, the limit is " + std::to_string(n_most) + convert);
+                     " bytes, the limit is " + std::to_string(n_most) + convert_again);
             }
             // llama.cpp generates a text for tokens without one.
             if (!text.empty() && !texts.insert(text)) {
                 fail("token " + std::to_string(i) + " " + quoted(text) +
-                     " is in tokenizer.ggml.tokens twice" + convert);
+                     " is in tokenizer.ggml.tokens twice" + convert_again);
             }
         }
     }
 
-    void check_array(const char* key, gguf_type type, gguf_type other) const {
-        const auto* const value = head_.find(key);
-        if (!value) return;
-        if (!value->is_array || (value->type != type && value->type != other)) {
-            fail(std::string(key) + " is of type " + value->type_text() + ", an array of " +
-                 name_of(type) + " is needed" + convert);
-        }
-        if (value->size() != tokens_->size()) {
+    void check_size(const char* key, gguf_type type) const {
+        const auto* const found = head_.find(key);
+        const bool is_integer = found && found->type == gguf_type::i32;  // of scores too
+        const auto* const value = head_.find(key, is_integer ? gguf_type::i32 : type, true);
+        if (value && value->size() != tokens_->size()) {
             fail(std::string(key) + " has " + std::to_string(value->size()) +
-                 " values, there are " + std::to_string(tokens_->size()) + " tokens" + convert);
+                 " values, there are " + std::to_string(tokens_->size()) + " tokens" +
+                 convert_again);
         }
     }
 
     // "left right": llama.cpp splits at the first space after the first byte.
     void check_merges() const {
-        const auto* const merges = head_.find("tokenizer.ggml.merges");
+        const auto* const merges = head_.find("tokenizer.ggml.merges", gguf_type::string, true);
         if (!merges) return;
-        if (!merges->is_array || merges->type != gguf_type::string) {
-            fail("tokenizer.ggml.merges is of type " + merges->type_text() +
-                 ", an array of string is needed" + convert);
-        }
         for (std::size_t i = 0; i < merges->size(); ++i) {
             const auto merge = merges->strings[i];
             const auto space = merge.find(' ', 1);
             if (space == merge.npos || space + 1 == merge.size()) {
                 fail("merge " + std::to_string(i) + " " + quoted(merge) +
-                     " is not two parts with a space between them" + convert);
+                     " is not two parts with a space between them" + convert_again);
             }
         }
     }
@@ -146,18 +136,8 @@ private:
     static std::optional<unsigned> hex_byte(std::string_view text) {
         if (text.size() != 6 || !text.starts_with("<0x") || text[5] != '>') return std::nullopt;
         unsigned value = 0;
-        for (const char digit : text.substr(3, 2)) {
-            if (digit >= '0' && digit <= '9') {
-                value = value * 16 + static_cast<unsigned>(digit - '0');
-            } else if (digit >= 'A' && digit <= 'F') {
-                value = value * 16 + static_cast<unsigned>(digit - 'A' + 10);
-            } else if (digit >= 'a' && digit <= 'f') {
-                value = value * 16 + static_cast<unsigned>(digit - 'a' + 10);
-            } else {
-                return std::nullopt;
-            }
-        }
-        return value;
+        const auto read = std::from_chars(&text[3], &text[5], value, 16);
+        return read.ptr == &text[5] ? std::optional(value) : std::nullopt;
     }
 
     void check_byte_tokens() const {
@@ -170,7 +150,7 @@ private:
                 if (!value) {
                     fail("token " + std::to_string(i) + " " + quoted(text) +
                          " has the type of a byte token, but not a text such as \"<0x00>\"" +
-                         convert);
+                         convert_again);
                 }
                 typed.set(*value);
             }
@@ -184,7 +164,7 @@ private:
         }
         if (kind_.name == "bert" && typed.any()) {
             fail(std::string("the vocabulary has byte tokens, which a bert tokenizer cannot read") +
-                 convert);
+                 convert_again);
         }
         const bool is_sentencepiece = kind_.name == "llama";
         const bool is_rwkv = kind_.name == "rwkv";
@@ -195,7 +175,7 @@ private:
         }
         if (kind_.name == "plamo2" && !typed.all()) {
             refuse("the vocabulary has no byte token for byte " +
-                   std::to_string(first_missing(typed)) + convert);
+                   std::to_string(first_missing(typed)) + convert_again);
         }
     }
 
@@ -226,32 +206,22 @@ private:
     std::optional<std::int64_t> special(const char* name, std::int64_t otherwise) const {
         const auto key = "tokenizer.ggml." + std::string(name);
         const auto n = static_cast<std::int64_t>(tokens_->size());
-        const auto* const value = head_.find(key);
-        if (value) {
-            if (value->is_array || value->type != gguf_type::u32) {
-                fail(key + " is of type " + value->type_text() + ", u32 is needed" + convert);
-            }
-            if (value->integer() < n) return value->integer();
-        }
+        const auto* const value = head_.find(key, gguf_type::u32);
+        if (value && value->integer() < n) return value->integer();
         if (otherwise >= 0 && otherwise < n) return otherwise;
         return std::nullopt;
     }
 
     bool flag(const char* key, bool otherwise) const {
-        const auto* const value = head_.find(key);
-        if (!value) return otherwise;
-        if (value->is_array || value->type != gguf_type::boolean) {
-            fail(std::string(key) + " is of type " + value->type_text() + ", bool is needed" +
-                 convert);
-        }
-        return value->integer() != 0;
+        const auto* const value = head_.find(key, gguf_type::boolean);
+        return value ? value->integer() != 0 : otherwise;
     }
 
     void require(bool is_needed, std::optional<std::int64_t> id, const char* name) const {
         if (!is_needed || id) return;
         refuse("the tokenizer needs tokenizer.ggml." + std::string(name) +
                ", but the file has none in its vocabulary of " + std::to_string(tokens_->size()) +
-               " tokens" + convert);
+               " tokens" + convert_again);
     }
 
     void check_special_tokens() const {
@@ -286,19 +256,15 @@ void check_dummy_tokens(const gguf_header& head, std::span<const gguf_tensor> te
     if (n < 0 || n > static_cast<std::int64_t>(n_dummy_tokens_max) || is_other) {
         head.fail(key + " is " + std::to_string(n) + ", token_embd.weight has " +
                   (embd == tensors.end() ? "none" : std::to_string(embd->shape[1])) + " tokens" +
-                  convert);
+                  convert_again);
     }
 }
 
 }  // namespace
 
 void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tensors) {
-    const auto* const model = head.find("tokenizer.ggml.model");
+    const auto* const model = head.find("tokenizer.ggml.model", gguf_type::string);
     if (!model) return;  // llama.cpp reports it if it needs one
-    if (model->is_array || model->type != gguf_type::string) {
-        head.fail("tokenizer.ggml.model is of type " + model->type_text() + ", a string is needed" +
-                  convert);
-    }
     const auto name = model->strings[0];
     if (name == "none" || name == "no_vocab") return check_dummy_tokens(head, tensors);
     const auto* const kind = std::ranges::find(tokenizer_kinds, name, &tokenizer_kind::name);
@@ -306,7 +272,7 @@ void check_vocabulary(const gguf_header& head, std::span<const gguf_tensor> tens
     const auto* const pre = head.find("tokenizer.ggml.pre");
     if (pre && !pre->strings.empty() && pre->strings[0] == "whitespace" && name != "whitespace") {
         head.fail("tokenizer.ggml.pre is 'whitespace' with the tokenizer " + quoted(name) +
-                  ", which does not support it" + convert);
+                  ", which does not support it" + convert_again);
     }
     vocabulary_checker(head, *kind).check();
 }

@@ -228,7 +228,7 @@ std::optional<attention_site> site_of(ggml_tensor* node, const consumers& reader
 // True if these keys are part of the cache. Cross attention computes its keys from the encoder's
 // output.
 bool is_cached(const attention_site& site) {
-    const ggml_tensor* const k = site.flash ? site.k : site.kq->src[0];
+    const ggml_tensor* const k = site.keys();
     return k->view_src && k->view_src->op == GGML_OP_NONE;
 }
 

@@ -56,6 +56,16 @@ struct attention_site {
     ggml_tensor* kq = nullptr;  // F32 ne=[n_kv, n_tokens, n_head, n_stream]: K·Q
     ggml_tensor* softmax =
         nullptr;  // same shape; softmax->src[0] is what enters it before the scale
+
+    ggml_tensor* keys() const { return flash ? k : kq->src[0]; }
+    int n_queries() const { return static_cast<int>(flash ? q->ne[1] : kq->ne[1]); }
+    // The node behind which rows of this kind can be read: llama.cpp's softmax overwrites its input
+    // in place.
+    ggml_tensor* node_of(row_kind kind) const {
+        if (flash) return flash;
+        if (kind == row_kind::logits) return kq;
+        return kind == row_kind::scores ? softmax->src[0] : softmax;
+    }
 };
 
 // Attention sites in layer order. If several nodes claim a layer, it is left out and listed in

@@ -10,19 +10,11 @@ namespace kqview {
 
 namespace {
 
-constexpr unsigned bit_of(row_kind kind) { return 1u << static_cast<unsigned>(kind); }
-
 std::string join(std::span<const int> layers) {
     if (layers.empty()) return "none";
     std::string text;
     for (const int il : layers) text += (text.empty() ? "" : ", ") + std::to_string(il);
     return text;
-}
-
-std::vector<int> layers_of(std::span<const attention_layer> layers) {
-    std::vector<int> all;
-    for (const auto& layer : layers) all.push_back(layer.il);
-    return all;
 }
 
 std::vector<int> all_heads(int n_head) {
@@ -47,7 +39,8 @@ void check_hidden(const capture_options& options, const capture_source& source) 
 
 capture_plan::capture_plan(const capture_options& options, const capture_source& source)
     : options_(options), n_embd_(source.n_embd) {
-    const auto available = layers_of(source.attention);
+    std::vector<int> available;
+    for (const auto& layer : source.attention) available.push_back(layer.il);
     check_hidden(options, source);
     if (options.layers && options.layers->empty() && !options.hidden.empty()) return;
     if (available.empty()) {
@@ -109,9 +102,7 @@ void capture_plan::plan_devices(const capture_source& source) {
         if (reduce() == row_reduction::none) continue;
         can_all_reduce = can_all_reduce && found.is_reducible;
         if (!found.is_reducible) continue;
-        const bool is_mean =
-            reduce() == row_reduction::mean || reduce() == row_reduction::mean_heads;
-        want.reduce = is_mean ? row_reduction::mean_heads : row_reduction::max_heads;
+        want.reduce = is_mean(reduce()) ? row_reduction::mean_heads : row_reduction::max_heads;
         want.heads = rows.heads;
         std::sort(want.heads.begin(), want.heads.end());
         if (want.heads == all_heads(found.n_head)) want.heads.clear();
@@ -179,43 +170,28 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) 
 
 void graph_plan::add(const capture_plan& plan, bool with_prompt) {
     for (const auto& rows : plan.layers()) {
-        auto& one = at(rows.il);
+        auto& one = wanted_by_layer_[rows.il];
         if (!rows.on_device) {
-            one.host_kinds = static_cast<std::uint8_t>(one.host_kinds | bit_of(plan.kind()));
+            one.host_kinds.insert(plan.kind());
             continue;
         }
-        auto& wants = one.on_device;
-        const auto place = std::lower_bound(wants.begin(), wants.end(), *rows.on_device);
-        if (place == wants.end() || *place != *rows.on_device) wants.insert(place, *rows.on_device);
+        one.on_device.insert(*rows.on_device);
     }
-    for (const int il : plan.hidden()) at(il).hidden = true;
+    for (const int il : plan.hidden()) wanted_by_layer_[il].hidden = true;
     wants_prompt_ = wants_prompt_ || (with_prompt && plan.has_device_rows());
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {
-    const auto i = static_cast<std::size_t>(il);
-    if (i >= wanted_by_layer_.size()) return false;
-    const auto& one = wanted_by_layer_[i];
-    return (one.host_kinds & bit_of(kind)) != 0 ||
+    const auto& one = of(il);
+    return one.host_kinds.contains(kind) ||
            std::any_of(one.on_device.begin(), one.on_device.end(),
                        [kind](const device_want& want) { return want.kind == kind; });
 }
 
-std::span<const device_want> graph_plan::device_wants(int il) const {
-    const auto i = static_cast<std::size_t>(il);
-    if (i >= wanted_by_layer_.size()) return {};
-    return wanted_by_layer_[i].on_device;
-}
-
-bool graph_plan::wants_hidden(int il) const {
-    const auto i = static_cast<std::size_t>(il);
-    return i < wanted_by_layer_.size() && wanted_by_layer_[i].hidden;
-}
-
-graph_plan::layer& graph_plan::at(int il) {
-    const auto i = static_cast<std::size_t>(il);
-    if (wanted_by_layer_.size() <= i) wanted_by_layer_.resize(i + 1);
-    return wanted_by_layer_[i];
+const graph_plan::layer& graph_plan::of(int il) const {
+    static const layer nothing;
+    const auto found = wanted_by_layer_.find(il);
+    return found == wanted_by_layer_.end() ? nothing : found->second;
 }
 
 }  // namespace kqview

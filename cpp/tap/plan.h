@@ -5,7 +5,10 @@
 #include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
+#include <map>
 #include <optional>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -48,6 +51,17 @@ enum class row_reduction : std::uint8_t {
     max,
 };
 
+constexpr bool is_mean(row_reduction reduce) {
+    return reduce == row_reduction::mean || reduce == row_reduction::mean_heads;
+}
+
+// What a row holds for a column that its query does not see.
+constexpr float unseen_value(row_kind kind) {
+    return kind == row_kind::probs ? 0.0f : -std::numeric_limits<float>::infinity();
+}
+
+constexpr std::size_t bytes_of(row_type type) { return type == row_type::f32 ? 4 : 2; }
+
 // The form in which a graph leaves a layer's rows on their device. The remaining work, such as
 // finding the k largest values, is done on the host after the rows arrive. (The host's kernel
 // produces every form of row itself.)
@@ -62,7 +76,7 @@ struct device_want {
     // True for one row over several layers. A reduction over layers runs either on one device or on
     // the host.
     bool joins_layers() const { return !layers.empty(); }
-    std::size_t element_bytes() const { return type == row_type::f32 ? 4 : 2; }
+    std::size_t element_bytes() const { return bytes_of(type); }
 };
 
 struct capture_options {
@@ -127,7 +141,7 @@ public:
     int n_rows() const;                                   // rows handed out
     // True if every layer keeps the same number of heads, so that the rows form one array.
     bool is_uniform() const { return is_uniform_; }
-    std::size_t element_bytes() const { return type() == row_type::f32 ? 4 : 2; }
+    std::size_t element_bytes() const { return bytes_of(type()); }
 
     // Hidden states exist for single queries only; the rows of a prompt have none.
     row_layout layout(int n_columns, int n_queries = 1, bool with_hidden = true) const;
@@ -152,22 +166,22 @@ public:
     // queries at run time; for a device they are part of the graph.
     void add(const capture_plan& plan, bool with_prompt = false);
     bool wants(int il, row_kind kind) const;
-    std::span<const device_want> device_wants(int il) const;
-    bool wants_hidden(int il) const;
+    const std::set<device_want>& device_wants(int il) const { return of(il).on_device; }
+    bool wants_hidden(int il) const { return of(il).hidden; }
     bool wants_prompt() const { return wants_prompt_; }
     bool is_empty() const { return wanted_by_layer_.empty(); }
     bool operator==(const graph_plan&) const = default;
 
 private:
     struct layer {
-        std::uint8_t host_kinds = 0;  // one bit per row_kind
+        std::set<row_kind> host_kinds;
         bool hidden = false;
-        std::vector<device_want> on_device;  // ascending, no duplicates
+        std::set<device_want> on_device;
         bool operator==(const layer&) const = default;
     };
-    layer& at(int il);
+    const layer& of(int il) const;
 
-    std::vector<layer> wanted_by_layer_;  // index il
+    std::map<int, layer> wanted_by_layer_;
     bool wants_prompt_ = false;
 };
 

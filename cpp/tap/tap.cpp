@@ -1,5 +1,6 @@
 #include "tap/tap.h"
 
+#include <array>
 #include <utility>
 
 #include "base/error.h"
@@ -108,8 +109,9 @@ void tap::discover(const sites& found) {
 }
 
 bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) {
+    constexpr std::array kinds{row_kind::logits, row_kind::scores, row_kind::probs};
     for (const int il : found.attention.ambiguous) {
-        for (const auto kind : {row_kind::logits, row_kind::scores, row_kind::probs}) {
+        for (const auto kind : kinds) {
             if (!wanted_.wants(il, kind)) continue;
             failure_ = "two attention nodes claim layer " + std::to_string(il);
             return false;
@@ -128,28 +130,11 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
     };
     for (const auto& site : found.attention.sites) {
         if (devices_.holds(site.il)) continue;
-        const bool logits = wanted_.wants(site.il, row_kind::logits);
-        const bool scores = wanted_.wants(site.il, row_kind::scores);
-        const bool probs = wanted_.wants(site.il, row_kind::probs);
-        auto* const tensors = mark.tensors.get();
-        if (site.flash) {
-            if (logits || scores || probs) {
-                placed.push_back({site.flash, make_flash_row_node(tensors, site, new_op())});
-            }
-            continue;
-        }
-        // Each node runs directly after its tensor, before softmax overwrites it in place.
-        if (logits) {
+        for (const auto kind : kinds) {
+            if (!wanted_.wants(site.il, kind)) continue;
             placed.push_back(
-                {site.kq, make_plain_row_node(tensors, site, row_kind::logits, new_op())});
-        }
-        if (scores) {
-            placed.push_back({site.softmax->src[0],
-                              make_plain_row_node(tensors, site, row_kind::scores, new_op())});
-        }
-        if (probs) {
-            placed.push_back(
-                {site.softmax, make_plain_row_node(tensors, site, row_kind::probs, new_op())});
+                {site.node_of(kind), make_row_node(mark.tensors.get(), site, kind, new_op())});
+            if (site.flash) break;  // one node serves all kinds
         }
     }
     for (const auto& site : found.hidden) {

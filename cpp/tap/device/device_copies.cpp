@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <utility>
 
 #include "base/error.h"
@@ -20,7 +19,7 @@ std::size_t query_floats(const row_target& target) {
 // cells.
 void fill_unseen(std::byte* row, std::size_t first, std::size_t n_columns, row_kind kind,
                  std::size_t element_bytes) {
-    const float unseen = kind == row_kind::probs ? 0.0f : -std::numeric_limits<float>::infinity();
+    const float unseen = unseen_value(kind);
     if (element_bytes == sizeof(float)) {
         auto* const values = reinterpret_cast<float*>(row);
         std::fill(values + first, values + n_columns, unseen);
@@ -190,8 +189,6 @@ void device_copies::finish(const piece& one) {
     const auto n_columns = static_cast<std::size_t>(target.layout.n_columns);
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
     const auto* const arrived = reinterpret_cast<const float*>(one.to);
-    const bool is_mean = one.rows->want.reduce == row_reduction::mean_heads ||
-                         one.rows->want.reduce == row_reduction::mean;
     // The sink divides sums by the number of heads.
     const auto factor = static_cast<float>(one.rows->n_heads_reduced);
     row_sink sink(table_, one.i_target, one.wanted ? *one.wanted : plan.layers().front(), 0);
@@ -200,7 +197,7 @@ void device_copies::finish(const piece& one) {
         for (std::size_t i = 0; i < one.n_rows; ++i) {
             float* const row = sink.place(static_cast<int>(i), 0);
             std::memcpy(row, arrived + (i * n_queries + q) * n_columns, n_columns * sizeof(float));
-            if (is_mean) sink.scale(row, factor);
+            if (is_mean(one.rows->want.reduce)) sink.scale(row, factor);
             if (one.wanted) {
                 sink.finish(static_cast<int>(i), row);
             } else {

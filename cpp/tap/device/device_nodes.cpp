@@ -77,9 +77,8 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
     auto& known = masks_[site.mask];
     if (known) return known;
     // llama.cpp may pad the queries of a mask.
-    const auto n_queries = site.flash ? site.q->ne[1] : site.kq->ne[1];
     auto* const mask = site.mask;
-    const auto offset = static_cast<std::size_t>(n_queries - n_rows) * mask->nb[1];
+    const auto offset = static_cast<std::size_t>(site.n_queries() - n_rows) * mask->nb[1];
     auto* const rows =
         add(ggml_view_4d(tensors_, mask, mask->ne[0], n_rows, mask->ne[2], mask->ne[3], mask->nb[1],
                          mask->nb[2], mask->nb[3], offset));
@@ -155,10 +154,9 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
 
 // The mean or maximum of `n` rows, which are the second dimension.
 ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce) {
-    const bool is_mean = reduce == row_reduction::mean || reduce == row_reduction::mean_heads;
     const auto height = static_cast<int>(n);
-    return add(ggml_pool_2d(tensors_, rows, is_mean ? GGML_OP_POOL_AVG : GGML_OP_POOL_MAX, 1,
-                            height, 1, height, 0, 0));
+    return add(ggml_pool_2d(tensors_, rows, is_mean(reduce) ? GGML_OP_POOL_AVG : GGML_OP_POOL_MAX,
+                            1, height, 1, height, 0, 0));
 }
 
 // Sets columns that the query does not see to -inf, in logits too. Runs after a reduction, because
@@ -195,7 +193,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     rows.layers = {site.il};
     rows.want = want;
     if (!check(site, want.kind)) return rows;
-    rows.n_queries = static_cast<int>(site.flash ? site.q->ne[1] : site.kq->ne[1]);
+    rows.n_queries = site.n_queries();
     auto* result = values_of(site, want.kind, n_rows);
     rows.n_cells = static_cast<std::size_t>(result->ne[0]);
     rows.n_rows = static_cast<std::size_t>(result->ne[1]);
@@ -232,7 +230,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     device_rows rows;
     for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
     rows.want = joined.want;
-    rows.n_queries = static_cast<int>(first.flash ? first.q->ne[1] : first.kq->ne[1]);
+    rows.n_queries = first.n_queries();
     rows.n_cells = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
     rows.n_rows = static_cast<std::size_t>(joined.n_rows);
     rows.n_head = 1;

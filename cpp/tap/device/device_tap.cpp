@@ -18,14 +18,6 @@ constexpr std::size_t prompt_budget_bytes = std::size_t{256} << 20;  // of a ste
 constexpr std::size_t slack_bytes = 4096;                            // a result's alignment
 constexpr std::size_t n_tensors_of_layer = 4;                        // shared masks and views
 
-const ggml_tensor* keys_of(const attention_site& site) {
-    return site.flash ? site.k : site.kq->src[0];
-}
-
-int n_queries_of(const attention_site& site) {
-    return static_cast<int>(site.flash ? site.q->ne[1] : site.kq->ne[1]);
-}
-
 std::string no_room(const transfer& way) {
     return std::string("rows of this step do not fit into the memory reserved on ") +
            ggml_backend_dev_name(way.device());
@@ -65,12 +57,12 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
 }
 
 void device_tap::learn(const attention_site& site) {
-    const auto device = device_of(keys_of(site));
+    const auto* const keys = site.keys();
+    const auto device = device_of(keys);
     if (!device) return;
-    const auto* const keys = keys_of(site);
     const bool is_cached = (keys->view_src ? keys->view_src : keys)->buffer != nullptr;
     layers_[site.il] = {&path_to(device), static_cast<std::size_t>(site.n_head),
-                        static_cast<std::size_t>(site.n_cells), is_cached ? 1 : n_queries_of(site),
+                        static_cast<std::size_t>(site.n_cells), is_cached ? 1 : site.n_queries(),
                         can_reduce(site, device)};
 }
 
@@ -201,17 +193,6 @@ struct device_tap::builders {
     }
 };
 
-namespace {
-
-// The node to read after: llama.cpp's softmax overwrites its input in place.
-ggml_tensor* anchor_of(const attention_site& site, row_kind kind) {
-    if (site.flash) return site.flash;
-    if (kind == row_kind::logits) return site.kq;
-    return kind == row_kind::scores ? site.softmax->src[0] : site.softmax;
-}
-
-}  // namespace
-
 std::string device_tap::add(const attention_sites& attention,
                             const std::vector<hidden_site>& states, const graph_plan& plan,
                             ggml_context* tensors, std::vector<placed_node>& placed,
@@ -233,12 +214,12 @@ std::string device_tap::add_rows(const attention_sites& attention, const graph_p
         for (const auto& want : plan.device_wants(site.il)) {
             if (want.joins_layers()) continue;
             auto& builder = building.of(on);
-            const int n_rows = n_rows_of(plan, n_queries_of(site), site.n_stream);
+            const int n_rows = n_rows_of(plan, site.n_queries(), site.n_stream);
             auto rows = builder.rows_of(site, want, n_rows);
             if (!rows.tensor) return builder.failure();
             if (!place(building.part, on.way, rows.tensor, why)) return why;
             share_of(building.part, on.way).rows.push_back(std::move(rows));
-            building.put(builder, anchor_of(site, want.kind));
+            building.put(builder, site.node_of(want.kind));
         }
     }
     return {};
@@ -282,7 +263,7 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
     std::sort(joined.sites.begin(), joined.sites.end(),
               [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
-    joined.n_rows = n_rows_of(plan, n_queries_of(first), first.n_stream);
+    joined.n_rows = n_rows_of(plan, first.n_queries(), first.n_stream);
     std::string why;
     std::size_t part_bytes = 0;
     for (std::size_t i = 0; i < joined.sites.size(); ++i) {
@@ -298,13 +279,13 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
         }
         if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";
         if (!transfer::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
-        building.put(builder, anchor_of(site, joined.want.kind));
+        building.put(builder, site.node_of(joined.want.kind));
     }
     auto rows = builder.join(joined);
     if (!rows.tensor) return builder.failure();
     if (!place(building.part, on.way, rows.tensor, why)) return why;
     share_of(building.part, on.way).rows.push_back(std::move(rows));
-    building.put(builder, anchor_of(*joined.sites.back(), joined.want.kind));
+    building.put(builder, joined.sites.back()->node_of(joined.want.kind));
     return {};
 }
 

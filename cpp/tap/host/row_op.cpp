@@ -106,7 +106,7 @@ std::optional<float> sink_of(const row_op& op, const ggml_tensor* node, const se
 // Scatters a row over gathered keys to columns; keys that were not gathered count as masked.
 void scatter(const attention_site& site, const seen_keys& seen, row_kind kind, const float* from,
              float* to, int n_columns) {
-    const float hidden = kind == row_kind::probs ? 0.0f : minus_infinity;
+    const float hidden = unseen_value(kind);
     std::fill_n(to, n_columns, hidden);
     for (int i = 0; i < site.n_cells; ++i) {
         if (from[i] == hidden) continue;  // the index of a masked place is arbitrary
@@ -133,8 +133,7 @@ struct query_view {
 
 // Columns after the query: positions that it does not attend to.
 void fill_unseen(const query_view& query, row_kind kind, float* row) {
-    const float unseen = kind == row_kind::probs ? 0.0f : minus_infinity;
-    std::fill(row + query.n_visible, row + query.target.layout.n_columns, unseen);
+    std::fill(row + query.n_visible, row + query.target.layout.n_columns, unseen_value(kind));
 }
 
 // Computes wanted heads [begin, end) from q and k.
@@ -227,7 +226,7 @@ void write_query(const row_op& op, const ggml_tensor* node, const row_target& ta
     const int n_visible = std::min(target.n_visible + i_query, target.layout.n_columns);
     const auto place = place_of(op.site, target.i_query + i_query, target.i_stream);
     const query_view query{op, node, target, rows, place, n_visible};
-    if (op.is_flash) {
+    if (op.site.flash) {
         write_flash_rows(query, begin, end, sink, scratch);
     } else {
         write_plain_rows(query, begin, end, sink);
@@ -268,7 +267,7 @@ void run_row_op(ggml_tensor* node, int ith, int nth, void* data) {
     const auto& op = *static_cast<const row_op*>(data);
     for (std::size_t i = 0; i < op.table->targets.size(); ++i) {
         const auto& plan = *op.table->targets[i].plan;
-        if (!op.is_flash && plan.kind() != op.kind) continue;
+        if (!op.site.flash && plan.kind() != op.kind) continue;
         if (const auto* const rows = plan.find(op.il)) write_target(op, node, i, *rows, ith, nth);
     }
 }
@@ -301,44 +300,26 @@ ggml_tensor* make_node(ggml_context* tensors, std::vector<ggml_tensor*>& sources
     return node;
 }
 
-void add_mask_and_sinks(std::vector<ggml_tensor*>& sources, const attention_site& site,
-                        row_op& op) {
-    if (site.mask) {
-        op.i_mask = static_cast<int>(sources.size());
-        sources.push_back(site.mask);
-    }
-    if (site.sinks) {
-        op.i_sinks = static_cast<int>(sources.size());
-        sources.push_back(site.sinks);
-    }
-}
-
 }  // namespace
 
-ggml_tensor* make_flash_row_node(ggml_context* tensors, const attention_site& site, row_op& op) {
+ggml_tensor* make_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
+                           row_op& op) {
     op.il = site.il;
     op.site = site;
-    op.is_flash = true;
-    std::vector<ggml_tensor*> sources{site.q, site.k};
-    add_mask_and_sinks(sources, site, op);
-    if (site.gathered) {
-        op.i_gathered = static_cast<int>(sources.size());
-        sources.push_back(site.gathered);
-    }
-    return make_node(tensors, sources, run_row_op, GGML_N_TASKS_MAX, op);
-}
-
-ggml_tensor* make_plain_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
-                                 row_op& op) {
-    op.il = site.il;
-    op.site = site;
-    op.is_flash = false;
     op.kind = kind;
-    std::vector<ggml_tensor*> sources{kind == row_kind::logits   ? site.kq
-                                      : kind == row_kind::scores ? site.softmax->src[0]
-                                                                 : site.softmax};
+    std::vector<ggml_tensor*> sources{site.node_of(kind)};
+    if (site.flash) sources = {site.q, site.k};
+    const auto add = [&](ggml_tensor* source) {
+        if (!source) return -1;
+        sources.push_back(source);
+        return static_cast<int>(sources.size()) - 1;
+    };
     // The softmax's result is final; its input still needs the mask.
-    if (kind != row_kind::probs) add_mask_and_sinks(sources, site, op);
+    if (site.flash || kind != row_kind::probs) {
+        op.i_mask = add(site.mask);
+        op.i_sinks = add(site.sinks);
+    }
+    op.i_gathered = add(site.gathered);
     return make_node(tensors, sources, run_row_op, GGML_N_TASKS_MAX, op);
 }
 

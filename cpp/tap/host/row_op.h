@@ -16,20 +16,17 @@ struct row_op {
     row_table* table = nullptr;
     int il = 0;
     row_kind kind = row_kind::logits;  // unused for a flash site: the target's kind decides
-    bool is_flash = false;
-    int i_mask = -1;  // index into the node's sources, -1 = none
+    int i_mask = -1;                   // index into the node's sources, -1 = none
     int i_sinks = -1;
     int i_gathered = -1;
     attention_site site;  // its numbers; the tensors are the node's sources
 };
 
-// Creates a node that computes K·q for the wanted rows itself, in any kind (flash attention does
-// not store the product).
-ggml_tensor* make_flash_row_node(ggml_context* tensors, const attention_site& site, row_op& op);
-
 // Creates a node that reads rows llama.cpp computes anyway: kq, the softmax's input or its result.
-ggml_tensor* make_plain_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
-                                 row_op& op);
+// Flash attention does not store the product: the node then computes K·q for the wanted rows itself,
+// in any kind.
+ggml_tensor* make_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
+                           row_op& op);
 
 // Creates a node that copies the wanted queries' rows of a layer's output.
 ggml_tensor* make_hidden_node(ggml_context* tensors, const hidden_site& site, row_op& op);

@@ -145,7 +145,7 @@ void row_sink::end_query(int nth) {
 // `row` holds the sum or the maximum over the heads of this layer.
 void row_sink::finish_layer(float* row) {
     if (!plan_.reduces_layers()) {
-        if (is_mean()) scale(row, 1.0f / static_cast<float>(rows_.heads.size()));
+        if (is_mean(plan_.reduce())) scale(row, 1.0f / static_cast<float>(rows_.heads.size()));
         return write(rows_.index, row);
     }
     finish_layers(row, 1);
@@ -161,13 +161,13 @@ void row_sink::finish_layers(const float* row, int n_layers) {
     }
     shared_.n_layers_added[i] += n_layers;
     if (shared_.n_layers_added[i] < static_cast<int>(plan_.layers().size())) return;
-    if (is_mean()) scale(total, 1.0f / static_cast<float>(plan_.n_heads_total()));
+    if (is_mean(plan_.reduce())) scale(total, 1.0f / static_cast<float>(plan_.n_heads_total()));
     write(0, total);
 }
 
 void row_sink::add(float* sum, const float* row) const {
     const auto n = n_columns();
-    if (is_mean()) {
+    if (is_mean(plan_.reduce())) {
         for (std::size_t c = 0; c < n; ++c) sum[c] += row[c];
     } else {
         for (std::size_t c = 0; c < n; ++c) sum[c] = std::max(sum[c], row[c]);

@@ -75,9 +75,6 @@ public:
 
 private:
     bool is_reduced() const { return plan_.reduce() != row_reduction::none; }
-    bool is_mean() const {
-        return plan_.reduce() == row_reduction::mean || plan_.reduce() == row_reduction::mean_heads;
-    }
     bool is_direct() const {
         return plan_.type() == row_type::f32 && plan_.top_k() == 0 && !is_reduced();
     }
