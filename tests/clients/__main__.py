@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import subprocess
 import sys
 import sysconfig
@@ -28,6 +29,11 @@ def lines() -> list[str]:
     """The environments: packages of each."""
     text = (FOLDER / "requirements.txt").read_text("utf-8")
     return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def name_of(requirement: str) -> str:
+    """The package that a requirement, or the first one of a line, asks for."""
+    return re.split(r"[\[=<>~ ]", requirement, maxsplit=1)[0]
 
 
 def make(folder: Path, packages: list[str]) -> Path:
@@ -51,7 +57,7 @@ def run(line: str, folder: Path) -> bool:
         make(folder, packages)
     site = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     found = {one.name.lower(): one.version for one in metadata.distributions(path=[site])}
-    named = sorted({one.partition("==")[0] for one in packages} | {"anthropic", "openai"})
+    named = sorted({name_of(one) for one in packages} | {"anthropic", "openai"})
     print("==", *(f"{name} {found[name]}" for name in named if name in found), flush=True)
     # Warnings of these packages are not ours.
     command = [python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", FOLDER]
@@ -67,7 +73,7 @@ def main() -> int:
     wanted = [line for line in lines() if args.only in line]
     with contextlib.ExitStack() as stack:
         folder = args.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        passed = [run(line, folder / line.partition("==")[0]) for line in wanted]
+        passed = [run(line, folder / name_of(line)) for line in wanted]
     return 0 if passed and all(passed) else 1
 
 

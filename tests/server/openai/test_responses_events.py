@@ -22,7 +22,7 @@ PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 def writer_of(**fields: Any) -> ResponseWriter:
     body = msgspec.convert({"input": "Time?", **fields}, schema.ResponsesBody)
-    asked = Asked(body, "demo", Reading(calls="hermes"), bytes_of=lambda id_: b"%d" % id_)
+    asked = Asked("resp_1", body, "demo", Reading(calls="hermes"), bytes_of=lambda id_: b"%d" % id_)
     return ResponseWriter(asked)
 
 
@@ -66,7 +66,7 @@ def test_stream_has_reasoning_then_text_in_numbered_events() -> None:
     ]  # fmt: skip
     created, final = events[0]["response"], events[-1]["response"]
     assert (created["status"], created["output"], created["usage"]) == ("in_progress", [], None)
-    assert final["id"] == created["id"]
+    assert final["id"] == created["id"] == "resp_1"
     assert [item["content"][0]["text"] for item in final["output"]] == ["Hmm.", "It is noon."]
     usage = final["usage"]
     assert (usage["input_tokens"], usage["input_tokens_details"]["cached_tokens"]) == (9, 4)

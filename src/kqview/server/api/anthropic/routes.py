@@ -11,22 +11,26 @@ from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
 from kqview.server.api.chat_work import ChatWork
 from kqview.server.endpoint import NAMED_HEAD, Call, Events, Operation
 
+# Templates may take seconds: their work is large enough for another thread.
+_LARGE: Final = 2**20
+
 
 async def create(call: Call, body: schema.MessagesBody) -> schema.Message | Events:
     """``POST /v1/messages``."""
     service = call.service
     engine = service.engine
+    id_ = f"msg_{uuid.uuid4().hex}"
 
     def tokenize(text: str) -> Sequence[int]:
         return engine.tokenize(text, add_special=False, parse_special=False)
 
     def prepared() -> ChatWork:
-        request = request_of(body, request_id=call.request_id, tokenize=tokenize)
+        request = request_of(body, request_id=id_, tokenize=tokenize)
         return chat_work.prepare(engine, request)
 
-    work = await service.converted(call.n_body_bytes, call.hold, prepared)
+    work = await service.converted(_LARGE, call.hold, prepared)
     name = body.model or service.model_name
-    writer = MessageWriter(f"msg_{uuid.uuid4().hex}", name, work.reading)
+    writer = MessageWriter(id_, name, work.reading)
     run = await service.start(work.request, call.caller, call.hold)
     if body.stream:
         return Events(run, MessageEvents(writer), head=NAMED_HEAD)
@@ -45,7 +49,7 @@ async def count_tokens(call: Call, body: schema.CountBody) -> schema.TokenCount:
         ids, _ = chat_work.prompt_of(engine, chat_of(body))
         return len(ids)
 
-    return schema.TokenCount(await call.service.converted(call.n_body_bytes, call.hold, counted))
+    return schema.TokenCount(await call.service.converted(_LARGE, call.hold, counted))
 
 
 _TAG: Final = "anthropic"

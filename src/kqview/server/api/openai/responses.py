@@ -1,5 +1,6 @@
 """Routes of OpenAI's Responses API. Glue only: the other files say what becomes of a body."""
 
+import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -11,21 +12,25 @@ from kqview.server.api.openai.responses_convert import chat_of, request_of
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
 from kqview.server.endpoint import NAMED_HEAD, Call, Events, Operation
 
+# Templates may take seconds: their work is large enough for another thread.
+_LARGE: Final = 2**20
+
 
 async def create(call: Call, body: schema.ResponsesBody) -> schema.Response | Events:
     """``POST /v1/responses``."""
     service = call.service
     engine = service.engine
+    id_ = f"resp_{uuid.uuid4().hex}"
 
     def tokenize(text: str) -> Sequence[int]:
         return engine.tokenize(text, add_special=False, parse_special=False)
 
     def prepared() -> ChatWork:
-        request = request_of(body, request_id=call.request_id, tokenize=tokenize)
+        request = request_of(body, request_id=id_, tokenize=tokenize)
         return chat_work.prepare(engine, request)
 
-    work = await service.converted(call.n_body_bytes, call.hold, prepared)
-    asked = Asked(body, body.model or service.model_name, work.reading, engine.token_bytes)
+    work = await service.converted(_LARGE, call.hold, prepared)
+    asked = Asked(id_, body, body.model or service.model_name, work.reading, engine.token_bytes)
     writer = ResponseWriter(asked)
     run = await service.start(work.request, call.caller, call.hold)
     if body.stream:
@@ -45,7 +50,7 @@ async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens
         ids, _ = chat_work.prompt_of(engine, chat_of(body))
         return len(ids)
 
-    n_tokens = await call.service.converted(call.n_body_bytes, call.hold, counted)
+    n_tokens = await call.service.converted(_LARGE, call.hold, counted)
     return schema.InputTokens(input_tokens=n_tokens)
 
 

@@ -49,6 +49,8 @@ def messages_of(body: schema.InputBody) -> list[Object]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    if not body.input:
+        raise RequestError("input is empty; send text or at least one item", parameter="input")
     turn: Object | None = None  # of the assistant: reasoning, text and calls are items of their own
     for i, item in enumerate(body.input):
         where = f"input[{i}]"

@@ -1,7 +1,6 @@
 """Answers as responses and as their events."""
 
 import time
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,12 +24,14 @@ class Asked:
     """What a response repeats of its request.
 
     Attributes:
+        id: The response's own.
         body: The request.
         model: The name that the client called the model by.
         reading: How the answer is read.
         bytes_of: Bytes of an id, for logprobs.
     """
 
+    id: str
     body: schema.ResponsesBody
     model: str
     reading: Reading
@@ -42,7 +43,6 @@ class ResponseWriter:
 
     def __init__(self, asked: Asked) -> None:
         self._asked = asked
-        self._id = f"resp_{uuid.uuid4().hex}"
         self._created_at = int(time.time())
         self._reader = asked.reading.reader()
         self._items = Items()
@@ -119,7 +119,7 @@ class ResponseWriter:
         form = None if body.text is None else body.text.format
         effort = None if body.reasoning is None else body.reasoning.effort
         return schema.Response(
-            id=self._id,
+            id=self._asked.id,
             created_at=self._created_at,
             completed_at=None if run is None else int(time.time()),
             status=status,

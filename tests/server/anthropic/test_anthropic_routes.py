@@ -1,0 +1,100 @@
+"""Anthropic's routes over a socket, as any HTTP client sees them."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.server import Settings
+
+if TYPE_CHECKING:
+    from tests.support.serving import Serve, Served
+
+CHAT = [{"role": "user", "content": "Who is Anna?"}]
+BODY: dict[str, Any] = {"model": "any", "max_tokens": 12, "temperature": 0, "messages": CHAT}
+TOOL = {"name": "clock", "input_schema": {"type": "object", "properties": {}}}
+
+
+def post(served: Served, path: str = "/v1/messages", **body: Any) -> Any:
+    with served.client() as client:
+        return client.post(path, json=body)
+
+
+def test_stream_names_each_event_by_its_type(demo: Served) -> None:
+    with demo.client() as client:
+        whole = client.post("/v1/messages", json=BODY).json()
+        sent = client.post("/v1/messages", json={**BODY, "stream": True})
+    assert sent.headers["content-type"].startswith("text/event-stream")
+    pairs = [event.split("\n") for event in sent.text.strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
+    assert (
+        "".join(
+            event["delta"]["text"] for event in events if event["type"] == "content_block_delta"
+        )
+        == whole["content"][0]["text"]
+    )
+    assert whole["model"] == "any"
+
+
+def test_reasoning_that_the_request_opens_is_a_thinking_block(demo: Served) -> None:
+    begun = {"role": "assistant", "content": "<think>"}
+    message = post(demo, **{**BODY, "messages": [*CHAT, begun]}).json()
+    (block,) = message["content"]
+    assert block["type"] == "thinking"
+    assert block["thinking"]
+    assert block["signature"] == ""
+
+
+def test_answer_that_the_request_begins_goes_on(demo: Served) -> None:
+    text = post(demo, **BODY).json()["content"][0]["text"]
+    begun, _, _ = text.partition(".")  # the end of a token
+    turn = {"role": "assistant", "content": begun}
+    rest = post(demo, **{**BODY, "messages": [*CHAT, turn]}).json()["content"][0]["text"]
+    assert (begun + rest).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"messages": None}, "messages"),
+        ({"messages": []}, "messages is empty"),
+        ({"messages": [{"role": "tool", "content": ""}]}, r"messages[0].role"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "watch"}}, "'watch'"),
+        ({"tool_choice": {"type": "any"}}, "there are no tools"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice has no name"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+    ],
+)
+def test_request_that_cannot_work_is_refused_in_anthropics_form(
+    demo: Served, fields: dict[str, Any], message: str
+) -> None:
+    refused = post(demo, **{**BODY, **fields})
+    assert refused.status_code == 400
+    body = refused.json()
+    assert body["type"] == "error"
+    assert body["error"]["type"] == "invalid_request_error"
+    assert message in body["error"]["message"]
+
+
+def test_missing_key_is_an_authentication_error(serve: Serve) -> None:
+    served = serve(Settings(api_keys=("sesame",)))
+    refused = post(served, "/v1/messages/count_tokens", messages=CHAT)
+    assert refused.status_code == 401
+    assert refused.json()["error"]["type"] == "authentication_error"
+
+
+def test_count_is_that_of_the_prompt_with_its_tools(demo: Served) -> None:
+    counts = [
+        post(demo, "/v1/messages/count_tokens", **fields).json()["input_tokens"]
+        for fields in ({"messages": CHAT}, {"messages": CHAT, "tools": [TOOL]})
+    ]
+    assert counts[0] == len(demo.engine.apply_chat_template(CHAT))
+    assert counts[1] > counts[0]

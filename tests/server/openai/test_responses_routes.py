@@ -1,0 +1,72 @@
+"""The Responses API over a socket, as any HTTP client sees it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.support.serving import Served
+
+BODY: dict[str, Any] = {"input": "Who is Anna?", "max_output_tokens": 12, "temperature": 0}
+
+
+def post(served: Served, path: str = "/v1/responses", **body: Any) -> Any:
+    with served.client() as client:
+        return client.post(path, json=body)
+
+
+def test_stream_names_each_event_by_its_type(demo: Served) -> None:
+    sent = post(demo, **BODY, stream=True)
+    assert sent.headers["content-type"].startswith("text/event-stream")
+    pairs = [event.split("\n") for event in sent.text.strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name for name, _ in pairs] == [f"event: {event['type']}" for event in events]
+    whole = post(demo, **BODY).json()
+    last = events[-1]["response"]
+    assert last["output"][0]["content"] == whole["output"][0]["content"]
+    assert last["usage"]["output_tokens"] == whole["usage"]["output_tokens"] == 12
+
+
+def test_reasoning_that_the_request_opens_is_a_reasoning_item(demo: Served) -> None:
+    turns = [
+        {"role": "user", "content": "Who is Anna?"},
+        {"role": "assistant", "content": "<think>"},
+    ]
+    response = post(demo, **{**BODY, "input": turns}).json()
+    (item,) = response["output"]
+    assert item["type"] == "reasoning"
+    assert item["content"][0]["text"]
+    assert response["usage"]["output_tokens_details"]["reasoning_tokens"] == 12
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input is empty"),
+        ({"store": True}, "store"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tool_choice": "required"}, "there are no tools"),
+        ({"top_logprobs": 21}, "top_logprobs is 21"),
+        ({"max_output_tokens": -5}, "max_output_tokens is -5"),
+    ],
+)
+def test_request_that_cannot_work_is_refused_in_openais_form(
+    demo: Served, fields: dict[str, Any], message: str
+) -> None:
+    refused = post(demo, **{**BODY, **fields})
+    assert refused.status_code == 400
+    error = refused.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert message in error["message"]
+
+
+def test_paths_of_llama_cpps_server_lead_here_too(demo: Served) -> None:
+    counted = post(demo, "/responses/input_tokens", input="Who is Anna?").json()
+    used = post(demo, "/responses", **BODY).json()["usage"]
+    assert counted == {"object": "response.input_tokens", "input_tokens": used["input_tokens"]}
