@@ -35,6 +35,7 @@ _FLAGS: Final = {
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",
 }
+_NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
 
 
 def flag_of(name: str) -> str:
@@ -108,7 +109,7 @@ def _signature() -> inspect.Signature:
         kind = list[str] if kinds[spec.name] == tuple[str, ...] else kinds[spec.name]
         names = [flag_of(spec.name)]
         if kind is bool:
-            names = [f"{names[0]}/--no-{names[0][2:]}"]
+            names = [f"{names[0]}/{_NEGATIVE.get(spec.name, '--no-' + names[0][2:])}"]
         option = typer.Option(
             *names,
             help=f"{_sentence(spec.metadata['help'])}.{_default(spec.default)}",

@@ -10,9 +10,11 @@ always room for a client that holds nothing yet, and no fair list of clients has
 """
 
 import contextlib
+import mmap
 import sys
 import tempfile
 import threading
+from collections.abc import Generator
 from types import TracebackType
 from typing import Final, Self
 
@@ -195,6 +197,20 @@ class Body:
             return self._file.read()
         except OSError as error:
             raise self._no_room(error) from error
+
+    @contextlib.contextmanager
+    def mapped(self) -> Generator[bytes | mmap.mmap]:
+        """The whole body without a copy of a large one; raises as `add`."""
+        if self.n_bytes <= SPILL_BYTES:
+            yield self.read()
+            return
+        try:
+            self._file.flush()
+            view = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise self._no_room(error) from error
+        with view:
+            yield view
 
     def close(self) -> None:
         """Release it; idempotent."""

@@ -44,7 +44,8 @@ Handler = Callable[..., Awaitable[Any]]
 Frames = Sequence[bytes | str]
 SendFrames = Callable[[Frames], Awaitable[None]]
 
-_PIECE_BYTES: Final = 2**20  # of a reply that are written before the client is waited for
+PIECE_BYTES: Final = 2**20
+"""Bytes of a reply that are written before the client is waited for."""
 _SMALL_BYTES: Final = 64 * 1024  # smaller pieces of an event are joined into one write
 _GZIP_LEVEL: Final = 1
 # Most values and members of objects in a request, and the size of one that cannot have so many.
@@ -94,6 +95,67 @@ class HttpReply:
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
 
 
+@dataclass(frozen=True, slots=True)
+class LongReply:
+    """A reply of *n_bytes* in pieces, each made when the client has read those before."""
+
+    n_bytes: int
+    pieces: Iterable[bytes]
+    media_type: str = "application/json"
+
+
+UPLOADS: Final = ("application/json", "application/octet-stream")
+"""Media types of an `Upload`."""
+
+
+class Upload:
+    """A request's body that its handler reads itself, up to a limit of its own.
+
+    Until then nothing of it is read, so a request that is refused before costs nothing.
+    """
+
+    def __init__(self, headers: Headers, receive: Receive, settings: Settings, hold: Hold) -> None:
+        self.media_type = headers.get("content-type", "").partition(";")[0].strip().lower()
+        self._headers = headers
+        self._receive = receive
+        self._settings = settings
+        self._hold = hold
+        self._body = Body()
+        self._is_whole = asyncio.Event()
+
+    async def read(self, most_bytes: int) -> Body:
+        """The whole body, which lives until the reply is sent and is counted until then.
+
+        Raises:
+            TooLarge: It has more than *most_bytes*.
+            SlowBody: It does not arrive in time.
+            ClientGone: The client left.
+            KqviewError: It does not fit into the memory that the client may hold.
+        """
+        limit_s = self._settings.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s or None):
+                await _read_body(
+                    self._body, self._headers, self._receive, most_bytes,
+                    self._settings.idle_timeout_s, self._hold,
+                )  # fmt: skip
+        except TimeoutError:
+            raise SlowBody(f"the body took more than {limit_s:g} s; send it faster") from None
+        self._is_whole.set()
+        return self._body
+
+    async def after_body(self) -> Message:
+        """``receive`` of ASGI for what follows the body."""
+        await self._is_whole.wait()
+        return await self._receive()
+
+    def __enter__(self) -> "Upload":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._body.close()
+
+
 class Renderer(Protocol):
     """How a dialect writes what happens. Pure; `token` and `prompt` may run in another thread.
 
@@ -139,10 +201,12 @@ class Operation:
             can encode, an `HttpReply`, or `Events`.
         tag: Dialect, by which the API description groups; "" keeps it out of the description.
         summary: One line for the description.
-        body: Type of the JSON body, None for none. Any content type is read as JSON.
+        body: Type of the JSON body, None for none. Any content type is read as JSON. With `Upload`
+            the handler gets one, and reads the body itself.
         reply: Type of the JSON reply, for the description.
         error_body: The dialect's body for a failure.
         access: "open": anyone; "user": needs a key if there are keys; "admin": an admin key.
+        query: Names of parameters in the URL's query, for the description.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
         subprotocols: Those that a WebSocket speaks.
@@ -157,6 +221,7 @@ class Operation:
     body: Any = None
     reply: Any = None
     access: Access = "user"
+    query: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     streams: bool = False
     subprotocols: tuple[str, ...] = ()
@@ -277,7 +342,7 @@ class Endpoint:
         self._service = service
         self._gate = gate
         body = operation.body
-        self._decoder = msgspec.json.Decoder(body) if body is not None else None
+        self._decoder = None if body in (None, Upload) else msgspec.json.Decoder(body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -286,13 +351,17 @@ class Endpoint:
         response = _Response(send, self._service.settings.idle_timeout_s, connection)
         try:
             caller = self._gate.check(scope, access=self._operation.access)
-            with self._service.budget.hold(caller.name) as hold:
-                args, n_body_bytes = await self._args(headers, receive, hold)
+            with (
+                self._service.budget.hold(caller.name) as hold,
+                Upload(headers, receive, self._service.settings, hold) as upload,
+            ):
+                args, n_body_bytes = await self._args(upload, hold)
                 call = Call(
                     self._service, caller, headers, QueryParams(scope["query_string"]),
                     scope["state"]["request_id"], hold, n_body_bytes, scope["path_params"],
                 )  # fmt: skip
-                async with _WhileConnected(connection, receive):
+                after_body = upload.after_body if upload in args else receive
+                async with _WhileConnected(connection, after_body):
                     await self._reply(call, args, response)
         except ClientGone as error:
             if isinstance(error, Stalled):
@@ -300,20 +369,13 @@ class Endpoint:
         except Exception as error:
             await self._fail(response, error)
 
-    async def _args(
-        self, headers: Headers, receive: Receive, hold: Hold
-    ) -> tuple[tuple[Any, ...], int]:
+    async def _args(self, upload: Upload, hold: Hold) -> tuple[tuple[Any, ...], int]:
         """The handler's further arguments, and the size of the body that they were."""
+        if self._operation.body is Upload:
+            return (upload,), 0
         if self._decoder is None:  # a body is neither expected nor kept
             return (), 0
-        settings = self._service.settings
-        limit_s = settings.request_timeout_s
-        with Body() as raw:
-            try:
-                async with asyncio.timeout(limit_s or None):
-                    await _read_body(raw, headers, receive, settings, hold)
-            except TimeoutError:
-                raise SlowBody(f"the body took more than {limit_s:g} s; send it faster") from None
+        with await upload.read(self._service.settings.max_body_bytes) as raw:
             body = await self._service.decoded(partial(_decoded_body, self._decoder), raw, hold)
             hold.put(len(raw))
             return (body,), len(raw)
@@ -325,6 +387,9 @@ class Endpoint:
             error = await pump(self._service, reply.run, reply.renderer, response.event)
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
+            return
+        if isinstance(reply, LongReply):
+            await response.sent(200, reply.media_type, {}, reply.n_bytes, reply.pieces)
             return
         if not isinstance(reply, HttpReply):
             reply = HttpReply(msgspec.json.encode(reply))
@@ -404,18 +469,31 @@ class _Response:
         self.event_head = EVENT_HEAD
 
     async def whole(self, reply: HttpReply) -> None:
-        await self._start(
-            reply.status,
-            (b"content-type", reply.media_type.encode()),
-            (b"content-length", str(len(reply.body)).encode()),
-            *((name.encode(), value.encode()) for name, value in reply.headers.items()),
-        )
         # A large body goes out in pieces, so that it waits for the client, not in the transport.
-        body, start = reply.body, 0
-        while len(body) - start > _PIECE_BYTES:
-            await self._body(body[start : start + _PIECE_BYTES])
-            start += _PIECE_BYTES
-        await self._body(body[start:], is_last=True)
+        n_bytes = len(reply.body)
+        pieces = (reply.body[at : at + PIECE_BYTES] for at in range(0, n_bytes, PIECE_BYTES))
+        await self.sent(reply.status, reply.media_type, reply.headers, n_bytes, pieces)
+
+    async def sent(
+        self,
+        status: int,
+        media_type: str,
+        headers: Mapping[str, str],
+        n_bytes: int,
+        pieces: Iterable[bytes],
+    ) -> None:
+        await self._start(
+            status,
+            (b"content-type", media_type.encode()),
+            (b"content-length", str(n_bytes).encode()),
+            *((name.encode(), value.encode()) for name, value in headers.items()),
+        )
+        n_left = n_bytes
+        for piece in pieces:
+            n_left -= len(piece)
+            await self._body(piece, is_last=not n_left)
+        if not n_bytes:
+            await self._body(b"", is_last=True)
 
     async def event(self, frames: Frames) -> None:
         """One Server-Sent Event, its data in pieces; the headers precede the first one."""
@@ -525,9 +603,8 @@ def _decoded_body(decoder: "msgspec.json.Decoder[Any]", body: Body) -> Any:
 
 
 async def _read_body(
-    body: Body, headers: Headers, receive: Receive, settings: Settings, hold: Hold
+    body: Body, headers: Headers, receive: Receive, limit: int, idle_s: float, hold: Hold
 ) -> None:
-    limit, idle_s = settings.max_body_bytes, settings.idle_timeout_s
     declared = headers.get("content-length", "0")
     if declared.isdecimal():
         if int(declared) > limit:

@@ -72,6 +72,14 @@ class NotSupported(ServerError):
     """The model, or the way the server was started, does not allow this operation."""
 
 
+class StorageFull(ServerError):
+    """There is no room for more saved slots."""
+
+
+class StorageFailed(ServerError):
+    """A file of saved slots cannot be read or written."""
+
+
 class ShuttingDown(ServerError):
     """The server is about to end."""
 
@@ -136,6 +144,8 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         TimedOut: _Row(504, "TIMEOUT"),
         SlowBody: _Row(408, "TIMEOUT"),
         NotSupported: _Row(501, "INVALID_REQUEST"),
+        StorageFull: _Row(507, "STORAGE"),
+        StorageFailed: _Row(500, "STORAGE"),
         ShuttingDown: _Row(503, "BUSY", 5),
     }
 )

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.errors import KqviewError
-from kqview.server.endpoint import Call, Handler, HttpReply, Operation
+from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
 from kqview.server.errors import Answer
 from kqview.server.service import Run, Service
 
@@ -167,7 +167,12 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
         has_keys: Whether a key is needed.
     """
     operations = [one for one in operations if one.tag]
-    types = [kind for one in operations for kind in (one.body, one.reply) if kind is not None]
+    types = [
+        kind
+        for one in operations
+        for kind in (one.body, one.reply)
+        if kind is not None and kind is not Upload
+    ]
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
@@ -211,12 +216,16 @@ def _operation(
         "tags": [one.tag],
         "responses": {"200": _reply(one, by_type), **_errors(one)},
     }
-    if parameters := re.findall(r"{(\w+)}", path):
+    parameters = [(part, "path") for part in re.findall(r"{(\w+)}", path)]
+    parameters += [(part, "query") for part in one.query]
+    if parameters:
         described["parameters"] = [
-            {"name": part, "in": "path", "required": True, "schema": {"type": "string"}}
-            for part in parameters
+            {"name": part, "in": where, "required": where == "path", "schema": {"type": "string"}}
+            for part, where in parameters
         ]
-    if one.body is not None:
+    if one.body is Upload:
+        described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
+    elif one.body is not None:
         described["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": by_type[id(one.body)]}},

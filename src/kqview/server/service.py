@@ -38,7 +38,9 @@ from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
 from kqview.server.models import Models, model_names
 from kqview.server.security import ANYONE, Caller
+from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
+from kqview.server.slots import Slots
 from kqview.server.workers import Workers
 from kqview.types import EngineStats, PromptBlock, Sampling, Token, Usage
 
@@ -376,7 +378,10 @@ class Service:
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
-        self._models = Models(engine, settings, on_switch=lambda: self.end_runs(_model_changed()))
+        self._models = Models(engine, settings, on_switch=self._model_leaves)
+        self.slots = Slots(settings, self.runs, lambda: self.engine)
+        self.sessions = Sessions(settings)
+        self.files = StateFiles(settings)
         self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
         # waits for another kind.
@@ -407,6 +412,10 @@ class Service:
             progress: Called with the loaded fraction, 0..1.
         """
         self._models.load(progress)
+
+    def _model_leaves(self) -> None:
+        self.slots.forget()
+        self.end_runs(_model_changed())
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
         """End every run and other work on the engine, and tell its client *error*."""
@@ -441,6 +450,7 @@ class Service:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._tokenizers.shutdown()
         self._builders.shutdown()
+        self.slots.shutdown()
 
     @property
     def grace_left_s(self) -> float:
@@ -764,6 +774,7 @@ class Service:
 
     def _ended(self, run: Run) -> None:
         self.runs.pop((run.owner, run.request_id), None)
+        self.slots.released(run)
         self._note_idle()
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)

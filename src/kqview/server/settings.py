@@ -60,6 +60,19 @@ class Settings:
         None, "memory for attention rows; without it, a quarter of the machine's", low=0
     )
 
+    # ---- saved slots
+    slot_endpoints: bool = _setting(
+        True, "serve /slots and /sessions, which show, save and restore slots"
+    )
+    slot_save_path: str | None = _setting(
+        None, "folder for files of saved slots and sessions; without it, none are written or read"
+    )
+    slot_wait_s: float = _setting(10.0, "longest wait for a busy slot to save or change", low=0)
+    max_state_bytes: int = _setting(2**32, "largest saved slot that a client may send")
+    max_sessions: int = _setting(64, "most sessions in memory", low=0)
+    max_session_bytes: int = _setting(2**30, "most bytes of all sessions in memory", low=0)
+    max_saved_bytes: int = _setting(2**36, "most bytes of all files in --slot-save-path", low=0)
+
     # ---- how it answers
     attention_values: AttentionValues | None = _setting(
         None,

@@ -66,6 +66,8 @@ class WholeFile:
     Args:
         path: Name of the file.
         is_private: Whether only the owner may read it, whatever the old file allowed.
+        follows: Whether links and special files are written to as described; if not, they are
+            refused. A link that appears meanwhile is replaced, and its target stays as it is.
 
     Attributes:
         stream: Buffered stream to write to; seekable if *path* is a regular file.
@@ -75,12 +77,16 @@ class WholeFile:
             names *path*.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, is_private: bool = False) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], *, is_private: bool = False, follows: bool = True
+    ) -> None:
         self._path = os.fspath(path)
         self._temporary: str | None = None
         with _naming(self._path):
-            self._target = os.path.realpath(self._path)
-            old = _status(self._path)
+            self._target = os.path.realpath(self._path) if follows else self._path
+            old = _status(self._path, follows=follows)
+            if not follows and old is not None and not stat.S_ISREG(old.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file")
             if old is None or stat.S_ISREG(old.st_mode):
                 handle = self._open_temporary(old, is_private)
             else:
@@ -91,7 +97,7 @@ class WholeFile:
     def _open_temporary(self, old: os.stat_result | None, is_private: bool) -> int:
         if old is not None and not os.access(self._target, os.W_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        folder = os.path.dirname(self._target)
+        folder = os.path.dirname(os.path.abspath(self._target))
         mode = 0o600 if is_private or old is not None else 0o666  # less the umask
         handle, self._temporary = _create_locked(folder, mode)
         if old is not None and not is_private:
@@ -114,7 +120,7 @@ class WholeFile:
                 identity = FileIdentity.of(os.fstat(handle))
                 os.replace(self._temporary, self._target)
                 self._temporary = None
-                sync_folder(os.path.dirname(self._target))
+                sync_folder(os.path.dirname(os.path.abspath(self._target)))
                 return identity
             finally:
                 self.discard()
@@ -154,14 +160,14 @@ class _Target(io.FileIO):
 
 
 def write_whole(
-    path: str | os.PathLike[str], *parts: bytes, is_private: bool = False
+    path: str | os.PathLike[str], *parts: bytes, is_private: bool = False, follows: bool = True
 ) -> FileIdentity:
-    """Write *parts*, concatenated, as the file *path*.
+    """Write *parts*, concatenated, as the file *path*; arguments as of `WholeFile`.
 
     Raises:
         OSError: The file cannot be written; an old file stays.
     """
-    file = WholeFile(path, is_private=is_private)
+    file = WholeFile(path, is_private=is_private, follows=follows)
     try:
         for part in parts:
             file.stream.write(part)
@@ -304,9 +310,9 @@ def _take_rights(handle: int, old: os.stat_result) -> None:
         os.fchmod(handle, mode)
 
 
-def _status(path: str) -> os.stat_result | None:
+def _status(path: str, *, follows: bool) -> os.stat_result | None:
     try:
-        return os.stat(path)
+        return os.stat(path, follow_symlinks=follows)
     except FileNotFoundError:
         return None
 

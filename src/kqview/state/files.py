@@ -224,13 +224,18 @@ def write_state(
 
 
 def write_marked(
-    path: str | os.PathLike[str], blob: bytes, facts: StateFacts | None, marks: SlotMarks
+    path: str | os.PathLike[str],
+    blob: bytes,
+    facts: StateFacts | None,
+    marks: SlotMarks,
+    *,
+    follows: bool = True,
 ) -> FileIdentity:
-    """Like `write_state`, but return the identity of the file."""
+    """Like `write_state`, but return the identity of the file; *follows* is `WholeFile`'s."""
     if blob[: len(ses1.MAGIC)] != ses1.MAGIC:
         raise StateFormatError("blob does not start with 'SES1'; pass what Slot.save() returned")
     trailer = make_trailer(blob, facts, marks) if facts else b""
-    return write_whole(path, blob, trailer, is_private=True)
+    return write_whole(path, blob, trailer, is_private=True, follows=follows)
 
 
 def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) -> bytes:
@@ -245,21 +250,21 @@ def read_state(path: str | os.PathLike[str], facts: StateFacts | None = None) ->
 
 
 def read_marked(
-    path: str | os.PathLike[str], facts: StateFacts | None = None
+    path: str | os.PathLike[str], facts: StateFacts | None = None, *, follows: bool = True
 ) -> tuple[bytes, SlotMarks]:
-    """Like `read_state`, but return (blob, marks)."""
-    blob, trailer = read_parts(path)
+    """Like `read_state`, but return (blob, marks); without *follows* a link is an OSError."""
+    blob, trailer = read_parts(path, follows=follows)
     return blob, check_trailer(blob, trailer, facts) if trailer else NO_MARKS
 
 
-def read_parts(path: str | os.PathLike[str]) -> tuple[bytes, bytes]:
+def read_parts(path: str | os.PathLike[str], *, follows: bool = True) -> tuple[bytes, bytes]:
     """(blob, trailer) of a state file, unchecked; the trailer is b"" if there is none.
 
     Raises:
         StateFormatError: It is not a regular file, or the trailer gives an impossible size.
         OSError: The file cannot be read.
     """
-    with _opened(path) as (stream, status):
+    with _opened(path, follows=follows) as (stream, status):
         n_trailer = _trailer_bytes(stream, status.st_size)
         stream.seek(0)
         blob = stream.read(status.st_size - n_trailer)
@@ -282,9 +287,12 @@ def blob_bytes(path: str | os.PathLike[str]) -> int:
 
 
 @contextlib.contextmanager
-def _opened(path: str | os.PathLike[str]) -> Generator[tuple[BinaryIO, os.stat_result]]:
+def _opened(
+    path: str | os.PathLike[str], *, follows: bool = True
+) -> Generator[tuple[BinaryIO, os.stat_result]]:
     # Non-blocking: opening a named pipe would wait for a writer.
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
+    handle = os.open(path, flags)
     with os.fdopen(handle, "rb") as stream:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):

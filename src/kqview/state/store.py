@@ -19,17 +19,22 @@ from kqview.state.files import (
     write_marked,
 )
 
-_NAME_BYTES_MAX: Final = 200  # leaves room for the ending in a file name of 255
+NAME_BYTES_MAX: Final = 200  # leaves room for the ending in a file name of 255
 _NAME_EXCLUDED: Final = frozenset('/\\:*?"<>|\uff0e\u2215\u2216\ufffd\ufeff')
 _ENDING: Final = ".ses1"
 
 
-class SavesState(Protocol):
-    """The part of `Slot` that the store uses."""
+class HasState(Protocol):
+    """The part of `Slot` that is saved."""
 
     def save_marked(self) -> tuple[bytes, SlotMarks]: ...
-    def restore_marked(self, blob: bytes, marks: SlotMarks, /) -> int: ...
     def state_facts(self) -> StateFacts: ...
+
+
+class SavesState(HasState, Protocol):
+    """The part of `Slot` that the store uses."""
+
+    def restore_marked(self, blob: bytes, marks: SlotMarks, /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,7 @@ class SessionStore:
         self._lock = threading.RLock()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # oldest use first
 
-    def save(self, name: str, slot: SavesState) -> SessionInfo:
+    def save(self, name: str, slot: HasState) -> SessionInfo:
         """Save *slot* as session *name*, replacing an older one.
 
         A session too large for memory is written to its file at once. Otherwise an existing file
@@ -181,6 +186,27 @@ class SessionStore:
                 remove(self._path_of(name))
             del self._sessions[name]
 
+    def move_to_file(self, name: str, path: str | os.PathLike[str]) -> int:
+        """Write session *name* to *path*, a file of yours, remove it and return its blob's size.
+
+        The session is removed once its file is complete and synced. Links and special files at
+        *path* are refused.
+
+        Raises:
+            RequestError: There is no such session.
+                OSError: A file cannot be written or read; the session stays.
+        """
+        with self._lock:
+            session = self._known(name)
+            held = session.held
+            if held is None:
+                raise RequestError(
+                    f"session {name!r} is in a file already: {session.info.path}", parameter="name"
+                )
+            write_marked(path, held.blob, held.facts, held.marks, follows=False)
+            self.remove(name)
+            return len(held.blob)
+
     def flush(self) -> None:
         """Write every session that only memory holds to its file; memory keeps them as well.
 
@@ -208,7 +234,7 @@ class SessionStore:
             if self._directory is not None:
                 endings = (path.name for path in self._directory.glob(f"*{_ENDING}"))
                 names |= {name.removesuffix(_ENDING) for name in endings}
-            found = (self._find(name) for name in sorted(names) if _is_plain(name))
+            found = (self._find(name) for name in sorted(names) if is_plain_name(name))
             return [session.info for session in found if session is not None]
 
     # ---- under the lock
@@ -284,14 +310,14 @@ def _blob_bytes(path: Path, file: FileIdentity) -> int:
         return file.n_bytes
 
 
-def _is_plain(name: str) -> bool:
-    """Whether *name* is an ordinary file name on every file system."""
+def is_plain_name(name: str) -> bool:
+    """Whether *name* is an ordinary file name, with an ending of ours, everywhere."""
     try:
         n_bytes = len(name.encode())
     except UnicodeEncodeError:
         return False
     return (
-        0 < n_bytes <= _NAME_BYTES_MAX
+        0 < n_bytes <= NAME_BYTES_MAX
         and not _NAME_EXCLUDED & set(name)
         and not any(ord(c) < 0x20 or 0x7F <= ord(c) < 0xA0 for c in name)
         and name == name.strip(" ")
@@ -302,8 +328,8 @@ def _is_plain(name: str) -> bool:
 
 
 def _check_name(name: str) -> None:
-    if not _is_plain(name):
+    if not is_plain_name(name):
         raise RequestError(
-            f"{name!r} cannot be the name of a session; use 1 to {_NAME_BYTES_MAX} bytes of "
+            f"{name!r} cannot be the name of a session; use 1 to {NAME_BYTES_MAX} bytes of "
             "letters, digits, '-' and '_'"
         )

@@ -9,7 +9,7 @@ from typing import Any, Final
 from kqview.errors import RequestError
 from kqview.server.api.chat_work import prompt_of
 from kqview.server.api.llama_fields import LlamaFields, error_body
-from kqview.server.api.llama_server import about, convert, events, schema
+from kqview.server.api.llama_server import about, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.endpoint import (
     Call,
@@ -227,4 +227,6 @@ OPERATIONS: Final[list[Operation]] = [
         "/classify", classify, "Scores of a classifier's labels for each text.",
         ClassifyBody, Classified, also=("/v1/classify",),
     ),
+    *slots.OPERATIONS,
+    *sessions.OPERATIONS,
 ]  # fmt: skip

@@ -1,0 +1,313 @@
+"""Saved slots of seed 003 as bodies: requests, replies, SES1 in base64. Pure.
+
+A blob may have gigabytes. It is whole in memory once; its base64, at both ends, never is.
+"""
+
+import binascii
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import pybase64
+from msgspec import Struct
+
+from kqview.errors import BusyError, RequestError, StateError
+from kqview.server.budget import Body
+from kqview.server.endpoint import LongReply, decoded
+from kqview.slot import Slot
+
+_PIECE: Final = 3 * 2**18  # bytes of a blob that are encoded in one call
+_TEXT: Final = 2**20  # bytes of base64 that are decoded in one call
+_MOST_OTHER: Final = 64 * 1024  # bytes of a JSON body apart from its "state"
+_STATE: Final = re.compile(rb'"state"\s*:\s*"')
+_WHOLE_NUMBER: Final = re.compile(r"-?\d{1,18}")
+
+
+# ---- requests
+
+
+class RestoreBody(Struct, kw_only=True):
+    """A saved slot in base64."""
+
+    state: str
+
+
+class ShiftBody(Struct, kw_only=True):
+    """Which tokens to remove: *n_discard* after the first *n_keep*."""
+
+    n_keep: int = 0
+    n_discard: int = 0
+
+
+class FileBody(Struct, kw_only=True):
+    """The file that a session comes from or goes to."""
+
+    file: str | None = None
+
+
+def slot_number(text: str) -> int:
+    """The index in a path; whether there is such a slot shows later.
+
+    Raises:
+        RequestError: It is not a number.
+    """
+    if not _WHOLE_NUMBER.fullmatch(text):
+        raise RequestError(
+            f"Invalid slot ID {text[:40]!r}; use the index of a slot", parameter="id_slot"
+        )
+    return int(text)
+
+
+def slot_parameter(text: str | None) -> int:
+    """The index in the query of a session's URL; raises as `slot_number`."""
+    if text is None or not _WHOLE_NUMBER.fullmatch(text):
+        raise RequestError(
+            "Missing or invalid 'slot' parameter; add &slot= with the index of a slot",
+            parameter="slot",
+        )
+    return int(text)
+
+
+def session_number(text: str) -> int:
+    """The number of a session.
+
+    Raises:
+        RequestError: It is not a whole number from 0.
+    """
+    if not _WHOLE_NUMBER.fullmatch(text) or int(text) < 0:
+        raise RequestError(
+            f"Invalid session ID {text[:40]!r}; use a whole number from 0", parameter="id_session"
+        )
+    return int(text)
+
+
+def json_of(body: Body, kind: type[Any]) -> Any:
+    """A short JSON body; an empty one is ``{}``.
+
+    Raises:
+        RequestError: It cannot be read; the message names the field.
+    """
+    return decoded(msgspec.json.Decoder(kind), body.read())
+
+
+def blob_in(body: Body) -> Body:
+    """The blob in the JSON ``{"state": "<base64>"}``, piece by piece.
+
+    Raises:
+        RequestError: It is not such an object, or not base64.
+    """
+    with body.mapped() as text:
+        found = _STATE.search(text[:_MOST_OTHER])
+        start = found.end() if found else len(text)
+        end = _find(text, start)
+        if end is None or start + len(text) - end > _MOST_OTHER:
+            # Without the text between, what is wrong is small enough to be told.
+            json = text[:_MOST_OTHER] if found is None else text[:start] + b'"}'
+            decoded(msgspec.json.Decoder(RestoreBody), json)
+            raise RequestError('"state" must be a base64-encoded string', parameter="state")
+        decoded(msgspec.json.Decoder(RestoreBody), text[:start] + text[end:])
+        return _decoded_text(text, start, end)
+
+
+def _find(text: Any, start: int) -> int | None:
+    """Where the next quotation mark is; in steps, because a search holds the GIL."""
+    for at in range(start, len(text), _TEXT):
+        end = text.find(b'"', at, at + _TEXT)
+        if end >= 0:
+            return end
+    return None
+
+
+def _decoded_text(text: Any, start: int, end: int) -> Body:
+    blob, rest = Body(), b""
+    try:
+        for at in range(start, end, _TEXT):
+            part = rest + text[at : min(at + _TEXT, end)]
+            is_last = at + _TEXT >= end
+            half = b"\\" if part.endswith(b"\\") and not is_last else b""
+            part = part[: len(part) - len(half)].replace(b"\\/", b"/")  # JSON may escape it
+            n_whole = len(part) if is_last else len(part) // 4 * 4
+            if not is_last and b"=" in part[:n_whole]:
+                raise ValueError("padding before the end")
+            blob.add(pybase64.b64decode(part[:n_whole], validate=True))
+            rest = part[n_whole:] + half
+    except (binascii.Error, ValueError) as error:
+        blob.close()
+        raise RequestError(
+            f'"state" must be a base64-encoded string: {error}', parameter="state"
+        ) from None
+    except BaseException:
+        blob.close()
+        raise
+    return blob
+
+
+def refused(error: StateError) -> RequestError:
+    """A blob that is not restored is the request's fault, whatever is wrong with it."""
+    return RequestError(str(error).replace("Slot.save", "save-state"))
+
+
+# ---- what is read of a slot
+
+
+def tokens_of(slot: Slot) -> list[int]:
+    """Ids in *slot*; raises BusyError if a generation uses it."""
+    ids = slot.tokens
+    if slot.is_busy:
+        raise BusyError(f"slot {slot.id} is in use")
+    return ids
+
+
+def messages_of(slot: Slot) -> tuple[int, list[tuple[int, int]]]:
+    """Number of ids in *slot*, and its messages; raises BusyError."""
+    tokens, messages = tokens_of(slot), slot.messages()
+    return len(tokens), messages
+
+
+def shifted(slot: Slot, *, n_keep: int, n_discard: int) -> int:
+    """Shift *slot*, and return how many ids are left.
+
+    Raises:
+        RequestError: The range is not one of its tokens.
+        BusyError: A generation uses it.
+    """
+    n_tokens = len(tokens_of(slot))
+    if n_keep < 0 or n_discard <= 0 or n_keep + n_discard > n_tokens:
+        raise RequestError(
+            f"Invalid context shift parameters: n_keep={n_keep} n_discard={n_discard} "
+            f"n_tokens={n_tokens}; n_keep must be 0 or more, n_discard above 0, and their sum at "
+            "most n_tokens"
+        )
+    return slot.shift(n_keep, n_discard)
+
+
+# ---- replies
+
+
+class Saved(Struct, kw_only=True):
+    """A slot with its saved state."""
+
+    id_slot: int
+    n_tokens: int
+    n_bytes: int
+    t_ms: float
+    state: str
+
+
+class Restored(Struct, kw_only=True):
+    """A slot that was restored."""
+
+    id_slot: int
+    n_bytes_read: int
+    success: bool
+    t_ms: float
+
+
+class Tokens(Struct, kw_only=True):
+    """Ids in a slot."""
+
+    id_slot: int
+    n_tokens: int
+    tokens: list[int]
+    n_prompt_tokens_processed: int
+
+
+class Shifted(Struct, kw_only=True):
+    """A slot from which tokens were removed."""
+
+    success: bool
+    new_n_tokens: int
+
+
+class Message(Struct, kw_only=True):
+    """A message in a slot; both ends are inclusive."""
+
+    index: int
+    start: int
+    end: int
+
+
+class Info(Struct, kw_only=True):
+    """Messages in a slot; ``boundary_eot`` is the id that ends one, -1 if the model has none."""
+
+    n_tokens: int
+    boundary_eot: int
+    n_messages: int
+    messages: list[Message]
+
+
+class SessionSaved(Struct, kw_only=True):
+    """A session that was saved."""
+
+    id_session: int
+    id_slot: int
+    n_tokens: int
+    n_bytes: int
+    t_ms: float
+
+
+class SessionRestored(Struct, kw_only=True):
+    """A session that was restored."""
+
+    id_session: int
+    id_slot: int
+    n_bytes_read: int
+    success: bool
+    t_ms: float
+
+
+class SessionRemoved(Struct, kw_only=True, omit_defaults=True):
+    """A session that was removed; ``file`` and ``n_bytes`` if it went to a file."""
+
+    id_session: int
+    removed: bool
+    file: str | None = None
+    n_bytes: int | None = None
+
+
+class Session(Struct, kw_only=True):
+    """A session in memory; times in seconds since 1970."""
+
+    id: int
+    size: int
+    created_at: int
+    updated_at: int
+
+
+def n_tokens_in(blob: bytes) -> int:
+    """Number of ids in a blob."""
+    return int.from_bytes(blob[4:8], "little")
+
+
+def saved_reply(slot_id: int, blob: bytes, t_ms: float) -> LongReply:
+    """The JSON of `Saved`, whose base64 is written while it is sent."""
+    head = {"id_slot": slot_id, "n_tokens": n_tokens_in(blob), "n_bytes": len(blob), "t_ms": t_ms}
+    first = msgspec.json.encode(head)[:-1] + b',"state":"'
+    last = b'"}'
+
+    def pieces() -> Iterator[bytes]:
+        yield first
+        for at in range(0, len(blob), _PIECE):
+            yield pybase64.b64encode(memoryview(blob)[at : at + _PIECE])
+        yield last
+
+    n_bytes = len(first) + -(-len(blob) // 3) * 4 + len(last)
+    return LongReply(n_bytes, pieces())
+
+
+def blob_reply(blob: bytes) -> LongReply:
+    """The blob itself."""
+    pieces = (blob[at : at + _TEXT] for at in range(0, len(blob), _TEXT))
+    return LongReply(len(blob), pieces, "application/octet-stream")
+
+
+def info_of(n_tokens: int, messages: list[tuple[int, int]], eot: int | None) -> Info:
+    """The reply about a slot's messages."""
+    found = [Message(index=i, start=a, end=b) for i, (a, b) in enumerate(messages)]
+    return Info(
+        n_tokens=n_tokens,
+        boundary_eot=-1 if eot is None else eot,
+        n_messages=len(found),
+        messages=found,
+    )
