@@ -144,8 +144,8 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         TimedOut: _Row(504, "TIMEOUT"),
         SlowBody: _Row(408, "TIMEOUT"),
         NotSupported: _Row(501, "INVALID_REQUEST"),
-        StorageFull: _Row(507, "STORAGE"),
-        StorageFailed: _Row(500, "STORAGE"),
+        StorageFull: _Row(507, "OOM"),
+        StorageFailed: _Row(500, "INTERNAL"),
         ShuttingDown: _Row(503, "BUSY", 5),
     }
 )

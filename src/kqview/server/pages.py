@@ -149,12 +149,14 @@ _ERRORS: Final[Mapping[str, str]] = {
     "403": "The key, the page's origin or the Host header does not allow it.",
     "404": "There is nothing of this name.",
     "408": "The body came too slowly.",
+    "409": "What it needs is in use.",
     "413": "The body is too large.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
     "501": "The model, or the way the server was started, does not allow it.",
     "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
     "504": "The request took too long.",
+    "507": "There is no room for more saved slots.",
 }
 
 
@@ -248,7 +250,9 @@ def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
 
 
 def _errors(one: Operation) -> dict[str, Any]:
-    left_out: set[str] = set() if one.body is not None else {"400", "408", "413"}
+    left_out: set[str] = set() if one.body is not None else {"408", "413"}
+    if one.body is None and "{" not in one.path:
+        left_out.add("400")
     return {
         status: {"description": text, "content": {"application/json": {"schema": {}}}}
         for status, text in _ERRORS.items()
