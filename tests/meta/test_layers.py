@@ -35,8 +35,9 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "demo": set(),
     "viz": {"state"},  # which writes files whole
     "bench": {"state"},
+    "convert": {"state"},
     "server": {"state", "chat", "rpc", "demo"},
-    "cli": {"state", "chat", "rpc", "demo", "viz", "bench", "server"},
+    "cli": {"state", "chat", "rpc", "demo", "viz", "bench", "convert", "server"},
     "__main__": {"cli"},
 }
 # The rings that the core uses, each through one or two doors, and all of the core that they know.

@@ -72,7 +72,9 @@ def test_page_names_only_commands_and_scripts_that_exist(name: str) -> None:
     text = PAGES[name].read_text(encoding="utf-8")
     commands = set(getattr(get_command(app), "commands", {}))
     typed = [*CODE.findall(text), *re.findall(r"`kqview [^`]*`", prose(PAGES[name]))]
-    named = set(re.findall(r"(?:^|\$ |bin/|`)kqview ([a-z]+)\b", "\n".join(typed), re.M))
+    named = set(
+        re.findall(r"(?:^|\$ |bin/|`)kqview ([a-z]+(?:-[a-z]+)*)\b", "\n".join(typed), re.M)
+    )
     scripts = set(re.findall(r"\bpython3? ((?:bench|tests|vendor)/[\w/]+\.py)", text))
     modules = set(re.findall(r"\bpython3? -m (tests(?:\.\w+)+)", text))
     assert named - commands == set()

@@ -449,8 +449,11 @@ def test_version_is_printed():
 
 @pytest.mark.parametrize(
     "command",
-    ["bench", "demo", "generate", "info", "serve", "tokenize", "state check", "state inspect"],
-)
+    [
+        "bench", "convert-classifier", "demo", "generate", "info", "serve", "tokenize",
+        "state check", "state inspect",
+    ],
+)  # fmt: skip
 def test_help_has_an_example(command: str):
     result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from kqview import __version__
 from kqview.cli.bench_command import bench
+from kqview.cli.convert_command import convert_classifier
 from kqview.cli.demo_command import demo
 from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
@@ -82,7 +83,7 @@ def global_options(
     """Options before the subcommand."""
 
 
-for _command in (bench, demo, generate, info, serve, tokenize):
+for _command in (bench, convert_classifier, demo, generate, info, serve, tokenize):
     app.command()(_command)
 app.add_typer(state, name="state")
 
