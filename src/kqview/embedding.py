@@ -287,14 +287,25 @@ class Embedding:
             if isinstance(item, str):
                 ids = self._model.tokenize(encode(name, item), add_special, parse_special)
             elif who == "classify" and not is_one and _is_pair(item):
-                ids = self._pair_ids(name, *cast("Pair", item))
+                ids = self._joined(name, *cast("Pair", item))
             else:
                 ids = checked_ids(name, cast("Iterable[object]", item))
             self._submission.check_prompt(name, ids, embeds=True)
             checked.append(ids)
         return checked
 
-    def _pair_ids(self, name: str, query: str, document: str) -> list[int]:
+    def pair_ids(self, query: str, document: str) -> list[int]:
+        """The ids that `classify` makes of the tuple (query, document), for a reranker.
+
+        Raises:
+            RequestError: A text is too long, or has surrogates, which UTF-8 cannot express.
+            UnsupportedModel: The model file has no vocabulary.
+            ClosedError: The engine is closed.
+        """
+        self._core.check_open()
+        return self._joined("texts", query, document)
+
+    def _joined(self, name: str, query: str, document: str) -> list[int]:
         """The prompt of a reranker, joined as in llama-server (format_prompt_rerank)."""
         facts = self._model
         template: str | None = facts.rerank_template

@@ -11,6 +11,9 @@ from kqview.server.api.chat_work import prompt_of
 from kqview.server.api.llama_fields import LlamaFields, error_body
 from kqview.server.api.llama_server import about, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
+from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
+from kqview.server.api.llama_server.prompts import ids_of
+from kqview.server.api.llama_server.rerank import RerankBody, rerank
 from kqview.server.endpoint import (
     Call,
     Events,
@@ -32,7 +35,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     """Ids of a text, with their texts if asked for."""
     engine = call.service.engine
     parts = [body.content] if isinstance(body.content, str) else body.content or []
-    ids = await _ids(
+    ids = await ids_of(
         call,
         parts,
         add_special=bool(body.add_special),
@@ -53,28 +56,13 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
     return schema.Content(await call.service.detokenize(ids, client=call.hold.client))
 
 
-async def _ids(
-    call: Call, parts: Sequence[int | str], *, add_special: bool, parse_special: bool = True
-) -> list[int]:
-    """Ids of parts that follow one another; special ones are added to a text that is the first."""
-    ids: list[int] = []
-    for i, part in enumerate(parts):
-        if isinstance(part, int):
-            ids.append(part)
-            continue
-        ids += await call.service.ids(
-            part, add_special=add_special and i == 0, parse_special=parse_special, hold=call.hold
-        )
-    return ids
-
-
 # ---- completions
 
 
 async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
     prompts = [
-        await _ids(call, parts, add_special=True) for parts in convert.prompts_of(body.prompt)
+        await ids_of(call, parts, add_special=True) for parts in convert.prompts_of(body.prompt)
     ]
     return await _complete(call, body, prompts)
 
@@ -94,9 +82,9 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
 
     async def plain(text: str | Sequence[int | str] | None) -> list[int]:
         parts = [text] if isinstance(text, str) else text or ()
-        return await _ids(call, parts, add_special=False, parse_special=False)
+        return await ids_of(call, parts, add_special=False, parse_special=False)
 
-    begun = await _ids(call, [body.prompt or ""], add_special=False)
+    begun = await ids_of(call, [body.prompt or ""], add_special=False)
     ids = convert.infill_ids(
         fim,
         prefix=await plain(body.input_prefix),
@@ -218,6 +206,14 @@ OPERATIONS: Final[list[Operation]] = [
     _post(
         "/v1/chat/completions/input_tokens", input_tokens, "How many tokens a chat has.",
         schema.TemplateBody, schema.InputTokens, also=("/chat/completions/input_tokens",),
+    ),
+    _post(
+        "/embedding", embed, "A vector for each text, or for each token.",
+        EmbeddingBody, also=("/embeddings",),
+    ),
+    _post(
+        "/rerank", rerank, "Documents by how well they answer a query.", RerankBody,
+        also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
     _get("/props", props, "Properties of the server and its model.", about.Props),
     _post("/props", set_props, "Change properties.", None, about.Success),

@@ -1,0 +1,106 @@
+"""Embeddings: bodies, handler, and what normalizing means to llama.cpp's server."""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+from numpy.typing import NDArray
+
+from kqview.errors import RequestError
+from kqview.server.api.llama_server.convert import Parts, prompts_of
+from kqview.server.api.llama_server.prompts import ids_of
+from kqview.server.endpoint import Call, HttpReply
+from kqview.server.errors import NotSupported, renamed
+
+Vectors = NDArray[np.float32]
+
+_NUMBER_BYTES: Final = 64  # a float in a list, and its text
+_SHORT_MAX: Final = 32760  # to which llama.cpp scales the largest number of 16 bits
+_EUCLID: Final = 2
+
+
+class EmbeddingBody(Struct, kw_only=True):
+    """Texts to embed, in any form of a prompt; ``content`` is another name for ``input``."""
+
+    input: str | dict[str, Any] | list[Any] | None = None
+    content: str | dict[str, Any] | list[Any] | None = None
+    embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=64)] | None = None
+
+
+class Embedded(Struct):
+    """Vectors of a text: one, or with pooling "none" one for each token."""
+
+    index: int
+    embedding: list[list[float]]
+
+
+def texts_of(body: EmbeddingBody) -> list[Parts]:
+    """What to embed.
+
+    Raises:
+        RequestError: There is nothing.
+    """
+    name = "content" if body.input is None else "input"
+    given = getattr(body, name)
+    if given is None:
+        raise RequestError("there is neither input nor content; send one", parameter="input")
+    try:
+        return prompts_of(given)
+    except RequestError as error:
+        raise renamed(error, {"prompt": name}) from None
+
+
+def normalized(vectors: Vectors, kind: int) -> Vectors:
+    """*vectors* as ``embd_normalize`` says.
+
+    Args:
+        vectors: One a row, ``(n, n_embd)``.
+        kind: -1 leaves them; 0 makes the largest number that of 16 bits; others divide by the norm
+            of this order: 1 for taxicab, 2 for Euclid.
+    """
+    if kind < 0:
+        return vectors
+    values = vectors.astype(np.float64)
+    if kind == 0:
+        length = np.abs(values).max(axis=-1, keepdims=True) / _SHORT_MAX
+    else:
+        length = np.linalg.norm(values, ord=kind, axis=-1, keepdims=True)
+    return (values / np.where(length > 0, length, 1)).astype(np.float32)
+
+
+def written(found: Sequence[Vectors], kind: int, *, per_token: bool) -> bytes:
+    """JSON of the vectors of each text; those of single tokens are not normalized."""
+    kind = -1 if per_token else kind
+    texts = [
+        Embedded(i, normalized(np.atleast_2d(vectors), kind).tolist())
+        for i, vectors in enumerate(found)
+    ]
+    return b"[" + b",".join(map(msgspec.json.encode, texts)) + b"]"
+
+
+async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
+    """A vector for each text, or one for each of its tokens."""
+    service = call.service
+    pooling = service.engine.pooling
+    if pooling is None or pooling == "rank":
+        raise NotSupported(
+            f"{service.model_name} gives no embeddings as it is served; serve an embedding model, "
+            "or start the server with --pooling mean"
+        )
+    ids = [await ids_of(call, parts, add_special=True) for parts in texts_of(body)]
+    per_token = pooling == "none"
+    n_vectors = sum(map(len, ids)) if per_token else len(ids)
+    n_bytes = _NUMBER_BYTES * service.engine.model.n_embd * n_vectors
+    call.hold.take(n_bytes)
+    async with service.working() as engine:
+        try:
+            found = await engine.aembed(ids, normalize=False)
+        except RequestError as error:
+            raise renamed(error, {"texts": "input"}) from None
+    kind = _EUCLID if body.embd_normalize is None else body.embd_normalize
+    vectors: Sequence[Vectors] = list(found)
+    return HttpReply(
+        await service.converted(n_bytes, call.hold, written, vectors, kind, per_token=per_token)
+    )
