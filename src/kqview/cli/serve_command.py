@@ -32,6 +32,7 @@ _FLAGS: Final = {
     "n_gpu_layers": "--ngl",
     "api_keys": "--api-key",
     "admin_keys": "--admin-key",
+    "aliases": "--alias",
     "cors_origins": "--cors-origin",
     "trusted_proxies": "--trusted-proxy",
 }

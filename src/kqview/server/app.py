@@ -32,6 +32,7 @@ from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.openai import responses
+from kqview.server.api.openai import routes as openai
 from kqview.server.endpoint import UNKNOWN, Connection, Endpoint, Operation, error_reply, frames_of
 from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
 from kqview.server.security import LOOPBACK_ORIGIN, Gate, Peers, client_name
@@ -39,7 +40,7 @@ from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
 
-DIALECTS: Final = (kobold, dream, llama_server, responses, anthropic)
+DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 _PREFLIGHT_S: Final = 24 * 3600
@@ -139,7 +140,7 @@ def create_app(
         allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
         allow_methods=["*"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "retry-after", "content-range", "x-attention-shape"],
         allow_private_network=True,
         max_age=_PREFLIGHT_S,
     )

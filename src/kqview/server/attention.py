@@ -35,10 +35,12 @@ class AttentionWanted:
 
     Attributes:
         kind: As in Capture.
-        format: "per_layer": all rows, ``(n_layers, n_heads, n_context)``. "aggregated": one value
-            per position, ``(n_context,)``. "sparse": the *top_k* positions with the largest mean
-            over layers and heads, each with its mean over heads in every layer. "viz": per layer
-            the mean and the maximum of all heads and positions, and the entropy of the mean row.
+        format: "per_layer": all rows, ``(n_layers, n_heads, n_context)``, or with *reduce_heads*
+            ``(n_layers, n_context)``. "aggregated": one value per position, ``(n_context,)``.
+            "sparse": the *top_k* positions with the largest mean over layers and heads, each with
+            its mean over heads in every layer. "viz": per layer the mean and the maximum of all
+            heads and positions, and the entropy of the mean row.
+        reduce_heads: Of "per_layer": the mean or the maximum of each layer's heads, None for all.
         aggregation: Of "aggregated": "mean" and "max" over layers and heads; "last_layer", the mean
             over the heads of the last layer with attention; "weighted_layers", the mean over
             heads of each layer, averaged with *layer_weights*.
@@ -53,6 +55,7 @@ class AttentionWanted:
 
     kind: Kind = "probs"
     format: Format = "per_layer"
+    reduce_heads: Literal["mean_heads", "max_heads"] | None = None
     aggregation: Aggregation = "mean"
     top_k: int = DEFAULT_TOP_K
     dtype: DType = "float32"
@@ -98,7 +101,7 @@ class AttentionWanted:
             if self.aggregation in ("mean", "last_layer"):
                 return "mean"
             return "max" if self.aggregation == "max" else "mean_heads"
-        return None
+        return self.reduce_heads if self.format == "per_layer" else None
 
     def weights(self, n_layers: int) -> NDArray[np.float32]:
         """The weights of *n_layers* layers, with sum 1; raises InvalidCapture."""
@@ -118,11 +121,11 @@ class Dense:
 
     Attributes:
         format: "per_layer" or "aggregated".
-        values: Shape ``(n_layers, n_heads, n_context)``, for rows of a prompt
-            ``(n_layers, n_heads, n_rows, n_context)``, or ``(n_context,)`` and
-            ``(n_rows, n_context)``; little-endian float32 or float16, C-contiguous; the engine's
-            own view if nothing had to be computed. If layers differ in heads, the layers' heads
-            follow each other: ``(1, sum of heads, n_context)``.
+        values: Shape ``(n_layers, n_heads, n_context)``, ``(n_layers, n_context)`` or
+            ``(n_context,)``, with an axis of ``n_rows`` before the last for rows of a prompt;
+            little-endian float32 or float16, C-contiguous; the engine's own view if nothing had to
+            be computed. If layers differ in heads, the layers' heads follow each other:
+            ``(1, sum of heads, n_context)``.
         heads_by_layer: Heads of each layer if they differ, else None.
     """
 
@@ -181,7 +184,7 @@ def shaped(wanted: AttentionWanted, rows: Attention) -> Shaped:
             and "aggregated" also rows of a prompt, with an axis of queries before the last.
     """
     if wanted.format == "per_layer":
-        return _per_layer(rows)
+        return _per_layer(_stacked(rows) if wanted.reduce_heads else rows)
     if wanted.format == "aggregated":
         return Dense("aggregated", _rounded(wanted, _aggregated(wanted, rows)))
     if wanted.format == "sparse":

@@ -17,6 +17,7 @@ request alone: backpressure from the socket to the slot.
 import asyncio
 import contextlib
 import logging
+import re
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ PIECE_BYTES: Final = 2**20
 """Bytes of a reply that are written before the client is waited for."""
 _SMALL_BYTES: Final = 64 * 1024  # smaller pieces of an event are joined into one write
 _GZIP_LEVEL: Final = 1
+_FIELD: Final = re.compile(r"(?:`\$\.|required field `)(\w+)")  # in a message of msgspec
 # Most values and members of objects in a request, and the size of one that cannot have so many.
 _MOST_VALUES: Final = 2**20
 _MOST_MEMBERS: Final = 2**18
@@ -595,7 +597,11 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
     try:
         return decoder.decode(raw or b"{}")
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the request cannot be read: {error}; correct it") from None
+        named = _FIELD.search(str(error))
+        raise RequestError(
+            f"the request cannot be read: {error}; correct it",
+            parameter=named[1] if named else None,
+        ) from None
 
 
 def _decoded_body(decoder: "msgspec.json.Decoder[Any]", body: Body) -> Any:

@@ -36,6 +36,7 @@ from kqview.machine import physical_memory_bytes
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
+from kqview.server.kept import Kept
 from kqview.server.models import Models, model_names
 from kqview.server.security import ANYONE, Caller
 from kqview.server.sessions import Sessions, StateFiles
@@ -372,6 +373,7 @@ class Service:
         self.settings = settings
         memory_bytes = settings.memory_budget_bytes
         self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
+        self.kept = Kept(self.budget, settings.kept_attention_bytes)
         self.runs: dict[tuple[str, str], Run] = {}
         """Runs by owner and request_id."""
         self.started_s = time.monotonic()
@@ -503,8 +505,9 @@ class Service:
 
     @property
     def model_name(self) -> str:
-        """The model's name, from its metadata or else its file."""
-        return self._models.name_of(self.engine)
+        """The model's name: its first alias, or else from its metadata or its file."""
+        engine = self.engine
+        return self.settings.aliases[0] if self.settings.aliases else self._models.name_of(engine)
 
     @property
     def max_context(self) -> int:

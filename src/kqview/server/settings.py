@@ -43,6 +43,9 @@ class Settings:
     # ---- what is served
     model: str | None = _setting(None, "GGUF file to serve")
     demo: bool = _setting(False, "serve the bundled demo model")
+    aliases: tuple[str, ...] = _setting(
+        (), "names that clients see instead of the model's own; the first one is its id"
+    )
     models_dir: str | None = _setting(
         None, "folder whose GGUF files /api/v1/model/load may open; without it, none"
     )
@@ -128,6 +131,12 @@ class Settings:
         None,
         "memory for all running requests: bodies, messages, replies; one client may hold as much "
         "as stays free; without it, a quarter of the machine's",
+    )
+    kept_attention_bytes: int = _setting(
+        256 * 2**20,
+        "memory for attention rows that clients fetch by id; 0 keeps none, and it is at most a "
+        "quarter of memory_budget_bytes",
+        low=0,
     )
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
     max_context: int | None = _setting(None, "longest prompt in tokens; without it, a slot's size")

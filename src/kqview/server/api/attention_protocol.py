@@ -470,7 +470,7 @@ def logprobs_of(
     """Logprobs of a generation's tokens; None if none were asked for."""
     if not tokens:
         return None
-    content = [_logprob(one, bytes_of) for one in tokens]
+    content = [token_logprob(one, bytes_of) for one in tokens]
     ends = accumulate((len(one.token) for one in content), initial=0)
     return Logprobs(
         content=content,
@@ -493,7 +493,7 @@ class LogprobsWriter:
 
     def add(self, one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> int:
         """Write one token's logprobs; returns their size in bytes."""
-        content = _logprob(one, bytes_of)
+        content = token_logprob(one, bytes_of)
         values = {
             "content": content,
             "tokens": content.token,
@@ -516,7 +516,9 @@ class LogprobsWriter:
         return msgspec.Raw(with_lists({}, [*self._lists.items()], packs=self._packs))
 
 
-def _logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
+def token_logprob(one: TokenLogprobs, bytes_of: Callable[[int], bytes]) -> TokenLogprob:
+    """Logprobs of one token with the texts; *bytes_of* gives the bytes of an id."""
+
     def written(id_: int) -> tuple[str, list[int]]:
         data = bytes_of(id_)
         return data.decode("utf-8", "replace"), list(data)

@@ -13,10 +13,10 @@ from typing import Any, Final, Literal
 from kqview.engine import Engine
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api import tool_format
+from kqview.server.api.held_text import HeldText
 from kqview.server.api.reasoning import (
     THINK_TAGS,
     HarmonySplitter,
-    Marks,
     NoReasoning,
     Piece,
     Splitter,
@@ -347,8 +347,7 @@ class AnswerReader:
         # A call in a channel of its own needs no tools to be one.
         form = "harmony" if reading.splits == "harmony" else reading.calls
         self._calls = CallReader(form) if form is not None else None
-        self._stops = Marks(reading.stops)
-        self._has_stopped = False
+        self._held = HeldText(reading.stops)
         self._n_shown = 0
         self._space = ""  # after a call: line ends between calls are no content
         self.has_calls = False
@@ -356,16 +355,12 @@ class AnswerReader:
 
     def feed(self, text: str) -> list[Delta]:
         """Add the text of a token; returns what is certain."""
-        if self._has_stopped:
-            return []
-        before, stop = self._stops.feed(text)
-        self._has_stopped = stop is not None
-        self._n_shown += len(before)
-        return self._deltas(self._splitter.feed(before))
+        text = self._held.feed(text)
+        self._n_shown += len(text)
+        return self._deltas(self._splitter.feed(text))
 
     def finish(self, text: str) -> list[Delta]:
         """End the answer, whose whole text without the stop sequence is *text*."""
-        self._has_stopped = True
         rest = text[self._n_shown :]
         self._n_shown = len(text)
         pieces = self._splitter.feed(rest) + self._splitter.flush()
@@ -452,7 +447,7 @@ def finish_reason(
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Tokens of all samples of a run; the prompt counts once."""
+    """Tokens of all samples of a run; each prompt counts once."""
 
     prompt: int
     cached: int
@@ -466,6 +461,9 @@ class TokenCounts:
 
 def counts_of(run: Run) -> TokenCounts:
     """Tokens of *run*, whole once it has ended."""
-    usage = run.usage
-    completion = sum(one.usage.completion_tokens for one in run.generations)
-    return TokenCounts(usage.prompt_tokens, usage.cached_tokens, completion)
+    prompts = [one.usage for one in run.generations[:: run.request.n_samples]]
+    return TokenCounts(
+        prompt=sum(usage.prompt_tokens for usage in prompts),
+        cached=sum(usage.cached_tokens for usage in prompts),
+        completion=sum(one.usage.completion_tokens for one in run.generations),
+    )

@@ -22,14 +22,15 @@ class Attention(Struct, kw_only=True):
     """What attention to send with each token; `kqview.server.attention` describes the formats.
 
     ``delivery`` "inline" puts it into the reply, "id" keeps it for ``GET /v1/attention/{id}/{n}``,
-    where id is the reply's own. ``reduce`` is "mean_heads" or "max_heads" of each layer, or "mean"
-    or "max" over layers and heads, which is the format "aggregated".
+    where id is the reply's own. ``reduce`` is "mean_heads" or "max_heads" for rows of each layer;
+    its other values make one row of all layers, which is the format "aggregated".
     """
 
     values: AttentionValues | None = None
     format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
-    reduce: Literal["mean_heads", "max_heads", "mean", "max"] | None = None
-    aggregation: Literal["mean", "max", "last_layer", "weighted_layers"] | None = None
+    reduce: (
+        Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None
+    ) = None
     layers: Indices | None = None
     heads: Indices | None = None
     layer_weights: Weights | None = None

@@ -1,0 +1,504 @@
+"""Bodies of OpenAI's API as neutral requests, and facts as its replies. Pure."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, cast
+
+import numpy as np
+import pybase64
+from numpy.typing import NDArray
+
+from kqview.engine import Engine
+from kqview.errors import RequestError
+from kqview.server.api.attention_protocol import layers_of
+from kqview.server.api.chat_work import WHOLE_CONTEXT, ChatRequest, Reading, TokenCounts, prepare
+from kqview.server.api.llama_fields import (
+    MOST_LOGPROBS,
+    first,
+    max_tokens_of,
+    n_samples_of,
+    names_of,
+    sampling_of,
+    slot_of,
+)
+from kqview.server.api.openai import schema
+from kqview.server.api.tool_format import object_of
+from kqview.server.attention import DEFAULT_TOP_K, Aggregation, AttentionWanted
+from kqview.server.kept import Rows
+from kqview.server.service import GenerateRequest
+from kqview.server.settings import AttentionValues, Settings
+from kqview.types import ModelInfo
+
+Prompt = str | list[int]
+ToolChoice = Literal["auto", "none", "required"]
+
+DEFAULT_VALUES: Final[AttentionValues] = "probs"
+"""Values of rows if neither the request nor the settings say."""
+
+_MOST_SHOWN: Final = 80  # characters of a value that a message quotes
+_RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A request, and what its reply shows of it.
+
+    Attributes:
+        request: For the service.
+        model: Name of the model in the reply.
+        reading: How answers of a chat are read; None for completions.
+        layers: `layers_of` the attention.
+        keeps: Whether attention is kept for ``GET /v1/attention/{id}/{n}`` instead of sent.
+        is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
+        has_usage: Whether a stream ends with the usage.
+        has_timings: Whether each chunk of a stream has timings.
+        echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
+    """
+
+    request: GenerateRequest
+    model: str
+    reading: Reading | None
+    layers: tuple[int, ...] | None
+    keeps: bool
+    is_prefill: bool
+    has_usage: bool
+    has_timings: bool
+    echoes: Sequence[str] = ()
+
+    def echo(self, sample: int) -> str:
+        """What precedes the text of a sample."""
+        return self.echoes[sample // self.request.n_samples] if self.echoes else ""
+
+
+def _plan(
+    body: schema.GenerateFields,
+    request: GenerateRequest,
+    info: ModelInfo,
+    *,
+    model: str,
+    reading: Reading | None = None,
+    echoes: Sequence[str] = (),
+) -> Plan:
+    wanted = request.attention
+    return Plan(
+        request=request,
+        model=body.model or model,
+        reading=reading,
+        layers=None if wanted is None else layers_of(wanted, info),
+        keeps=_keeps(body.attention),
+        is_prefill=max_tokens_of(body) == 0,
+        has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
+        has_timings=bool(body.timings_per_token),
+        echoes=echoes,
+    )
+
+
+def _limit(body: schema.GenerateFields) -> int:
+    n = max_tokens_of(body)
+    return WHOLE_CONTEXT if n is None else max(n, 1)
+
+
+def _options(body: schema.GenerateFields) -> dict[str, Any]:
+    """Fields of llama.cpp's server for `GenerateRequest`."""
+    return {"slot": slot_of(body), "n_reuse_min": first(body.n_cache_reuse, 0)}
+
+
+# ---- chat completions
+
+
+def chat_plan(
+    body: schema.ChatBody, *, request_id: str, engine: Engine, settings: Settings, model: str
+) -> Plan:
+    """What a chat completion asks for; any thread, because a template may take seconds.
+
+    Args:
+        body: The request.
+        request_id: Name of the reply.
+        engine: The engine that will answer.
+        settings: For the server's defaults.
+        model: Name of the model if the request gives none.
+
+    Raises:
+        RequestError: Or one of its kinds: it cannot work.
+    """
+    chat = chat_of(body, request_id=request_id, tokenize=_plain(engine), settings=settings)
+    work = prepare(engine, chat)
+    return _plan(body, work.request, engine.model, model=model, reading=work.reading)
+
+
+def chat_of(
+    body: schema.ChatBody,
+    *,
+    request_id: str,
+    tokenize: Callable[[str], Sequence[int]],
+    settings: Settings,
+) -> ChatRequest:
+    """The neutral chat in *body*; *tokenize* as in `sampling_of`, raises as `chat_plan`."""
+    tool_choice, tool_name = _tool_choice(body.tool_choice)
+    json_schema = first(_response_schema(body.response_format), body.json_schema)
+    sampling = sampling_of(body, tokenize=tokenize, top_logprobs=_chat_logprobs(body))
+    return ChatRequest(
+        messages=body.messages,
+        # `prepare` decides how the answer is held to its schema.
+        sampling=replace(sampling, json_schema=None),
+        request_id=request_id,
+        max_tokens=_limit(body),
+        tools=body.tools or (),
+        tool_choice=tool_choice,
+        tool_name=tool_name,
+        parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
+        schema={"type": "object"} if json_schema == {} else json_schema,
+        reasoning=body.reasoning_format or "auto",
+        template_options=_template_options(body),
+        adds_generation_prompt=body.add_generation_prompt is not False,
+        continues=_continues(body.continue_final_message),
+        n_samples=n_samples_of(body),
+        attention=attention_of(body.attention, settings),
+        names={**names_of(body), **_ATTENTION_NAMES},
+        options=_options(body),
+    )
+
+
+def _plain(engine: Engine) -> Callable[[str], Sequence[int]]:
+    return lambda text: engine.tokenize(text, add_special=False, parse_special=False)
+
+
+def _tool_choice(choice: str | dict[str, Any] | None) -> tuple[ToolChoice, str | None]:
+    """The choice, and the function that it names."""
+    if choice is None:
+        return "auto", None
+    if isinstance(choice, str) and choice in ("auto", "none", "required"):
+        return choice, None
+    name = object_of(object_of(choice).get("function")).get("name")
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice is {_shown(choice)}; send auto, none, required, or "
+            '{"type": "function", "function": {"name": ...}}',
+            parameter="tool_choice",
+        )
+    return "required", name
+
+
+def _response_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The JSON schema that the answer has to follow, None for text."""
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind in (None, "text"):
+        return None
+    if kind == "json_object":
+        return object_of(response_format.get("schema")) or {"type": "object"}
+    if kind == "json_schema":
+        given = object_of(response_format.get("json_schema")).get("schema", {})
+        if isinstance(given, dict):
+            return cast("dict[str, Any]", given)
+        raise RequestError(
+            "response_format.json_schema.schema is not an object; send a JSON schema",
+            parameter="response_format",
+        )
+    raise RequestError(
+        f"response_format.type is {_shown(kind)}; send text, json_object or json_schema",
+        parameter="response_format",
+    )
+
+
+def _chat_logprobs(body: schema.ChatBody) -> int | None:
+    """How many of the most probable tokens to report, None for no logprobs."""
+    n = body.top_logprobs
+    if not body.logprobs:
+        if n:
+            raise RequestError(
+                f"top_logprobs is {n}, but logprobs is not true; send both",
+                parameter="top_logprobs",
+            )
+        return None
+    return _n_logprobs("top_logprobs", first(n, 0))
+
+
+def _n_logprobs(name: str, n: int) -> int:
+    if not 0 <= n <= MOST_LOGPROBS:
+        raise RequestError(f"{name} is {n}, allowed are 0 to {MOST_LOGPROBS}", parameter=name)
+    return n
+
+
+def _template_options(body: schema.ChatBody) -> dict[str, Any]:
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort == "none":
+        options.setdefault("enable_thinking", False)
+    elif body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+    return options
+
+
+def _continues(value: bool | str | None) -> bool | None:
+    return None if value is None else value not in (False, "", "none", "false")
+
+
+# ---- completions
+
+
+def completion_plan(
+    body: schema.CompletionBody, *, request_id: str, engine: Engine, settings: Settings, model: str
+) -> Plan:
+    """What a completion asks for; any thread. Arguments and errors as in `chat_plan`."""
+    if body.suffix:
+        raise RequestError(
+            f"suffix is {_shown(body.suffix)}, but text is only generated at the end; leave it out",
+            parameter="suffix",
+        )
+    n_samples = n_samples_of(body)
+    if body.best_of is not None and body.best_of != n_samples:
+        raise RequestError(
+            f"best_of is {body.best_of} and n is {n_samples}; this server returns every text that "
+            "it generates, so leave best_of out",
+            parameter="best_of",
+        )
+    n_logprobs = _text_logprobs(body)
+    prompts = prompts_of("prompt", body.prompt)
+    request = GenerateRequest(
+        prompt=prompts[0],
+        more_prompts=prompts[1:],
+        max_tokens=_limit(body),
+        sampling=sampling_of(body, tokenize=_plain(engine), top_logprobs=n_logprobs),
+        request_id=request_id,
+        attention=attention_of(body.attention, settings),
+        n_samples=n_samples,
+        names={**names_of(body), **_ATTENTION_NAMES},
+        **_options(body),
+    )
+    echoes: list[str] = []
+    if body.echo:
+        echoes = [one if isinstance(one, str) else engine.detokenize(one) for one in prompts]
+    return _plan(body, request, engine.model, model=model, echoes=echoes)
+
+
+def _text_logprobs(body: schema.CompletionBody) -> int | None:
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    if body.echo:
+        raise RequestError(
+            "logprobs are those of generated tokens, and echo asks for the prompt's too; "
+            "leave one of them out",
+            parameter="echo",
+        )
+    return _n_logprobs("logprobs", int(body.logprobs))
+
+
+def prompts_of(name: str, value: object) -> list[Prompt]:
+    """The texts or ids in *value*: one of them, or a list.
+
+    Raises:
+        RequestError: It is neither; the message calls it *name*.
+    """
+    if isinstance(value, str):
+        return [value]
+    items = cast("list[object]", value) if isinstance(value, list) else []
+    if _are_ids(items):
+        return [cast("list[int]", items)]
+    prompts = [
+        cast("Prompt", one)
+        for one in items
+        if isinstance(one, str) or (isinstance(one, list) and _are_ids(cast("list[object]", one)))
+    ]
+    if not prompts or len(prompts) < len(items):
+        raise RequestError(
+            f"{name} is neither a text nor a list of ids, nor a list of these; correct it",
+            parameter=name,
+        )
+    return prompts
+
+
+def _are_ids(items: Sequence[object]) -> bool:
+    return bool(items) and all(type(one) is int for one in items)
+
+
+# ---- attention
+
+_ATTENTION_NAMES: Final[Mapping[str, str]] = {
+    "kind": "attention.values",
+    "layers": "attention.layers",
+    "heads": "attention.heads",
+}
+
+
+def attention_of(
+    wanted: schema.Attention | bool | None, settings: Settings
+) -> AttentionWanted | None:
+    """What attention to capture, None for none.
+
+    Raises:
+        RequestError: Format, reduction and delivery do not go together.
+    """
+    if wanted is None or wanted is False:
+        return None
+    given = schema.Attention() if wanted is True else wanted
+    reduces_heads = given.reduce in ("mean_heads", "max_heads")
+    implied = None
+    if given.reduce is not None:
+        implied = "per_layer" if reduces_heads else "aggregated"
+    form = given.format or implied or settings.attention_format
+    if implied is not None and form != implied:
+        raise RequestError(
+            f"attention.reduce is {given.reduce!r}, which makes rows of the format {implied}, and "
+            f"attention.format is {form!r}; leave one of them out",
+            parameter="attention",
+        )
+    if given.delivery == "id" and given.prompt:
+        raise RequestError(
+            "rows of the prompt are only sent with the reply; leave attention.prompt or "
+            "attention.delivery out",
+            parameter="attention",
+        )
+    if given.delivery == "id" and settings.kept_attention_bytes == 0:
+        raise RequestError(
+            "attention.delivery is 'id', but this server keeps no rows, because its "
+            "kept_attention_bytes is 0; leave it out",
+            parameter="attention",
+        )
+    return AttentionWanted(
+        kind=first(given.values, settings.attention_values, DEFAULT_VALUES),
+        format=form,
+        reduce_heads=cast("Any", given.reduce) if reduces_heads else None,
+        aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
+        top_k=first(given.top_k, DEFAULT_TOP_K),
+        dtype=given.dtype or "float32",
+        layers=_tuple(given.layers),
+        heads=_tuple(given.heads),
+        layer_weights=_tuple(given.layer_weights),
+        prompt=bool(given.prompt),
+    )
+
+
+def _keeps(wanted: schema.Attention | bool | None) -> bool:
+    return isinstance(wanted, schema.Attention) and wanted.delivery == "id"
+
+
+def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
+    return None if values is None else tuple(values)
+
+
+def kept_attention(name: str, rows: Rows) -> schema.KeptAttention:
+    """The list of rows that are kept of a reply."""
+    choices = [
+        schema.KeptChoice(
+            index=i,
+            n_left_out=rows.n_left_out[i],
+            rows=[
+                schema.KeptRow(n=n, token_id=row.token_id, text=row.text, shape=row.shape)
+                for n, row in list(choice.items())
+            ],
+        )
+        for i, choice in enumerate(rows.choices)
+    ]
+    wanted = rows.wanted
+    return schema.KeptAttention(
+        id=name, values=wanted.kind, format=wanted.format, dtype=wanted.dtype, layers=rows.layers,
+        choices=choices,
+    )  # fmt: skip
+
+
+def byte_range(header: str, n_bytes: int) -> tuple[int, int] | None:
+    """Start and end of what a ``Range`` header asks for; None for everything.
+
+    Other units and several ranges at once are everything, as RFC 9110 allows.
+
+    Raises:
+        IndexError: There is no such byte.
+    """
+    asked = _RANGE.fullmatch(header.strip())
+    if asked is None or asked.group(1, 2) == ("", ""):
+        return None
+    first_, last = asked.group(1, 2)
+    if not first_:  # the last bytes
+        start, end = max(0, n_bytes - int(last)), n_bytes
+    else:
+        start, end = int(first_), min(int(last) + 1 if last else n_bytes, n_bytes)
+        if last and int(last) < start:
+            return None
+    if start >= end:
+        raise IndexError
+    return start, end
+
+
+# ---- models and embeddings
+
+
+def models_of(
+    info: ModelInfo, *, name: str, aliases: Sequence[str], n_ctx: int, created: int
+) -> schema.Models:
+    """The list of the one model that is served, in the forms of OpenAI and Ollama."""
+    model = schema.Model(
+        id=name,
+        created=created,
+        aliases=list(aliases),
+        tags=[],
+        meta=schema.ModelMeta(
+            n_vocab=info.n_vocab,
+            n_ctx=n_ctx,
+            n_ctx_train=info.n_ctx_train,
+            n_embd=info.n_embd,
+            n_params=info.n_params,
+            size=info.size_bytes,
+            ftype=info.file_type,
+        ),
+    )
+    listed = {
+        "name": name, "model": name, "modified_at": "", "size": "", "digest": "", "type": "model",
+        "description": "", "tags": [""], "capabilities": ["completion"], "parameters": "",
+        "details": {
+            "parent_model": "", "format": "gguf", "family": info.architecture,
+            "families": [info.architecture], "parameter_size": "",
+            "quantization_level": info.file_type,
+        },
+    }  # fmt: skip
+    return schema.Models(data=[model], models=[listed])
+
+
+def embeddings_of(
+    vectors: NDArray[np.float32], *, n_tokens: int, model: str, body: schema.EmbeddingsBody
+) -> schema.Embeddings:
+    """The reply with *vectors*, ``(n_texts, n_embd)``, each of length 1.
+
+    With ``dimensions`` the vectors are cut and scaled to length 1 again, as OpenAI does.
+
+    Raises:
+        RequestError: ``dimensions`` is out of range.
+    """
+    n = body.dimensions
+    if n is not None:
+        if not 1 <= n <= vectors.shape[-1]:
+            raise RequestError(
+                f"dimensions is {n}, this model's vectors have {vectors.shape[-1]}; ask for fewer",
+                parameter="dimensions",
+            )
+        vectors = vectors[:, :n].copy()
+        lengths = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        vectors /= np.where(lengths > 0, lengths, 1)
+    rows = np.ascontiguousarray(vectors, "<f4")
+    is_base64 = body.encoding_format == "base64"
+    data = [
+        schema.Embedding(
+            index=i,
+            embedding=pybase64.b64encode(row.tobytes()).decode() if is_base64 else row.tolist(),
+        )
+        for i, row in enumerate(rows)
+    ]
+    usage = schema.EmbeddingUsage(n_tokens, n_tokens)
+    return schema.Embeddings(model=body.model or model, data=data, usage=usage)
+
+
+def usage_of(counts: TokenCounts, *, is_prefill: bool) -> schema.Usage:
+    """Tokens of a request; the one token of a request for none does not count."""
+    completion = 0 if is_prefill else counts.completion
+    return schema.Usage(
+        prompt_tokens=counts.prompt,
+        completion_tokens=completion,
+        total_tokens=counts.prompt + completion,
+        prompt_tokens_details=schema.PromptDetails(counts.cached),
+    )
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _MOST_SHOWN else f"{shown[:_MOST_SHOWN]}..."

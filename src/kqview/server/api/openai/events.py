@@ -1,0 +1,403 @@
+"""Replies of OpenAI's API while they come: chunks of a stream, or one object. Pure.
+
+With attention in the reply, each token is a chunk of its own, even if its text is held back for a
+moment; without it, chunks are pieces of text.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+import msgspec
+
+from kqview import __version__
+from kqview.server.api.attention_protocol import (
+    LOGPROB_BYTES,
+    attention_frame,
+    attention_object,
+    event_pieces,
+    logprobs_of,
+    token_logprob,
+)
+from kqview.server.api.chat_work import Answer as ChatAnswer
+from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
+from kqview.server.api.held_text import HeldText
+from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.openai.convert import Plan, usage_of
+from kqview.server.api.tool_format import CallDelta
+from kqview.server.attention import Dense, shaped
+from kqview.server.budget import Hold
+from kqview.server.errors import Answer, TooLarge
+from kqview.server.kept import Kept, Row
+from kqview.server.service import Run, Step, TokenLogprobs
+from kqview.types import PromptBlock
+from kqview.types.token import Attention
+
+Object = dict[str, Any]
+
+HEAD: Final = b"data: "
+"""How an event begins; there is no other line in it."""
+_NEXT: Final = b"\n\n" + HEAD
+_DONE: Final = b"[DONE]"
+FINGERPRINT: Final = f"kqview-{__version__}"
+_ENTRY_BYTES: Final = 64  # of an entry in a list, besides its text
+
+
+class Sample:
+    """One choice of the reply: what was sent of it, and when it began."""
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        """Begin choice *index*."""
+        self.index = index
+        self.reader: AnswerReader | None = None
+        self.has_begun = False
+        self.n_sent = 0  # characters of a completion
+        if plan.reading is not None:
+            self.reader = plan.reading.reader()
+        stops = plan.request.sampling.stop
+        self.held = HeldText((stops,) if isinstance(stops, str) else stops)
+        self._first_s: float | None = None
+
+    def note(self) -> None:
+        """Note that a token came."""
+        if self._first_s is None:
+            self._first_s = time.monotonic()
+
+    def timings(self, run: Run) -> Timings:
+        """So far; whole once the run has ended."""
+        usage = run.generations[self.index].usage
+        if run.is_over or self._first_s is None:
+            return timings(usage)
+        return timings(
+            replace(
+                usage,
+                prefill_s=self._first_s - run.started_s,
+                decode_s=time.monotonic() - self._first_s,
+            )
+        )
+
+
+class Parts:
+    """What is written of a token besides its text: logprobs and attention."""
+
+    def __init__(
+        self, plan: Plan, bytes_of: Callable[[int], bytes], kept: Kept, owner: str
+    ) -> None:
+        """Write what *plan* asks for; rows that are not sent are kept in *kept* for *owner*."""
+        self._plan = plan
+        self._bytes_of = bytes_of
+        self._kept = kept
+        self._owner = owner
+        self._n_text: dict[int, int] = {}  # characters before the next token, by choice
+
+    def logprobs(self, step: Step) -> Object | None:
+        """Logprobs of a token; None if there are none."""
+        token = step.token
+        offset = self._n_text.get(step.sample, len(self._plan.echo(step.sample)))
+        self._n_text[step.sample] = offset + len(token.text)
+        if token.logprob is None:
+            return None
+        one = TokenLogprobs(token.id, token.logprob, tuple(token.top_logprobs or ()))
+        if self._plan.reading is not None:
+            return {"content": [token_logprob(one, self._bytes_of)]}
+        found = logprobs_of([one], self._bytes_of)
+        assert found is not None
+        return {**msgspec.structs.asdict(found), "text_offset": [offset]}
+
+    def attention(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
+        """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""
+        rows = step.token.attention
+        if self._plan.request.attention is None or rows is None:
+            return None, None
+        if self._plan.keeps:
+            self._keep(run, step, rows)
+            return None, None
+        named = {"n": step.token.index, "token_id": step.token.id}
+        return self._object(run, named, rows)
+
+    def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
+        """The attention object of rows of the prompt."""
+        if block.rows is None:
+            return None, None
+        return self._object(run, {"start": block.start, "rows": block.n_rows}, block.rows)
+
+    def _object(
+        self, run: Run, named: Object, rows: Attention
+    ) -> tuple[Object | None, bytes | None]:
+        wanted = self._plan.request.attention
+        assert wanted is not None
+        fields, data = attention_object(shaped(wanted, rows), run.encoder, layers=self._plan.layers)
+        return {**named, **fields}, data
+
+    def _keep(self, run: Run, step: Step, rows: Attention) -> None:
+        wanted, token = self._plan.request.attention, step.token
+        assert wanted is not None
+        values = shaped(wanted, rows)
+        if isinstance(values, Dense):
+            _, data = attention_frame(values, run.encoder)
+            row = Row(token.id, token.text, values.values.shape, data)
+        else:
+            fields, _ = attention_object(values, run.encoder, layers=self._plan.layers)
+            row = Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
+        self._kept.add(self._owner, run.request_id, step.sample, token.index, row)
+
+
+# ---- streams
+
+
+class Chunks:
+    """``data: {...}`` for what is new, the end of each choice, the usage, and ``[DONE]``."""
+
+    def __init__(self, plan: Plan, parts: Parts, created_s: int) -> None:
+        """Write what *plan* asks for."""
+        self._plan = plan
+        self._parts = parts
+        self._created_s = created_s
+        self._samples: dict[int, Sample] = {}
+
+    def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
+        """Rows of the prompt, in a chunk of their own."""
+        fields, data = self._parts.prompt(run, block)
+        if fields is None:
+            return []
+        choice = self._choice(self._sample(0), {}, None)
+        return event_pieces(self._chunk(run, [{**choice, "prompt_attention": fields}]), data)
+
+    def token(self, run: Run, step: Step) -> list[bytes]:
+        """What is certain after one token, and its row."""
+        if self._plan.is_prefill:
+            return []
+        sample, token = self._sample(step.sample), step.token
+        sample.note()
+        choices = self._begun(sample)
+        if sample.reader is not None:
+            texts = [_delta(delta) for delta in sample.reader.feed(token.text)]
+        else:
+            text = sample.held.feed(token.text)
+            sample.n_sent += len(text)
+            texts = [{"text": text}] if text else []
+        logprobs = self._parts.logprobs(step)
+        fields, data = self._parts.attention(run, step)
+        if not texts and (logprobs is not None or fields is not None):
+            texts = [{} if sample.reader is not None else {"text": ""}]
+        new = [self._choice(sample, text, None) for text in texts]
+        if logprobs is not None:
+            new[0]["logprobs"] = logprobs
+        events = [event_pieces(self._chunk(run, [one], sample), None) for one in choices]
+        for i, choice in enumerate(new):
+            if i == 0 and fields is not None:
+                chunk = self._chunk(run, [{**choice, "attention": fields}], sample)
+                events.append(event_pieces(chunk, data))
+            else:
+                events.append(event_pieces(self._chunk(run, [choice], sample), None))
+        return _joined(events)
+
+    def done(self, run: Run) -> list[bytes]:
+        """The end of each choice, the usage if asked for, and the mark of the end."""
+        chunks: list[Object] = []
+        for i, generation in enumerate(run.generations):
+            sample = self._sample(i)
+            chunks += [self._chunk(run, [one]) for one in self._begun(sample)]
+            rest: list[Object] = []
+            has_calls = False
+            if sample.reader is not None:
+                text = "" if self._plan.is_prefill else generation.text
+                rest = [_delta(delta) for delta in sample.reader.finish(text)]
+                has_calls = sample.reader.has_calls
+            elif not self._plan.is_prefill and (text := generation.text[sample.n_sent :]):
+                rest = [{"text": text}]
+            chunks += [self._chunk(run, [self._choice(sample, one, None)]) for one in rest]
+            why = "length"
+            if not self._plan.is_prefill:
+                why = finish_reason(generation.finish_reason, has_calls=has_calls)
+            last = {} if sample.reader is not None else {"text": ""}
+            chunks.append(self._chunk(run, [self._choice(sample, last, why)]))
+        if self._plan.has_usage:
+            usage = usage_of(counts_of(run), is_prefill=self._plan.is_prefill)
+            chunks.append({**self._chunk(run, []), "usage": usage})
+        chunks[-1]["timings"] = self._sample(0).timings(run)
+        return _joined([*([msgspec.json.encode(one)] for one in chunks), [_DONE]])
+
+    def error(self, run: Run | None, answer: Answer) -> list[bytes]:
+        """What went wrong."""
+        return [msgspec.json.encode(error_body(answer))]
+
+    def _sample(self, index: int) -> Sample:
+        if index not in self._samples:
+            self._samples[index] = Sample(self._plan, index)
+        return self._samples[index]
+
+    def _begun(self, sample: Sample) -> list[Object]:
+        """The choice that begins a choice: the role, or the echo of the prompt."""
+        if sample.has_begun:
+            return []
+        sample.has_begun = True
+        if sample.reader is not None:
+            return [self._choice(sample, {"role": "assistant", "content": None}, None)]
+        echo = self._plan.echo(sample.index)
+        return [self._choice(sample, {"text": echo}, None)] if echo else []
+
+    def _choice(self, sample: Sample, new: Object, reason: str | None) -> Object:
+        body = new if sample.reader is None else {"delta": new}
+        return {"index": sample.index, **body, "logprobs": None, "finish_reason": reason}
+
+    def _chunk(self, run: Run, choices: Sequence[Object], sample: Sample | None = None) -> Object:
+        kind = "text_completion" if self._plan.reading is None else "chat.completion.chunk"
+        chunk = _head(run, self._plan, kind, self._created_s)
+        chunk["choices"] = choices
+        if sample is not None and self._plan.has_timings:
+            chunk["timings"] = sample.timings(run)
+        return chunk
+
+
+def _head(run: Run, plan: Plan, kind: str, created_s: int) -> Object:
+    return {
+        "id": run.request_id,
+        "object": kind,
+        "created": created_s,
+        "model": plan.model,
+        "system_fingerprint": FINGERPRINT,
+    }
+
+
+def _delta(delta: Delta) -> Object:
+    if delta.call is not None:
+        return {"tool_calls": [_call(delta.call)]}
+    return {"reasoning_content": delta.reasoning} if delta.reasoning else {"content": delta.content}
+
+
+def _call(call: CallDelta) -> Object:
+    if call.id is None:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {
+        "index": call.index,
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _joined(events: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Pieces of several events as those of one call."""
+    pieces: list[bytes] = []
+    for event in events:
+        pieces += [_NEXT, *event] if pieces else event
+    return pieces
+
+
+# ---- one reply
+
+
+class Whole:
+    """The reply that is sent when every choice is complete.
+
+    Attention and logprobs are encoded when their token arrives, so that the engine gets the memory
+    of its rows back.
+    """
+
+    def __init__(
+        self, plan: Plan, parts: Parts, created_s: int, hold: Hold, most_bytes: int
+    ) -> None:
+        """Write what *plan* asks for, up to *most_bytes*, which are counted in *hold*."""
+        self._plan = plan
+        self._parts = parts
+        self._created_s = created_s
+        self._hold = hold
+        self._most_bytes = most_bytes
+        self.n_bytes = 0
+        self._lists: dict[tuple[int, str], list[bytes]] = {}
+
+    def prompt(self, run: Run, block: PromptBlock) -> None:
+        """Add rows of the prompt."""
+        self._add(0, "prompt_attention", *self._parts.prompt(run, block))
+
+    def token(self, run: Run, step: Step) -> None:
+        """Add a token's row and logprobs."""
+        if self._plan.is_prefill:
+            return
+        logprobs = self._parts.logprobs(step)
+        if logprobs is not None:
+            self._hold.take(LOGPROB_BYTES)
+            for name, values in logprobs.items():
+                self._add(step.sample, f"logprobs.{name}", values[0], None)
+        self._add(step.sample, "attention", *self._parts.attention(run, step))
+
+    def _add(self, sample: int, name: str, value: Any, data: bytes | None) -> None:
+        if value is None and name in ("attention", "prompt_attention"):
+            return
+        entry = b"".join(event_pieces(value, data))
+        n_bytes = len(entry) + _ENTRY_BYTES
+        self._hold.take(n_bytes)
+        self.n_bytes += n_bytes
+        if self.n_bytes > self._most_bytes:
+            raise TooLarge(
+                f"the reply has more than {self._most_bytes} bytes, the limit of max_reply_bytes; "
+                "stream it, or ask for less attention"
+            )
+        self._lists.setdefault((sample, name), []).append(entry)
+
+    def body(self, run: Run) -> bytes:
+        """The reply."""
+        plan = self._plan
+        is_chat = plan.reading is not None
+        choices = [self._choice(run, i) for i in range(len(run.generations))]
+        reply = _head(
+            run, plan, "chat.completion" if is_chat else "text_completion", self._created_s
+        )
+        reply["choices"] = choices
+        reply["usage"] = usage_of(counts_of(run), is_prefill=plan.is_prefill)
+        reply["timings"] = timings(run.usage)
+        return msgspec.json.encode(reply)
+
+    def _choice(self, run: Run, i: int) -> Object:
+        plan, generation = self._plan, run.generations[i]
+        text = "" if plan.is_prefill else generation.text
+        choice: Object = {"index": i}
+        has_calls = False
+        if plan.reading is not None:
+            answer = ChatAnswer()
+            answer.add(plan.reading.reader().finish(text))
+            has_calls = bool(answer.calls)
+            choice["message"] = _message(answer)
+        else:
+            choice["text"] = plan.echo(i) + text
+        choice["logprobs"] = self._logprobs(i)
+        choice["finish_reason"] = (
+            "length"
+            if plan.is_prefill
+            else finish_reason(generation.finish_reason, has_calls=has_calls)
+        )
+        for name in ("attention", "prompt_attention"):
+            if (i, name) in self._lists:
+                choice[name] = _raw_list(self._lists[i, name])
+        return choice
+
+    def _logprobs(self, i: int) -> Mapping[str, Any] | None:
+        found = {
+            name.removeprefix("logprobs."): _raw_list(entries)
+            for (sample, name), entries in self._lists.items()
+            if sample == i and name.startswith("logprobs.")
+        }
+        return found or None
+
+
+def _raw_list(entries: Sequence[bytes]) -> msgspec.Raw:
+    return msgspec.Raw(b"[" + b",".join(entries) + b"]")
+
+
+def _message(answer: ChatAnswer) -> Object:
+    content = answer.content if answer.content or not answer.calls else None
+    message: Object = {"role": "assistant", "content": content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in answer.calls
+        ]
+    return message

@@ -1,0 +1,229 @@
+"""Routes of OpenAI's API. Glue only: `schema` says what bodies are, `convert` and `events` what
+becomes of them.
+"""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kqview.errors import RequestError
+from kqview.server.api.llama_fields import error_body
+from kqview.server.api.openai import convert, events, schema
+from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation
+from kqview.server.errors import NotFound, NotSupported
+from kqview.server.kept import Row, Rows
+
+_TAG: Final = "openai"
+# Templates may take seconds: their work is large enough for another thread.
+_LARGE: Final = 2**20
+_VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
+
+
+# ---- completions
+
+
+async def chat_completions(call: Call, body: schema.ChatBody) -> HttpReply | Events:
+    """The assistant's answer to a chat."""
+    return await _completed(call, body, convert.chat_plan, "chatcmpl")
+
+
+async def completions(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
+    """Text that continues a prompt, or each of several."""
+    return await _completed(call, body, convert.completion_plan, "cmpl")
+
+
+async def _completed(
+    call: Call, body: schema.GenerateFields, plan_of: Callable[..., convert.Plan], prefix: str
+) -> HttpReply | Events:
+    service = call.service
+    engine, settings = service.engine, service.settings
+    name = f"{prefix}-{uuid.uuid4().hex}"
+    plan = await service.converted(
+        _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
+        model=service.model_name,
+    )  # fmt: skip
+    run = await service.start(plan.request, call.caller, call.hold)
+    wanted = plan.request.attention
+    if plan.keeps and wanted is not None:
+        layers = engine.model.attention_layers if wanted.layers is None else wanted.layers
+        service.kept.open(call.caller.owner, name, wanted, layers, n_choices=len(run.generations))
+    parts = events.Parts(plan, engine.token_bytes, service.kept, call.caller.owner)
+    created_s = int(time.time())
+    if body.stream:
+        return Events(run, events.Chunks(plan, parts, created_s), events.HEAD)
+    whole = events.Whole(plan, parts, created_s, call.hold, settings.max_reply_bytes)
+    async with run:
+        async for block in run.prompt_blocks():
+            await service.offload(_LARGE, whole.prompt, run, block)
+            del block  # the pool wants its memory back
+        async for step in run:
+            await service.offload(step.n_bytes, whole.token, run, step)
+            del step
+    return HttpReply(await service.offload(whole.n_bytes, whole.body, run))
+
+
+# ---- attention that is kept
+
+
+async def list_attention(call: Call) -> schema.KeptAttention:
+    """Which rows are kept of a reply."""
+    name = call.path["id"]
+    rows = _kept(call, name)
+    n_rows = sum(map(len, rows.choices))
+    return await call.service.converted(
+        _VALUE_BYTES * n_rows, call.hold, convert.kept_attention, name, rows
+    )
+
+
+async def show_attention(call: Call) -> HttpReply:
+    """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
+    name = call.path["id"]
+    row = _row(_kept(call, name), name, call.path["n"], call.query.get("choice", "0"))
+    headers = {
+        "accept-ranges": "bytes",
+        "cache-control": "private, no-store",
+        "x-attention-shape": ",".join(map(str, row.shape)),
+    }
+    data = row.data
+    try:
+        asked = convert.byte_range(call.headers.get("range", ""), len(data))
+    except IndexError:
+        headers["content-range"] = f"bytes */{len(data)}"
+        return HttpReply(b"", row.media_type, 416, headers=headers)
+    if asked is None:
+        return HttpReply(data, row.media_type, headers=headers)
+    start, end = asked
+    headers["content-range"] = f"bytes {start}-{end - 1}/{len(data)}"
+    return HttpReply(data[start:end], row.media_type, 206, headers=headers)
+
+
+def _kept(call: Call, name: str) -> Rows:
+    rows = call.service.kept.find(call.caller.owner, name)
+    if rows is None:
+        raise NotFound(
+            f"no attention of {name[:80]!r} is kept: it was never asked for with "
+            'attention {"delivery": "id"}, or newer rows took its place'
+        )
+    return rows
+
+
+def _row(rows: Rows, name: str, n: str, choice: str) -> Row:
+    index = _number(choice)
+    if index is None or index >= len(rows.choices):
+        raise NotFound(f"choice is {choice[:20]!r}, {name} has {len(rows.choices)}, from 0")
+    row = rows.choices[index].get(-1 if (at := _number(n)) is None else at)
+    if row is None:
+        raise NotFound(
+            f"row {n[:20]!r} of {name} is not kept; GET /v1/attention/{name} lists those that are"
+        )
+    return row
+
+
+def _number(text: str) -> int | None:
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 10 else None
+
+
+# ---- models and embeddings
+
+
+async def list_models(call: Call) -> schema.Models:
+    """The model that is served."""
+    return _models(call)
+
+
+async def show_model(call: Call) -> schema.Model:
+    """The model, by its id or an alias."""
+    [model] = _models(call).data
+    if call.path["id"] not in (model.id, *model.aliases):
+        raise NotFound(f"there is no model {call.path['id'][:80]!r}; this server has {model.id!r}")
+    return model
+
+
+def _models(call: Call) -> schema.Models:
+    service = call.service
+    return convert.models_of(
+        service.engine.model,
+        name=service.model_name,
+        aliases=service.settings.aliases,
+        n_ctx=service.max_context,
+        created=int(time.time()),
+    )
+
+
+async def embeddings(call: Call, body: schema.EmbeddingsBody) -> schema.Embeddings:
+    """Vectors of texts, each of length 1."""
+    service = call.service
+    engine = service.engine
+    if engine.pooling in (None, "rank"):
+        raise NotSupported(
+            f"{service.model_name} makes no embeddings; serve an embedding model, or open another "
+            "one with a pooling"
+        )
+    if engine.pooling == "none":
+        raise RequestError(
+            "this model is open with pooling none, which gives a vector for each token; use "
+            "/embeddings, or open it with another pooling"
+        )
+    model = service.model_name
+    inputs = convert.prompts_of("input", body.input)
+    if not all(inputs):
+        raise RequestError(
+            "input has an empty text; send at least one character", parameter="input"
+        )
+    call.hold.take(len(inputs) * engine.model.n_embd * _VALUE_BYTES)
+
+    def embedded() -> schema.Embeddings:
+        ids = [engine.tokenize(one, add_special=True) if isinstance(one, str) else one
+               for one in inputs]  # fmt: skip
+        vectors = engine.embed(ids)
+        assert not isinstance(vectors, list)
+        n_tokens = sum(map(len, ids))
+        return convert.embeddings_of(vectors, n_tokens=n_tokens, model=model, body=body)
+
+    return await service.converted(_LARGE, call.hold, embedded)
+
+
+# ---- the table
+
+
+def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
+    return Operation(
+        method=method, path=path, handler=handler, tag=_TAG, summary=summary,
+        error_body=error_body, **more,
+    )  # fmt: skip
+
+
+OPERATIONS: Final[Sequence[Operation]] = [
+    _operation(
+        "POST", "/v1/chat/completions", chat_completions,
+        'The answer to a chat; Server-Sent Events with "stream": true.',
+        body=schema.ChatBody, reply=schema.ChatCompletion, streams=True,
+        also=("/chat/completions",),
+    ),
+    _operation(
+        "POST", "/v1/completions", completions,
+        'Text that continues a prompt; Server-Sent Events with "stream": true.',
+        body=schema.CompletionBody, reply=schema.TextCompletion, streams=True,
+    ),
+    _operation(
+        "POST", "/v1/embeddings", embeddings, "Vectors of texts.",
+        body=schema.EmbeddingsBody, reply=schema.Embeddings,
+    ),
+    _operation(
+        "GET", "/v1/models", list_models, "The model that is served.", reply=schema.Models,
+        also=("/models",),
+    ),
+    _operation(
+        "GET", "/v1/models/{id}", show_model, "The model, by its id.", reply=schema.Model
+    ),
+    _operation(
+        "GET", "/v1/attention/{id}", list_attention,
+        'Attention rows that are kept of a reply with attention {"delivery": "id"}.',
+        reply=schema.KeptAttention,
+    ),
+    _operation(
+        "GET", "/v1/attention/{id}/{n}", show_attention,
+        "The attention row of one token as bytes; takes Range, and ?choice= for another than 0.",
+    ),
+]  # fmt: skip
