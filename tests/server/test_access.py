@@ -57,7 +57,7 @@ class Lines(logging.Handler):
             found[:] = [one for one in map(json.loads, self.raw) if one["request_id"] == request_id]
             return bool(found)
 
-        self._served.wait_until(is_there, within_s=3)
+        self._served.wait_until(is_there)
         (line,) = found
         return line
 

@@ -22,6 +22,7 @@ from kqview.server import Settings
 from kqview.server.budget import Body, Budget
 from kqview.server.errors import RateLimited, TooLarge
 from tests.server.clients import (
+    WAITS_S,
     masked_frame,
     raw_connection,
     read_all,
@@ -165,7 +166,7 @@ def test_logprobs_are_kept_only_where_they_are_asked_for():
         body = {"prompt": "Tom has", "max_length": 3, "temperature": 0}
         with websocket(served, "/api/v1/generate/stream") as ws:
             ws.send(json.dumps({"type": "generate", **body}))
-            while '"done"' not in ws.recv(timeout=10):
+            while '"done"' not in ws.recv(timeout=WAITS_S):
                 pass
         assert served.service.last_of().logprobs == ()
         client.post("/api/v1/generate", json={**body, "top_logprobs": 30})
@@ -313,15 +314,15 @@ def test_runs_of_one_websocket_give_back_what_they_held():
         with websocket(served, "/api/v1/generate/stream") as ws:
             for _ in range(3):
                 ws.send(json.dumps(asked))
-                while '"done"' not in ws.recv(timeout=10):
+                while '"done"' not in ws.recv(timeout=WAITS_S):
                     pass
                 served.wait_until(lambda: not served.service.runs)
                 used.append(served.service.budget.used_bytes)
             large = json.dumps({"type": "nothing", "filler": "x" * MIB})
             ws.send(large)
-            ws.recv(timeout=10)
+            ws.recv(timeout=WAITS_S)
             ws.send("{}")
-            ws.recv(timeout=10)
+            ws.recv(timeout=WAITS_S)
             assert served.service.budget.used_bytes < MIB
         assert used == used[:1] * 3
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview.server import Settings
 from tests.server.clients import (
+    WAITS_S,
     is_closed_by_server,
     json_request,
     masked_frame,
@@ -163,7 +163,7 @@ def test_requests_beyond_slots_and_queue_get_503_and_when_to_come_back():
                 assert client.post("/toy/tokenize", json={"text": "hi"}).status_code == 200
             with websocket(served, "/toy/ws") as socket:
                 socket.send(json.dumps(LONG))
-                assert '"BUSY"' in socket.recv(timeout=5)
+                assert '"BUSY"' in socket.recv(timeout=WAITS_S)
         assert (refused.status_code, refused.json()["code"]) == (503, "BUSY")
         assert int(refused.headers["retry-after"]) >= 1
         served.wait_idle()
@@ -186,11 +186,11 @@ def test_rate_limit_counts_each_client_and_each_message():
             with websocket(served, "/toy/ws/many") as socket:  # the third
                 body = '{"prompt":"Tom","max_tokens":1,"attention":false}'
                 socket.send(body)
-                assert '"token"' in socket.recv(timeout=5)
-                assert '"done"' in socket.recv(timeout=5)
+                assert '"token"' in socket.recv(timeout=WAITS_S)
+                assert '"done"' in socket.recv(timeout=WAITS_S)
                 socket.send(body + " ")  # the fourth
-                assert '"token"' in socket.recv(timeout=5)
-                assert '"done"' in socket.recv(timeout=5)
+                assert '"token"' in socket.recv(timeout=WAITS_S)
+                assert '"done"' in socket.recv(timeout=WAITS_S)
                 socket.send(body + "  ")
                 (event,), code = read_to_close(socket)
             refused = client.post("/toy/tokenize", json={"text": "x"})
@@ -207,7 +207,7 @@ def test_rate_limit_counts_each_client_and_each_message():
 @pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
     """A server with short times."""
-    settings = Settings(n_slots=1, n_ctx=8192, request_timeout_s=1.0, idle_timeout_s=0.4)
+    settings = Settings(n_slots=1, n_ctx=8192, request_timeout_s=1.5, idle_timeout_s=1.0)
     with serving_toy(settings) as served:
         yield served
 
@@ -219,14 +219,14 @@ def test_request_that_takes_too_long_ends_with_an_event_and_a_cut(impatient: Ser
     assert raw.startswith(b"HTTP/1.1 200 ")
     assert b'"code":"TIMEOUT"' in raw[-300:]
     assert not raw.endswith(b"0\r\n\r\n")
-    impatient.wait_idle(within_s=2)
+    impatient.wait_idle()
 
 
 def test_plain_request_that_takes_too_long_gets_a_status(impatient: Served):
     with impatient.client() as client:
         reply = client.post("/toy/generate", json={**LONG, "n_samples": 4})
     assert (reply.status_code, reply.json()["code"]) == (504, "TIMEOUT")
-    impatient.wait_idle(within_s=2)
+    impatient.wait_idle()
 
 
 def test_time_in_the_queue_counts(impatient: Served):
@@ -234,10 +234,8 @@ def test_time_in_the_queue_counts(impatient: Served):
         first.sendall(json_request("/toy/stream", {**LONG, "n_samples": 4}))
         impatient.wait_until(lambda: len(impatient.service.runs) == 1)
         second.sendall(json_request("/toy/generate", LONG))
-        started_s = time.monotonic()
         assert read_until(second, b'"code"').startswith(b"HTTP/1.1 504 ")
-        assert time.monotonic() - started_s < 3
-    impatient.wait_idle(within_s=2)
+    impatient.wait_idle()
 
 
 def test_websocket_of_a_request_that_takes_too_long_closes_with_1011(impatient: Served):
@@ -276,7 +274,7 @@ def test_body_that_trickles_has_an_end_too(impatient: Served):
             stop.set()
             feeder.join()
     assert reply.startswith(b"HTTP/1.1 408 ")
-    assert b"more than 1 s" in reply
+    assert b"more than 1.5 s" in reply
 
 
 @pytest.mark.parametrize(
@@ -285,7 +283,6 @@ def test_body_that_trickles_has_an_end_too(impatient: Served):
 def test_connection_that_asks_for_nothing_is_dropped(impatient: Served, sent: bytes):
     with raw_connection(impatient) as sock:
         sock.sendall(sent)
-        sock.settimeout(3)
         assert is_closed_by_server(sock)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kqview.server import Settings
 from kqview.server.security import Caller
-from tests.server.clients import read_to_close, websocket
+from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -142,10 +142,10 @@ def test_websockets_of_two_keys_use_one_request_id(served: Served):
         websocket(served, path, additional_headers={"x-api-key": BORIS}) as socket,
     ):
         socket.send(json.dumps({"type": "cancel", "request_id": "same"}))
-        assert json.loads(socket.recv(timeout=5))["type"] == "error"
+        assert json.loads(socket.recv(timeout=WAITS_S))["type"] == "error"
         socket.send(json.dumps(ask))
-        assert json.loads(socket.recv(timeout=5))["type"] == "token"
-        assert json.loads(socket.recv(timeout=5))["type"] == "done"
+        assert json.loads(socket.recv(timeout=WAITS_S))["type"] == "token"
+        assert json.loads(socket.recv(timeout=WAITS_S))["type"] == "done"
         assert len(served.service.runs) == 1
 
 
@@ -159,7 +159,7 @@ def test_every_dialect_names_the_owner_of_its_runs(served: Served):
         for path, message in ((f"{STREAM}/ws", body), ("/api/v1/generate/stream", ask)):
             with websocket(served, path, additional_headers={"x-api-key": ANNA}) as socket:
                 socket.send(json.dumps(message))
-                assert '"token"' in str(socket.recv(timeout=5))
+                assert '"token"' in str(socket.recv(timeout=WAITS_S))
                 socket.close()
                 read_to_close(socket)
         served.wait_idle()

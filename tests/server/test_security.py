@@ -11,7 +11,14 @@ import pytest
 from kqview.server import Settings, security
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
 from kqview.server.security import Gate
-from tests.server.clients import raw_connection, read_to_close, read_until, request_bytes, websocket
+from tests.server.clients import (
+    WAITS_S,
+    raw_connection,
+    read_to_close,
+    read_until,
+    request_bytes,
+    websocket,
+)
 from tests.server.toy_dialect import serving_toy
 
 KEY, OTHER_KEY, ADMIN_KEY = "user-key", "second-key", "admin-key"
@@ -251,8 +258,8 @@ def test_websocket_of_a_stranger_is_told_why_and_closed(
 def test_websocket_with_a_key_generates(closed: Any, options: dict[str, Any], path: str):
     with websocket(closed, path, **options) as socket:
         socket.send('{"prompt":"Tom has","max_tokens":1,"attention":false}')
-        assert '"token"' in socket.recv(timeout=5)
-        assert '"done"' in socket.recv(timeout=5)
+        assert '"token"' in socket.recv(timeout=WAITS_S)
+        assert '"done"' in socket.recv(timeout=WAITS_S)
 
 
 # ---- hosts and origins
@@ -497,7 +504,7 @@ def test_websocket_to_a_foreign_name_is_refused(served: Any):
 def test_websocket_of_a_page_on_this_machine_generates(served: Any):
     with websocket(served, "/toy/ws", origin="http://localhost:8080") as socket:
         socket.send(json.dumps(SHORT_BODY))
-        assert '"token"' in socket.recv(timeout=5)
+        assert '"token"' in socket.recv(timeout=WAITS_S)
 
 
 # ---- CORS headers

@@ -214,7 +214,7 @@ def test_failure_in_a_stream_is_an_event_and_a_cut(toy: Served):
     assert '"INTERNAL"' in raw
     assert not raw.endswith("0\r\n\r\n")
     assert not any(part in raw for part in PATHS)
-    toy.wait_idle(within_s=2)
+    toy.wait_idle()
 
 
 def test_failure_in_a_websocket_is_an_event_and_1011(toy: Served):
@@ -225,7 +225,7 @@ def test_failure_in_a_websocket_is_an_event_and_1011(toy: Served):
         assert '"INTERNAL"' in str(event)
         assert code == 1011
         assert not any(part in str(event) for part in PATHS)
-    toy.wait_idle(within_s=2)
+    toy.wait_idle()
 
 
 def test_end_of_the_engine_in_a_stream_is_an_event_and_a_cut():

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ def no_leak(toy: Served) -> Iterator[None]:
         )
 
     try:
-        toy.wait_until(is_clean, within_s=5)
+        toy.wait_until(is_clean)
     except AssertionError:
         left = toy.engine.stats()
         raise AssertionError(
@@ -101,9 +100,8 @@ def no_leak(toy: Served) -> Iterator[None]:
         ) from None
 
 
-def check_served(served: Served, *, within_s: float = 2.0) -> None:
-    """Everything still works, in good time: tokenize, a generation, a WebSocket."""
-    started_s = time.monotonic()
+def check_served(served: Served) -> None:
+    """Everything still works: tokenize, a generation, a WebSocket."""
     with served.client() as client:
         assert client.post("/toy/tokenize", json={"text": "hello"}).status_code == 200
         assert len(client.post("/toy/generate", json=SHORT).json()["ids"]) == 20
@@ -111,7 +109,6 @@ def check_served(served: Served, *, within_s: float = 2.0) -> None:
         ws.send(json.dumps(SHORT))
         frames, code = read_to_close(ws)
     assert (len(frames), code) == (41, 1000)
-    assert time.monotonic() - started_s < within_s
 
 
 @contextlib.contextmanager
@@ -152,15 +149,12 @@ def test_hundreds_of_half_open_websockets_change_nothing(toy: Served, no_leak: N
 def test_tokenize_answers_while_all_slots_are_busy_and_clients_do_not_read(
     toy: Served, no_leak: None
 ):
-    took_s: list[float] = []
     with many(toy, 20, json_request("/toy/stream", LONG), receive_bytes=4096):
         toy.wait_until(lambda: len(toy.service.runs) == 20)
         with toy.client() as client:
             for _ in range(20):
-                started_s = time.monotonic()
                 assert client.post("/toy/tokenize", json={"text": "hello"}).status_code == 200
-                took_s.append(time.monotonic() - started_s)
-    assert sorted(took_s)[10] < 0.05
+        assert len(toy.service.runs) == 20  # none of them had to end for it
 
 
 def test_clients_that_vanish_all_at_once_leave_nothing(toy: Served, no_leak: None):
@@ -168,7 +162,7 @@ def test_clients_that_vanish_all_at_once_leave_nothing(toy: Served, no_leak: Non
         toy.wait_until(lambda: len(toy.service.runs) == 30)
         for sock in socks:
             reset(sock)
-        toy.wait_idle(within_s=5)
+        toy.wait_idle()
     check_served(toy)
 
 
@@ -331,7 +325,7 @@ def test_many_kinds_of_bad_clients_at_once_do_not_disturb_a_good_one(toy: Served
         thread.start()
     try:
         for _ in range(5):
-            check_served(toy, within_s=5)
+            check_served(toy)
     finally:
         stop.set()
         for thread in threads:

@@ -20,6 +20,7 @@ import pytest
 from websockets.sync.client import connect
 
 from tests.server.clients import (
+    WAITS_S,
     json_request,
     raw_connection,
     read_all,
@@ -128,7 +129,7 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
         idle_http = stack.enter_context(raw_connection(served))
         busy = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
         busy.send(json.dumps({**LONG, "request_id": "w"}))
-        busy.recv(timeout=5)
+        busy.recv(timeout=WAITS_S)
         idle = stack.enter_context(connect(served.ws_url + "/api/extra/generate/stream/ws"))
         # These two read all the time: a client that does not could not be told.
         pool = stack.enter_context(ThreadPoolExecutor())

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 GOLDENS = Path(__file__).parents[1] / "server" / "dream" / "goldens"
 PROMPT = "Mirelda found a silver key near the old bridge. Then Mirel"
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 # The model of the seed's examples.
 QWEN = ModelInfo(

@@ -358,7 +358,7 @@ def test_client_that_leaves_frees_its_slot(demo: Served):
     socket.send(**LONG_ENDS)
     assert socket.event()["type"] == "token"
     socket.socket.close()
-    demo.wait_idle(within_s=5)
+    demo.wait_idle()
     demo.wait_until(lambda: demo.engine.stats().pool.leased_bytes == 0)
 
 
@@ -402,11 +402,11 @@ def test_server_that_ends_tells_running_and_idle_sockets(serve: Serve):
         assert events[-1]["type"] == "error"
         assert close_code(running) == 1001
         assert close_code(idle) == 1001
-        leaving.result(10)
+        leaving.result(WITHIN_S)
 
 
 def test_idle_socket_is_closed_after_a_while(serve: Serve):
-    served = serve(Settings(idle_timeout_s=0.3))
+    served = serve(Settings(idle_timeout_s=1.0))
     with DreamSocket(served.ws_url) as socket:
         assert len(socket.generate(prompt=PROMPT, max_new_tokens=2)[0]) == 2
         assert close_code(socket) == 1008

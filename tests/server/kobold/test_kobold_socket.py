@@ -169,7 +169,7 @@ def test_client_that_leaves_frees_the_slot(demo: Served):
         socket.send(json.dumps({"prompt": TEXT, "max_length": 450, "ban_eos_token": True}))
         socket.recv()
         assert len(demo.service.runs) == 1
-    demo.wait_idle(within_s=5)
+    demo.wait_idle()
 
 
 def test_abort_ends_a_socket_with_done(demo: Served):
@@ -185,13 +185,12 @@ def test_abort_ends_a_socket_with_done(demo: Served):
 
 
 def test_request_that_takes_too_long_ends_with_an_error_and_1011(serve: Serve):
-    served = serve(Settings(request_timeout_s=0.3))
-    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True}
-    # A small buffer on our side: frames wait at the server until the time is over.
+    served = serve(Settings(request_timeout_s=1.0))
+    body = {"prompt": TEXT, "max_length": 450, "ban_eos_token": True, "output_attentions": True}
+    # A small buffer on our side: rows wait at the server until the time is over.
     with opened(served, max_queue=1) as socket:
         socket.send(json.dumps(body))
-        served.wait_until(lambda: served.service.n_runs)
-        run = next(iter(served.service.runs.values()))
+        run = served.wait_run()
         served.wait_until(lambda: run.error is not None)
         got: list[Any] = []
         with pytest.raises(ConnectionClosedError):
@@ -204,7 +203,7 @@ def test_socket_without_a_request_is_closed_with_1008(serve: Serve):
     served = serve(Settings(idle_timeout_s=0.2))
     with opened(served) as socket:
         with pytest.raises(ConnectionClosed):
-            socket.recv(timeout=10)
+            socket.recv(timeout=60)
         assert socket.close_code == 1008
 
 
