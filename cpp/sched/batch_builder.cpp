@@ -218,7 +218,9 @@ void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
         return;
     }
     const auto& active = *target.active;
-    if (active.on_full == full_policy::wait) {
+    const auto stats = pool_.stats();
+    // What is larger than the budget finds no room however long it waits.
+    if (active.on_full == full_policy::wait && n_bytes <= stats.budget_bytes) {
         const auto now = clock::now();
         if (!target.deadline) {
             const auto limit =
@@ -227,7 +229,6 @@ void batch_builder::starve(slot& target, std::size_t n_bytes, bool is_final) {
         }
         if (now < *target.deadline) return;
     }
-    const auto stats = pool_.stats();
     throw error(
         errc::pool_exhausted,
         "the next rows of attention need " + std::to_string(n_bytes) + " bytes, but " +

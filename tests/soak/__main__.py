@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 BUDGET_BYTES = 512 * 1024  # about a hundred rows: it is full most of the time
 N_CALLERS = 3
 STALL_S = 60.0
-STANDSTILL_S = 10.0
+STANDSTILL_S = 30.0
 GROWTH_MAX = 0.05
 SAMPLE_S = 0.25
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -52,9 +52,14 @@ class Served:
 
     def wait_run(self) -> Run:
         """Wait until a request runs; the first one."""
-        runs: list[Run] = []
-        self.wait_until(lambda: runs or runs.extend(self.runs) or runs)
-        return runs[0]
+        found: list[Run] = []
+
+        def is_running() -> bool:
+            found[:] = self.runs
+            return bool(found)
+
+        self.wait_until(is_running)
+        return found[0]
 
     @property
     def n_connections(self) -> int:
@@ -68,7 +73,7 @@ class Served:
 
     def client(self, **options: Any) -> httpx.Client:
         """A client for paths of this server; close it, or use it as a context manager."""
-        return httpx.Client(base_url=self.url, timeout=30, **options)
+        return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         """Wait until *condition*, which only reads, is true; fails where it does not become so."""
