@@ -168,7 +168,8 @@ def test_documents_are_ranked_in_jinas_form(ranker: Served, path: str):
     }
     assert [one["index"] for one in results] == sorted(range(3), key=lambda i: -scores[i])
     for one in results:
-        assert one["relevance_score"] == pytest.approx(float(scores[one["index"]]), abs=1e-4)
+        expected: float = scores[int(one["index"])]
+        assert one["relevance_score"] == pytest.approx(expected, abs=1e-4)
 
 
 def test_documents_are_ranked_in_teis_form(ranker: Served):

@@ -1,6 +1,7 @@
 """What llama.cpp's server says about itself: properties and slots. Pure."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -10,6 +11,7 @@ from kqview import __version__
 from kqview.server.api.llama_fields import LlamaFields
 from kqview.server.api.llama_server.convert import generation_settings
 from kqview.server.api.tool_format import knows_tools
+from kqview.server.service import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo, Sampling, SlotStats, Usage
 
@@ -107,7 +109,7 @@ def props_of(
         model_ftype=model.file_type,
         model_path=settings.model or name,
         modalities={"vision": False, "video": False, "audio": False},
-        endpoint_slots=True,
+        endpoint_slots=settings.slot_endpoints,
         endpoint_props=settings.props,
         chat_template=template,
         chat_template_caps={
@@ -125,40 +127,34 @@ def props_of(
     )
 
 
-def slot_state(
-    slot: SlotStats,
-    n_ctx: int,
-    *,
-    usage: Usage | None,
-    sampling: Sampling | None,
-    max_tokens: int,
-    has_new_line: bool,
-) -> SlotState:
-    """A slot.
+@dataclass(frozen=True, slots=True)
+class OnSlot:
+    """What runs on a slot: the request, what it cost so far, and its text."""
 
-    Args:
-        slot: What it does.
-        n_ctx: Tokens that it holds.
-        usage: Of the generation on it that the caller may see, None for none.
-        sampling: That generation's.
-        max_tokens: That generation's.
-        has_new_line: Whether its text has a line end.
-    """
+    request: GenerateRequest
+    usage: Usage
+    text: str
+
+
+def slot_state(slot: SlotStats, n_ctx: int, running: OnSlot | None) -> SlotState:
+    """A slot of *n_ctx* tokens, and what runs on it if the caller may know."""
     state = SlotState(id=slot.id, n_ctx=n_ctx, is_processing=slot.is_busy)
-    if usage is None or sampling is None:
+    if running is None:
         return state
-    n_done = usage.completion_tokens
-    state.id_task = slot.request_id or ""
+    request, usage = running.request, running.usage
+    state.id_task = request.request_id
     state.n_prompt_tokens = usage.prompt_tokens
     state.n_prompt_tokens_processed = usage.prompt_tokens - usage.cached_tokens
     state.n_prompt_tokens_cache = usage.cached_tokens
-    state.params = generation_settings(_NO_FIELDS, sampling, max_tokens, is_short=True)
+    state.params = generation_settings(
+        _NO_FIELDS, request.sampling, request.max_tokens, is_short=True
+    )
     state.next_token = [
         NextToken(
             has_next_token=slot.is_busy,
-            has_new_line=has_new_line,
-            n_remain=max_tokens - n_done,
-            n_decoded=n_done,
+            has_new_line="\n" in running.text,
+            n_remain=request.max_tokens - usage.completion_tokens,
+            n_decoded=usage.completion_tokens,
         )
     ]
     return state

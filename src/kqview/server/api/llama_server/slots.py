@@ -1,4 +1,4 @@
-"""Routes of one slot: save, restore, look into and shorten what it holds (seed 003).
+"""Routes of slots: save, restore, look into, shorten and empty what they hold.
 
 ``POST /slots/{id}?action=`` is one operation; `ACTIONS` says what each action does.
 """
@@ -8,18 +8,20 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final, TypeVar
 
-from kqview.errors import RequestError, StateError, UnsupportedModel
+from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
 from kqview.server.api.llama_fields import error_body
-from kqview.server.api.llama_server import states
+from kqview.server.api.llama_server import about, states
 from kqview.server.budget import Body
 from kqview.server.endpoint import Call, LongReply, Operation, Upload
 from kqview.server.errors import NotSupported, Unauthorized
+from kqview.server.sessions import SavedSlot
 from kqview.slot import Slot
 
 Action = Callable[[Call, Upload, int], Awaitable[Any]]
 
 _T = TypeVar("_T")
 _TAG: Final = "llama-server"
+_OFFLOAD: Final = 2**62  # a file is written in another thread, whatever its size
 _BINARY: Final = "application/octet-stream"
 
 
@@ -82,13 +84,64 @@ async def context_shift(call: Call, upload: Upload, slot_id: int) -> states.Shif
     return states.Shifted(success=True, new_n_tokens=await use(call, slot_id, work))
 
 
+async def save(call: Call, upload: Upload, slot_id: int) -> states.SlotSaved:
+    """Save the slot to a file."""
+    files = call.service.files
+    name = await _filename(call, upload)
+    started_s = time.monotonic()
+    saved = await use(call, slot_id, SavedSlot.of)
+    n_bytes = await call.service.offload(_OFFLOAD, files.write, call.caller, name, saved)
+    return states.SlotSaved(
+        id_slot=slot_id,
+        filename=name,
+        n_saved=states.n_tokens_in(saved.blob),
+        n_written=n_bytes,
+        timings={"save_ms": elapsed_ms(started_s)},
+    )
+
+
+async def restore(call: Call, upload: Upload, slot_id: int) -> states.SlotRestored:
+    """Restore the slot from a file; a file that is refused changes nothing."""
+    check_may_restore(call)
+    service = call.service
+    service.slots.get(slot_id)
+    name = await _filename(call, upload)
+    started_s = time.monotonic()
+
+    def work(slot: Slot) -> tuple[int, int]:
+        blob, marks = service.files.read(call.caller, name, slot.state_facts())
+        return slot.restore_marked(blob, marks), states.n_tokens_in(blob)
+
+    n_bytes, n_tokens = await use(call, slot_id, work, fills=True)
+    return states.SlotRestored(
+        id_slot=slot_id,
+        filename=name,
+        n_restored=n_tokens,
+        n_read=n_bytes,
+        timings={"restore_ms": elapsed_ms(started_s)},
+    )
+
+
+async def erase(call: Call, upload: Upload, slot_id: int) -> states.SlotErased:
+    """Forget what the slot holds."""
+    return states.SlotErased(slot_id, await use(call, slot_id, states.erased))
+
+
+async def _filename(call: Call, upload: Upload) -> str:
+    """The file that the body names; checked before anything is done."""
+    body = await upload.read(call.service.settings.max_body_bytes)
+    wanted: states.FilenameBody = states.json_of(body, states.FilenameBody)
+    call.service.files.check(wanted.filename)
+    return wanted.filename
+
+
 ACTIONS: Final[dict[str, Action]] = {
     "save-state": save_state,
     "restore-state": restore_state,
     "tokens": show_tokens,
     "context-shift": context_shift,
 }
-FILE_ACTIONS: Final[dict[str, Action]] = {}
+FILE_ACTIONS: Final[dict[str, Action]] = {"save": save, "restore": restore, "erase": erase}
 """Those that need ``slot_save_path``."""
 
 
@@ -106,6 +159,26 @@ async def slot_action(call: Call, upload: Upload) -> Any:
         known = ", ".join([*FILE_ACTIONS, *ACTIONS])
         raise RequestError(f"Invalid action {name[:40]!r}. Supported: {known}", parameter="action")
     return await action(call, upload, slot_id)
+
+
+async def list_slots(call: Call) -> list[about.SlotState]:
+    """``GET /slots``: every slot; what is in it only to those whose it is."""
+    check_enabled(call)
+    service = call.service
+    engine = service.engine
+    slots = engine.stats().slots
+    if call.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
+        raise QueueFull("no slot available; try again later")
+    return [about.slot_state(slot, engine.n_ctx, _generation_on(call, slot.id)) for slot in slots]
+
+
+def _generation_on(call: Call, slot_id: int) -> about.OnSlot | None:
+    """What runs on a slot, if it is the caller's."""
+    for run in call.service.runs.values():
+        for generation in run.generations:
+            if generation.slot == slot_id and call.caller.may_see(run.owner):
+                return about.OnSlot(run.request, generation.usage, generation.text)
+    return None
 
 
 async def info(call: Call) -> states.Info:
@@ -162,6 +235,10 @@ OPERATIONS: Final[list[Operation]] = [
         method="POST", path="/slots/{id_slot}", handler=slot_action, tag=_TAG,
         error_body=error_body, body=Upload, query=("action",),
         summary="Save, restore, list or shorten what a slot holds, by ?action=.",
+    ),
+    Operation(
+        method="GET", path="/slots", handler=list_slots, tag=_TAG, error_body=error_body,
+        reply=list[about.SlotState], query=("fail_on_no_slot",), summary="What each slot does.",
     ),
     Operation(
         method="GET", path="/v1/slots/{id_slot}/info", handler=info, tag=_TAG,

@@ -46,6 +46,12 @@ class FileBody(Struct, kw_only=True):
     file: str | None = None
 
 
+class FilenameBody(Struct, kw_only=True):
+    """The file to save a slot to, or to restore it from."""
+
+    filename: str
+
+
 def slot_number(text: str) -> int:
     """The index in a path; whether there is such a slot shows later.
 
@@ -182,6 +188,13 @@ def shifted(slot: Slot, *, n_keep: int, n_discard: int) -> int:
     return slot.shift(n_keep, n_discard)
 
 
+def erased(slot: Slot) -> int:
+    """Empty *slot*, and return how many ids it had; raises BusyError."""
+    n_tokens = slot.n_tokens
+    slot.clear()
+    return n_tokens
+
+
 # ---- replies
 
 
@@ -235,6 +248,33 @@ class Info(Struct, kw_only=True):
     boundary_eot: int
     n_messages: int
     messages: list[Message]
+
+
+class SlotSaved(Struct, kw_only=True):
+    """A slot that was saved to a file."""
+
+    id_slot: int
+    filename: str
+    n_saved: int
+    n_written: int
+    timings: dict[str, float]
+
+
+class SlotRestored(Struct, kw_only=True):
+    """A slot that was restored from a file."""
+
+    id_slot: int
+    filename: str
+    n_restored: int
+    n_read: int
+    timings: dict[str, float]
+
+
+class SlotErased(Struct):
+    """A slot that was emptied."""
+
+    id_slot: int
+    n_erased: int
 
 
 class SessionSaved(Struct, kw_only=True):
