@@ -233,6 +233,17 @@ def _saved(folder: Path) -> SessionStore:
     return store
 
 
+_FOLDERS: dict[SessionStore, Path] = {}
+
+
+def _in_memory_beside_a_file(folder: Path) -> SessionStore:
+    _written(folder)
+    store = SessionStore()
+    _save(store, "a", NEW)
+    _FOLDERS[store] = folder / "a.ses1"
+    return store
+
+
 @dataclass(frozen=True)
 class Scenario:
     """What is prepared, what is cut off, and the versions of "a" before and after; None: none."""
@@ -259,6 +270,9 @@ SCENARIOS = {
     ),
     "second version into memory": Scenario(
         _written, lambda store: _save(store, "a", NEW), OLD, OLD
+    ),
+    "session moved to a file": Scenario(
+        _in_memory_beside_a_file, lambda store: store.move_to_file("a", _FOLDERS[store]), OLD, NEW
     ),
     "removal": Scenario(_written_and_saved_again, lambda store: store.remove("a"), OLD, None),
 }

@@ -89,6 +89,35 @@ def test_session_used_longest_ago_goes_to_a_file(tmp_path: Path, limits: dict[st
     assert read_state(tmp_path / "b.ses1") == blob_of(9)
 
 
+def test_session_moved_to_a_file_leaves_memory_once_that_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = SessionStore()
+    store.save("a", FakeSlot(blob_of(1)))
+    path = tmp_path / "mine"
+    for call in ("open", "write", "fsync", "replace"):
+
+        def fail(*_: object) -> None:
+            raise OSError("disk failed")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(durable.os, call, fail)
+            with pytest.raises(OSError, match="disk failed"):
+                store.move_to_file("a", path)
+        assert [info.name for info in store.sessions()] == ["a"]
+        assert os.listdir(tmp_path) == []
+    assert store.move_to_file("a", path) == len(blob_of(1))
+    assert store.sessions() == []
+    assert read_state(path) == blob_of(1)
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")
+    store.save("a", FakeSlot(blob_of(2)))
+    with pytest.raises(OSError, match="not a regular file"):
+        store.move_to_file("a", path)
+    assert [info.name for info in store.sessions()] == ["a"]
+    assert os.listdir(tmp_path) == ["mine"]
+
+
 def test_session_larger_than_memory_goes_to_a_file_itself(tmp_path: Path) -> None:
     store = SessionStore(tmp_path, max_bytes=250)
     store.save("small", FakeSlot(blob_of(1)))
