@@ -155,7 +155,7 @@ def chat_of(
         continues=_continues(body.continue_final_message),
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
-        names={**names_of(body), **_ATTENTION_NAMES},
+        names={**names_of(body), **_NAMES},
         options=_options(body),
     )
 
@@ -264,7 +264,7 @@ def completion_plan(
         request_id=request_id,
         attention=attention_of(body.attention, settings),
         n_samples=n_samples,
-        names={**names_of(body), **_ATTENTION_NAMES},
+        names={**names_of(body), **_NAMES},
         **_options(body),
     )
     echoes: list[str] = []
@@ -315,7 +315,9 @@ def _are_ids(items: Sequence[object]) -> bool:
 
 # ---- attention
 
-_ATTENTION_NAMES: Final[Mapping[str, str]] = {
+_NAMES: Final[Mapping[str, str]] = {
+    "prompt": "prompt",
+    "capture": "attention",
     "kind": "attention.values",
     "layers": "attention.layers",
     "heads": "attention.heads",
@@ -485,7 +487,7 @@ def embeddings_of(
         for i, row in enumerate(rows)
     ]
     usage = schema.EmbeddingUsage(n_tokens, n_tokens)
-    return schema.Embeddings(model=body.model or model, data=data, usage=usage)
+    return schema.Embeddings(model=model, data=data, usage=usage)
 
 
 def usage_of(counts: TokenCounts, *, is_prefill: bool) -> schema.Usage:

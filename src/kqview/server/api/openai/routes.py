@@ -7,11 +7,14 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import msgspec
+import numpy as np
+
 from kqview.errors import RequestError
 from kqview.server.api.llama_fields import error_body
 from kqview.server.api.openai import convert, events, schema
 from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation
-from kqview.server.errors import NotFound, NotSupported
+from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.kept import Row, Rows
 
 _TAG: Final = "openai"
@@ -151,37 +154,45 @@ def _models(call: Call) -> schema.Models:
     )
 
 
-async def embeddings(call: Call, body: schema.EmbeddingsBody) -> schema.Embeddings:
+async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     """Vectors of texts, each of length 1."""
     service = call.service
-    engine = service.engine
-    if engine.pooling in (None, "rank"):
+    pooling, n_embd = service.engine.pooling, service.engine.model.n_embd
+    if pooling is None or pooling == "rank":
         raise NotSupported(
-            f"{service.model_name} makes no embeddings; serve an embedding model, or open another "
-            "one with a pooling"
+            f"{service.model_name} gives no embeddings as it is served; serve an embedding model, "
+            "or start the server with --pooling mean"
         )
-    if engine.pooling == "none":
+    if pooling == "none":
         raise RequestError(
-            "this model is open with pooling none, which gives a vector for each token; use "
-            "/embeddings, or open it with another pooling"
+            "the server gives a vector for each token (--pooling none); use /embeddings, or start "
+            "it with another pooling"
         )
-    model = service.model_name
     inputs = convert.prompts_of("input", body.input)
     if not all(inputs):
-        raise RequestError(
-            "input has an empty text; send at least one character", parameter="input"
-        )
-    call.hold.take(len(inputs) * engine.model.n_embd * _VALUE_BYTES)
+        raise RequestError("input has an empty text; leave it out", parameter="input")
+    n_bytes = len(inputs) * n_embd * _VALUE_BYTES
+    call.hold.take(n_bytes)
+    ids = [
+        await service.ids(one, add_special=True, hold=call.hold) if isinstance(one, str) else one
+        for one in inputs
+    ]
+    async with service.working() as engine:
+        try:
+            vectors = await engine.aembed(ids)
+        except RequestError as error:
+            raise renamed(error, {"texts": "input"}) from None
 
-    def embedded() -> schema.Embeddings:
-        ids = [engine.tokenize(one, add_special=True) if isinstance(one, str) else one
-               for one in inputs]  # fmt: skip
-        vectors = engine.embed(ids)
-        assert not isinstance(vectors, list)
+    def written() -> bytes:
+        rows = np.stack(list(vectors))
         n_tokens = sum(map(len, ids))
-        return convert.embeddings_of(vectors, n_tokens=n_tokens, model=model, body=body)
+        model = body.model or name
+        return msgspec.json.encode(
+            convert.embeddings_of(rows, n_tokens=n_tokens, model=model, body=body)
+        )
 
-    return await service.converted(_LARGE, call.hold, embedded)
+    name = service.model_name
+    return HttpReply(await service.converted(n_bytes, call.hold, written))
 
 
 # ---- the table
