@@ -25,6 +25,7 @@ from kqview.types import Classification, ModelInfo, PromptBlock
 Text = str | Sequence[int]
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
+Requests = Generator[Generation, None, None]
 
 # Texts submitted before the first result is taken: more than any step needs, fewer than the queue.
 _N_AHEAD: Final = 32
@@ -117,8 +118,8 @@ class Embedding:
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        is_one, ids = self._to_embed(texts, add_special, parse_special)
-        with closing(self._requests("embed", ids, priority)) as requests:
+        is_one, requests = self._to_embed(texts, priority, add_special, parse_special)
+        with closing(requests):
             found = [_take(one) for one in requests]
         return self._embedded(found, is_one, normalize)
 
@@ -131,27 +132,25 @@ class Embedding:
     ) -> Vectors | list[Vectors]: ...
 
     async def aembed(
-        self,
-        texts: Text | Sequence[Text],
-        *,
-        normalize: bool = True,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
+        self, texts: Text | Sequence[Text], *, normalize: bool = True, **options: Any
     ) -> Vectors | list[Vectors]:
         """Like `embed`, without blocking the event loop.
 
         Cancelling the task drops the texts that are not done.
         """
-        is_one, ids = await to_thread(self._to_embed, texts, add_special, parse_special)
-        with closing(self._requests("embed", ids, priority)) as requests:
+        is_one, requests = await to_thread(self._to_embed, texts, **options)
+        with closing(requests):
             found = [await _atake(one) for one in requests]
         return self._embedded(found, is_one, normalize)
 
     def _to_embed(
-        self, texts: object, add_special: bool, parse_special: bool
-    ) -> tuple[bool, list[list[int]]]:
-        """(whether it is one text, ids of each)."""
+        self,
+        texts: object,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> tuple[bool, Requests]:
+        """(whether it is one text, the request of each)."""
         self._core.check_open()
         if self.pooling is None:
             raise UnsupportedModel(
@@ -164,7 +163,8 @@ class Embedding:
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
         is_one, items = _items_of(texts)
-        return is_one, self._ids_of("embed", is_one, items, add_special, parse_special)
+        ids = self._ids_of("embed", is_one, items, add_special, parse_special)
+        return is_one, self._requests("embed", ids, priority)
 
     def _embedded(
         self, found: list[Vectors], is_one: bool, normalize: bool
@@ -217,8 +217,8 @@ class Embedding:
             UnsupportedModel: The model has no classifier head, or ``pooling`` is not "rank".
             RequestError: As for `embed`, like the other errors of `embed`.
         """
-        is_one, ids = self._to_classify(texts, add_special, parse_special)
-        with closing(self._requests("classify", ids, priority)) as requests:
+        is_one, requests = self._to_classify(texts, priority, add_special, parse_special)
+        with closing(requests):
             found = [self._classified(_take(one)[0]) for one in requests]
         return found[0] if is_one else found
 
@@ -233,26 +233,25 @@ class Embedding:
     ) -> list[Classification]: ...
 
     async def aclassify(
-        self,
-        texts: Text | Sequence[Text | Pair],
-        *,
-        priority: int = 0,
-        add_special: bool = True,
-        parse_special: bool = True,
+        self, texts: Text | Sequence[Text | Pair], **options: Any
     ) -> Classification | list[Classification]:
         """Like `classify`, without blocking the event loop.
 
         Cancelling the task drops the texts that are not done.
         """
-        is_one, ids = await to_thread(self._to_classify, texts, add_special, parse_special)
-        with closing(self._requests("classify", ids, priority)) as requests:
+        is_one, requests = await to_thread(self._to_classify, texts, **options)
+        with closing(requests):
             found = [self._classified((await _atake(one))[0]) for one in requests]
         return found[0] if is_one else found
 
     def _to_classify(
-        self, texts: object, add_special: bool, parse_special: bool
-    ) -> tuple[bool, list[list[int]]]:
-        """(whether it is one text, ids of each)."""
+        self,
+        texts: object,
+        priority: int = 0,
+        add_special: bool = True,
+        parse_special: bool = True,
+    ) -> tuple[bool, Requests]:
+        """(whether it is one text, the request of each)."""
         self._core.check_open()
         if self.n_classes == 0:
             raise UnsupportedModel(
@@ -265,7 +264,8 @@ class Embedding:
                 "Engine(..., pooling='rank')"
             )
         is_one, items = _items_of(texts)
-        return is_one, self._ids_of("classify", is_one, items, add_special, parse_special)
+        ids = self._ids_of("classify", is_one, items, add_special, parse_special)
+        return is_one, self._requests("classify", ids, priority)
 
     def _name(self) -> str:
         return self._info.name or self._info.architecture
@@ -329,9 +329,7 @@ class Embedding:
 
     # ---- ids to values
 
-    def _requests(
-        self, who: str, texts: list[list[int]], priority: int
-    ) -> Generator[Generation, None, None]:
+    def _requests(self, who: str, texts: list[list[int]], priority: int) -> Requests:
         """Yield the request of each text in order; take its result before the next one.
 
         Some are submitted ahead; closing the generator cancels those that were not yielded.

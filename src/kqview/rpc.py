@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from typing import Final, cast
 
-from kqview.arguments import seconds
+from kqview.arguments import invalid, seconds
 from kqview.errors import RequestError, shown
 
 _PORT_MAX: Final = 2**16 - 1
@@ -25,9 +25,7 @@ def rpc_endpoints(value: object) -> list[tuple[str, int]]:
     if isinstance(value, str):
         value = [value]
     if isinstance(value, bytes) or not isinstance(value, Iterable):
-        raise RequestError(
-            f"rpc_servers is {shown(value)}; pass a list such as ['192.168.0.2:50052']"
-        )
+        raise invalid("rpc_servers", "a list such as ['192.168.0.2:50052']", shown(value))
     endpoints: list[tuple[str, int]] = []
     for item in value:  # pyright: ignore[reportUnknownVariableType]
         endpoint = _endpoint(item)  # pyright: ignore[reportUnknownArgumentType]
@@ -53,26 +51,19 @@ def rpc_timeout(value: object) -> float:
 
 
 def _endpoint(item: object) -> tuple[str, int]:
+    host, colon, port = item.rpartition(":") if isinstance(item, str) else ("", "", "")
     if not isinstance(item, str):
-        raise RequestError(f"rpc_servers has {shown(item)}; write 'host:port'")
-    host, colon, port = item.rpartition(":")
-    if ":" in host:
-        raise RequestError(
-            f"rpc_servers has {shown(item)} with more than one colon, but llama.cpp's servers use "
-            "IPv4 only; write 'host:port'"
-        )
-    if not colon:
-        raise RequestError(
-            f"rpc_servers has {shown(item)} without a port; write 'host:port', such as "
-            "'192.168.0.2:50052' for the default port of llama.cpp's server"
-        )
-    if len(host) > _HOST_CHARACTERS_MAX or not _HOST.fullmatch(host):
-        raise RequestError(
-            f"rpc_servers has {shown(item)}; {shown(host)} is not a host name, write 'host:port'"
-        )
-    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _PORT_MAX):
-        raise RequestError(
-            f"rpc_servers has {shown(item)} with port {shown(port)}; "
-            f"use a port from 1 to {_PORT_MAX}"
-        )
-    return host.lower(), int(port)
+        fault = "is not a str"
+    elif ":" in host:
+        fault = "has more than one colon, but llama.cpp's servers use IPv4 only"
+    elif not colon:
+        fault = "is without a port; the default of llama.cpp's server is 50052"
+    elif len(host) > _HOST_CHARACTERS_MAX or not _HOST.fullmatch(host):
+        fault = f"has {shown(host)}, which is not a host name"
+    elif not (port.isascii() and port.isdigit() and len(port) <= 5 and 1 <= int(port) <= _PORT_MAX):
+        fault = f"has port {shown(port)}; use a port from 1 to {_PORT_MAX}"
+    else:
+        return host.lower(), int(port)
+    raise RequestError(
+        f"rpc_servers: {shown(item)} {fault}; write 'host:port'", parameter="rpc_servers"
+    )
