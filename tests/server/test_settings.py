@@ -11,7 +11,15 @@ from kqview.errors import RequestError
 from kqview.server import Settings
 
 FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
-LISTS = ("api_keys", "admin_keys", "cors_origins", "allowed_hosts", "trusted_proxies")
+LISTS = (
+    "aliases",
+    "lora",
+    "api_keys",
+    "admin_keys",
+    "cors_origins",
+    "allowed_hosts",
+    "trusted_proxies",
+)
 SECRET = "sesame-9f2c"
 
 

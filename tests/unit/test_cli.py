@@ -731,6 +731,14 @@ def test_missing_model_is_one_line_and_the_exit_code_of_models():
     assert "Traceback" not in result.output
 
 
+def test_command_line_of_llama_server_is_taken(served: list[Settings]):
+    result = serve("--demo", "-c", "256", "-np", "2", "-fa", "off", "--metrics", "--port", "0")
+    assert result.exit_code == 0, result.output
+    assert "--metrics" in result.stderr
+    (settings,) = served
+    assert (settings.n_ctx, settings.n_slots, settings.flash_attn) == (128, 2, "off")
+
+
 def test_flags_win_over_the_environment(served: list[Settings]):
     env = {"KQVIEW_SHUTDOWN_GRACE_S": "2.5", "KQVIEW_MAX_TOKENS": "7", "KQVIEW_API_KEYS": "a, b"}
     result = serve("--demo", "--port", "0", "--max-tokens", "9", "--slots", "2", env=env)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kqview import __version__
 from kqview.cli.bench_command import bench
@@ -18,6 +18,7 @@ from kqview.cli.convert_command import convert_classifier
 from kqview.cli.demo_command import demo
 from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
+from kqview.cli.llama_server_flags import translated
 from kqview.cli.serve_command import serve
 from kqview.cli.state_command import app as state
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
@@ -55,6 +56,16 @@ class ErrorReportingGroup(TyperGroup):
         return result
 
 
+class ServeCommand(TyperCommand):
+    """Takes llama-server's flags as well."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the command line."""
+        return super().parse_args(
+            ctx, translated(args, note=lambda text: typer.echo(text, err=True))
+        )
+
+
 app = typer.Typer(
     cls=ErrorReportingGroup,
     help="Run a GGUF model and see the attention of every token, layer and head.",
@@ -83,8 +94,9 @@ def global_options(
     """Options before the subcommand."""
 
 
-for _command in (bench, convert_classifier, demo, generate, info, serve, tokenize):
+for _command in (bench, convert_classifier, demo, generate, info, tokenize):
     app.command()(_command)
+app.command(cls=ServeCommand)(serve)
 app.add_typer(state, name="state")
 
 

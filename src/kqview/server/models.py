@@ -5,9 +5,9 @@ Belongs to one event loop. It owns the engine that it opened itself, not one tha
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
@@ -18,6 +18,11 @@ from kqview.types import EngineStats
 
 _log: Final = logging.getLogger("kqview.server")
 _SUFFIX: Final = ".gguf"
+_FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {
+    "auto": "auto",
+    "on": True,
+    "off": False,
+}
 
 
 class Models:
@@ -67,11 +72,15 @@ class Models:
         given: dict[str, int | None],
         progress: Callable[[float], object] | None,
     ) -> Engine:
-        budget_bytes = self._settings.attention_budget_bytes
+        s = self._settings
         return Engine(
             MODEL_PATH if path is None else path,
             progress=progress,
-            attention_budget_bytes=budget_bytes,
+            attention_budget_bytes=s.attention_budget_bytes,
+            n_ubatch=s.ubatch_size,
+            flash_attn=_FLASH_ATTN[s.flash_attn],
+            # Adapters are of one model, the one that the settings name with them.
+            lora=[_adapter(one) for one in s.lora] if path == s.model else None,
             **self._options(given),
         )
 
@@ -188,6 +197,15 @@ def model_file(folder: str | None, name: str) -> Path:
     if not is_model:
         raise NotFound(f"model {name!r} is not a GGUF file of models_dir; see /api/v1/models")
     return path
+
+
+def _adapter(text: str) -> tuple[str, float]:
+    """File and scale of ``FILE`` or ``FILE:SCALE``."""
+    path, colon, scale = text.rpartition(":")
+    try:
+        return (path, float(scale)) if colon else (text, 1.0)
+    except ValueError:
+        return text, 1.0
 
 
 def model_names(folder: str | None) -> list[str]:

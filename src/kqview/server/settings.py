@@ -18,6 +18,7 @@ from kqview.errors import RequestError
 
 AttentionValues = Literal["logits", "scores", "probs"]
 DefaultFormat = Literal["per_layer", "aggregated"]
+FlashAttn = Literal["auto", "on", "off"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PREFIX: Final = "KQVIEW_"
@@ -54,6 +55,11 @@ class Settings:
     n_threads: int | None = _setting(None, "compute threads; without it, what the machine grants")
     n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1)
     kv_type: str = _setting("f16", "type of the KV cache")
+    flash_attn: FlashAttn = _setting("auto", "flash attention: auto, on or off")
+    ubatch_size: int = _setting(512, "most tokens of a prompt, and of an embedding, in one step")
+    lora: tuple[str, ...] = _setting(
+        (), "LoRA adapters of the model: GGUF files, each with :SCALE after its name if not 1"
+    )
     pooling: Pooling | None = _setting(
         None,
         "how a text becomes a vector, for models whose file does not say: none (a vector for each "
@@ -294,6 +300,7 @@ _CHECKS: Final[Mapping[str, Callable[[str], str]]] = {
     "cors_origins": _checked_origin,
     "allowed_hosts": _checked_host,
     "trusted_proxies": _checked_proxy,
+    "lora": str,
 }
 
 
