@@ -143,7 +143,7 @@ def test_a_token_has_a_copy_for_each_layer_at_most_however_many_heads(
 
 pytest.importorskip("rich")
 BENCH = Path(__file__).resolve().parents[2] / "bench"
-BENCH_COPY_S = 0.03
+BENCH_COPY_S = 0.05
 
 
 @pytest.fixture
@@ -172,13 +172,11 @@ def rows(
     return timings
 
 
-def test_copies_are_held_to_those_of_the_driver(rows: dict[str, Any]) -> None:
-    # Of each device one, and one after the other.
-    assert N_DEVICES <= rows["cuda-copy"].pairs.median_ratio < 2 * N_DEVICES
-
-
-def test_views_are_held_to_their_limit_in_an_engine_that_waits_for_no_copy(
+def test_copies_are_held_to_those_of_the_driver_and_views_to_their_limit(
     rows: dict[str, Any],
 ) -> None:
+    # Of each device one, and one after the other.
+    assert N_DEVICES <= rows["cuda-copy"].pairs.median_ratio < 2 * N_DEVICES
+    # In an engine that waits for no copy.
     least = N_DEVICES * BENCH_COPY_S * 1000 / 0.5
     assert least <= rows["cuda-step-to-view"].pairs.median_ratio < 2 * least

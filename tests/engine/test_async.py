@@ -151,7 +151,7 @@ async def test_loop_goes_on_during_a_slow_prefill(
     ticker.cancel()
     assert len(tokens) == 2
     assert len(gaps) > 10
-    assert max(gaps) < duration / 2
+    assert max(gaps) < 0.8 * duration  # one that blocks has one gap, as long as all of it
 
 
 def work() -> None:
@@ -171,7 +171,7 @@ async def test_loop_goes_on_while_tokens_are_always_there(
     duration = time.monotonic() - started
     ticker.cancel()
     assert len(gaps) > 20
-    assert max(gaps) < duration / 2
+    assert max(gaps) < 0.8 * duration  # one that blocks has one gap, as long as all of it
 
 
 async def test_aclose_rolls_back_and_frees_the_slot(

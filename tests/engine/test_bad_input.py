@@ -38,7 +38,7 @@ def is_as_few(before: tuple[int, int]) -> bool:
 def leaving_nothing() -> Iterator[None]:
     before = n_open()
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not is_as_few(before) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert is_as_few(before), (n_open(), before)

@@ -213,7 +213,7 @@ def test_untaken_generation_of_the_same_thread_is_waited_for_a_little(
     with pytest.raises(errors.BusyError, match=holder.request_id):
         next(waiting)
     # Handed to a thread meanwhile, it is no deadlock.
-    late = Thread(lambda: threading.Event().wait(0.3) or len(list(holder)))
+    late = Thread(lambda: threading.Event().wait(0.1) or len(list(holder)))
     assert len(list(waiting)) == 3
     assert late.get() == 100
 

@@ -313,9 +313,9 @@ def test_interrupted_wait_ends_its_generation_and_a_handler_that_returns_does_no
         kept = []
         for _ in range(3):
             kept.append(engine.generate(PROMPT, max_tokens=20, **GREEDY))
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             signal.signal(signal.SIGALRM, signal.default_int_handler)
             try:
+                signal.setitimer(signal.ITIMER_REAL, 0.3)
                 next(kept[-1])
             except KeyboardInterrupt:
                 print("interrupted", kept[-1].finish_reason, end=" ")

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 
 from kqview import Capture, Engine, errors
 from tests.support import stock, tiny_gguf
-from tests.support.rpc_server import HOST, RpcServer, free_port, serving
+from tests.support.processes import free_port
+from tests.support.rpc_server import HOST, RpcServer, serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -325,13 +326,13 @@ def test_server_killed_while_the_model_is_loaded_is_named(
 def test_server_that_hangs_ends_a_generation_within_the_limit(
     make_engine: MakeEngine, tiny_llama: Path, server: RpcServer
 ) -> None:
-    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], rpc_timeout_s=1)
+    engine = make_engine(tiny_llama, rpc_servers=[server.endpoint], rpc_timeout_s=2)
     tokens_of(engine)
     server.stop()
     began = time.monotonic()
-    with pytest.raises(errors.DecodeError, match=r"\b1 s\b"):
+    with pytest.raises(errors.DecodeError, match=r"\b2 s\b"):
         tokens_of(engine)
-    assert 0.9 < time.monotonic() - began < PROMPT_S
+    assert 1.9 < time.monotonic() - began < PROMPT_S
 
 
 def test_engine_closes_at_once_while_its_server_hangs(

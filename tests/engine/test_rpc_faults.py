@@ -24,8 +24,8 @@ import pytest
 import kqview
 from kqview import Engine, errors
 from tests.support import rpc_server, stock
-from tests.support.processes import FORK, output_of, wait_until_asleep
-from tests.support.rpc_server import HOST, RpcServer, free_port, impostor, serving
+from tests.support.processes import FORK, free_port, output_of, wait_until_asleep
+from tests.support.rpc_server import HOST, RpcServer, impostor, serving
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -330,7 +330,7 @@ def test_server_that_vanishes_while_rows_are_captured_ends_all_its_requests_in_t
     make_engine: MakeEngine, tiny_llama: Path, servers: list[RpcServer]
 ) -> None:
     engine = make_engine(
-        tiny_llama, rpc_servers=[s.endpoint for s in servers], rpc_timeout_s=1, n_slots=2
+        tiny_llama, rpc_servers=[s.endpoint for s in servers], rpc_timeout_s=2, n_slots=2
     )
     running = [
         engine.generate(PROMPT, slot=i, max_tokens=4000, capture="probs", **GREEDY)

@@ -144,13 +144,14 @@ def test_health_shows_a_step_that_runs_and_its_signs_of_life(
     assert engine.health().phase == "waiting"
     generation = engine.generate(random_ids(N_PROMPT - 8), max_tokens=1, **GREEDY)
     wait_for_step(engine, 1)
-    started_s, longest_s = time.monotonic(), 0.0
+    n_signs, quiet_s = 0, 0.0
     while (health := engine.health()).phase == "decoding":
-        longest_s = max(longest_s, health.quiet_s)
+        n_signs += health.quiet_s < quiet_s
+        quiet_s = health.quiet_s
         time.sleep(0.001)
-    # One step, and yet there was a sign of life in between: a long prompt is no stall.
+    # One step, and yet there were signs of life in between: a long prompt is no stall.
     assert health.n_steps == 1
-    assert 0 < longest_s < 0.7 * (time.monotonic() - started_s)
+    assert n_signs > 0
     assert len(list(generation)) == 1
     engine.close()
     assert engine.health().phase == "ended"

@@ -23,6 +23,7 @@ import pytest
 from websockets.sync.client import connect
 
 from tests.server.clients import read_to_close, sse_events
+from tests.support.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -59,11 +60,6 @@ def program(name: str) -> str:
     return found
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
 @contextlib.contextmanager
 def running(command: list[str], **options: Any) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(command, text=True, **options) as process:
@@ -85,7 +81,7 @@ class Server:
     lines: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
     def line_of(self, request_id: str) -> dict[str, Any]:
-        end_s = time.monotonic() + 10
+        end_s = time.monotonic() + 60
         while time.monotonic() < end_s:
             for line in self.lines:
                 if line["request_id"] == request_id:
@@ -196,7 +192,7 @@ def proxied(
     log = (folder / "output").open("w")
     with log, running(command, stdout=log, stderr=log, env=environ, cwd=folder) as process:
         one = Proxied(server, port, trusting)
-        end_s = time.monotonic() + 30
+        end_s = time.monotonic() + 60
         while True:
             with contextlib.suppress(OSError):
                 socket.create_connection(("127.0.0.1", port), 5).close()

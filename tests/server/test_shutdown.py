@@ -32,7 +32,8 @@ from tests.server.clients import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-GRACE_S = 3.0
+GRACE_S = 20.0  # more than a loaded machine needs to end a process, less than a test may take
+SHORT_GRACE_S = 4.0
 LONG = {
     "prompt": "Tom has", "max_length": 8000, "output_attentions": True, "request_id": "r",
     "ban_eos_token": True,
@@ -43,7 +44,7 @@ PLAIN = {**LONG, "output_attentions": False, "request_id": "p"}
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="has no SIGTERM")
 
 
-def wait_until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
+def wait_until(condition: Callable[[], bool], within_s: float = 60.0) -> None:
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s
@@ -93,15 +94,15 @@ class Process:
         """Send a signal and wait; seconds until the end."""
         started_s = time.monotonic()
         self.process.send_signal(number)
-        self.process.wait(10)
+        self.process.wait(2 * GRACE_S)
         return time.monotonic() - started_s
 
 
-@pytest.fixture
-def served() -> Iterator[Process]:
+@pytest.fixture(params=[GRACE_S])
+def served(request: pytest.FixtureRequest) -> Iterator[Process]:
     command = [
         sys.executable, "-m", "kqview", "serve", "--demo", "--port", "0", "--threads", "1",
-        "--slots", "4", "--ctx", "8192", "--shutdown-grace-s", str(GRACE_S),
+        "--slots", "4", "--ctx", "8192", "--shutdown-grace-s", str(request.param),
     ]  # fmt: skip
     environ = {name: value for name, value in os.environ.items() if not name.startswith("KQVIEW_")}
     process = subprocess.Popen(
@@ -142,7 +143,7 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
         answer = read_all(plain)
         rest = read_all(idle_http)
     assert served.process.returncode == 0
-    assert took_s < GRACE_S + 2
+    assert took_s < GRACE_S
     # The stream: an event that says so, and no end that looks like success.
     assert b'"error"' in raw[-600:]
     assert b"shutting down" in raw[-600:]
@@ -156,6 +157,7 @@ def test_every_client_is_told_and_the_process_ends_with_zero(served: Process):
     assert rest == b""
 
 
+@pytest.mark.parametrize("served", [SHORT_GRACE_S], indirect=True)
 def test_clients_that_do_not_read_do_not_hold_the_end_up(served: Process):
     with contextlib.ExitStack() as stack:
         for i in range(2):
@@ -169,7 +171,7 @@ def test_clients_that_do_not_read_do_not_hold_the_end_up(served: Process):
         served.wait_blocked()
         took_s = served.end()
     assert served.process.returncode == 0
-    assert took_s < GRACE_S + 2.5  # one grace: it took two
+    assert took_s < 2 * SHORT_GRACE_S  # one grace: it took two
 
 
 def test_second_signal_ends_it_at_once_and_a_long_prompt_does_not_hold_it_up(served: Process):
@@ -193,7 +195,7 @@ def test_second_signal_ends_it_at_once_and_a_long_prompt_does_not_hold_it_up(ser
 
 def test_interrupt_ends_it_too_and_the_port_is_free(served: Process):
     port = urlsplit(served.url).port
-    assert served.end(signal.SIGINT) < GRACE_S + 2
+    assert served.end(signal.SIGINT) < GRACE_S
     assert served.process.returncode == 0
     stderr = served.process.stderr.read() if served.process.stderr else ""
     assert "Traceback" not in stderr

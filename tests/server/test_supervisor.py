@@ -95,7 +95,7 @@ def started(command: list[str], **options: Any) -> Iterator[Parent]:
 
 def status_of(url: str) -> int:
     try:
-        return httpx.get(url + "/health", timeout=5).status_code
+        return httpx.get(url + "/health", timeout=30).status_code
     except httpx.HTTPError:
         return 0
 
@@ -186,7 +186,7 @@ def test_worker_whose_engine_or_event_loop_hangs_is_replaced(tmp_path: Path):
         with started([*command, sys.executable, str(script)], pass_fds=[fd]) as parent:
             parent.wait_for("serves")
             assert status_of(url + "/engine-hangs?") == 404
-            told = httpx.get(url + "/health", timeout=5)
+            told = httpx.get(url + "/health", timeout=30)
             assert (told.status_code, told.json()["status"]) == (503, "stalled")
             assert "no sign of life" in told.json()["reason"]
             parent.wait_for(f"with status {STALLED}")

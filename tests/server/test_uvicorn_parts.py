@@ -290,7 +290,7 @@ def test_flood_of_frames_of_a_client_that_reads_every_answer_ends(served: Served
         if kind == "fragments":
             sock.sendall(b"\x01\x80" + bytes(4))  # the beginning of a message without an end
         sock.settimeout(0.05)
-        end_s, got = time.monotonic() + 30, b""
+        end_s, got = time.monotonic() + 60, b""
         with contextlib.suppress(ConnectionError):
             while time.monotonic() < end_s:
                 sock.sendall(FLOODS[kind] * 200)
@@ -336,4 +336,4 @@ def test_flood_that_is_read_at_once_does_not_hold_the_loop_up(
 def test_client_that_pings_now_and_then_is_answered(served: Served):
     with websocket(served, "/toy/ws/many", ping_interval=None) as socket:
         for _ in range(50):
-            assert socket.ping().wait(5)
+            assert socket.ping().wait(60)

@@ -130,7 +130,7 @@ def tokenize(client: httpx.Client, text: str) -> list[dict[str, Any]]:
         "/api/v1/tokenize",
         content=json.dumps({"text": text, "add_special_tokens": False}),
         headers={"content-type": "text/plain"},
-        timeout=5,
+        timeout=60,
     )
     reply.raise_for_status()
     return reply.json()["tokens"]

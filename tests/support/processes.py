@@ -1,7 +1,10 @@
-"""Scripts that tests run in processes of their own: how they end, and what a forked child does."""
+"""Programs that tests run in processes of their own: ports, ends of scripts, forked children."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -26,6 +29,17 @@ def in_child(check):
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 """
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on, for a program that has to be told one.
+
+    None of those that the kernel gives out by itself: it might, before the program listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def output_of(process: subprocess.Popen[str], timeout_s: float = 60) -> str:

@@ -1,6 +1,6 @@
 """llama.cpp's own RPC server as a process of its own, and impostors that a client may meet.
 
-Owns: finding a free port of the loopback device, starting, stopping and killing. Never: leaves a
+Owns: starting, stopping and killing. Never: leaves a
 process behind: whatever was started ends with its `with` block.
 """
 
@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tests.support import stock
+from tests.support.processes import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -87,13 +88,6 @@ def serving(port: int | None = None) -> Generator[RpcServer]:
         yield server
     finally:
         server.kill()
-
-
-def free_port() -> int:
-    """Return a port of the loopback device that nobody listens on."""
-    with socket.socket() as one:
-        one.bind((HOST, 0))
-        return one.getsockname()[1]
 
 
 @contextmanager
