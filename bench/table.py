@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import contexts
 import counts
 import decode
+import embed
 import eval_callback
 import hf
 import loop
@@ -41,6 +42,7 @@ BENCHMARKS = [
         prefill,
         loop,
         slots,
+        embed,
         eval_callback,
         hf,
         contexts,

@@ -18,6 +18,9 @@ struct token_range {
     std::size_t n_tokens;
 };
 
+// Scales of the LoRA adapters of a model, one each; none for a model without adapters.
+using lora_scales = std::vector<float>;
+
 // A token of a step. Its slot has `position` tokens before it.
 struct step_token {
     slot_id slot;

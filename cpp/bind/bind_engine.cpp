@@ -198,6 +198,9 @@ void bind_engine(nb::module_& module) {
             [](const engine& self, slot_id id) { return self.sched().n_exact_of(id); },
             nb::arg("slot"), "Number of leading ids whose cache equals that of a fresh evaluation.")
         .def(
+            "slot_lora", [](const engine& self, slot_id id) { return self.sched().lora_of(id); },
+            nb::arg("slot"), "Scales of the LoRA adapters that its cache was computed with.")
+        .def(
             "slot_is_busy", [](const engine& self, slot_id id) { return self.sched().is_busy(id); },
             nb::arg("slot"))
         .def("health", &engine::health, "What the engine thread is doing; takes no lock.")

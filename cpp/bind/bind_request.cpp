@@ -126,6 +126,8 @@ void bind_request(nb::module_& module) {
             "n_discard", &request_options::n_discard,
             "Tokens to discard after the first n_keep when the slot is full; 0 ends the request.")
         .def_rw("n_keep", &request_options::n_keep)
+        .def_rw("lora", &request_options::lora,
+                "A scale for each adapter of the model; none: those it was loaded with.")
         .def_rw("slot", &request_options::wanted_slot, "Slot to run in; -1 for any.");
 }
 

@@ -2,6 +2,7 @@
 // and read directly from the one passed in: bytes are immutable while the engine thread checks and
 // then reads them.
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <span>
@@ -47,11 +48,13 @@ nb::object bytes_of_size(std::size_t n_bytes) {
 struct saved_slot {
     nb::bytes blob;
     std::size_t n_exact;  // number of exact tokens, counted from the first
+    lora_scales lora;
 };
 
 saved_slot save(engine& self, slot_id slot) {
     nb::object blob;
     std::size_t n_exact = 0;
+    lora_scales lora;
     std::size_t n_room = 0;
     for (;;) {
         std::size_t n_bytes = 0;
@@ -61,21 +64,23 @@ saved_slot save(engine& self, slot_id slot) {
         run_on_slot(self, slot, [&](slot_cache& cache) {
             n_bytes = cache.save({data, n_room});
             n_exact = std::min(cache.n_exact(), cache.size());
+            lora = cache.lora();
         });
         if (n_bytes <= n_room) {
             PyObject* sealed = blob.release().ptr();
             if (_PyBytes_Resize(&sealed, static_cast<Py_ssize_t>(n_bytes)) != 0)
                 nb::raise_python_error();
-            return {nb::steal<nb::bytes>(sealed), n_exact};
+            return {nb::steal<nb::bytes>(sealed), n_exact, std::move(lora)};
         }
         n_room = n_bytes;  // the required size; the slot may grow again before the next round
         blob = bytes_of_size(n_room);
     }
 }
 
-void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact) {
+void restore(engine& self, slot_id slot, const nb::bytes& blob, std::size_t n_exact,
+             const lora_scales& lora) {
     const std::span bytes(reinterpret_cast<const std::byte*>(blob.c_str()), blob.size());
-    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact); });
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.restore(bytes, n_exact, lora); });
 }
 
 void truncate(engine& self, slot_id slot, std::size_t n_keep) {
@@ -95,11 +100,12 @@ void clear(engine& self, slot_id slot) {
 void bind_state(nb::module_& module) {
     nb::class_<saved_slot>(module, "SavedSlot")
         .def_ro("blob", &saved_slot::blob)
-        .def_ro("n_exact", &saved_slot::n_exact);
+        .def_ro("n_exact", &saved_slot::n_exact)
+        .def_ro("lora", &saved_slot::lora, "Scales of the adapters that it was computed with.");
     module.def("save_slot", &save, nb::arg("engine"), nb::arg("slot"),
                "Save a slot as a SES1 blob, with its number of exact tokens.");
     module.def("restore_slot", &restore, nb::arg("engine"), nb::arg("slot"), nb::arg("blob"),
-               nb::arg("n_exact"),
+               nb::arg("n_exact"), nb::arg("lora"),
                "Replace the contents of a slot; a blob that is refused changes nothing.");
     module.def("truncate_slot", &truncate, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                "Keep the first n_keep tokens; a cache that cannot drop its tail is cleared.");

@@ -299,17 +299,17 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     }
     batch_.batch = llama_batch_init(static_cast<std::int32_t>(params.n_batch), 0, 1);
     llama_set_abort_callback(handle_.get(), &context::is_over, this);
-    use_adapters();
+    use(model_->adapter_scales());
     open_embeddings(options);
 }
 
-void context::use_adapters() {
+void context::use(const lora_scales& scales) {
     // llama.cpp changes neither; its C signature lacks const.
     const auto adapters = model_->adapters();
     if (adapters.empty()) return;
     std::vector<llama_adapter_lora*> handles(adapters.begin(), adapters.end());
-    std::vector<float> scales(model_->adapter_scales().begin(), model_->adapter_scales().end());
-    if (llama_set_adapters_lora(handle_.get(), handles.data(), handles.size(), scales.data()) !=
+    auto values = scales;
+    if (llama_set_adapters_lora(handle_.get(), handles.data(), handles.size(), values.data()) !=
         0) {
         throw error(errc::model_load,
                     "llama.cpp refused the LoRA adapters; load the model without lora");
@@ -449,7 +449,7 @@ void context::set_embeds(bool embeds) {
     llama_set_embeddings(handle_.get(), embeds);
 }
 
-std::vector<float> context::embedding(slot_id slot, int n_tokens) {
+std::vector<float> context::embedding(slot_id slot, int i_token, int n_tokens) {
     const bool pools = pooling_ != "none";
     const auto n_values =
         static_cast<std::size_t>(pooling_ == "rank" ? embedding_facts_of(*model_).n_classes
@@ -458,7 +458,7 @@ std::vector<float> context::embedding(slot_id slot, int n_tokens) {
     values.reserve(n_values * static_cast<std::size_t>(pools ? 1 : n_tokens));
     for (int i = 0; i < (pools ? 1 : n_tokens); ++i) {
         const float* const row = pools ? llama_get_embeddings_seq(handle_.get(), slot)
-                                       : llama_get_embeddings_ith(handle_.get(), i);
+                                       : llama_get_embeddings_ith(handle_.get(), i_token + i);
         if (!row) throw error(errc::internal, "no embedding of slot " + std::to_string(slot));
         values.insert(values.end(), row, row + n_values);
     }

@@ -72,16 +72,22 @@ public:
 
     // Decodes `tokens` as one ubatch (see "Slots, batches and rows" in the scheduler). On error,
     // the slots' caches keep their previous content. Raises decode, and closed once it is stopped.
-    // `embeds`: the tokens are a run of one slot, whose embedding is wanted; needs pooling().
+    // `embeds`: the tokens are a run each of some slots, whose embeddings are wanted; needs
+    // pooling().
     void decode(std::span<const step_token> tokens, bool embeds = false);
+
+    // Scales of the model's adapters for the decodes that follow. If they change, llama.cpp builds
+    // its graphs and reserves its compute buffers anew with the next decode.
+    void use(const lora_scales& scales);
 
     // F32 ne=[n_vocab] of batch token `i_token` of the last decode, which must have requested them.
     // Valid, and writable, until the next decode.
     float* logits(int i_token);
 
-    // F32 ne=[n_values, n_rows] of the last decode, which must have been of `n_tokens` tokens of
-    // this slot and for its embedding: one row per token if nothing pools, otherwise one.
-    std::vector<float> embedding(slot_id slot, int n_tokens);
+    // F32 ne=[n_values, n_rows] of the last decode, which must have been for embeddings, with
+    // `n_tokens` tokens of this slot from batch token `i_token` on: one row per token if nothing
+    // pools, otherwise one.
+    std::vector<float> embedding(slot_id slot, int i_token, int n_tokens);
 
     // Copies slot `from` to slot `to`; llama.cpp copies the whole stream before the next decode.
     void copy(slot_id from, slot_id to);
@@ -141,7 +147,6 @@ private:
         ~batch_owner();
     };
 
-    void use_adapters();
     void open_embeddings(const context_options& options);
     void set_embeds(bool embeds);
     int decode_until_stopped();

@@ -56,9 +56,9 @@ public:
     rpc_devices& rpc() { return rpc_; }
     const rpc_devices& rpc() const { return rpc_; }
 
-    // Adapters and their scales, for use by contexts; freed with the model.
+    // Adapters, for use by contexts, and the scales they were loaded with; freed with the model.
     std::span<llama_adapter_lora* const> adapters() const { return adapters_; }
-    std::span<const float> adapter_scales() const { return adapter_scales_; }
+    const lora_scales& adapter_scales() const { return adapter_scales_; }
 
     // Call when the model's devices have failed: freeing memory there would end the process, so it
     // is leaked. Any thread.
@@ -88,7 +88,7 @@ private:
     rpc_devices rpc_;  // outlives the weights
     std::unique_ptr<llama_model, model_deleter> handle_;
     std::vector<llama_adapter_lora*> adapters_;
-    std::vector<float> adapter_scales_;
+    lora_scales adapter_scales_;
     vocabulary words_;
     std::atomic<bool> is_abandoned_{false};
 };

@@ -10,6 +10,9 @@ namespace {
 
 // Prompt tokens per step while other slots wait: larger chunks are faster, but stall those slots.
 constexpr int n_shared_chunk = 128;
+// Decode steps in a row with one set of LoRA scales while slots with others wait: a change makes
+// llama.cpp build its graphs anew, which may take as long as a step.
+constexpr int n_steps_alike = 4;
 constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
@@ -29,24 +32,59 @@ bool batch_builder::fill() {
 
 bool batch_builder::fill_prefill() {
     for (auto& target : slots_) {
-        if (target.active && try_add(target, &batch_builder::add_prompt)) {
-            is_prefill_ = true;
-            return true;
-        }
+        if (!target.active || !may_join(target)) continue;
+        if (!try_add(target, &batch_builder::add_prompt)) continue;
+        is_prefill_ = true;
+        if (!parts_.back().ends_embedding()) break;
     }
-    return false;
+    return !tokens_.empty();
 }
 
+// Only embedded prompts share a step: those that end with it, and that llama.cpp pools alike.
+bool batch_builder::may_join(slot& target) const {
+    if (parts_.empty()) return true;
+    if (!target.active->embeds || !target.is_in_prompt()) return false;
+    const auto part = next_chunk(target);
+    const auto& before = parts_.back();
+    return part.ends_embedding() &&
+           static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
+           target.cache.lora() == before.target->cache.lora() &&
+           (!model_.has_cache() || target.id() == before.target->id() + 1) &&
+           (model_.can_mix_embeddings() || part.n_tokens == before.n_tokens);
+}
+
+// Slots with different LoRA scales never share a step. Each slot leads a turn in its order, so that
+// none is left out; the others with its scales come along.
 bool batch_builder::fill_decode() {
+    if (n_left_ > 0 && fill_decode(&slots_[i_leader_].cache.lora())) {
+        --n_left_;
+        return true;
+    }
+    if (is_mixed_) i_next_slot_ = i_leader_ + 1;
+    if (!fill_decode(nullptr)) return false;
+    const auto& leader = *parts_.front().target;
+    i_leader_ = static_cast<std::size_t>(leader.id());
+    is_mixed_ = std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+        return one.active && one.cache.lora() != leader.cache.lora();
+    });
+    n_left_ = is_mixed_ ? n_steps_alike - 1 : 0;
+    return true;
+}
+
+// `only`: slots with these scales; null: any, but those of one step alike.
+bool batch_builder::fill_decode(const lora_scales* only) {
     const auto is_generating = [](const slot& one) {
         return one.active && !one.is_in_prompt() && one.state != slot_state::sampling;
     };
     for (std::size_t i = 0; i < slots_.size(); ++i) {
         auto next = (i_next_slot_ + i) % slots_.size();
+        const auto* alike = only;
         // The first ready slot, and the ready slots adjacent to it.
-        while (next < slots_.size() && is_generating(slots_[next]) &&
-               try_add(slots_[next], &batch_builder::add_token)) {
-            ++next;
+        for (; next < slots_.size() && is_generating(slots_[next]); ++next) {
+            const auto& lora = slots_[next].cache.lora();
+            if (alike && lora != *alike) break;
+            if (!try_add(slots_[next], &batch_builder::add_token)) break;
+            alike = &lora;
         }
         if (!tokens_.empty()) {
             i_next_slot_ = next % slots_.size();
@@ -87,7 +125,7 @@ bool batch_builder::add_prompt(slot& target) {
         tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
                            part.samples && i + 1 == n});
     }
-    part.i_token = part.n_tokens - 1;
+    part.i_token = static_cast<int>(tokens_.size()) - 1;
     add_rows(part);
     return true;
 }

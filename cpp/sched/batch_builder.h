@@ -4,7 +4,7 @@
 // Threads: the engine thread.
 // Why one ubatch per step: with one KV stream per slot, llama.cpp splits a batch into equal runs of
 // adjacent sequences. So a step is either one token each of adjacent slots, or one prompt chunk of
-// one slot.
+// one slot. Whole prompts that are embedded share a step where llama.cpp pools them alike.
 #pragma once
 
 #include <cstddef>
@@ -30,6 +30,7 @@ struct batch_part {
 
     // True if the request ends with its prompt, and so with this step.
     bool is_end() const { return is_last && !samples; }
+    bool ends_embedding() const { return is_end() && target->active->embeds; }
 };
 
 class batch_builder {
@@ -53,7 +54,9 @@ private:
     using clock = std::chrono::steady_clock;
 
     bool fill_prefill();
+    bool may_join(slot& target) const;
     bool fill_decode();
+    bool fill_decode(const lora_scales* only);
     bool try_add(slot& target, bool (batch_builder::*add)(slot&));
     bool add_prompt(slot& target);
     bool add_token(slot& target);
@@ -74,6 +77,10 @@ private:
     std::vector<batch_part> parts_;
     bool is_prefill_ = false;
     std::size_t i_next_slot_ = 0;  // first slot of the next decode step
+    // The turn of a slot's LoRA scales, while slots with others wait.
+    std::size_t i_leader_ = 0;
+    bool is_mixed_ = false;
+    int n_left_ = 0;  // decode steps of the turn
 };
 
 }  // namespace kqview

@@ -29,6 +29,13 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
 std::shared_ptr<request> engine::submit(request_options options) {
     check(options.sampling, source_->n_vocab());
     auto wanted = std::make_shared<request>(std::move(options));
+    const auto& opened_with = source_->adapter_scales();
+    if (wanted->lora.empty()) wanted->lora = opened_with;
+    if (wanted->lora.size() != opened_with.size()) {
+        throw error(errc::request, "lora has " + std::to_string(wanted->lora.size()) +
+                                       " scales, but the engine loaded " +
+                                       std::to_string(opened_with.size()) + " adapters");
+    }
     if (!wanted->only_attends) {
         auto picker = std::make_unique<sampler>(
             source_->vocab(), wanted->sampling, llama_model_n_ctx_train(source_->get()),

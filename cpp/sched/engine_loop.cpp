@@ -161,11 +161,12 @@ bool engine_loop::step() {
 
 void engine_loop::decode() {
     const auto parts = batch_.parts();
-    // A step that ends an embedded prompt has tokens of no other slot.
+    // A step that ends an embedded prompt has only such prompts.
     const bool embeds = parts.front().is_end() && parts.front().target->active->embeds;
     step_result result;
     heart_->enter(engine_phase::decoding);
     try {
+        model_.use(parts.front().target->cache.lora());  // the same for all parts
         result = model_.decode(batch_.tokens(), batch_.rows(), embeds);
     } catch (...) {
         const auto failure = failure_of_request();
@@ -210,7 +211,8 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     }
     if (part.is_end()) {
         if (target.active->embeds) {
-            auto [n_rows, values] = model_.embedding(target.id(), part.n_tokens);
+            auto [n_rows, values] =
+                model_.embedding(target.id(), part.i_token - part.n_tokens + 1, part.n_tokens);
             out_.put(target, prompt_event{0, n_rows, {}, std::move(values)});
         }
         return out_.finish(target, finish_reason::stop);

@@ -87,6 +87,10 @@ void llama_runner::want(const graph_plan& plan) {
     });
 }
 
+void llama_runner::use(const lora_scales& scales) {
+    unbroken("changing LoRA scales", [&] { context_->use(scales); });
+}
+
 step_result llama_runner::decode(std::span<const step_token> tokens,
                                  std::span<const step_rows> rows, bool embeds) {
     std::vector<row_target> targets;
@@ -143,10 +147,10 @@ float* llama_runner::logits(int i_token) {
     });
 }
 
-text_embedding llama_runner::embedding(slot_id slot, int n_tokens) {
+text_embedding llama_runner::embedding(slot_id slot, int i_token, int n_tokens) {
     return unbroken("waiting for an embedding", [&] {
         const int n_rows = context_->pooling() == "none" ? n_tokens : 1;
-        return text_embedding{n_rows, context_->embedding(slot, n_tokens)};
+        return text_embedding{n_rows, context_->embedding(slot, i_token, n_tokens)};
     });
 }
 

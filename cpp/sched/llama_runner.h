@@ -42,6 +42,11 @@ public:
     bool can_split_embedding() const override {
         return context_->has_cache() && context_->pooling() == "last";
     }
+    // With a cache, llama.cpp splits prompts of different lengths into several ubatches, and pools
+    // each by itself: only what needs no pooling, or the last token alone, comes out right.
+    bool can_mix_embeddings() const override {
+        return can_split_embedding() || !context_->has_cache() || context_->pooling() == "none";
+    }
     bool is_end_of_generation(token_id id) const override;
 
     void watch(std::shared_ptr<heartbeat> heart) override { context_->watch(std::move(heart)); }
@@ -50,10 +55,11 @@ public:
     // Every later call then raises decode, because the context is unusable.
     void want(const graph_plan& plan) override;
     int n_prompt_rows() const override { return tap_->n_prompt_rows(); }
+    void use(const lora_scales& scales) override;
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
     float* logits(int i_token) override;
-    text_embedding embedding(slot_id slot, int n_tokens) override;
+    text_embedding embedding(slot_id slot, int i_token, int n_tokens) override;
     void await(transfer_id rows) override;
     void copy(slot_id from, slot_id to) override;
     bool truncate(slot_id slot, int n_keep) override;

@@ -92,6 +92,7 @@ struct request_options {
     // Tokens to discard after the first n_keep when the slot is full and more tokens are due. 0:
     // the request ends instead.
     int n_discard = 0;
+    lora_scales lora;          // one per adapter of the model
     int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
 };

@@ -53,6 +53,9 @@ public:
     virtual bool has_cache() const = 0;
     // For an embedding: may the prompt span several steps?
     virtual bool can_split_embedding() const = 0;
+    // May one step embed prompts of different lengths? It may always embed prompts of one length,
+    // in adjacent slots if there is a cache.
+    virtual bool can_mix_embeddings() const = 0;
     virtual bool is_end_of_generation(token_id id) const = 0;
 
     // Adds the nodes of `plan` to every step from here on.
@@ -61,15 +64,19 @@ public:
     // The most prompt queries whose rows one step can provide, under the wanted plan.
     virtual int n_prompt_rows() const { return std::numeric_limits<int>::max(); }
 
+    // The scales of the model's LoRA adapters, for every step from here on. Keys and values in a
+    // cache depend on the scales of the steps that computed them.
+    virtual void use(const lora_scales& /*scales*/) {}
+
     // Decodes one step: one token each of adjacent slots, or a run of one slot's prompt. Throws
     // error, and leaves the caches as they were. Device rows may still be in flight on return: see
-    // await. `embeds`: the tokens are a run of one slot, whose embedding is wanted instead of
-    // logits.
+    // await. `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted
+    // instead of logits.
     virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                                bool embeds) = 0;
     virtual float* logits(int i_token) = 0;
-    // Result of the last step, which embedded `n_tokens` of this slot.
-    virtual text_embedding embedding(slot_id slot, int n_tokens) = 0;
+    // Result of the last step, which embedded `n_tokens` of this slot, from batch token `i_token` on.
+    virtual text_embedding embedding(slot_id slot, int i_token, int n_tokens) = 0;
 
     // Blocks until the rows of a step, and of all earlier steps, are in their blocks. Throws error
     // if they cannot get there.

@@ -137,6 +137,11 @@ std::size_t scheduler::n_exact_of(slot_id id) const {
     return loop_->slots().n_exact_of(id);
 }
 
+lora_scales scheduler::lora_of(slot_id id) const {
+    check_open();
+    return loop_->slots().lora_of(id);
+}
+
 bool scheduler::is_busy(slot_id id) const {
     check_open();
     return loop_->slots().is_busy(id);

@@ -68,6 +68,14 @@ void slot_cache::clear() {
     shrink(0, all_exact);
 }
 
+void slot_cache::use(const lora_scales& scales) {
+    if (lora_ == scales) return;
+    auto copy = scales;
+    if (!tokens_.empty()) clear();
+    const std::lock_guard lock(readers_);
+    lora_.swap(copy);
+}
+
 void slot_cache::copy_from(const slot_cache& source) {
     shrink(0, all_exact);
     try {
@@ -161,7 +169,9 @@ std::size_t slot_cache::save(std::span<std::byte> out) {
     return n_bytes;
 }
 
-void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
+void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
+                         const lora_scales& lora) {
+    auto scales = lora;  // copied while nothing has changed
     const auto& layout = model_.layout_for(id_, tokens_.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
     if (view.tokens.empty()) return clear();  // llama.cpp would keep the existing cells
@@ -183,6 +193,8 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact) {
                     "empty now");
     }
     set(std::move(view.tokens), n_exact);
+    const std::lock_guard lock(readers_);
+    lora_.swap(scales);
 }
 
 }  // namespace kqview

@@ -34,6 +34,10 @@ public:
     // or they attended to later tokens. Exact reuse evaluates them again. all_exact: there are
     // none.
     std::size_t n_exact() const { return n_exact_; }
+    // The scales that the cells were computed with; those of the next token while there is none.
+    const lora_scales& lora() const { return lora_; }
+    // Empties a cache that was computed with other scales.
+    void use(const lora_scales& scales);
     // Counts the changes other than decoding.
     std::uint64_t n_changes() const { return n_changes_; }
 
@@ -70,8 +74,9 @@ public:
     std::size_t save(std::span<std::byte> out);
     // Restores the slot from a blob whose first `n_exact` tokens are known to be exact. Raises
     // state_format, state_mismatch and unsupported_model without any change; an internal error
-    // leaves the slot empty.
-    void restore(std::span<const std::byte> blob, std::size_t n_exact);
+    // leaves the slot empty. `lora`: the scales that the blob was computed with.
+    void restore(std::span<const std::byte> blob, std::size_t n_exact,
+                 const lora_scales& lora = {});
 
 private:
     void set(std::vector<token_id> tokens, std::size_t n_exact);
@@ -84,6 +89,7 @@ private:
     std::mutex& readers_;  // guards tokens_ and n_exact_ against other threads
     std::vector<token_id> tokens_;
     std::size_t n_exact_ = all_exact;
+    lora_scales lora_;
     std::uint64_t n_changes_ = 0;
 };
 

@@ -47,6 +47,7 @@ bool slot_table::can_admit(const request& wanted) const {
 reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) const {
     try {
         const auto& cached = candidate.cache.tokens();
+        if (candidate.cache.lora() != wanted.lora) return {};
         if (wanted.n_reuse_min > 0) {
             const auto n_run_min = static_cast<std::size_t>(wanted.n_reuse_min);
             auto shifted = plan_shift(cached, wanted.prompt, n_run_min);
@@ -90,6 +91,7 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
 void slot_table::take_over(slot& target, reuse_plan plan) {
     const auto& active = *target.active;
     auto& cache = target.cache;
+    cache.use(active.lora);
     cut(plan, n_usable(active));
     if (plan.n_kept() > plan.n_prefix()) {
         const auto& last = plan.runs.back();
@@ -116,7 +118,7 @@ void slot_table::plan_fork(slot& target) {
     const auto& prompt = target.active->prompt;
     std::size_t n_best = target.cache.size() + n_fork_min - 1;
     for (const auto& other : slots_) {
-        if (other.id() == target.id()) continue;
+        if (other.id() == target.id() || other.cache.lora() != target.cache.lora()) continue;
         auto n = std::min(common_prefix(other.cache.tokens(), prompt), other.cache.n_exact());
         // A prompt in prefill: wait for the shared part.
         if (other.is_in_prompt() && n == other.cache.size())
@@ -139,9 +141,11 @@ bool slot_table::await_fork(slot& target) {
     const bool is_coming = source.active && source.active->id == fork.request &&
                            source.state == slot_state::prefill && source.is_in_prompt() &&
                            n_shared == source.cache.size();
+    const bool is_alike = source.cache.lora() == target.cache.lora();
     if (n_shared < fork.n_tokens && is_coming) return true;
     target.fork.reset();
-    if (n_shared < target.cache.size() + n_fork_min) return false;  // the source was cancelled
+    // The source was cancelled, and may hold something else.
+    if (!is_alike || n_shared < target.cache.size() + n_fork_min) return false;
     target.cache.copy_from(source.cache);
     target.cache.truncate(n_shared);
     target.usage.cached_tokens = static_cast<int>(target.cache.size());
@@ -235,6 +239,11 @@ std::vector<token_id> slot_table::tokens_of(slot_id id) const {
 std::size_t slot_table::n_exact_of(slot_id id) const {
     const std::lock_guard lock(mutex_);
     return std::min(at(id).cache.n_exact(), at(id).cache.size());
+}
+
+lora_scales slot_table::lora_of(slot_id id) const {
+    const std::lock_guard lock(mutex_);
+    return at(id).cache.lora();
 }
 
 bool slot_table::is_busy(slot_id id) const {

@@ -174,6 +174,8 @@ public:
     std::vector<token_id> tokens_of(slot_id id) const;
     // How many of them match a fresh evaluation of the same ids.
     std::size_t n_exact_of(slot_id id) const;
+    // The scales of the LoRA adapters that its cache was computed with.
+    lora_scales lora_of(slot_id id) const;
     bool is_busy(slot_id id) const;
     std::vector<slot_view> views() const;
     std::vector<std::shared_ptr<request>> active() const;

@@ -7,6 +7,7 @@ from kqview import errors
 from kqview.engine import Engine
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.lora import LoraAdapter
 from kqview.machine import system_info
 from kqview.slot import Slot
 from kqview.types import (
@@ -35,6 +36,7 @@ __all__ = [
     "EngineHealth",
     "EngineStats",
     "Generation",
+    "LoraAdapter",
     "ModelInfo",
     "PoolStats",
     "PromptAttention",

@@ -136,6 +136,8 @@ class RequestOptions:
     n_discard: int
     """Tokens to discard after the first n_keep when the slot is full; 0 ends the request."""
     n_keep: int
+    lora: list[float]
+    """A scale for each adapter of the model; none: those it was loaded with."""
     slot: int
     """Slot to run in; -1 for any."""
 
@@ -349,6 +351,9 @@ class Engine:
     def slot_n_exact(self, slot: int) -> int:
         """Number of leading ids whose cache equals that of a fresh evaluation."""
 
+    def slot_lora(self, slot: int) -> list[float]:
+        """Scales of the LoRA adapters that its cache was computed with."""
+
     def slot_is_busy(self, slot: int) -> bool: ...
     def health(self) -> EngineHealth:
         """What the engine thread is doing; takes no lock."""
@@ -365,11 +370,15 @@ class Engine:
 class SavedSlot:
     blob: Final[bytes]
     n_exact: Final[int]
+    lora: Final[list[float]]
+    """Scales of the adapters that it was computed with."""
 
 def save_slot(engine: Engine, slot: int) -> SavedSlot:
     """Save a slot as a SES1 blob, with its number of exact tokens."""
 
-def restore_slot(engine: Engine, slot: int, blob: bytes, n_exact: int) -> None:
+def restore_slot(
+    engine: Engine, slot: int, blob: bytes, n_exact: int, lora: Sequence[float]
+) -> None:
     """Replace the contents of a slot; a blob that is refused changes nothing."""
 
 def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:

@@ -1,7 +1,7 @@
 """Embedding: vectors and labels of texts; a base of Engine.
 
 A text becomes a request that evaluates its prompt and samples nothing. Several are queued together,
-so that no slot is idle; each takes its own step on the engine thread.
+so that no slot is idle and the texts of several slots share a step.
 """
 
 from asyncio import to_thread
@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, Final, TypedDict, Unpack, cast, overload
+from typing import Any, Final, TypedDict, TypeVar, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,10 @@ from kqview.types import Classification, ModelInfo, PromptBlock
 Text = str | Sequence[int]
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
-Requests = Generator[Generation, None, None]
+Requests = Generator[tuple[int, Generation], None, None]  # index of the text, its request
+_Result = TypeVar("_Result")
 
-# Texts submitted before the first result is taken: more than any step needs, fewer than the queue.
+# Texts submitted before the first result is taken, at least: fewer than the queue.
 _N_AHEAD: Final = 32
 # llama.cpp adds a softmax after the classifier head of these (llama-graph.cpp, build_pooling).
 _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
@@ -91,8 +92,10 @@ class Embedding:
 
         Encoders and embedding models need no option; open other decoders with ``pooling``. A text
         is evaluated in one step, so it may have up to ``n_ubatch`` tokens (up to ``n_ctx`` with
-        pooling "last" and a KV cache). Nothing that a slot holds is reused, so a text always has
-        the same embedding. In a coroutine, use `aembed`.
+        pooling "last" and a KV cache). With several slots, the texts of all slots are evaluated
+        together, as many as have room in a step; a decoder with pooling "mean", "cls" or "rank"
+        puts only texts of one length together. Nothing that a slot holds is reused, so a text
+        always has the same embedding, up to rounding. In a coroutine, use `aembed`.
 
         Args:
             texts: A text, or its token ids, used unchanged; or a list of these.
@@ -120,8 +123,8 @@ class Embedding:
         """
         is_one, requests = self._to_embed(texts, priority, add_special, parse_special)
         with closing(requests):
-            found = [_take(one) for one in requests]
-        return self._embedded(found, is_one, normalize)
+            found = {i: _take(one) for i, one in requests}
+        return self._embedded(_ordered(found), is_one, normalize)
 
     @overload
     async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
@@ -140,8 +143,8 @@ class Embedding:
         """
         is_one, requests = await to_thread(self._to_embed, texts, **options)
         with closing(requests):
-            found = [await _atake(one) for one in requests]
-        return self._embedded(found, is_one, normalize)
+            found = {i: await _atake(one) for i, one in requests}
+        return self._embedded(_ordered(found), is_one, normalize)
 
     def _to_embed(
         self,
@@ -219,8 +222,8 @@ class Embedding:
         """
         is_one, requests = self._to_classify(texts, priority, add_special, parse_special)
         with closing(requests):
-            found = [self._classified(_take(one)[0]) for one in requests]
-        return found[0] if is_one else found
+            found = {i: self._classified(_take(one)[0]) for i, one in requests}
+        return found[0] if is_one else _ordered(found)
 
     @overload
     async def aclassify(  # pyright: ignore[reportOverlappingOverload]
@@ -241,8 +244,8 @@ class Embedding:
         """
         is_one, requests = await to_thread(self._to_classify, texts, **options)
         with closing(requests):
-            found = [self._classified((await _atake(one))[0]) for one in requests]
-        return found[0] if is_one else found
+            found = {i: self._classified((await _atake(one))[0]) for i, one in requests}
+        return found[0] if is_one else _ordered(found)
 
     def _to_classify(
         self,
@@ -330,18 +333,20 @@ class Embedding:
     # ---- ids to values
 
     def _requests(self, who: str, texts: list[list[int]], priority: int) -> Requests:
-        """Yield the request of each text in order; take its result before the next one.
+        """Yield the index and the request of each text; take its result before the next one.
 
+        Short texts come first, because some models share a step only among texts of one length.
         Some are submitted ahead; closing the generator cancels those that were not yielded.
         """
-        pending: deque[Generation] = deque()
+        pending: deque[tuple[int, Generation]] = deque()
+        n_ahead = max(_N_AHEAD, 2 * self._core.n_slots)
         try:
-            for ids in texts:
-                if len(pending) >= _N_AHEAD:
+            for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+                if len(pending) >= n_ahead:
                     yield pending.popleft()
                 while True:
                     try:
-                        pending.append(self._submit(who, ids, priority))
+                        pending.append((i, self._submit(who, texts[i], priority)))
                         break
                     except QueueFull:
                         if not pending:
@@ -350,7 +355,7 @@ class Embedding:
             while pending:
                 yield pending.popleft()
         finally:
-            for one in pending:
+            for _, one in pending:
                 one.cancel()
 
     def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
@@ -401,6 +406,11 @@ def _values_of(block: PromptBlock | None, generation: Generation) -> Vectors:
     if block is None or block.hidden is None:
         raise InternalError(f"{generation.request_id} ended without an embedding")
     return block.hidden
+
+
+def _ordered(found: dict[int, _Result]) -> list[_Result]:
+    """Results in the order of their texts."""
+    return [found[i] for i in range(len(found))]
 
 
 def _items_of(texts: object) -> tuple[bool, list[Any]]:

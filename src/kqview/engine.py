@@ -32,6 +32,7 @@ from kqview.engine_options import (
 from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.slot import Slot
@@ -228,6 +229,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         )
         source = model_options(model, n_gpu_layers)
         adapters = lora_adapters(lora)
+        self._lora = EngineLora(adapters)
         servers = [_core.RpcEndpoint(*server) for server in rpc_endpoints(rpc_servers)]
         source.rpc_timeout_s = rpc_timeout(rpc_timeout_s)
         run_ahead = whole_number("run_ahead", run_ahead, low=0)
@@ -251,6 +253,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             self._core,
             self._model,
             self._info,
+            lora=self._lora,
             run_ahead=run_ahead,
             # Without the full cache, columns of layers with a window are not positions.
             has_all_columns=swa_full or self._model.n_swa == 0,
@@ -261,7 +264,8 @@ class Engine(Vocabulary, Conversation, Embedding):
         self._facts: StateFacts | None = None
         eot = self._info.eot_token_id
         self._slots = tuple(
-            Slot(self._core, i, eot, self._state_facts) for i in range(self._core.n_slots)
+            Slot(self._core, i, eot, self._state_facts, self._lora)
+            for i in range(self._core.n_slots)
         )
         _open_engines.add(self)
 
@@ -286,6 +290,25 @@ class Engine(Vocabulary, Conversation, Embedding):
     def n_ctx(self) -> int:
         """Maximum number of tokens in a slot."""
         return self._core.n_ctx
+
+    @property
+    def lora(self) -> tuple[LoraAdapter, ...]:
+        """The LoRA adapters and their default scales, which `set_lora_scales` changes."""
+        return self._lora.adapters
+
+    def set_lora_scales(self, scales: LoraScales) -> None:
+        """Change the default scales of the LoRA adapters, for requests from here on.
+
+        Running and queued requests keep theirs. What a slot holds is reused only by requests with
+        the scales that computed it.
+
+        Args:
+            scales: As ``lora`` of `generate`.
+
+        Raises:
+            RequestError: An adapter is not loaded, or a scale is out of range.
+        """
+        self._lora.scales = self._lora.scales_of("scales", scales)
 
     def stats(self) -> EngineStats:
         """Read counters, slots, queue and memory; works after `close`.
@@ -346,6 +369,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         context_shift: bool = False,
         n_keep: int = 0,
         n_discard: int | None = None,
+        lora: LoraScales | None = None,
         add_special: bool = True,
         parse_special: bool = True,
         **options: Unpack[SamplingOptions],
@@ -375,6 +399,10 @@ class Engine(Vocabulary, Conversation, Embedding):
                 tokens that remain, see ``token.discarded``.
             n_keep: Number of tokens at the start that are never discarded; -1 for the whole prompt.
             n_discard: Number of tokens to discard after them; None for half of the rest.
+            lora: Scale of each LoRA adapter for this request, by its id (index in `lora`), path or
+                file name; adapters not named are left out. None for the default scales. Slots whose
+                scales differ do not share a step but take turns of a few steps, and each change of
+                scales makes llama.cpp build its graphs again.
             add_special: As in `tokenize`.
             parse_special: As in `tokenize`.
             **options: The fields of Sampling as keyword arguments, instead of *sampling*.
@@ -413,6 +441,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             ids,
             request_id=request_id,
             priority=priority,
+            lora=lora,
             capture=capture,
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
         )

@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 from kqview import _core
-from kqview.arguments import INT64_MAX, encode, invalid, to_number, whole_number
+from kqview.arguments import INT64_MAX, encode, invalid, whole_number
 from kqview.errors import RequestError, shown
+from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, physical_memory_bytes
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
-_SCALE_MAX: Final = 1e6
 _POOLING: Final = ("none", "mean", "cls", "last", "rank")
 
 
@@ -113,9 +113,9 @@ def _lora_adapter(item: object) -> tuple[str, float]:
         path, scale = cast("tuple[object, object]", item)
     if not isinstance(path, str | os.PathLike):
         raise invalid("lora", "a path, a (path, scale) pair or a list of these", got)
-    number = to_number(scale)
-    if number is None or not abs(number) <= _SCALE_MAX:
-        limits = f"a scale from -{_SCALE_MAX:g} to {_SCALE_MAX:g}"
+    number = scale_of(scale)
+    if number is None:
+        limits = f"a scale from -{SCALE_MAX:g} to {SCALE_MAX:g}"
         raise invalid("lora", f"given with {limits}", got)
     return _path("lora", cast("str | os.PathLike[str]", path)), number
 

@@ -2,11 +2,13 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from kqview import _core
 from kqview.arguments import invalid, whole_number
-from kqview.errors import RequestError, UnsupportedModel, shown
+from kqview.errors import RequestError, StateMismatch, UnsupportedModel, shown
+from kqview.lora import EngineLora
 from kqview.state.files import (
     NO_MARKS,
     SlotMarks,
@@ -36,10 +38,12 @@ class Slot:
         slot_id: int,
         eot_token_id: int | None,
         state_facts: Callable[[], StateFacts],
+        lora: EngineLora,
     ) -> None:
         self._core = core
         self._eot_token_id = eot_token_id
         self._state_facts = state_facts
+        self._lora = lora
         self.id = slot_id
 
     @property
@@ -145,21 +149,29 @@ class Slot:
         data, trailer = split(bytes(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
         if marks.n_exact is None and exact:
-            marks = SlotMarks(n_exact=_ALL)
+            marks = replace(marks, n_exact=_ALL)
+        if not trailer:
+            marks = replace(marks, lora=self._lora.scales)
         return self.restore_marked(data, marks)
 
     def save_marked(self) -> tuple[bytes, SlotMarks]:
         """Like `save`, but also return facts about the slot that the blob does not record.
 
-        Both are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
+        All are from the same moment. `restore_marked` and `kqview.state.write_state` accept them.
         """
         saved = _core.save_slot(self._core, self.id)
-        return saved.blob, SlotMarks(n_exact=saved.n_exact)
+        return saved.blob, SlotMarks(saved.n_exact, tuple(saved.lora))
 
     def restore_marked(self, blob: bytes, marks: SlotMarks) -> int:
         """Like `restore`, for a blob without a trailer whose *marks* are known."""
         n_exact = 0 if marks.n_exact is None else min(marks.n_exact, _ALL)
-        _core.restore_slot(self._core, self.id, blob, n_exact)
+        lora = self._lora.opened if marks.lora is None else marks.lora
+        if len(lora) != len(self._lora.opened):
+            raise StateMismatch(
+                f"the slot was saved with {len(lora)} LoRA adapters, this engine has "
+                f"{len(self._lora.opened)}; open it with the adapters it was saved with"
+            )
+        _core.restore_slot(self._core, self.id, blob, n_exact, lora)
         return len(blob)
 
     def save_file(self, path: str | os.PathLike[str]) -> int:

@@ -30,6 +30,7 @@ from kqview.errors import (
 )
 from kqview.generation.stream import Generation
 from kqview.generation.waiting import LoopWaker, Turns
+from kqview.lora import EngineLora, LoraScales
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.sampling import SamplingOptions
 
@@ -49,6 +50,7 @@ class GenerateOptions(SamplingOptions, total=False):
     context_shift: bool
     n_keep: int
     n_discard: int | None
+    lora: LoraScales | None
     add_special: bool
     parse_special: bool
 
@@ -62,6 +64,7 @@ class Submission:
         model: _core.Model,
         info: ModelInfo,
         *,
+        lora: EngineLora,
         run_ahead: int,
         has_all_columns: bool,
         token_bytes: Callable[[int], bytes],
@@ -70,6 +73,7 @@ class Submission:
         self._core = core
         self._model = model
         self._info = info
+        self._lora = lora
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
@@ -116,6 +120,7 @@ class Submission:
         *,
         request_id: str | None,
         priority: int,
+        lora: object = None,
         capture: Capture | None = None,
         n_prompt_rows: int = 0,
     ) -> _core.RequestOptions:
@@ -128,6 +133,7 @@ class Submission:
             raise invalid("request_id", "a str or None", shown(request_id))
         options = _core.RequestOptions()
         options.prompt = ids
+        options.lora = self._lora.scales_of("lora", lora)
         options.run_ahead = self._run_ahead
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:

@@ -78,3 +78,130 @@ def test_options_of_another_form_are_refused(
 ) -> None:
     with pytest.raises(errors.RequestError, match=r"^lora "):
         make_engine(tiny_llama, lora=lora)
+
+
+# ---- scales of a request
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=tmp_path / "merged")
+
+
+OPTIONS: dict[str, Any] = {
+    **{"max_tokens": 12, "temperature": 0, "ignore_eos": True},
+    **{"capture": "probs", "top_logprobs": 5},
+}
+
+
+def values_of(tokens: list[Any]) -> tuple[list[int], list[Any], list[Any]]:
+    """Ids, logprobs of the best tokens, and rows, of which all but the ids are rounded."""
+    best = [[value for _, value in token.top_logprobs] for token in tokens]
+    return [token.id for token in tokens], best, [np.asarray(token.attention) for token in tokens]
+
+
+def assert_alike(tokens: list[Any], want: list[Any]) -> None:
+    ids, best, rows = values_of(tokens)
+    want_ids, want_best, want_rows = values_of(want)
+    assert ids == want_ids
+    np.testing.assert_allclose(best, want_best, atol=1e-4)
+    for row, want_row in zip(rows, want_rows, strict=True):
+        np.testing.assert_allclose(row, want_row, atol=1e-5)
+
+
+SCALES = (1.0, -0.5, 0.0)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_request_with_a_scale_equals_an_engine_opened_with_it(
+    make_engine: MakeEngine, tiny_llama: Path, adapter: Path, flash_attn: bool
+) -> None:
+    settings = {"kv_type": "f32", "flash_attn": flash_attn}
+    want = {
+        scale: list(
+            make_engine(tiny_llama, lora=(adapter, scale), **settings).generate(PROMPT, **OPTIONS)
+        )
+        for scale in SCALES
+    }
+    assert len({tuple(values_of(tokens)[0]) for tokens in want.values()}) == len(SCALES)
+    engine = make_engine(tiny_llama, lora=(adapter, 0.25), n_slots=4, **settings)
+    for scale in SCALES:  # alone
+        assert_alike(list(engine.generate(PROMPT, lora={0: scale}, **OPTIONS)), want[scale])
+    # Beside each other, and beside one with the default scale.
+    beside = engine.generate(PROMPT, **{**OPTIONS, "max_tokens": 40})
+    running = {scale: engine.generate(PROMPT, lora={0: scale}, **OPTIONS) for scale in SCALES}
+    for scale, generation in running.items():
+        assert_alike(list(generation), want[scale])
+    assert len(list(beside)) == 40
+
+
+def test_cache_of_other_scales_is_not_reused(
+    make_engine: MakeEngine, tiny_llama: Path, adapter: Path
+) -> None:
+    engine = make_engine(tiny_llama, lora=adapter, **EXACT)
+    cached: list[int] = []
+    for lora in (None, None, {0: 0.5}, {str(adapter): 0.5}, {}, {0: 1.0}):
+        generation = engine.generate(PROMPT, lora=lora, **OPTIONS)
+        generation.read()
+        cached.append(generation.usage.cached_tokens)
+    n_reused = len(PROMPT) - 1
+    assert cached == [0, n_reused, 0, n_reused, 0, 0]
+    engine.set_lora_scales({"lora": 1.0})
+    generation = engine.generate(PROMPT, **OPTIONS)
+    generation.read()
+    assert generation.usage.cached_tokens == n_reused
+
+
+def test_default_scales_change_between_requests(
+    make_engine: MakeEngine, tiny_llama: Path, adapter: Path
+) -> None:
+    opened = make_engine(tiny_llama, lora=(adapter, -0.5), **EXACT)
+    want = list(opened.generate(PROMPT, **OPTIONS))
+    engine = make_engine(tiny_llama, lora=[adapter, (adapter, 0.5)], **EXACT)
+    assert [(one.id, one.path, one.scale) for one in engine.lora] == [
+        (0, str(adapter), 1.0),
+        (1, str(adapter), 0.5),
+    ]
+    running = engine.generate(PROMPT, **{**OPTIONS, "max_tokens": 30})
+    before = list(make_engine(tiny_llama, lora=(adapter, 1.5), **EXACT).generate(PROMPT, **OPTIONS))
+    engine.set_lora_scales({1: -0.5})
+    assert [one.scale for one in engine.lora] == [0.0, -0.5]
+    assert_alike(list(running)[: len(before)], before)
+    assert_alike(list(engine.generate(PROMPT, **OPTIONS)), want)
+
+
+def test_saved_slot_keeps_its_scales(
+    make_engine: MakeEngine, tiny_llama: Path, adapter: Path, tmp_path: Path
+) -> None:
+    engine = make_engine(tiny_llama, lora=adapter, **EXACT)
+    slot = engine.slots[0]
+    engine.generate(PROMPT, lora={0: 0.5}, **OPTIONS).read()
+    slot.save_file(tmp_path / "half.ses1")
+    slot.clear()
+    for lora, n_reused in (({0: 0.5}, len(PROMPT) - 1), (None, 0)):
+        slot.restore_file(tmp_path / "half.ses1")
+        generation = engine.generate(PROMPT, lora=lora, **OPTIONS)
+        generation.read()
+        assert generation.usage.cached_tokens == n_reused
+    other = make_engine(tiny_llama, **EXACT)
+    with pytest.raises(errors.StateMismatch):
+        other.slots[0].restore_file(tmp_path / "half.ses1")
+
+
+@pytest.mark.parametrize(
+    "lora", [5, [(0, 1.0)], {2: 1.0}, {-1: 1.0}, {True: 1.0}, {"x": 1.0}, {0: None}, {0: 1e9}]
+)
+def test_scales_that_cannot_be_are_refused(
+    make_engine: MakeEngine, tiny_llama: Path, adapter: Path, lora: Any
+) -> None:
+    engine = make_engine(tiny_llama, lora=adapter)
+    with pytest.raises(errors.RequestError, match=r"^lora ") as caught:
+        engine.generate(PROMPT, lora=lora)
+    assert caught.value.parameter == "lora"
+    with pytest.raises(errors.RequestError, match=r"^scales "):
+        engine.set_lora_scales(lora)
+    assert [one.scale for one in engine.lora] == [1.0]
+    plain = make_engine(tiny_llama)
+    assert plain.lora == ()
+    with pytest.raises(errors.RequestError, match="loaded none"):
+        plain.generate(PROMPT, lora={0: 1.0})

@@ -38,12 +38,19 @@ inline token_id hash_of(std::span<const token_id> tokens) {
     return static_cast<token_id>(10 + hash % 1'000'000u);
 }
 
+// What a cache holds of a token that was computed with these scales.
+inline token_id cached(token_id id, const lora_scales& scales) {
+    for (const float scale : scales) id += static_cast<token_id>(1000 * scale);
+    return id;
+}
+
 struct fake_options {
     int n_slots = 1;
     int n_ctx = 256;
     int n_chunk = 8;
     bool can_truncate = true;
     bool can_split_embedding = false;
+    bool can_mix_embeddings = false;
     // The token that follows those of a cache.
     std::function<token_id(std::span<const token_id>)> next = hash_of;
     // May throw; called in the phase that its name says, on the engine thread.
@@ -160,6 +167,7 @@ public:
     int n_ctx() const override { return model_->options.n_ctx; }
     bool has_cache() const override { return true; }
     bool can_split_embedding() const override { return model_->options.can_split_embedding; }
+    bool can_mix_embeddings() const override { return model_->options.can_mix_embeddings; }
     int n_chunk() const override { return model_->options.n_chunk; }
     int n_vocab() const override { return 1; }
     bool is_end_of_generation(token_id id) const override { return id == end_token; }
@@ -176,6 +184,12 @@ public:
         wanted_ = plan;
     }
 
+    void use(const lora_scales& scales) override {
+        const uncounted_allocations guard;
+        check_thread();
+        lora_ = scales;
+    }
+
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override {
         const uncounted_allocations guard;
@@ -183,12 +197,12 @@ public:
         std::unique_lock lock(model_->mutex_);
         if (model_->options.keeps_records)
             model_->decodes_.emplace_back(tokens.begin(), tokens.end());
-        check_batch(tokens);
-        embedded_.reset();
-        if (embeds) {
-            const auto slot = tokens.front().slot;
-            model_->expect(slot == tokens.back().slot, "an embedding of several slots");
-            embedded_ = std::pair(slot, static_cast<int>(tokens.size()));
+        check_batch(tokens, embeds);
+        embedded_.clear();
+        for (std::size_t i = 0; embeds && i < tokens.size(); ++i) {
+            if (i == 0 || tokens[i].slot != tokens[i - 1].slot)
+                embedded_.push_back({tokens[i].slot, static_cast<int>(i), 0});
+            ++embedded_.back().n_tokens;
         }
         model_->pass_gate(lock);
         try {
@@ -214,10 +228,12 @@ public:
     }
 
     // What the slot would go on with, and how many of its tokens the step had.
-    text_embedding embedding(slot_id slot, int n_tokens) override {
+    text_embedding embedding(slot_id slot, int i_token, int n_tokens) override {
         check_thread();
         const std::lock_guard lock(model_->mutex_);
-        model_->expect(embedded_ == std::pair(slot, n_tokens), "an embedding of another step");
+        const embedded_run wanted{slot, i_token, n_tokens};
+        model_->expect(std::find(embedded_.begin(), embedded_.end(), wanted) != embedded_.end(),
+                       "an embedding of another step");
         return {1, {static_cast<float>(next_of(slot)), static_cast<float>(n_tokens)}};
     }
 
@@ -342,11 +358,40 @@ private:
     token_id next_of(slot_id slot) { return model_->options.next(cache_of(slot)); }
 
     void append(std::span<const step_token> tokens) {
-        for (const auto& token : tokens) cache_of(token.slot).push_back(token.id);
+        for (const auto& token : tokens) cache_of(token.slot).push_back(cached(token.id, lora_));
+    }
+
+    struct embedded_run {
+        slot_id slot;
+        int i_token;
+        int n_tokens;
+        bool operator==(const embedded_run&) const = default;
+    };
+
+    // Runs of adjacent slots, whose embeddings llama.cpp pools in one ubatch.
+    void check_embedded(std::span<const step_token> tokens) {
+        std::vector<std::size_t> sizes;
+        for (std::size_t i = 0; i < tokens.size(); ++i) {
+            const auto& token = tokens[i];
+            const bool is_first = i == 0 || token.slot != tokens[i - 1].slot;
+            if (is_first) sizes.push_back(0);
+            model_->expect(!is_first || i == 0 || token.slot == tokens[i - 1].slot + 1,
+                           "embeddings of slots that are not adjacent");
+            const auto position = cache_of(token.slot).size() + sizes.back()++;
+            model_->expect(token.position == static_cast<std::int32_t>(position),
+                           "an embedded token at another position");
+        }
+        for (const auto n : sizes) {
+            model_->expect(n == sizes.front() || model_->options.can_mix_embeddings,
+                           "embeddings of different lengths");
+        }
+        model_->expect(tokens.size() <= static_cast<std::size_t>(n_chunk()),
+                       "a batch that is too large");
     }
 
     // One ubatch of llama.cpp: one token each of adjacent slots, or a run of one slot.
-    void check_batch(std::span<const step_token> tokens) {
+    void check_batch(std::span<const step_token> tokens, bool embeds) {
+        if (embeds) return check_embedded(tokens);
         model_->expect(!tokens.empty(), "an empty batch");
         const bool is_run = tokens.size() > 1 && tokens[0].slot == tokens[1].slot;
         for (std::size_t i = 0; i < tokens.size(); ++i) {
@@ -392,8 +437,8 @@ private:
     graph_plan wanted_;
     kv_layout layout_;
     std::vector<float> logits_;
-    std::optional<std::pair<slot_id, int>>
-        embedded_;  // slot and tokens of the last step, if it embedded
+    std::vector<embedded_run> embedded_;  // of the last step, if it embedded
+    lora_scales lora_;
     std::thread::id engine_thread_;
 };
 

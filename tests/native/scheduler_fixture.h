@@ -32,12 +32,13 @@ inline ids make_prompt(token_id first, int n) {
     return prompt;
 }
 
-// What the fake model generates after `prompt`.
-inline ids continuation(ids prompt, int n) {
+// What the fake model generates after `prompt` with these scales of its adapters.
+inline ids continuation(ids prompt, int n, const lora_scales& lora = {}) {
+    for (auto& id : prompt) id = cached(id, lora);
     ids generated;
     for (int i = 0; i < n; ++i) {
         generated.push_back(hash_of(prompt));
-        prompt.push_back(generated.back());
+        prompt.push_back(cached(generated.back(), lora));
     }
     return generated;
 }

@@ -472,3 +472,31 @@ TEST_CASE("scheduler: closing ends embeddings that wait and that run") {
     CHECK(queued.code() == errc::closed);
     running.next_prompt();  // its embedding, if the step was done before
 }
+
+TEST_CASE("scheduler: prompts of adjacent slots are embedded in one step as far as it holds them") {
+    for (const bool mixes : {false, true}) {
+        CAPTURE(mixes);
+        test_engine engine({.n_slots = 4, .n_chunk = 8, .can_mix_embeddings = mixes});
+        // A step that is held lets the others arrive together.
+        engine.model->allow(0);
+        consumer blocker(engine.submit(make_prompt(9, 8), 1, embeds));
+        REQUIRE(engine.model->wait_held());
+        std::vector<ids> texts;
+        std::vector<consumer> takers;
+        for (const int n : {3, 3, 2, 3, 8, 1}) {
+            texts.push_back(make_prompt(static_cast<token_id>(texts.size()) + 1, n));
+            takers.emplace_back(engine.submit(texts.back(), 1, embeds));
+        }
+        engine.model->allow_all();
+        embedding_from(blocker);
+        for (std::size_t i = 0; i < texts.size(); ++i) {
+            const auto n = static_cast<int>(texts[i].size());
+            CHECK(embedding_from(takers[i]).embedding == embedding_of(texts[i], n));
+        }
+        std::vector<std::size_t> sizes;
+        for (const auto& batch : engine.model->decodes()) sizes.push_back(batch.size());
+        CHECK(sizes.front() == 8);
+        CHECK(sizes[1] == (mixes ? 8u : 6u));  // 3 + 3 + 2, or 3 + 3
+        CHECK(sizes.size() < 1 + texts.size());
+    }
+}

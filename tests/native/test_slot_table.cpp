@@ -705,3 +705,91 @@ TEST_CASE("slot_cache: a shift closes several gaps at once") {
     }
     CHECK(engine.sched->n_exact_of(0) == engine.sched->tokens_of(0).size());
 }
+
+// ---- LoRA scales
+
+namespace {
+
+std::function<void(request&)> with_lora(lora_scales scales) {
+    return [scales = std::move(scales)](request& r) { r.lora = scales; };
+}
+
+}  // namespace
+
+TEST_CASE("slots: with different LoRA scales take turns, and none is left out") {
+    constexpr int n_tokens = 40;
+    test_engine engine({.n_slots = 3});
+    engine.model->allow(0);
+    const std::vector<lora_scales> scales = {{1.0f}, {0.5f}, {1.0f}};
+    std::vector<consumer> takers;
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+        const auto prompt = make_prompt(static_cast<token_id>(i) + 1, 4);
+        takers.emplace_back(engine.submit(prompt, n_tokens, [&](request& r) {
+            r.lora = scales[i];
+            r.run_ahead = n_tokens;
+        }));
+    }
+    engine.model->allow_all();
+    for (std::size_t i = 0; i < scales.size(); ++i) {
+        const auto prompt = make_prompt(static_cast<token_id>(i) + 1, 4);
+        CHECK(takers[i].rest() == continuation(prompt, n_tokens, scales[i]));
+    }
+    // The steps of the second slot are spread over those of the others.
+    int n_between = 0, n_most = 0, n_shared = 0, n_second = 0;
+    for (const auto& batch : engine.model->decodes()) {
+        const auto has = [&](slot_id id) {
+            return std::any_of(batch.begin(), batch.end(),
+                               [&](const step_token& token) { return token.slot == id; });
+        };
+        n_shared += has(1) && (has(0) || has(2));
+        n_second += has(1);
+        n_between = has(1) ? 0 : n_between + 1;
+        if (n_second < n_tokens) n_most = std::max(n_most, n_between);
+    }
+    CHECK(n_shared == 0);
+    CHECK(n_most <= 16);
+}
+
+TEST_CASE("slots: what was computed with other LoRA scales is not reused") {
+    test_engine engine({.n_slots = 1, .n_chunk = 64});
+    const auto prompt = make_prompt(1, 40);
+    const std::vector<std::pair<float, int>> n_cached = {
+        {1.0f, 0}, {0.5f, 0}, {0.5f, 39}, {0.0f, 0}, {1.0f, 0}};
+    for (const auto& [scale, n] : n_cached) {
+        consumer taker(engine.submit(prompt, 4, with_lora({scale})));
+        CHECK(taker.rest() == continuation(prompt, 4, {scale}));
+        CHECK(taker.usage().cached_tokens == n);
+    }
+}
+
+TEST_CASE("slots: a prompt is copied from another slot only with equal LoRA scales") {
+    for (const float scale : {1.0f, 0.5f}) {
+        CAPTURE(scale);
+        test_engine engine({.n_slots = 2, .n_chunk = 8});
+        const auto prompt = make_prompt(1, 64);
+        engine.model->allow(0);
+        consumer first(engine.submit(prompt, 3, with_lora({1.0f})));
+        consumer second(engine.submit(prompt, 3, with_lora({scale})));
+        engine.model->allow_all();
+        CHECK(first.rest() == continuation(prompt, 3, {1.0f}));
+        CHECK(second.rest() == continuation(prompt, 3, {scale}));
+        CHECK(engine.model->copies().size() == (scale == 1.0f ? 1u : 0u));
+    }
+}
+
+TEST_CASE("slots: a restored slot has the LoRA scales that it was saved with") {
+    test_engine engine({.n_slots = 1, .n_chunk = 64});
+    const auto prompt = make_prompt(1, 40);
+    consumer(engine.submit(prompt, 1, with_lora({0.5f}))).rest();
+    std::vector<std::byte> blob;
+    lora_scales saved;
+    engine.sched->run_on_slot(0, [&](slot_cache& cache) {
+        blob.resize(cache.save({}));
+        blob.resize(cache.save(blob));
+        saved = cache.lora();
+        cache.clear();
+        cache.restore(blob, all_exact, saved);
+    });
+    CHECK(saved == lora_scales{0.5f});
+    CHECK(engine.sched->lora_of(0) == saved);
+}

@@ -15,11 +15,12 @@ blob.
 import contextlib
 import hashlib
 import json
+import math
 import os
 import stat
 import struct
 from collections.abc import Generator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Final, cast
 
 from kqview.errors import StateFormatError, StateMismatch
@@ -58,9 +59,12 @@ class SlotMarks:
     Attributes:
         n_exact: Number of leading tokens whose cache equals that of a fresh evaluation; the rest
             is approximate. None if unknown.
+        lora: Scale of each LoRA adapter of the engine with which the cache was computed. None: as
+            the engine was opened.
     """
 
     n_exact: int | None = None
+    lora: tuple[float, ...] | None = None
 
 
 NO_MARKS: Final = SlotMarks()
@@ -68,7 +72,9 @@ NO_MARKS: Final = SlotMarks()
 
 def make_trailer(blob: bytes, facts: StateFacts, marks: SlotMarks = NO_MARKS) -> bytes:
     """The trailer for *blob*."""
-    known = {name: value for name, value in asdict(marks).items() if value is not None}
+    known: dict[str, object] = {} if marks.n_exact is None else {"n_exact": marks.n_exact}
+    if marks.lora:
+        known["lora"] = " ".join(map(repr, marks.lora))
     content = {"version": 2, "model": facts.model, "kv_type": facts.kv_type, **known}
     content["sha256"] = _checksum(blob, content)
     text = _to_json(content)
@@ -175,7 +181,19 @@ def _marks(content: Mapping[str, Any]) -> SlotMarks:
         raise StateFormatError(
             f"n_exact in the trailer is {n_exact!r}, but must be a whole number from 0"
         )
-    return SlotMarks(n_exact=n_exact)
+    return SlotMarks(n_exact, _scales(content.get("lora")))
+
+
+def _scales(text: object) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        scales = tuple(map(float, str(text).split()))
+    except ValueError:
+        scales = ()
+    if not scales or not all(map(math.isfinite, scales)):
+        raise StateFormatError(f"lora in the trailer is {text!r}, but must be scales")
+    return scales
 
 
 def _checksum(blob: bytes, signed: Mapping[str, Any]) -> str:
