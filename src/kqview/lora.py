@@ -70,9 +70,8 @@ class EngineLora:
         return tuple(scales)
 
     def _ids_of(self, name: str, key: object) -> list[int]:
-        if isinstance(key, str | os.PathLike):
-            wanted = os.fsdecode(cast("str | os.PathLike[str]", key))
-            found = [i for i, path in enumerate(self._paths) if wanted in _names_of(path)]
+        if isinstance(key, str):
+            found = [i for i, path in enumerate(self._paths) if key in _names_of(path)]
         else:
             found = [i for i in range(len(self._paths)) if i == to_index(key)]
         if found:

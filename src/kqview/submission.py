@@ -133,7 +133,7 @@ class Submission:
             raise invalid("request_id", "a str or None", shown(request_id))
         options = _core.RequestOptions()
         options.prompt = ids
-        options.lora = self._lora.scales_of("lora", lora)
+        options.lora = list(self._lora.scales_of("lora", lora))
         options.run_ahead = self._run_ahead
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:

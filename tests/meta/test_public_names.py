@@ -53,6 +53,7 @@ GENERATE_DEFAULTS = {
     "context_shift": False,
     "n_keep": 0,
     "n_discard": None,
+    "lora": None,
     "add_special": True,
     "parse_special": True,
 }
@@ -83,7 +84,7 @@ MODEL_NAMES = {
 ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
-    *("chat", "apply_chat_template", "embed", "classify", "pooling"),
+    *("chat", "apply_chat_template", "embed", "classify", "pooling", "lora", "set_lora_scales"),
 }
 GENERATION_MEMBERS = {
     *(
