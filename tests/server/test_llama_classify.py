@@ -7,6 +7,7 @@ import socket
 from typing import TYPE_CHECKING, Any
 
 import gguf
+import msgspec
 import numpy as np
 import pytest
 
@@ -59,12 +60,35 @@ def ids_of(served: Served, text: str) -> list[int]:
     return served.engine.tokenize(text, add_special=True, parse_special=False)
 
 
-def refused(client: httpx.Client, body: Any, status: int, kind: str) -> str:
+def refused(client: httpx.Client, body: Any, status: int, kind: str) -> dict[str, Any]:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     reply = client.post("/classify", content=content)
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["type"]) == (status, status, kind)
-    return error["message"]
+    return error
+
+
+# The reply that seed 003 shows.
+SEED = """
+{"model": "model-name", "object": "list", "usage": {"prompt_tokens": 42, "total_tokens": 42},
+ "predictions": [{"label": "POSITIVE", "score": 2.345}, {"label": "NEGATIVE", "score": -1.678}]}
+"""
+
+
+def form_of(value: Any) -> Any:
+    """Keys in their order and types; a list has the forms of its items once."""
+    if isinstance(value, dict):
+        fields: dict[str, Any] = value
+        return [(key, form_of(item)) for key, item in fields.items()]
+    if isinstance(value, list):
+        forms = [form_of(item) for item in value]
+        return [form for i, form in enumerate(forms) if form not in forms[:i]]
+    return type(value)
+
+
+def test_reply_has_the_form_of_the_seed(client: httpx.Client):
+    reply = client.post("/classify", json={"inputs": TEXT}).json()
+    assert form_of(reply) == form_of(json.loads(SEED))
 
 
 @pytest.mark.parametrize("path", ["/classify", "/v1/classify"])
@@ -136,22 +160,26 @@ def test_body_without_texts_is_400(client: httpx.Client, body: Any):
 
 
 def test_empty_list_is_400(client: httpx.Client):
-    assert "inputs is empty" in refused(client, {"inputs": []}, 400, "invalid_request_error")
+    error = refused(client, {"inputs": []}, 400, "invalid_request_error")
+    assert "inputs is empty" in error["message"]
+    assert error["param"] == "inputs"
 
 
 def test_text_that_one_step_cannot_hold_is_400_and_named(client: httpx.Client):
-    message = refused(client, {"inputs": ["a", "a" * 300]}, 400, "exceed_context_size_error")
-    assert "inputs[1] has 302 tokens" in message
-    assert "256" in message
-    message = refused(client, {"inputs": "a" * 600}, 400, "exceed_context_size_error")
-    assert "inputs has 602 tokens" in message
+    kind = "exceed_context_size_error"
+    error = refused(client, {"inputs": ["a", "a" * 300]}, 400, kind)
+    assert "inputs[1] has 302 tokens" in error["message"]
+    assert (error["param"], error["n_prompt_tokens"], error["n_ctx"]) == ("inputs", 302, 256)
+    error = refused(client, {"inputs": "a" * 600}, 400, kind)
+    assert "inputs has 602 tokens" in error["message"]
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (602, 512)
 
 
 def test_text_without_any_token_is_400(serve: Serve, tmp_path: Path):
     with Engine(write(tmp_path / "bare.gguf", n_classes=2, labels=LABELS[:2])) as engine:
         with serve(engine=engine).client() as client:
-            message = refused(client, {"inputs": ["a", ""]}, 400, "invalid_request_error")
-            assert "inputs[1] has no tokens" in message
+            error = refused(client, {"inputs": ["a", ""]}, 400, "invalid_request_error")
+            assert "inputs[1] has no tokens" in error["message"]
 
 
 def test_labels_that_the_file_does_not_tell_apart_are_numbered(serve: Serve, tmp_path: Path):
@@ -181,7 +209,9 @@ def test_predictions_fall_and_nan_comes_last():
     raw = (1.0, float("nan"), 3.0, 1.0)
     names = ("a", "b", "c", "d")
     result = Classification("c", 1.0, dict.fromkeys(names, 0.25), raw)
-    assert [one.label for one in predictions_of(result)] == ["c", "a", "d", "b"]
+    found = predictions_of(result)
+    assert [one.label for one in found] == ["c", "a", "d", "b"]
+    assert msgspec.json.encode(found[-1]) == b'{"label":"b","score":null}'
 
 
 def test_client_that_leaves_ends_its_texts(classifier: Served):
