@@ -99,9 +99,15 @@ def _limit(body: schema.GenerateFields) -> int:
     return WHOLE_CONTEXT if n is None else max(n, 1)
 
 
-def _options(body: schema.GenerateFields) -> dict[str, Any]:
+def _options(body: schema.GenerateFields, settings: Settings) -> dict[str, Any]:
     """Fields of llama.cpp's server for `GenerateRequest`."""
-    return {"slot": slot_of(body), "n_reuse_min": first(body.n_cache_reuse, 0)}
+    return {
+        "slot": slot_of(body),
+        "context_shift": settings.context_shift,
+        "n_keep": first(body.n_keep, 0),
+        "n_discard": body.n_discard or None,
+        "n_reuse_min": first(body.n_cache_reuse, 0),
+    }
 
 
 # ---- chat completions
@@ -156,7 +162,7 @@ def chat_of(
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
         names={**names_of(body), **_NAMES},
-        options=_options(body),
+        options=_options(body, settings),
     )
 
 
@@ -265,7 +271,7 @@ def completion_plan(
         attention=attention_of(body.attention, settings),
         n_samples=n_samples,
         names={**names_of(body), **_NAMES},
-        **_options(body),
+        **_options(body, settings),
     )
     echoes: list[str] = []
     if body.echo:

@@ -20,6 +20,7 @@ from kqview.server.kept import Row, Rows
 _TAG: Final = "openai"
 # Templates may take seconds: their work is large enough for another thread.
 _LARGE: Final = 2**20
+_ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
 _VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
 
 
@@ -42,11 +43,13 @@ async def _completed(
     service = call.service
     engine, settings = service.engine, service.settings
     name = f"{prefix}-{uuid.uuid4().hex}"
-    plan = await service.converted(
-        _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
-        model=service.model_name,
-    )  # fmt: skip
-    run = await service.start(plan.request, call.caller, call.hold)
+    with call.hold.part() as ids:  # a prompt that fits is small
+        ids.take(_ID_BYTES * call.n_body_bytes)
+        plan = await service.converted(
+            _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
+            model=service.model_name,
+        )  # fmt: skip
+        run = await service.start(plan.request, call.caller, call.hold)
     wanted = plan.request.attention
     if plan.keeps and wanted is not None:
         layers = engine.model.attention_layers if wanted.layers is None else wanted.layers
