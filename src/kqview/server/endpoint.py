@@ -32,6 +32,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kqview._core import count_values
 from kqview.errors import InternalError, KqviewError, RequestError
+from kqview.server.attention import split_json
 from kqview.server.budget import Body, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.security import Access, Caller, Gate
@@ -539,11 +540,20 @@ def error_reply(answer: Answer, error_body: Callable[[Answer], Any]) -> HttpRepl
     return HttpReply(msgspec.json.encode(error_body(answer)), status=answer.status, headers=headers)
 
 
-def named_events(events: Iterable[Mapping[str, Any]]) -> list[bytes]:
-    """Pieces of events that are named by their ``type``, for a stream with `NAMED_HEAD`."""
-    encoded = (b"%s\ndata: %s" % (one["type"].encode(), msgspec.json.encode(one)) for one in events)
-    joined = (EVENT_TAIL + NAMED_HEAD).join(encoded)
-    return [joined] if joined else []
+def named_events(events: Sequence[Mapping[str, Any]], data: bytes | None = None) -> list[bytes]:
+    """Pieces of events that are named by their ``type``, for a stream with `NAMED_HEAD`.
+
+    *data* belongs at the `DATA_HERE` of the last one.
+    """
+    pieces: list[bytes] = []
+    for i, one in enumerate(events):
+        head = EVENT_TAIL + NAMED_HEAD if i else b""
+        pieces.append(b"%s%s\ndata: " % (head, one["type"].encode()))
+        if data is None or i < len(events) - 1:
+            pieces.append(msgspec.json.encode(one))
+        else:
+            pieces += split_json(one, data)
+    return pieces
 
 
 def json_in_slices(value: msgspec.Struct) -> bytes:

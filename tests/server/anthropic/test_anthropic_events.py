@@ -14,6 +14,7 @@ from kqview.server.endpoint import NAMED_HEAD
 from kqview.server.errors import Answer
 from kqview.types import Usage
 
+NO_ATTENTION: Any = SimpleNamespace(token=lambda run, step: (None, None))
 PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 
@@ -39,7 +40,7 @@ def read(frames: list[bytes]) -> list[tuple[str, dict[str, Any]]]:
 
 def test_stream_has_anthropics_events_in_anthropics_order() -> None:
     run = run_of("".join(PIECES))
-    stream = MessageEvents(MessageWriter("msg_1", "demo", Reading()))
+    stream = MessageEvents(MessageWriter("msg_1", "demo", Reading()), NO_ATTENTION)
     frames = [frame for text in PIECES for frame in [stream.token(run, step_of(text))]]
     events = [event for each in [*frames, stream.done(run)] for event in read(each)]
     assert [name for name, _ in events] == [data["type"] for _, data in events]
@@ -93,7 +94,7 @@ def test_answer_with_calls_ends_with_tool_use(reason: str, stop_reason: str) -> 
 
 
 def test_failure_is_an_error_event() -> None:
-    stream = MessageEvents(MessageWriter("msg_1", "demo", Reading()))
+    stream = MessageEvents(MessageWriter("msg_1", "demo", Reading()), NO_ATTENTION)
     ((name, data),) = read(stream.error(None, Answer(503, "BUSY", "full; try again later")))
     assert name == "error"
     assert data["error"] == {"type": "overloaded_error", "message": "full; try again later"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
+from kqview import Capture
 from kqview.server import Settings
 
 if TYPE_CHECKING:
@@ -98,3 +101,42 @@ def test_count_is_that_of_the_prompt_with_its_tools(demo: Served) -> None:
     ]
     assert counts[0] == len(demo.engine.apply_chat_template(CHAT))
     assert counts[1] > counts[0]
+
+
+# ---- attention
+
+
+def test_each_token_has_an_event_with_the_rows_of_the_engine(demo: Served) -> None:
+    wanted = {"values": "probs", "layers": [0, 2]}
+    sent = post(demo, **BODY, stream=True, attention=wanted).text.strip().split("\n\n")
+    rows = [json.loads(event.split("data: ")[1]) for event in sent]
+    found = [row["attention"] for row in rows if row["type"] == "attention"]
+    prompt = demo.engine.apply_chat_template(CHAT)
+    capture = Capture("probs", layers=[0, 2])
+    expected = demo.engine.generate(prompt, max_tokens=12, temperature=0, capture=capture)
+    for token, one in zip(expected, found, strict=True):
+        values = np.frombuffer(base64.b64decode(one["data"]), np.float32).reshape(one["shape"])
+        assert (one["n"], one["token_id"]) == (token.index, token.id)
+        np.testing.assert_allclose(values, token.attention, atol=1e-5)
+
+
+def test_message_has_the_attention_of_its_stream(demo: Served) -> None:
+    wanted = {"reduce": "mean", "prompt": True}
+    message = post(demo, **BODY, attention=wanted).json()
+    sent = post(demo, **BODY, stream=True, attention=wanted).text.strip().split("\n\n")
+    events = [json.loads(event.split("data: ")[1]) for event in sent]
+    for name, kind in (("attention", "attention"), ("prompt_attention", "prompt_attention")):
+        assert message[name] == [one["attention"] for one in events if one["type"] == kind]
+    assert events[0]["type"] == "message_start"
+    assert len(message["attention"]) == 12
+
+
+def test_kept_rows_are_found_by_the_id_of_the_message(demo: Served) -> None:
+    message = post(demo, **BODY, attention={"reduce": "mean_heads", "delivery": "id"}).json()
+    assert "attention" not in message
+    with demo.client() as client:
+        kept = client.get(f"/v1/attention/{message['id']}").json()
+        row = client.get(f"/v1/attention/{message['id']}/0")
+    shape = kept["choices"][0]["rows"][0]["shape"]
+    assert len(kept["choices"][0]["rows"]) == 12
+    assert np.frombuffer(row.content, np.float32).size == np.prod(shape)

@@ -17,6 +17,7 @@ from kqview.server.endpoint import NAMED_HEAD
 from kqview.server.errors import Answer
 from kqview.types import Usage
 
+NO_ATTENTION: Any = SimpleNamespace(token=lambda run, step: (None, None))
 PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 
@@ -52,7 +53,7 @@ def read(frames: list[bytes]) -> list[dict[str, Any]]:
 
 def test_stream_has_reasoning_then_text_in_numbered_events() -> None:
     run = run_of("".join(PIECES))
-    stream = ResponseEvents(writer_of())
+    stream = ResponseEvents(writer_of(), NO_ATTENTION)
     frames = [stream.token(run, step_of(text)) for text in PIECES]
     events = [event for each in [*frames, stream.done(run)] for event in read(each)]
     assert [event["sequence_number"] for event in events] == [*range(len(events))]
@@ -89,7 +90,7 @@ def test_logprobs_of_text_are_its_tokens_own() -> None:
 
 def test_response_that_is_cut_off_is_incomplete() -> None:
     run = run_of("It is", "length")
-    stream = ResponseEvents(writer_of(max_output_tokens=4))
+    stream = ResponseEvents(writer_of(max_output_tokens=4), NO_ATTENTION)
     *_, item, last = read(stream.done(run))
     assert last["type"] == "response.incomplete"
     assert last["response"]["incomplete_details"] == {"reason": "max_output_tokens"}
@@ -101,7 +102,7 @@ def test_response_that_is_cut_off_is_incomplete() -> None:
     [(400, "invalid_prompt"), (429, "rate_limit_exceeded"), (503, "server_error")],
 )
 def test_failure_ends_the_stream_with_its_reason(status: int, code: str) -> None:
-    stream = ResponseEvents(writer_of())
+    stream = ResponseEvents(writer_of(), NO_ATTENTION)
     created, _, failed = read(stream.error(None, Answer(status, "CODE", "what was wrong")))
     assert created["type"] == "response.created"
     assert failed["type"] == "response.failed"

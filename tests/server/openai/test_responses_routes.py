@@ -70,3 +70,23 @@ def test_paths_of_llama_cpps_server_lead_here_too(demo: Served) -> None:
     counted = post(demo, "/responses/input_tokens", input="Who is Anna?").json()
     used = post(demo, "/responses", **BODY).json()["usage"]
     assert counted == {"object": "response.input_tokens", "input_tokens": used["input_tokens"]}
+
+
+def test_each_token_has_an_event_with_its_row_and_the_whole_has_the_same(demo: Served) -> None:
+    wanted = {"values": "probs", "prompt": True}
+    sent = post(demo, **BODY, stream=True, attention=wanted).text.strip().split("\n\n")
+    events = [json.loads(event.split("data: ")[1]) for event in sent]
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    whole = post(demo, **BODY, attention=wanted).json()
+    for name in ("attention", "prompt_attention"):
+        found = [one["attention"] for one in events if one["type"] == f"response.{name}"]
+        assert found == whole[name]
+    assert [one["n"] for one in whole["attention"]] == [*range(12)]
+
+
+def test_kept_rows_are_found_by_the_id_of_the_response(demo: Served) -> None:
+    response = post(demo, **BODY, attention={"reduce": "mean", "delivery": "id"}).json()
+    assert "attention" not in response
+    with demo.client() as client:
+        kept = client.get(f"/v1/attention/{response['id']}").json()
+    assert len(kept["choices"][0]["rows"]) == 12

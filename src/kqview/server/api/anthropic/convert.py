@@ -6,9 +6,11 @@ from typing import Any, Final, Literal
 
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
+from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of
 from kqview.server.api.chat_work import ChatRequest
 from kqview.server.api.llama_fields import max_tokens_of, names_of, sampling_of, slot_of
 from kqview.server.errors import Answer
+from kqview.server.settings import Settings
 from kqview.types import Sampling
 
 Object = dict[str, Any]
@@ -168,7 +170,11 @@ def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
 
 
 def request_of(
-    body: schema.MessagesBody, *, request_id: str, tokenize: Callable[[str], Sequence[int]]
+    body: schema.MessagesBody,
+    *,
+    request_id: str,
+    tokenize: Callable[[str], Sequence[int]],
+    settings: Settings,
 ) -> ChatRequest:
     """What *body* asks for.
 
@@ -176,6 +182,7 @@ def request_of(
         body: The request.
         request_id: Its name.
         tokenize: As in `sampling_of`.
+        settings: For the server's defaults.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
@@ -185,6 +192,7 @@ def request_of(
         chat_of(body, request_id=request_id),
         sampling=sampling_of(body, tokenize=tokenize, stop=body.stop_sequences),
         max_tokens=max_tokens_of(body),
-        names={**names_of(body), "stop": "stop_sequences"},
+        attention=attention_of(body.attention, settings),
+        names={**names_of(body), **ATTENTION_NAMES, "stop": "stop_sequences"},
         options={} if slot is None else {"slot": slot},
     )

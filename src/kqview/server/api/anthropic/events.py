@@ -6,6 +6,7 @@ from typing import Any, Final
 from kqview.server.api.anthropic import schema
 from kqview.server.api.anthropic.blocks import Blocks
 from kqview.server.api.anthropic.convert import error_body
+from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.chat_work import Delta, Reading
 from kqview.server.endpoint import named_events
 from kqview.server.errors import Answer
@@ -90,19 +91,28 @@ class MessageWriter:
 
 
 class MessageEvents:
-    """The events of a message that is streamed."""
+    """The events of a message that is streamed; those of ``type`` "attention" are ours."""
 
-    def __init__(self, writer: MessageWriter) -> None:
+    def __init__(self, writer: MessageWriter, attention: AttentionWriter) -> None:
         self._writer = writer
+        self._attention = attention
         self._has_begun = False
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
-        """Nothing."""
-        return []
+        """Rows of the prompt."""
+        fields, data = self._attention.prompt(run, block)
+        events = self._begun(run)
+        if fields is not None:
+            events.append({"type": "prompt_attention", "attention": fields})
+        return named_events(events, data)
 
     def token(self, run: Run, step: Step) -> list[bytes]:
-        """What is clear with this token."""
-        return named_events(self._begun(run) + self._writer.feed(step.token))
+        """What is clear with this token, and its row."""
+        events = self._begun(run) + self._writer.feed(step.token)
+        fields, data = self._attention.token(run, step)
+        if fields is not None:
+            events.append({"type": "attention", "attention": fields})
+        return named_events(events, data)
 
     def done(self, run: Run) -> list[bytes]:
         """The end."""

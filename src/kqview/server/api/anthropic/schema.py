@@ -2,14 +2,14 @@
 
 Unknown fields are ignored, as are those that only Anthropic's own servers can act on:
 ``cache_control``, ``citations``, ``metadata``, ``service_tier``, ``container``,
-``thinking.budget_tokens``. ``attention`` is
-ours and means the same as in the OpenAI API.
+``thinking.budget_tokens``. ``attention`` is ours.
 """
 
 from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.server.api.attention_field import Attention
 from kqview.server.api.llama_fields import LlamaFields, Stops
 
 Object = dict[str, Any]
@@ -91,7 +91,7 @@ class MessagesBody(CountBody, kw_only=True):
     """A conversation to continue; llama.cpp's sampling fields work too."""
 
     stop_sequences: Stops | None = None
-    attention: Object | None = None
+    attention: Attention | bool | None = None
 
 
 # ---- replies
@@ -138,7 +138,8 @@ class Message(Struct, kw_only=True):
     stop_reason: str | None
     stop_sequence: str | None
     usage: Usage
-    attention: Any | UnsetType = UNSET
+    attention: list[Object] | UnsetType = UNSET
+    prompt_attention: list[Object] | UnsetType = UNSET
 
 
 class TokenCount(Struct):

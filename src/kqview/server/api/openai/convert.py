@@ -1,7 +1,7 @@
 """Bodies of OpenAI's API as neutral requests, and facts as its replies. Pure."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, cast
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.attention_protocol import layers_of
+from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of, keeps
 from kqview.server.api.chat_work import WHOLE_CONTEXT, ChatRequest, Reading, TokenCounts, prepare
 from kqview.server.api.llama_fields import (
     MOST_LOGPROBS,
@@ -24,17 +24,13 @@ from kqview.server.api.llama_fields import (
 )
 from kqview.server.api.openai import schema
 from kqview.server.api.tool_format import object_of
-from kqview.server.attention import DEFAULT_TOP_K, Aggregation, AttentionWanted
 from kqview.server.kept import Rows
 from kqview.server.service import GenerateRequest
-from kqview.server.settings import AttentionValues, Settings
+from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 
 Prompt = str | list[int]
 ToolChoice = Literal["auto", "none", "required"]
-
-DEFAULT_VALUES: Final[AttentionValues] = "probs"
-"""Values of rows if neither the request nor the settings say."""
 
 _MOST_SHOWN: Final = 80  # characters of a value that a message quotes
 _RANGE: Final = re.compile(r"bytes=(\d{0,18})-(\d{0,18})", re.ASCII)
@@ -48,7 +44,6 @@ class Plan:
         request: For the service.
         model: Name of the model in the reply.
         reading: How answers of a chat are read; None for completions.
-        layers: `layers_of` the attention.
         keeps: Whether attention is kept for ``GET /v1/attention/{id}/{n}`` instead of sent.
         is_prefill: Whether only the prompt is evaluated: the one token that comes is not shown.
         has_usage: Whether a stream ends with the usage.
@@ -59,7 +54,6 @@ class Plan:
     request: GenerateRequest
     model: str
     reading: Reading | None
-    layers: tuple[int, ...] | None
     keeps: bool
     is_prefill: bool
     has_usage: bool
@@ -74,19 +68,16 @@ class Plan:
 def _plan(
     body: schema.GenerateFields,
     request: GenerateRequest,
-    info: ModelInfo,
     *,
     model: str,
     reading: Reading | None = None,
     echoes: Sequence[str] = (),
 ) -> Plan:
-    wanted = request.attention
     return Plan(
         request=request,
         model=body.model or model,
         reading=reading,
-        layers=None if wanted is None else layers_of(wanted, info),
-        keeps=_keeps(body.attention),
+        keeps=keeps(body.attention),
         is_prefill=max_tokens_of(body) == 0,
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_timings=bool(body.timings_per_token),
@@ -130,7 +121,7 @@ def chat_plan(
     """
     chat = chat_of(body, request_id=request_id, tokenize=_plain(engine), settings=settings)
     work = prepare(engine, chat)
-    return _plan(body, work.request, engine.model, model=model, reading=work.reading)
+    return _plan(body, work.request, model=model, reading=work.reading)
 
 
 def chat_of(
@@ -276,7 +267,7 @@ def completion_plan(
     echoes: list[str] = []
     if body.echo:
         echoes = [one if isinstance(one, str) else engine.detokenize(one) for one in prompts]
-    return _plan(body, request, engine.model, model=model, echoes=echoes)
+    return _plan(body, request, model=model, echoes=echoes)
 
 
 def _text_logprobs(body: schema.CompletionBody) -> int | None:
@@ -319,71 +310,10 @@ def _are_ids(items: Sequence[object]) -> bool:
     return bool(items) and all(type(one) is int for one in items)
 
 
-# ---- attention
-
-_NAMES: Final[Mapping[str, str]] = {
-    "prompt": "prompt",
-    "capture": "attention",
-    "kind": "attention.values",
-    "layers": "attention.layers",
-    "heads": "attention.heads",
-}
+_NAMES: Final = {"prompt": "prompt", **ATTENTION_NAMES}
 
 
-def attention_of(
-    wanted: schema.Attention | bool | None, settings: Settings
-) -> AttentionWanted | None:
-    """What attention to capture, None for none.
-
-    Raises:
-        RequestError: Format, reduction and delivery do not go together.
-    """
-    if wanted is None or wanted is False:
-        return None
-    given = schema.Attention() if wanted is True else wanted
-    reduces_heads = given.reduce in ("mean_heads", "max_heads")
-    implied = None
-    if given.reduce is not None:
-        implied = "per_layer" if reduces_heads else "aggregated"
-    form = given.format or implied or settings.attention_format
-    if implied is not None and form != implied:
-        raise RequestError(
-            f"attention.reduce is {given.reduce!r}, which makes rows of the format {implied}, and "
-            f"attention.format is {form!r}; leave one of them out",
-            parameter="attention",
-        )
-    if given.delivery == "id" and given.prompt:
-        raise RequestError(
-            "rows of the prompt are only sent with the reply; leave attention.prompt or "
-            "attention.delivery out",
-            parameter="attention",
-        )
-    if given.delivery == "id" and settings.kept_attention_bytes == 0:
-        raise RequestError(
-            "attention.delivery is 'id', but this server keeps no rows, because its "
-            "kept_attention_bytes is 0; leave it out",
-            parameter="attention",
-        )
-    return AttentionWanted(
-        kind=first(given.values, settings.attention_values, DEFAULT_VALUES),
-        format=form,
-        reduce_heads=cast("Any", given.reduce) if reduces_heads else None,
-        aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
-        top_k=first(given.top_k, DEFAULT_TOP_K),
-        dtype=given.dtype or "float32",
-        layers=_tuple(given.layers),
-        heads=_tuple(given.heads),
-        layer_weights=_tuple(given.layer_weights),
-        prompt=bool(given.prompt),
-    )
-
-
-def _keeps(wanted: schema.Attention | bool | None) -> bool:
-    return isinstance(wanted, schema.Attention) and wanted.delivery == "id"
-
-
-def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+# ---- attention that is kept
 
 
 def kept_attention(name: str, rows: Rows) -> schema.KeptAttention:

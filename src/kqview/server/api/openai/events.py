@@ -12,10 +12,9 @@ from typing import Any, Final
 import msgspec
 
 from kqview import __version__
+from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.attention_protocol import (
     LOGPROB_BYTES,
-    attention_frame,
-    attention_object,
     event_pieces,
     logprobs_of,
     token_logprob,
@@ -26,13 +25,10 @@ from kqview.server.api.held_text import HeldText
 from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.tool_format import CallDelta
-from kqview.server.attention import Dense, shaped
 from kqview.server.budget import Hold
-from kqview.server.errors import Answer, TooLarge
-from kqview.server.kept import Kept, Row
+from kqview.server.errors import Answer
 from kqview.server.service import Run, Step, TokenLogprobs
 from kqview.types import PromptBlock
-from kqview.types.token import Attention
 
 Object = dict[str, Any]
 
@@ -41,7 +37,6 @@ HEAD: Final = b"data: "
 _NEXT: Final = b"\n\n" + HEAD
 _DONE: Final = b"[DONE]"
 FINGERPRINT: Final = f"kqview-{__version__}"
-_ENTRY_BYTES: Final = 64  # of an entry in a list, besides its text
 
 
 class Sample:
@@ -82,13 +77,12 @@ class Parts:
     """What is written of a token besides its text: logprobs and attention."""
 
     def __init__(
-        self, plan: Plan, bytes_of: Callable[[int], bytes], kept: Kept, owner: str
+        self, plan: Plan, bytes_of: Callable[[int], bytes], attention: AttentionWriter
     ) -> None:
-        """Write what *plan* asks for; rows that are not sent are kept in *kept* for *owner*."""
+        """Write what *plan* asks for."""
         self._plan = plan
         self._bytes_of = bytes_of
-        self._kept = kept
-        self._owner = owner
+        self.attention = attention
         self._n_text: dict[int, int] = {}  # characters before the next token, by choice
 
     def logprobs(self, step: Step) -> Object | None:
@@ -104,43 +98,6 @@ class Parts:
         found = logprobs_of([one], self._bytes_of)
         assert found is not None
         return {**msgspec.structs.asdict(found), "text_offset": [offset]}
-
-    def attention(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
-        """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""
-        rows = step.token.attention
-        if self._plan.request.attention is None or rows is None:
-            return None, None
-        if self._plan.keeps:
-            self._keep(run, step, rows)
-            return None, None
-        named = {"n": step.token.index, "token_id": step.token.id}
-        return self._object(run, named, rows)
-
-    def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
-        """The attention object of rows of the prompt."""
-        if block.rows is None:
-            return None, None
-        return self._object(run, {"start": block.start, "rows": block.n_rows}, block.rows)
-
-    def _object(
-        self, run: Run, named: Object, rows: Attention
-    ) -> tuple[Object | None, bytes | None]:
-        wanted = self._plan.request.attention
-        assert wanted is not None
-        fields, data = attention_object(shaped(wanted, rows), run.encoder, layers=self._plan.layers)
-        return {**named, **fields}, data
-
-    def _keep(self, run: Run, step: Step, rows: Attention) -> None:
-        wanted, token = self._plan.request.attention, step.token
-        assert wanted is not None
-        values = shaped(wanted, rows)
-        if isinstance(values, Dense):
-            _, data = attention_frame(values, run.encoder)
-            row = Row(token.id, token.text, values.values.shape, data)
-        else:
-            fields, _ = attention_object(values, run.encoder, layers=self._plan.layers)
-            row = Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
-        self._kept.add(self._owner, run.request_id, step.sample, token.index, row)
 
 
 # ---- streams
@@ -158,7 +115,7 @@ class Chunks:
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Rows of the prompt, in a chunk of their own."""
-        fields, data = self._parts.prompt(run, block)
+        fields, data = self._parts.attention.prompt(run, block)
         if fields is None:
             return []
         choice = self._choice(self._sample(0), {}, None)
@@ -178,7 +135,7 @@ class Chunks:
             sample.n_sent += len(text)
             texts = [{"text": text}] if text else []
         logprobs = self._parts.logprobs(step)
-        fields, data = self._parts.attention(run, step)
+        fields, data = self._parts.attention.token(run, step)
         if not texts and (logprobs is not None or fields is not None):
             texts = [{} if sample.reader is not None else {"text": ""}]
         new = [self._choice(sample, text, None) for text in texts]
@@ -304,13 +261,16 @@ class Whole:
         self._parts = parts
         self._created_s = created_s
         self._hold = hold
-        self._most_bytes = most_bytes
-        self.n_bytes = 0
-        self._lists: dict[tuple[int, str], list[bytes]] = {}
+        self._lists = Lists(hold, most_bytes)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the lists so far."""
+        return self._lists.n_bytes
 
     def prompt(self, run: Run, block: PromptBlock) -> None:
         """Add rows of the prompt."""
-        self._add(0, "prompt_attention", *self._parts.prompt(run, block))
+        self._lists.prompt(self._parts.attention, run, block)
 
     def token(self, run: Run, step: Step) -> None:
         """Add a token's row and logprobs."""
@@ -320,22 +280,8 @@ class Whole:
         if logprobs is not None:
             self._hold.take(LOGPROB_BYTES)
             for name, values in logprobs.items():
-                self._add(step.sample, f"logprobs.{name}", values[0], None)
-        self._add(step.sample, "attention", *self._parts.attention(run, step))
-
-    def _add(self, sample: int, name: str, value: Any, data: bytes | None) -> None:
-        if value is None and name in ("attention", "prompt_attention"):
-            return
-        entry = b"".join(event_pieces(value, data))
-        n_bytes = len(entry) + _ENTRY_BYTES
-        self._hold.take(n_bytes)
-        self.n_bytes += n_bytes
-        if self.n_bytes > self._most_bytes:
-            raise TooLarge(
-                f"the reply has more than {self._most_bytes} bytes, the limit of max_reply_bytes; "
-                "stream it, or ask for less attention"
-            )
-        self._lists.setdefault((sample, name), []).append(entry)
+                self._lists.add(step.sample, f"logprobs.{name}", values[0])
+        self._lists.token(self._parts.attention, run, step)
 
     def body(self, run: Run) -> bytes:
         """The reply."""
@@ -368,22 +314,18 @@ class Whole:
             if plan.is_prefill
             else finish_reason(generation.finish_reason, has_calls=has_calls)
         )
-        for name in ("attention", "prompt_attention"):
-            if (i, name) in self._lists:
-                choice[name] = _raw_list(self._lists[i, name])
+        for name, elements in self._lists.of(i).items():
+            if name in ("attention", "prompt_attention"):
+                choice[name] = elements
         return choice
 
     def _logprobs(self, i: int) -> Mapping[str, Any] | None:
         found = {
-            name.removeprefix("logprobs."): _raw_list(entries)
-            for (sample, name), entries in self._lists.items()
-            if sample == i and name.startswith("logprobs.")
+            name.removeprefix("logprobs."): elements
+            for name, elements in self._lists.of(i).items()
+            if name.startswith("logprobs.")
         }
         return found or None
-
-
-def _raw_list(entries: Sequence[bytes]) -> msgspec.Raw:
-    return msgspec.Raw(b"[" + b",".join(entries) + b"]")
 
 
 def _message(answer: ChatAnswer) -> Object:

@@ -4,19 +4,22 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
+
 from kqview.server.api import chat_work
+from kqview.server.api.attention_field import AttentionWriter, Lists, keeps
 from kqview.server.api.chat_work import ChatWork
 from kqview.server.api.llama_fields import error_body
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_convert import chat_of, request_of
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
-from kqview.server.endpoint import NAMED_HEAD, Call, Events, Operation
+from kqview.server.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation
 
 # Templates may take seconds: their work is large enough for another thread.
 _LARGE: Final = 2**20
 
 
-async def create(call: Call, body: schema.ResponsesBody) -> schema.Response | Events:
+async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     """``POST /v1/responses``."""
     service = call.service
     engine = service.engine
@@ -26,20 +29,28 @@ async def create(call: Call, body: schema.ResponsesBody) -> schema.Response | Ev
         return engine.tokenize(text, add_special=False, parse_special=False)
 
     def prepared() -> ChatWork:
-        request = request_of(body, request_id=id_, tokenize=tokenize)
+        request = request_of(body, request_id=id_, tokenize=tokenize, settings=service.settings)
         return chat_work.prepare(engine, request)
 
     work = await service.converted(_LARGE, call.hold, prepared)
     asked = Asked(id_, body, body.model or service.model_name, work.reading, engine.token_bytes)
     writer = ResponseWriter(asked)
     run = await service.start(work.request, call.caller, call.hold)
+    attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
     if body.stream:
-        return Events(run, ResponseEvents(writer), head=NAMED_HEAD)
+        return Events(run, ResponseEvents(writer, attention), head=NAMED_HEAD)
+    lists = Lists(call.hold, service.settings.max_reply_bytes)
     async with run:
+        async for block in run.prompt_blocks():
+            await service.offload(_LARGE, lists.prompt, attention, run, block)
+            del block  # the pool wants its memory back
         async for step in run:
             writer.feed(run, step.token)
+            await service.offload(step.n_bytes, lists.token, attention, run, step)
+            del step
     writer.finish(run)
-    return writer.response(run)
+    response = msgspec.structs.replace(writer.response(run), **lists.of(0))
+    return HttpReply(await service.offload(lists.n_bytes, msgspec.json.encode, response))
 
 
 async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens:

@@ -5,9 +5,11 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from kqview.errors import RequestError
+from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of
 from kqview.server.api.chat_work import ChatRequest
 from kqview.server.api.llama_fields import max_tokens_of, names_of, sampling_of, slot_of
 from kqview.server.api.openai import responses_schema as schema
+from kqview.server.settings import Settings
 from kqview.types import Sampling
 
 Object = dict[str, Any]
@@ -200,7 +202,11 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
 
 
 def request_of(
-    body: schema.ResponsesBody, *, request_id: str, tokenize: Callable[[str], Sequence[int]]
+    body: schema.ResponsesBody,
+    *,
+    request_id: str,
+    tokenize: Callable[[str], Sequence[int]],
+    settings: Settings,
 ) -> ChatRequest:
     """What *body* asks for.
 
@@ -208,6 +214,7 @@ def request_of(
         body: The request.
         request_id: Its name.
         tokenize: As in `sampling_of`.
+        settings: For the server's defaults.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
@@ -217,7 +224,7 @@ def request_of(
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
-    names = {**names_of(body), "top_logprobs": "top_logprobs"}
+    names = {**names_of(body), **ATTENTION_NAMES, "top_logprobs": "top_logprobs"}
     n_most = max_tokens_of(body)
     if body.max_output_tokens is not None:
         n_most, names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
@@ -225,6 +232,7 @@ def request_of(
         chat_of(body, request_id=request_id),
         sampling=sampling_of(body, tokenize=tokenize, top_logprobs=n_top),
         max_tokens=n_most,
+        attention=attention_of(body.attention, settings),
         names=names,
         options={} if slot is None else {"slot": slot},
     )

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.attention_protocol import LOGPROB_BYTES
 from kqview.server.api.chat_work import Delta, Reading
 from kqview.server.api.openai import responses_schema as schema
@@ -74,6 +75,10 @@ class ResponseWriter:
         response = self._response(self._status(run), run)
         event = {"type": f"response.{response.status}", "response": response}
         return self._numbered([*events, event])
+
+    def row(self, kind: str, fields: Object) -> list[Object]:
+        """The event of an attention object, which is ours."""
+        return self._numbered([{"type": f"response.{kind}", "attention": fields}])
 
     def fail(self, answer: Answer) -> list[Object]:
         """The event of what went wrong; nothing follows it."""
@@ -154,17 +159,26 @@ class ResponseWriter:
 class ResponseEvents:
     """The events of a response that is streamed."""
 
-    def __init__(self, writer: ResponseWriter) -> None:
+    def __init__(self, writer: ResponseWriter, attention: AttentionWriter) -> None:
         self._writer = writer
+        self._attention = attention
         self._has_begun = False
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
-        """Nothing."""
-        return []
+        """Rows of the prompt."""
+        events = self._begun()
+        fields, data = self._attention.prompt(run, block)
+        if fields is not None:
+            events += self._writer.row("prompt_attention", fields)
+        return named_events(events, data)
 
     def token(self, run: Run, step: Step) -> list[bytes]:
-        """What is clear with this token."""
-        return named_events(self._begun() + self._writer.feed(run, step.token))
+        """What is clear with this token, and its row."""
+        events = self._begun() + self._writer.feed(run, step.token)
+        fields, data = self._attention.token(run, step)
+        if fields is not None:
+            events += self._writer.row("attention", fields)
+        return named_events(events, data)
 
     def done(self, run: Run) -> list[bytes]:
         """The end."""

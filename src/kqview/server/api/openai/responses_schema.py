@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.server.api.attention_field import Attention
 from kqview.server.api.llama_fields import LlamaFields
 
 Object = dict[str, Any]
@@ -102,7 +103,7 @@ class ResponsesBody(InputBody, kw_only=True):
     metadata: dict[str, str] | None = None
     store: bool | None = None
     background: bool | None = None
-    attention: Object | None = None
+    attention: Attention | bool | None = None
 
 
 # ---- replies
@@ -158,7 +159,8 @@ class Response(Struct, kw_only=True):
     top_p: float | None
     truncation: Literal["disabled"] = "disabled"
     usage: Usage | None = None
-    attention: Any | UnsetType = UNSET
+    attention: list[Object] | UnsetType = UNSET
+    prompt_attention: list[Object] | UnsetType = UNSET
 
 
 class InputTokens(Struct, kw_only=True):

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from kqview.errors import RequestError
+from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.llama_fields import error_body
 from kqview.server.api.openai import convert, events, schema
 from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation
@@ -50,11 +51,8 @@ async def _completed(
             model=service.model_name,
         )  # fmt: skip
         run = await service.start(plan.request, call.caller, call.hold)
-    wanted = plan.request.attention
-    if plan.keeps and wanted is not None:
-        layers = engine.model.attention_layers if wanted.layers is None else wanted.layers
-        service.kept.open(call.caller.owner, name, wanted, layers, n_choices=len(run.generations))
-    parts = events.Parts(plan, engine.token_bytes, service.kept, call.caller.owner)
+    attention = AttentionWriter(run, engine.model, service.kept if plan.keeps else None)
+    parts = events.Parts(plan, engine.token_bytes, attention)
     created_s = int(time.time())
     if body.stream:
         return Events(run, events.Chunks(plan, parts, created_s), events.HEAD)

@@ -8,36 +8,14 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.attention_protocol import Indices, TokenLogprob, Weights
+from kqview.server.api.attention_field import Attention
+from kqview.server.api.attention_protocol import TokenLogprob
 from kqview.server.api.llama_fields import LlamaFields, Timings
-from kqview.server.settings import AttentionValues
 
 Object = dict[str, Any]
 Objects = Annotated[list[Object], msgspec.Meta(max_length=65_536)]
 
-# ---- attention
-
-
-class Attention(Struct, kw_only=True):
-    """What attention to send with each token; `kqview.server.attention` describes the formats.
-
-    ``delivery`` "inline" puts it into the reply, "id" keeps it for ``GET /v1/attention/{id}/{n}``,
-    where id is the reply's own. ``reduce`` is "mean_heads" or "max_heads" for rows of each layer;
-    its other values make one row of all layers, which is the format "aggregated".
-    """
-
-    values: AttentionValues | None = None
-    format: Literal["per_layer", "aggregated", "sparse", "viz"] | None = None
-    reduce: (
-        Literal["mean_heads", "max_heads", "mean", "max", "last_layer", "weighted_layers"] | None
-    ) = None
-    layers: Indices | None = None
-    heads: Indices | None = None
-    layer_weights: Weights | None = None
-    top_k: int | None = None
-    dtype: Literal["float32", "float16"] | None = None
-    prompt: bool | None = None
-    delivery: Literal["inline", "id"] | None = None
+# ---- attention that is kept
 
 
 class KeptRow(Struct, kw_only=True):
