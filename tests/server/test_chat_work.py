@@ -186,6 +186,16 @@ def test_grammar_allows_what_is_wanted(wanted: Wanted, good: list[str], bad: lis
     assert [accepts(text, one) for one in bad] == [False] * len(bad)
 
 
+def test_grammar_of_harmony_has_its_channels():
+    final = "<|channel|>final<|message|>[1]"
+    thoughts = "<|channel|>analysis<|message|>a < b<|end|><|start|>assistant"
+    call = "<|channel|>commentary to=functions.stop <|constrain|>json<|message|>{}"
+    answer = grammar(Wanted(schema={"const": [1]}), "harmony", literal)
+    assert [accepts(answer, one) for one in (final, thoughts + final, call)] == [True, True, False]
+    calls = grammar(Wanted(calls=TOOLS, needs_call=True), "harmony", literal)
+    assert [accepts(calls, one) for one in (call, thoughts + call, final)] == [True, True, False]
+
+
 def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
     template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
     work = prepare(engine, chat(schema={"const": [1]}, chat_template=template))
@@ -221,6 +231,37 @@ def test_template_without_tools_gets_them_as_text(engine: Engine):
     assert '"name": "look_up", "description": "Finds a word."' in text
     assert '<tool_call>\n{"name": "look_up", "arguments": {"word": "a"}}\n</tool_call>' in text
     assert "<|im_start|>user\n<tool_response>\nfound\n</tool_response><|im_end|>" in text
+
+
+def test_tools_go_to_the_user_where_a_template_has_no_system_messages(engine: Engine):
+    results = [{"role": "tool", "tool_call_id": str(i), "content": f"r{i}"} for i in range(2)]
+    call = {"id": "1", "function": {"name": "stop", "arguments": "{}"}}
+    messages = [*HELLO, {"role": "assistant", "tool_calls": [call]}, *results]
+    request = chat(messages=messages, tools=TOOLS, chat_template=shapes.GEMMA)
+    text = engine.detokenize(prepare(engine, request).request.prompt)  # pyright: ignore[reportArgumentType]
+    assert (
+        text.index("You may call") < text.index("Who?") < text.index('<tool_call>\n{"name": "stop')
+    )
+    assert text.count("<start_of_turn>user") == 2
+    assert "r0\n</tool_response>\n<tool_response>\nr1" in text
+    kind = [{"role": "system", "content": "Be kind."}, *HELLO]
+    with pytest.raises(RequestError, match="no system role"):
+        prepare(engine, chat(messages=kind, tools=TOOLS, chat_template=shapes.GEMMA))
+
+
+def test_reasoning_of_earlier_answers_is_under_the_name_of_the_template(engine: Engine):
+    template = (
+        "{% for m in messages %}{{ m.thinking or '-' }}:{{ m.content }};{% endfor %}"
+        "{# <|channel|> <|message|> #}"
+    )
+    answers = [
+        {"role": "assistant", "content": "b", "reasoning_content": "a"},
+        {"role": "assistant", "content": "d", "reasoning_content": "c", "tool_calls": [
+            {"id": "1", "function": {"name": "stop", "arguments": "{}"}}]},
+    ]  # fmt: skip
+    request = chat(messages=[*answers, *HELLO], chat_template=template + "{# tools #}")
+    text = engine.detokenize(prepare(engine, request).request.prompt)  # pyright: ignore[reportArgumentType]
+    assert text == "a:b;c:;-:Who?;"
 
 
 def test_tools_are_not_shown_if_none_may_be_called(engine: Engine):

@@ -155,15 +155,22 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     begun = _continued(chat, messages)
     if begun is not None:
         messages = messages[:-1]
-    if not tool_format.knows_tools(source) and (tools or any(map(_is_of_tools, messages))):
-        messages, tools = tool_format.with_tools_as_text(messages, tools or ()), None
-    ids = engine.apply_chat_template(
-        messages,
-        tools=tools,
+    render = partial(
+        engine.apply_chat_template,
         add_generation_prompt=chat.adds_generation_prompt or begun is not None,
         chat_template=source,
         template_options=chat.template_options,
     )
+    if tool_format.knows_tools(source) or not (tools or any(map(_is_of_tools, messages))):
+        ids = render(messages, tools=tools)
+    else:
+        as_text = partial(tool_format.with_tools_as_text, messages, tools or ())
+        try:
+            ids = render(as_text())
+        except RequestError:
+            if not tools or messages[0].get("role") == "system":
+                raise
+            ids = render(as_text(role="user"))  # the template has no system messages
     if begun:
         ids += engine.tokenize(begun, add_special=False, parse_special=False)
     return ids, begun or ""
@@ -176,6 +183,13 @@ def _messages(messages: Sequence[Mapping[str, Any]], source: str) -> list[Any]:
         _check_is_text(i, message.get("content"))
         if message.get("role") == "developer" and "developer" not in source:
             message = {**message, "role": "system"}
+        thoughts = message.get("reasoning_content")
+        if thoughts and tool_format.is_harmony(source):
+            # The template of gpt-oss has another name for it, and takes no content beside it if
+            # there are calls.
+            message = {**message, "thinking": thoughts}
+            if message.get("tool_calls"):
+                message = {**message, "content": ""}
         fitted.append(message)
     return fitted
 

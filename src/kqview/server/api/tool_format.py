@@ -23,6 +23,7 @@ _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _MISTRAL: Final = "[TOOL_CALLS]"
 _PYTHON_TAG: Final = "<|python_tag|>"
+_RESULTS: Final = ("tool", "function")
 _CONSTRAIN: Final = "<|constrain|>"
 # The value of a call's arguments follows.
 _HEAD: Final = re.compile(
@@ -55,9 +56,25 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def with_tools_as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Any]:
-    """*messages* for a template that knows no tools: tools, calls and results are text."""
-    shown = [_as_text(message) for message in messages]
+def with_tools_as_text(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, role: str = "system"
+) -> list[dict[str, Any]]:
+    """*messages* for a template that knows no tools: tools, calls and results are text.
+
+    Args:
+        messages: Of the chat.
+        tools: To describe in a message of *role*: the first one, if it has that role.
+        role: "system", or "user" for a template without system messages.
+    """
+    shown: list[dict[str, Any]] = []
+    for message in messages:
+        made = _as_text(message)
+        is_result = message.get("role") in _RESULTS
+        if is_result and shown and shown[-1].get("role") == made["role"]:
+            # Some templates want the roles to take turns.
+            shown[-1] = {**shown[-1], "content": f"{shown[-1]['content']}\n{made['content']}"}
+        else:
+            shown.append(made)
     if not tools:
         return shown
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
@@ -68,14 +85,16 @@ def with_tools_as_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[To
         f'{_OPEN}\n{{"name": "NAME", "arguments": {{...}}}}\n{_CLOSE}'
     )
     first = shown[0] if shown else {}
-    if first.get("role") == "system" and isinstance(first.get("content"), str):
-        return [{**first, "content": f"{first['content']}\n\n{text}"}, *shown[1:]]
-    return [{"role": "system", "content": text}, *shown]
+    if first.get("role") != role:
+        return [{"role": role, "content": text}, *shown]
+    content = text_of(first.get("content"))
+    joined = f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
+    return [{**first, "content": joined}, *shown[1:]]
 
 
 def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
     role = message.get("role")
-    if role in ("tool", "function"):
+    if role in _RESULTS:
         content = f"<tool_response>\n{text_of(message.get('content'))}\n</tool_response>"
         return {"role": "user", "content": content}
     calls = objects_of(message.get("tool_calls"))
