@@ -217,7 +217,7 @@ def test_predictions_fall_and_nan_comes_last():
 def test_client_that_leaves_ends_its_texts(classifier: Served):
     engine = classifier.engine
     before = engine.stats()
-    body = json.dumps({"inputs": ["a" * 200] * 20_000}).encode()
+    body = json.dumps({"inputs": ["a" * 200] * 5_000}).encode()
     head = f"POST /classify HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
     port = int(classifier.url.rpartition(":")[2])
     with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -225,4 +225,4 @@ def test_client_that_leaves_ends_its_texts(classifier: Served):
         classifier.wait_until(lambda: engine.stats().n_finished > before.n_finished)
     classifier.wait_until(lambda: engine.stats().n_cancelled > before.n_cancelled)
     classifier.wait_idle()
-    assert engine.stats().since(before).n_requests < 20_000
+    assert engine.stats().since(before).n_requests < 5_000
