@@ -50,7 +50,7 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
             continue
         n_bytes = QUICK_BLOB_BYTES if settings.is_quick else BLOB_BYTES
         # The size of the blob decides, not --context.
-        n_tokens = _tokens_of(settings, n_bytes)
+        n_tokens = tokens_of(settings, n_bytes)
         with open_engine(replace(settings, n_context=n_tokens), flash_attn=flash_attn) as engine:
             ids = prompt_ids(n_tokens, engine.model.n_vocab)
             engine.generate(ids, max_tokens=1, ignore_eos=True).read()
@@ -58,7 +58,8 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
                 yield attempt(name, _measure, settings, line, engine, name)
 
 
-def _tokens_of(settings: Settings, n_bytes: int) -> int:
+def tokens_of(settings: Settings, n_bytes: int) -> int:
+    """Tokens whose slot has about *n_bytes*."""
     with open_engine(replace(settings, n_context=64), flash_attn=True) as engine:
         slot = engine.slots[0]
         sizes: list[int] = []
