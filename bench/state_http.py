@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 CASES = {"state-http-save": "save-state", "state-http-restore": "restore-state"}
 WEIGHTS = dict.fromkeys(CASES, 40.0)
-TARGET = 5.0
 _BINARY = "application/octet-stream"
 _ROOM = 2**22
 
@@ -164,11 +163,12 @@ def _measure(
         else:
             bare.receive(blob)
 
-    line.start(name, settings.n_pairs)
+    n_pairs = settings.pairs_for(None)
+    line.start(name, n_pairs)
     pairs = Pairs()
     ours()
     for baseline, candidate in alternate(
-        lambda: _ms(settings, alone), lambda: _ms(settings, ours), settings.n_pairs
+        lambda: _ms(settings, alone), lambda: _ms(settings, ours), n_pairs
     ):
         pairs.add(baseline, candidate)
         line.tick()
@@ -178,7 +178,7 @@ def _measure(
         baseline=f"a bare socket that {'sends' if is_save else 'receives'} as many bytes",
         work=f"a slot of {len(blob) / 1e6:.0f} MB",
         pairs=pairs,
-        target=settings.target(TARGET),
+        target=None,
         command=f"python bench/state_http.py --row {name} {settings.flags}",
     )
 

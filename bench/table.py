@@ -23,6 +23,7 @@ import reuse
 import server
 import slots
 import state
+import state_http
 from console import collect, show
 from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
 from settings import add_options, settings_of
@@ -47,6 +48,7 @@ BENCHMARKS = [
         hf,
         contexts,
         state,
+        state_http,
         reuse,
         server,
         counts,
