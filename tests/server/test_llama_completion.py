@@ -202,6 +202,24 @@ def test_sampler_that_is_left_out_is_off(client: httpx.Client):
     ]
 
 
+def test_operator_decides_what_a_request_leaves_open():
+    settings = Settings(sampling=("temperature=0", "seed=42", "top_k=5"), max_tokens=7)
+    with serving(settings) as served, served.client() as client:
+        reply = client.post("/completion", json={"prompt": PROMPT, "top_k": 9}).json()
+        chat = {"messages": [{"role": "user", "content": PROMPT}]}
+        texts = {
+            client.post("/v1/chat/completions", json=chat).json()["choices"][0]["message"][
+                "content"
+            ]
+            for _ in range(2)
+        }
+        greedy = served.engine.generate(PROMPT, max_tokens=7, temperature=0).read()
+    used = reply["generation_settings"]
+    assert (used["temperature"], used["seed"], used["top_k"]) == (0, 42, 9)
+    assert (reply["tokens_predicted"], reply["content"]) == (7, greedy)
+    assert len(texts) == 1
+
+
 def test_schema_and_grammar_hold(client: httpx.Client):
     pytest.importorskip("llguidance")
     schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],

@@ -14,6 +14,7 @@ FIELDS = [spec.name for spec in dataclasses.fields(Settings)]
 LISTS = (
     "aliases",
     "lora",
+    "sampling",
     "api_keys",
     "admin_keys",
     "cors_origins",
@@ -90,6 +91,10 @@ def test_list_of_anything_but_texts_is_refused(name: str, value: Any):
         ("attention_values", "weights"),
         ("attention_format", "sparse"),
         ("demo", 1),
+        ("sampling", ("temperature",)),
+        ("sampling", ("warmth=1",)),
+        ("sampling", ("stop=1",)),
+        ("sampling", ("top_k=many",)),
     ],
 )
 def test_value_out_of_range_is_refused(name: str, value: Any):
@@ -179,3 +184,10 @@ def test_environment_is_read_and_given_values_win():
 def test_environment_that_cannot_be_read_is_refused(name: str, text: str):
     with pytest.raises(RequestError, match=name.lower()):
         Settings.from_env({f"KQVIEW_{name}": text})
+
+
+def test_defaults_of_sampling_are_numbers_in_range():
+    settings = Settings(sampling=("temperature=0.6", "top_k=20", "seed=5"))
+    assert settings.sampling_defaults == {"temperature": 0.6, "top_k": 20, "seed": 5}
+    with pytest.raises(RequestError, match="top_p"):
+        Settings(sampling=("top_p=2",))

@@ -45,6 +45,8 @@ def of(line: str) -> tuple[str, str]:
         ),
         ("--ssl-key-file k --ssl-cert-file c", "--ssl-keyfile k --ssl-certfile c"),
         ("-ub 1024 -to 60", "--ubatch-size 1024 --idle-timeout-s 60"),
+        ("--temp 0.6 --top-k 20", "--sampling temperature=0.6 --sampling top_k=20"),
+        ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --max-tokens 64"),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
         ("--max-tokens 5 --allowed-hosts a", "--max-tokens 5 --allowed-hosts a"),
@@ -62,7 +64,7 @@ def test_flags_that_change_nothing_here_are_left_out_and_named():
 
 
 def test_unknown_flags_stay_for_the_command_to_refuse():
-    assert of("--temp 0.5 --mmproj a.gguf")[0] == "--temp 0.5 --mmproj a.gguf"
+    assert of("--top-nsigma 2 --mmproj a.gguf")[0] == "--top-nsigma 2 --mmproj a.gguf"
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path):

@@ -34,6 +34,19 @@ _LISTS: Final[Mapping[str, str]] = {
     "--lora": "--lora",
     "--lora-scaled": "--lora",
 }
+# How tokens are chosen if a request does not say.
+_SAMPLING: Final[Mapping[str, str]] = {
+    "--temp": "temperature", "--temperature": "temperature", "--top-k": "top_k",
+    "--top-p": "top_p", "--min-p": "min_p", "--typical": "typical_p", "--typical-p": "typical_p",
+    "--xtc-probability": "xtc_probability", "--xtc-threshold": "xtc_threshold",
+    "--repeat-last-n": "repeat_last_n", "--repeat-penalty": "repeat_penalty",
+    "--presence-penalty": "presence_penalty", "--frequency-penalty": "frequency_penalty",
+    "--dry-multiplier": "dry_multiplier", "--dry-base": "dry_base",
+    "--dry-allowed-length": "dry_allowed_length", "--dry-penalty-last-n": "dry_penalty_last_n",
+    "--mirostat": "mirostat", "--mirostat-lr": "mirostat_eta", "--mirostat-ent": "mirostat_tau",
+    "-s": "seed", "--seed": "seed",
+}  # fmt: skip
+_MOST_TOKENS: Final = ("-n", "--predict", "--n-predict")
 _LAYERS: Final = ("-ngl", "--gpu-layers", "--n-gpu-layers", "--ngl")
 _SLOTS: Final = ("-np", "--parallel")
 _CONTEXT: Final = ("-c", "--ctx-size")
@@ -103,6 +116,14 @@ def _written(name: str, value: str | None, n_slots: int | None) -> list[str]:
         return ["--ctx", str(n_ctx)] if n_ctx else []
     if name in _LAYERS:
         return ["--ngl", "-1" if value in ("auto", "all") else value]
+    if name in _SAMPLING:
+        return (
+            []
+            if name in ("-s", "--seed") and value == "-1"
+            else ["--sampling", f"{_SAMPLING[name]}={value}"]
+        )
+    if name in _MOST_TOKENS:
+        return ["--max-tokens", value] if _number(name, value) > 0 else []
     if name == "--api-key-file":
         return [word for key in _keys_in(value) for word in ("--api-key", key)]
     if name in _LISTS:
@@ -115,7 +136,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     rest = list(words)
     with_value = {
         *_RENAMED, *_LISTS, *_LAYERS, *_SLOTS, *_CONTEXT, *_V_TYPE, *_IGNORED_WITH_VALUE,
-        "--api-key-file",
+        *_SAMPLING, *_MOST_TOKENS, "--api-key-file",
     }  # fmt: skip
     while rest:
         name = rest.pop(0)

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Any, Final, Literal, Self, get_args, get_origin, get_type_hints
 
 from kqview.errors import RequestError
+from kqview.types.sampling import OPTIONS
 
 AttentionValues = Literal["logits", "scores", "probs"]
 DefaultFormat = Literal["per_layer", "aggregated"]
@@ -94,6 +95,11 @@ class Settings:
 
     context_shift: bool = _setting(
         False, "drop old tokens when a slot is full and go on, in llama-server's API"
+    )
+    sampling: tuple[str, ...] = _setting(
+        (),
+        "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
+        "not say: NAME=VALUE, such as temperature=0.6",
     )
     props: bool = _setting(False, "answer POST /props, which changes nothing")
 
@@ -197,6 +203,12 @@ class Settings:
             "key; set api_keys (--api-key), listen on 127.0.0.1, or say public (--public)"
         )
 
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """The values of ``sampling`` by name."""
+        pairs = (one.partition("=") for one in self.sampling)
+        return {name: _number(name, value) for name, _, value in pairs}
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **given: Any) -> Self:
         """Settings of the environment; *given* ones, where not None, win.
@@ -296,11 +308,30 @@ def _checked_proxy(text: str) -> str:
         ) from None
 
 
+def _checked_sampling(text: str) -> str:
+    """``NAME=VALUE`` of a numeric option of `Sampling`."""
+    name, _, value = text.partition("=")
+    option = OPTIONS.get(name)
+    if option is None or option.low is None:
+        numeric = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)
+        raise _wrong("sampling", text, f"write NAME=VALUE with one of {numeric}")
+    option.checked(_number(name, value))
+    return text
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return int(text) if text.lstrip("-").isdecimal() else float(text)
+    except ValueError:
+        raise _wrong("sampling", f"{name}={text}", "write a number after the =") from None
+
+
 _CHECKS: Final[Mapping[str, Callable[[str], str]]] = {
     "cors_origins": _checked_origin,
     "allowed_hosts": _checked_host,
     "trusted_proxies": _checked_proxy,
     "lora": str,
+    "sampling": _checked_sampling,
 }
 
 

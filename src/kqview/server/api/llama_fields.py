@@ -13,7 +13,7 @@ computes (``backend_sampling``, ``cache_prompt``) are ignored.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 from msgspec import Struct
@@ -21,6 +21,7 @@ from msgspec import Struct
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.errors import Answer, NotSupported, renamed
 from kqview.server.service import Run
+from kqview.server.settings import Settings
 from kqview.types import Sampling, Usage
 from kqview.types.sampling import OPTIONS
 
@@ -157,6 +158,19 @@ _SAMPLER_LETTERS: Final = MappingProxyType({"e": "penalties", "d": "dry", "k": "
 def first(*values: Any) -> Any:
     """The first value that is not None, None if all are."""
     return next((value for value in values if value is not None), None)
+
+
+_Body = TypeVar("_Body", bound=LlamaFields)
+
+
+def with_defaults(body: _Body, settings: Settings) -> _Body:
+    """*body*, with the operator's values in fields of sampling that it leaves open."""
+    missing = {
+        names[0]: value
+        for option, value in settings.sampling_defaults.items()
+        if (names := _FIELDS.get(option)) and all(getattr(body, name) is None for name in names)
+    }
+    return msgspec.structs.replace(body, **missing) if missing else body
 
 
 def sampling_of(
@@ -421,12 +435,22 @@ def error_body(answer: Answer) -> dict[str, Any]:
     return {
         "error": {
             "code": answer.status,
-            "message": answer.message,
+            "message": _message(answer),
             "type": error_type(answer),
             "param": answer.parameter,
             **_sizes(answer),
         }
     }
+
+
+def _message(answer: Answer) -> str:
+    """The message; clients know a prompt that is too long by these words of it."""
+    if answer.n_prompt_tokens is None or answer.n_ctx is None:
+        return answer.message
+    return (
+        f"the request ({answer.n_prompt_tokens} tokens) exceeds the available context size "
+        f"({answer.n_ctx} tokens): {answer.message}"
+    )
 
 
 def _sizes(answer: Answer) -> dict[str, int]:

@@ -12,6 +12,7 @@ from kqview.server.api.anthropic.convert import chat_of, error_body, request_of
 from kqview.server.api.anthropic.events import MessageEvents, MessageWriter
 from kqview.server.api.attention_field import AttentionWriter, Lists, keeps
 from kqview.server.api.chat_work import ChatWork
+from kqview.server.api.llama_fields import with_defaults
 from kqview.server.endpoint import NAMED_HEAD, Call, Events, HttpReply, Operation
 
 # Templates may take seconds: their work is large enough for another thread.
@@ -21,6 +22,7 @@ _LARGE: Final = 2**20
 async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:
     """``POST /v1/messages``."""
     service = call.service
+    body = with_defaults(body, service.settings)
     engine = service.engine
     id_ = f"msg_{uuid.uuid4().hex}"
 

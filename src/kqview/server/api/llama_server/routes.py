@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.server.api.chat_work import prompt_of
-from kqview.server.api.llama_fields import LlamaFields, error_body
+from kqview.server.api.llama_fields import LlamaFields, error_body, with_defaults
 from kqview.server.api.llama_server import about, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
@@ -103,6 +103,7 @@ async def _complete(
 ) -> HttpReply | Events:
     service = call.service
     engine, settings = service.engine, service.settings
+    body = with_defaults(body, settings)
     shown = [(ids, await service.detokenize(ids, client=call.hold.client)) for ids in prompts]
     plan = await service.converted(
         call.n_body_bytes, call.hold, convert.plan_of, body, shown,

@@ -9,7 +9,7 @@ import msgspec
 from kqview.server.api import chat_work
 from kqview.server.api.attention_field import AttentionWriter, Lists, keeps
 from kqview.server.api.chat_work import ChatWork
-from kqview.server.api.llama_fields import error_body
+from kqview.server.api.llama_fields import error_body, with_defaults
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_convert import chat_of, request_of
 from kqview.server.api.openai.responses_events import Asked, ResponseEvents, ResponseWriter
@@ -22,6 +22,7 @@ _LARGE: Final = 2**20
 async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     """``POST /v1/responses``."""
     service = call.service
+    body = with_defaults(body, service.settings)
     engine = service.engine
     id_ = f"resp_{uuid.uuid4().hex}"
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from kqview.errors import RequestError
 from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.llama_fields import error_body
+from kqview.server.api.llama_fields import error_body, with_defaults
 from kqview.server.api.openai import convert, events, schema
 from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation
 from kqview.server.errors import NotFound, NotSupported, renamed
@@ -44,6 +44,7 @@ async def _completed(
     service = call.service
     engine, settings = service.engine, service.settings
     name = f"{prefix}-{uuid.uuid4().hex}"
+    body = with_defaults(body, settings)
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
