@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import base64
 import json
+import shutil
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import numpy as np
 import pytest
 
 from kqview import Engine
+from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from tests.support import openai as api
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tests.server.conftest import Serve
     from tests.support.serving import Served
 
@@ -320,6 +325,31 @@ def test_key_is_asked_for_in_openais_form(serve: Serve):
     status, error = api.refused(served, CHAT_PATH, **api.CHAT)
     assert (status, error["type"]) == (401, "authentication_error")
     assert api.asked(served, CHAT_PATH, key="secret", **api.CHAT)["choices"]
+
+
+def test_stream_that_fails_ends_with_an_error_and_without_the_mark_of_the_end(
+    serve: Serve, tmp_path: Path
+):
+    shutil.copy(MODEL_PATH, tmp_path / "other.gguf")
+    served = serve(
+        Settings(demo=True, models_dir=str(tmp_path), admin_keys=("admin",), api_keys=("a",),
+                 context_shift=True)
+    )  # fmt: skip
+    body = {**api.TEXT, "stream": True, "ignore_eos": True, "max_tokens": 8192}
+    admin = {"authorization": "Bearer admin"}
+    lines: list[str] = []
+    with served.client(headers=admin) as client, served.client(headers=admin) as other:
+        with client.stream("POST", "/v1/completions", json=body) as reply:
+            received = reply.iter_lines()
+            lines.append(next(received))
+            switched = other.post("/api/v1/model/load", json={"model": "other.gguf"})
+            assert switched.status_code == 200, switched.text
+            with pytest.raises(httpx.RemoteProtocolError):
+                lines.extend(received)
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    error = events[-1]["error"]
+    assert (error["code"], error["type"]) == (503, "unavailable_error")
+    assert "the model was switched" in error["message"]
 
 
 # ---- models
