@@ -237,6 +237,17 @@ def slot_of(fields: LlamaFields) -> int | None:
     return None if fields.id_slot == -1 else fields.id_slot
 
 
+def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
+    """Further fields of a `GenerateRequest`: the slot, and what moves positions in its cache."""
+    return {
+        "slot": slot_of(fields),
+        "context_shift": settings.context_shift,
+        "n_keep": first(fields.n_keep, 0),
+        "n_discard": fields.n_discard or None,
+        "n_reuse_min": first(fields.n_cache_reuse, 0),
+    }
+
+
 def n_samples_of(fields: LlamaFields) -> int:
     """How many texts to generate from one prompt."""
     return first(fields.n_cmpl, fields.n, 1)

@@ -19,8 +19,8 @@ from kqview.server.api.llama_fields import (
     max_tokens_of,
     n_samples_of,
     names_of,
+    options_of,
     sampling_of,
-    slot_of,
 )
 from kqview.server.api.openai import schema
 from kqview.server.api.tool_format import object_of
@@ -90,17 +90,6 @@ def _limit(body: schema.GenerateFields) -> int:
     return WHOLE_CONTEXT if n is None else max(n, 1)
 
 
-def _options(body: schema.GenerateFields, settings: Settings) -> dict[str, Any]:
-    """Fields of llama.cpp's server for `GenerateRequest`."""
-    return {
-        "slot": slot_of(body),
-        "context_shift": settings.context_shift,
-        "n_keep": first(body.n_keep, 0),
-        "n_discard": body.n_discard or None,
-        "n_reuse_min": first(body.n_cache_reuse, 0),
-    }
-
-
 # ---- chat completions
 
 
@@ -153,7 +142,7 @@ def chat_of(
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
         names={**names_of(body), **_NAMES},
-        options=_options(body, settings),
+        options=options_of(body, settings),
     )
 
 
@@ -262,7 +251,7 @@ def completion_plan(
         attention=attention_of(body.attention, settings),
         n_samples=n_samples,
         names={**names_of(body), **_NAMES},
-        **_options(body, settings),
+        **options_of(body, settings),
     )
     echoes: list[str] = []
     if body.echo:

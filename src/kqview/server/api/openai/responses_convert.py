@@ -1,13 +1,15 @@
 """Requests of the Responses API as neutral chat requests. Pure."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
+from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of
 from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import max_tokens_of, names_of, sampling_of, slot_of
+from kqview.server.api.llama_fields import max_tokens_of, names_of, options_of, sampling_of
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.settings import Settings
 from kqview.types import Sampling
@@ -205,7 +207,7 @@ def request_of(
     body: schema.ResponsesBody,
     *,
     request_id: str,
-    tokenize: Callable[[str], Sequence[int]],
+    engine: Engine,
     settings: Settings,
 ) -> ChatRequest:
     """What *body* asks for.
@@ -213,13 +215,13 @@ def request_of(
     Args:
         body: The request.
         request_id: Its name.
-        tokenize: As in `sampling_of`.
+        engine: The engine that will answer.
         settings: For the server's defaults.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
-    n_top, slot = body.top_logprobs, slot_of(body)
+    n_top = body.top_logprobs
     if n_top is None and LOGPROBS in (body.include or ()):
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
@@ -228,13 +230,14 @@ def request_of(
     n_most = max_tokens_of(body)
     if body.max_output_tokens is not None:
         n_most, names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
+    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
     return replace(
         chat_of(body, request_id=request_id),
         sampling=sampling_of(body, tokenize=tokenize, top_logprobs=n_top),
         max_tokens=n_most,
         attention=attention_of(body.attention, settings),
         names=names,
-        options={} if slot is None else {"slot": slot},
+        options=options_of(body, settings),
     )
 
 
