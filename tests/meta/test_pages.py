@@ -31,7 +31,15 @@ def anchors(page: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", [name for name in PAGES if has_examples(PAGES[name])])
 def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
-    for module in ("typer", "starlette", "jinja2", "llguidance", "websockets"):
+    for module in (
+        "typer",
+        "starlette",
+        "jinja2",
+        "llguidance",
+        "websockets",
+        "openai",
+        "anthropic",
+    ):
         pytest.importorskip(module)
     if "```js\n" in PAGES[name].read_text(encoding="utf-8") and node() is None:
         pytest.skip("no node with a WebSocket")
