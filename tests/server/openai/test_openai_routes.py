@@ -293,6 +293,12 @@ def test_logprobs_of_a_completion_have_both_forms(demo: Served):
         (CHAT_PATH, {**api.CHAT, "tools": TOOLS, "tool_choice": "perhaps"}, 400,
          "invalid_request_error", "tool_choice"),
         (CHAT_PATH, {**api.CHAT, "grammar": "root"}, 400, "invalid_request_error", "grammar"),
+        (CHAT_PATH, {**api.CHAT, "response_format": {
+            "type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}},
+         400, "invalid_request_error", "response_format"),
+        (CHAT_PATH, {**api.CHAT, "tool_choice": "required", "tools": [
+            {"type": "function", "function": {"name": "f", "parameters": {"enum": []}}}]},
+         400, "invalid_request_error", "tools"),
         (CHAT_PATH, {**api.CHAT, "id_slot": 99}, 404, "not_found_error", "id_slot"),
         (CHAT_PATH, {"messages": [{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]}]},

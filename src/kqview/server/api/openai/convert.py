@@ -122,7 +122,9 @@ def chat_of(
 ) -> ChatRequest:
     """The neutral chat in *body*; *tokenize* as in `sampling_of`, raises as `chat_plan`."""
     tool_choice, tool_name = _tool_choice(body.tool_choice)
-    json_schema = first(_response_schema(body.response_format), body.json_schema)
+    wanted_format = _response_schema(body.response_format)
+    json_schema = first(wanted_format, body.json_schema)
+    schema_name = "json_schema" if wanted_format is None else "response_format"
     sampling = sampling_of(body, tokenize=tokenize, top_logprobs=_chat_logprobs(body))
     return ChatRequest(
         messages=body.messages,
@@ -141,7 +143,7 @@ def chat_of(
         continues=_continues(body.continue_final_message),
         n_samples=n_samples_of(body),
         attention=attention_of(body.attention, settings),
-        names={**names_of(body), **_NAMES},
+        names={**names_of(body), **_NAMES, "json_schema": schema_name},
         options=options_of(body, settings),
     )
 
