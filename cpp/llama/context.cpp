@@ -470,10 +470,8 @@ std::vector<float> context::embedding(slot_id slot, int i_token, int n_tokens) {
 
 namespace {
 
-// Names what this context has instead of a plain cache, whose bytes are known; empty for a plain
-// cache. A window's cache omits cells that no later token sees, so its columns would not be
-// positions; with several caches in sequence, llama.cpp may restore the first and fail at the
-// second.
+// Names what this context has instead of a plain cache, in which llama.cpp can move positions; empty
+// for a plain cache.
 std::string other_than_plain(const llama_memory_i* memory) {
     if (!memory) return "no KV cache";
     if (dynamic_cast<const llama_kv_cache*>(memory)) return "";
@@ -510,26 +508,12 @@ std::string rotation_obstacle(const llama_model& source, ggml_type type) {
                     : std::string("keys as ") + ggml_type_name(type) + ", which cannot be rotated";
 }
 
-llama_kv_cache& plain_cache(llama_context* handle) {
-    auto* const memory = llama_get_memory(handle);
-    const auto kind = other_than_plain(memory);
-    if (kind.empty()) return dynamic_cast<llama_kv_cache&>(*memory);
-    throw error(
-        errc::unsupported_model,
-        "this model keeps " + kind + ", which cannot be saved; send the token ids again instead");
-}
-
 }  // namespace
 
 bool context::is_causal() const { return handle_->get_cparams().causal_attn; }
 
-context::cache_facts context::cache() const {
-    if (!has_cache()) {
-        throw error(errc::unsupported_model,
-                    "this model keeps no KV cache to save; send the token ids again instead");
-    }
-    const auto& cache = plain_cache(handle_.get());
-    return {cache.get_n_stream(), cache.has_cell_ext()};
+std::vector<memory_part> context::parts() const {
+    return parts_of(has_cache() ? llama_get_memory(handle_.get()) : nullptr);
 }
 
 std::string context::shift_obstacle() const {
@@ -537,12 +521,12 @@ std::string context::shift_obstacle() const {
     auto* const memory = llama_get_memory(handle_.get());
     if (auto kind = other_than_plain(memory); !kind.empty()) return kind;
     if (!llama_memory_can_shift(memory)) return "positions that cannot be moved";
-    return rotation_obstacle(*model_->get(), plain_cache(handle_.get()).type_k());
+    return rotation_obstacle(*model_->get(), dynamic_cast<llama_kv_cache&>(*memory).type_k());
 }
 
 bool context::discard(slot_id slot, std::span<const token_range> gone) {
-    auto& cache = plain_cache(handle_.get());
     if (gone.empty() || !shift_obstacle().empty()) return false;
+    auto& cache = dynamic_cast<llama_kv_cache&>(*llama_get_memory(handle_.get()));
     for (const auto& range : gone) {
         const auto start = static_cast<llama_pos>(range.start);
         // A plain cache can remove any range.
@@ -569,37 +553,31 @@ void context::flush_shifts() {
     model_->rpc().check();
 }
 
-std::size_t context::state_bytes(slot_id slot) {
-    plain_cache(handle_.get());
-    return llama_state_seq_get_size(handle_.get(), slot);
+std::vector<std::size_t> context::part_bytes(slot_id slot) {
+    std::vector<std::size_t> sizes;
+    for (const auto& part : parts()) sizes.push_back(kqview::write_state(part, slot, {}));
+    return sizes;
 }
 
 void context::write_state(slot_id slot, std::span<std::byte> out) {
     const llama_activity guard("saving a slot");
-    const auto log_position = log_ring::instance().position();
-    const auto n_written = llama_state_seq_get_data(
-        handle_.get(), reinterpret_cast<std::uint8_t*>(out.data()), out.size(), slot);
+    llama_synchronize(handle_.get());
+    auto left = out;
+    for (const auto& part : parts()) left = left.subspan(kqview::write_state(part, slot, left));
     model_->rpc().check();
-    if (n_written == out.size()) return;
-    throw error(errc::internal, "saving a slot, llama.cpp wrote " + std::to_string(n_written) +
-                                    " bytes of " + std::to_string(out.size()) + ": " +
-                                    log_ring::instance().errors_since(log_position));
+    if (left.empty()) return;
+    throw error(errc::internal, "saving a slot, llama.cpp left " + std::to_string(left.size()) +
+                                    " bytes of " + std::to_string(out.size()));
 }
 
-bool context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
+void context::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
     const llama_activity guard("restoring a slot");
-    auto& cache = plain_cache(handle_.get());
-    const auto n_read = llama_state_seq_set_data(
-        handle_.get(), reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size(), slot);
-    model_->rpc().check();
-    if (n_read != bytes.size()) return false;
-    const auto& cells = cache.get_cells(slot);
-    for (int i = 0; i < n_tokens; ++i) {
-        const auto cell = static_cast<std::uint32_t>(i);
-        if (cells.is_empty(cell) || cells.pos_get(cell) != i || !cells.seq_has(cell, slot))
-            return false;
+    llama_synchronize(handle_.get());
+    for (const auto& part : parts()) {
+        bytes = kqview::read_state(part, slot, bytes, n_tokens);
     }
-    return cells.seq_pos_max(slot) == n_tokens - 1;
+    model_->rpc().check();
+    if (!bytes.empty()) throw error(errc::internal, "llama.cpp left bytes of a restored slot");
 }
 
 }  // namespace kqview

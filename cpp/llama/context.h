@@ -14,6 +14,7 @@
 #include "base/heartbeat.h"
 #include "base/ids.h"
 #include "llama/model.h"
+#include "llama/sequence_state.h"
 
 namespace kqview {
 
@@ -100,14 +101,6 @@ public:
     // them when they were computed.
     bool is_causal() const;
 
-    // Properties of the cache that saving needs. Raises unsupported_model if a sequence cannot be
-    // saved and restored whole: no cache, recurrent state, sliding windows, several caches.
-    struct cache_facts {
-        std::uint32_t n_stream;
-        bool has_cell_extra;  // cells hold more than a position
-    };
-    cache_facts cache() const;
-
     // Why positions of this context cannot be moved; empty if they can. Any thread.
     std::string shift_obstacle() const;
 
@@ -120,14 +113,16 @@ public:
     // apply them.
     void flush_shifts();
 
-    // A slot's cache in llama.cpp's own format, exactly state_bytes() long.
-    std::size_t state_bytes(slot_id slot);
+    // The parts of a slot's cache. Raises unsupported_model for one that cannot be saved whole.
+    std::vector<memory_part> parts() const;
+    // A slot's parts as bytes (sequence_state.h): their sizes; written one after the other.
+    std::vector<std::size_t> part_bytes(slot_id slot);
     void write_state(slot_id slot, std::span<std::byte> out);
 
-    // Replaces a slot's cache by `n_tokens` cells from validated bytes (state/ses1.h), which must
-    // live only for the call. Returns false if llama.cpp refused them, or did not put cells at
-    // their positions; the slot's state is then undefined.
-    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
+    // Replaces a slot's cache by `n_tokens` tokens from validated bytes (state/ses1.h), which must
+    // live only for the call. Raises internal if llama.cpp refused them; the slot's state is then
+    // undefined.
+    void read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
     // Drops every graph that llama.cpp keeps, and reserves memory for the worst case anew.
     void reserve();

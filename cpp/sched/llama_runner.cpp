@@ -3,6 +3,7 @@
 #include <ggml.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "base/error.h"
@@ -168,19 +169,22 @@ void llama_runner::publish_graphs() {
 
 // ---- a slot's cache as bytes
 
-kv_shape llama_runner::state_shape() const {
-    const auto facts = context_->cache();
-    return {facts.n_stream, facts.has_cell_extra, static_cast<std::uint32_t>(model_->n_vocab()),
-            static_cast<std::uint32_t>(context_->n_ctx())};
-}
-
-const kv_layout& llama_runner::layout_from(std::span<const std::byte> kv_data) {
-    if (!layout_) {
-        auto layout = learn_layout(kv_data, state_shape());
-        layout.shape.n_stream = static_cast<std::uint32_t>(n_slots());
-        layout_ = std::move(layout);
+const kv_layout& llama_runner::layout_from(slot_id slot, std::span<const std::byte> memory) {
+    if (layout_) return *layout_;
+    kv_layout known{static_cast<std::uint32_t>(model_->n_vocab()),
+                    static_cast<std::uint32_t>(context_->n_ctx()),
+                    {}};
+    for (const auto& part : context_->parts()) {
+        auto& one = known.parts.emplace_back();
+        one.is_recurrent = part.state != nullptr;
+        one.has_extra = part.has_extra();
     }
-    return *layout_;
+    std::vector<std::span<const std::byte>> parts;
+    for (const auto n_bytes : context_->part_bytes(slot)) {
+        parts.push_back(memory.first(n_bytes));
+        memory = memory.subspan(n_bytes);
+    }
+    return layout_.emplace(learn_layout(parts, std::move(known)));
 }
 
 // Learned from bytes that this context writes, so that the layers, which of them keep values, and
@@ -188,25 +192,24 @@ const kv_layout& llama_runner::layout_from(std::span<const std::byte> kv_data) {
 // once.
 const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
     if (layout_) return *layout_;
-    (void)state_shape();  // raises first for a model that cannot be saved
-    std::vector<std::byte> kv_data;
+    (void)context_->parts();  // raises first for a model that cannot be saved
     try {
         if (is_empty) {
             const step_token token{slot, 0, 0, true};
             decode({&token, 1}, {}, false);
         }
-        kv_data.resize(state_bytes(slot));
-        write_state(slot, kv_data);
+        std::vector<std::byte> memory(state_bytes(slot));
+        write_state(slot, memory);
+        layout_from(slot, memory);
     } catch (...) {
         if (is_empty) truncate(slot, 0);
         throw;
     }
     if (is_empty) truncate(slot, 0);
-    return layout_from(kv_data);
+    return *layout_;
 }
 
 bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
-    (void)state_shape();  // raises if cells could not be moved to their positions
     return unbroken("shifting a slot", [&] {
         const tap::scope scope(*tap_);
         return context_->discard(slot, gone);
@@ -214,11 +217,11 @@ bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
 }
 
 std::size_t llama_runner::state_bytes(slot_id slot) {
-    (void)state_shape();
     return unbroken("saving a slot", [&] {
         const tap::scope scope(*tap_);
         context_->flush_shifts();
-        return context_->state_bytes(slot);
+        const auto sizes = context_->part_bytes(slot);
+        return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
     });
 }
 
@@ -226,11 +229,11 @@ void llama_runner::write_state(slot_id slot, std::span<std::byte> out) {
     unbroken("saving a slot", [&] { context_->write_state(slot, out); });
 }
 
-bool llama_runner::read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) {
-    return unbroken("restoring a slot", [&] {
+void llama_runner::read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) {
+    unbroken("restoring a slot", [&] {
         const tap::scope scope(*tap_);
         context_->flush_shifts();
-        return context_->read_state(slot, bytes, n_tokens);
+        context_->read_state(slot, memory, n_tokens);
     });
 }
 

@@ -65,11 +65,11 @@ public:
     bool truncate(slot_id slot, int n_keep) override;
 
     bool discard(slot_id slot, std::span<const token_range> gone) override;
-    const kv_layout& layout_from(std::span<const std::byte> kv_data) override;
+    const kv_layout& layout_from(slot_id slot, std::span<const std::byte> memory) override;
     const kv_layout& layout_for(slot_id slot, bool is_empty) override;
     std::size_t state_bytes(slot_id slot) override;
     void write_state(slot_id slot, std::span<std::byte> out) override;
-    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override;
+    void read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) override;
 
     // As context::pooling(): how embeddings are made.
     const std::string& pooling() const { return context_->pooling(); }
@@ -91,7 +91,6 @@ private:
     auto unbroken(const char* activity, Call&& call);
     [[noreturn]] void break_down(const llama_abort& why, const char* activity);
     void publish_graphs();
-    kv_shape state_shape() const;
     row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
 
     std::shared_ptr<model> model_;

@@ -96,17 +96,17 @@ public:
     // undefined.
     virtual bool discard(slot_id slot, std::span<const token_range> gone) = 0;
 
-    // A slot's cache as llama.cpp's bytes (state/ses1.h). All raise unsupported_model if the cache
-    // cannot be saved whole. layout_from learns the layout of those bytes from a slot of this
+    // A slot's cache as bytes: the parts of its memory (state/ses1.h). All raise unsupported_model
+    // if it cannot be saved whole. layout_from learns the layout of those bytes from a slot of this
     // context that holds tokens, layout_for with the help of an idle slot.
-    virtual const kv_layout& layout_from(std::span<const std::byte> kv_data) = 0;
+    virtual const kv_layout& layout_from(slot_id slot, std::span<const std::byte> memory) = 0;
     virtual const kv_layout& layout_for(slot_id slot, bool is_empty) = 0;
     // Exactly the bytes that write_state writes; applies pending shifts first.
     virtual std::size_t state_bytes(slot_id slot) = 0;
     virtual void write_state(slot_id slot, std::span<std::byte> out) = 0;
-    // Replaces the slot's cache by validated bytes with this many cells. False: the cache's content
-    // is undefined.
-    virtual bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) = 0;
+    // Replaces the slot's cache by validated bytes of this many tokens. After an error, the cache's
+    // content is undefined.
+    virtual void read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) = 0;
 };
 
 }  // namespace kqview

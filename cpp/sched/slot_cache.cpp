@@ -127,10 +127,9 @@ void slot_cache::erase_ids(std::span<const token_range> gone) {
 
 // A column is a cell: tokens must be at their positions, or the next one would fill a gap.
 void slot_cache::close_gaps(std::span<std::byte> room) {
-    const auto kv_data = room.first(model_.state_bytes(id_));
-    model_.write_state(id_, kv_data);
-    if (model_.read_state(id_, kv_data, static_cast<int>(tokens_.size()))) return;
-    throw error(errc::internal, "llama.cpp refused its own bytes; the slot is empty now");
+    const auto memory = room.first(model_.state_bytes(id_));
+    model_.write_state(id_, memory);
+    model_.read_state(id_, memory, static_cast<int>(tokens_.size()));
 }
 
 void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
@@ -149,19 +148,18 @@ void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
 // ---- save, restore
 
 std::size_t slot_cache::save(std::span<std::byte> out) {
-    const auto i_stream = static_cast<std::uint32_t>(id_);
-    const auto kv_at = ses1_write_offset(tokens_.size(), i_stream);
-    const auto n_room = kv_at + model_.state_bytes(id_);
-    if (out.size() < n_room) return n_room;
-    const auto buffer = out.first(n_room);
-    model_.write_state(id_, buffer.subspan(kv_at));
-    const auto n_bytes = seal_ses1(buffer, tokens_, i_stream);
+    const auto memory_at = ses1_header_bytes(tokens_.size());
+    const auto n_bytes = memory_at + model_.state_bytes(id_);
+    if (out.size() < n_bytes) return n_bytes;
+    const auto blob = out.first(n_bytes);
+    const auto memory = blob.subspan(memory_at);
+    write_ses1_header(blob, tokens_, id_);
+    model_.write_state(id_, memory);
     if (tokens_.empty()) return n_bytes;
-    const auto blob = buffer.first(n_bytes);
-    const auto& layout = model_.layout_from(blob.subspan(ses1_header_bytes(tokens_.size())));
+    const auto& layout = model_.layout_from(id_, memory);
     try {
         const auto view = read_ses1(blob, layout, ses1_source::own);
-        if (!view.is_in_order) sort_cells(blob, view, layout);
+        if (!view.is_in_order) std::ranges::copy(to_plain(view, layout), memory.begin());
     } catch (const error& failure) {
         throw error(errc::internal,
                     std::string("the cache is not what its ids say: ") + failure.what());
@@ -175,22 +173,15 @@ void slot_cache::restore(std::span<const std::byte> blob, std::size_t n_exact,
     const auto& layout = model_.layout_for(id_, tokens_.empty());
     auto view = read_ses1(blob, layout, ses1_source::foreign);
     if (view.tokens.empty()) return clear();  // llama.cpp would keep the existing cells
-    // If the blob already has this context's layout, nothing is copied.
-    const bool is_native = view.n_stream == layout.shape.n_stream && view.is_in_order;
-    const auto native = is_native ? std::vector<std::byte>{} : to_native(view, layout);
-    const auto n_tokens = static_cast<int>(view.tokens.size());
-    bool is_read = false;
+    // A blob that is written as this engine does is not copied.
+    const bool is_plain = view.has_one_stream && view.is_in_order;
+    const auto plain = is_plain ? std::vector<std::byte>{} : to_plain(view, layout);
     try {
-        is_read = model_.read_state(id_, is_native ? view.kv_data : std::span(native), n_tokens);
+        model_.read_state(id_, is_plain ? view.memory : std::span(plain),
+                          static_cast<int>(view.tokens.size()));
     } catch (...) {
         clear();
         throw;
-    }
-    if (!is_read) {
-        clear();
-        throw error(errc::internal,
-                    "llama.cpp refused a blob that passed every check; the slot is "
-                    "empty now");
     }
     set(std::move(view.tokens), n_exact);
     const std::lock_guard lock(readers_);

@@ -11,9 +11,8 @@ namespace kqview {
 namespace {
 
 // Without the sign, the bit patterns grow with the number; infinity and NaN are above all others.
-constexpr std::uint32_t f32_largest = 0x477fe000;  // 65504
-constexpr std::uint16_t f16_largest = 0x7bff;      // 65504
-constexpr std::uint16_t bf16_largest = 0x477f;     // 65280; the next one is 65536
+constexpr std::uint16_t f16_largest = 0x7bff;   // 65504
+constexpr std::uint16_t bf16_largest = 0x477f;  // 65280; the next one is 65536
 
 template <class word>
 word load(const std::byte* at) {
@@ -161,8 +160,11 @@ bool is_known(kv_type type) {
            quant_block_of(type).has_value();
 }
 
-std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data) {
-    if (type == kv_type::f32) return find_number<std::uint32_t>(data, f32_largest);
+std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data,
+                                        float largest) {
+    if (type == kv_type::f32) {
+        return find_number<std::uint32_t>(data, std::bit_cast<std::uint32_t>(largest));
+    }
     if (type == kv_type::f16) return find_number<std::uint16_t>(data, f16_largest);
     if (type == kv_type::bf16) return find_number<std::uint16_t>(data, bf16_largest);
     if (const auto block = quant_block_of(type)) return find_block(data, *block);

@@ -1,11 +1,12 @@
-// The layout of one sequence's part of a KV cache in llama.cpp's own bytes, as plain numbers: they
-// describe the live context, and a blob from outside must match them. Also defines the values that
-// such a cache may hold.
+// The layout of one sequence's part of a context's memory in llama.cpp's own bytes, as plain
+// numbers: they describe the live context, and a blob from outside must match them. Also defines
+// the values that such a memory may hold.
 //
 // A NaN would reach every later token of its slot and, through masked columns (0 * NaN), every
 // later user of the cells or of a shared cache. So would a number whose product with a query
 // overflows; flash attention casts an F32 cache to F16. Hence one limit for every type: 65504, the
-// largest number that an F16 cache, the usual one, can hold.
+// largest number that an F16 cache, the usual one, can hold. A recurrent state is F32 and computed
+// with as F32: its sums may be larger.
 #pragma once
 
 #include <cstddef>
@@ -16,6 +17,8 @@
 #include <vector>
 
 namespace kqview {
+
+constexpr float kv_largest = 65504.0f;
 
 // ggml's numbers of the types that a KV cache can have; llama_runner checks that they match.
 enum class kv_type : std::int32_t {
@@ -44,20 +47,24 @@ struct kv_block {
     bool operator==(const kv_block&) const = default;
 };
 
-// The part that does not depend on the layers.
-struct kv_shape {
-    std::uint32_t n_stream = 1;  // of this context: one per slot
-    bool has_extra = false;      // cells carry (x, y, token): M-RoPE, or n-gram embeddings
-    std::uint32_t n_vocab = 0;   // ids are below this
-    std::uint32_t n_ctx = 0;     // tokens per slot
+// One of the memories of a context, whose bytes follow each other: a model with sliding windows has
+// two caches, a hybrid model a cache and a recurrent state.
+struct kv_part {
+    bool is_recurrent = false;  // one row for the whole sequence; else one per token
+    bool has_extra = false;     // cells carry (x, y, token): M-RoPE, or n-gram embeddings
+    // Learned from bytes (learn_layout):
+    bool is_transposed = false;  // of the values; true without flash attention
+    std::uint32_t n_layer = 0;
+    // One per layer; of a recurrent state, its R and then its S, of the layers that have them.
+    std::vector<kv_block> keys;
+    // One per layer that stores values; layers whose values are their keys store none.
+    std::vector<kv_block> values;
 };
 
 struct kv_layout {
-    kv_shape shape;
-    bool is_transposed = false;  // of the values; true without flash attention
-    std::vector<kv_block> keys;  // one per layer
-    // One per layer that stores values; layers whose values are their keys store none.
-    std::vector<kv_block> values;
+    std::uint32_t n_vocab = 0;  // ids are below this
+    std::uint32_t n_ctx = 0;    // tokens per slot
+    std::vector<kv_part> parts;
 };
 
 // The name as in Engine's option kv_type; the number if the type has none.
@@ -66,9 +73,10 @@ std::string name_of(kv_type type);
 // True for types whose numbers can be checked.
 bool is_known(kv_type type);
 
-// Offset of the first number that is not finite or exceeds the limit, or of the first quantised
-// block that dequantises to such a number. `data` is a whole number of elements or blocks, with any
-// alignment.
-std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data);
+// Offset of the first number that is not finite or exceeds `largest` (F32 alone can), or of the
+// first quantised block that dequantises to such a number. `data` is a whole number of elements or
+// blocks, with any alignment.
+std::optional<std::size_t> find_unsound(kv_type type, std::span<const std::byte> data,
+                                        float largest = kv_largest);
 
 }  // namespace kqview

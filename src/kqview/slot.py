@@ -106,8 +106,9 @@ class Slot:
 
         Raises:
             BusyError: A generation is using this slot.
-            UnsupportedModel: The cache cannot be saved completely: sliding windows, recurrent
-                state, or no cache.
+            UnsupportedModel: The cache cannot be saved completely: the model has none, or is of
+                deepseek4, glm5-next or qwen4exp; or it has sliding windows and ``swa_full`` is
+                off.
             OutOfMemory: There is not enough memory for the blob.
             ClosedError: The engine is closed.
         """

@@ -22,6 +22,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "failing_new.h"
 #include "sample/token_picker.h"
 #include "sched/runner.h"
@@ -276,16 +277,17 @@ public:
         return true;
     }
 
-    // Saved as llama.cpp would: one layer, a float each of K and V (the id / 32, exact), a stream a
-    // slot.
-    const kv_layout& layout_from(std::span<const std::byte> kv_data) override {
+    // One cache of one layer, a float each of K and V (the id / 32, exact).
+    const kv_layout& layout_from(slot_id, std::span<const std::byte> memory) override {
         check_thread();
-        layout_ = learn_layout(kv_data, {static_cast<std::uint32_t>(n_slots()), false, 1u << 30,
-                                         static_cast<std::uint32_t>(n_ctx())});
+        layout_ = learn_layout(
+            {&memory, 1}, {1u << 30, static_cast<std::uint32_t>(n_ctx()), std::vector<kv_part>(1)});
         return layout_;
     }
 
-    const kv_layout& layout_for(slot_id, bool) override { return layout_from(bytes_of({0}, 0)); }
+    const kv_layout& layout_for(slot_id slot, bool) override {
+        return layout_from(slot, bytes_of({0}, 0));
+    }
 
     std::size_t state_bytes(slot_id slot) override {
         check_thread();
@@ -300,25 +302,18 @@ public:
         std::memcpy(out.data(), bytes.data(), std::min(bytes.size(), out.size()));
     }
 
-    bool read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens) override {
+    void read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) override {
         check_thread();
         const std::lock_guard lock(model_->mutex_);
         auto& cache = cache_of(slot);
         cache.clear();
-        if (model_->options.refuses_state) return false;
+        if (model_->options.refuses_state) throw error(errc::internal, "refused");
         const auto n = static_cast<std::size_t>(n_tokens);
-        // One stream has cells: of a sealed blob the first one, of own bytes the slot's.
-        std::size_t at = 12;
-        for (std::uint32_t n_cells = 0; n > 0 && n_cells == 0; at += 4) {
-            std::memcpy(&n_cells, bytes.subspan(at, 4).data(), 4);
-        }
-        const auto keys = bytes.subspan(n > 0 ? at + 12 * n + 8 : bytes.size());
         for (std::size_t i = 0; i < n; ++i) {
             float value = 0;
-            std::memcpy(&value, keys.subspan(12 + 4 * i, 4).data(), 4);
+            std::memcpy(&value, memory.subspan(8 + 12 * n + 8 + 12 + 4 * i, 4).data(), 4);
             cache.push_back(static_cast<token_id>(value * 32));
         }
-        return true;
     }
 
 private:
@@ -328,25 +323,20 @@ private:
             const auto* const from = reinterpret_cast<const std::byte*>(&value);
             bytes.insert(bytes.end(), from, from + sizeof(value));
         };
-        put(std::uint32_t{0xaf143cd8});
-        put(slot);
-        put(static_cast<std::uint32_t>(n_slots()));
-        for (slot_id stream = 0; stream < n_slots(); ++stream) {
-            const bool is_empty = stream != slot || cache.empty();
-            put(is_empty ? std::uint32_t{0} : static_cast<std::uint32_t>(cache.size()));
-            if (is_empty) continue;
-            for (std::size_t i = 0; i < cache.size(); ++i) {
-                put(static_cast<std::int32_t>(i));
-                put(std::uint32_t{1});
-                put(slot);
-            }
-            put(std::uint32_t{0});
+        put(std::uint32_t{1});
+        put(static_cast<std::uint32_t>(cache.size()));
+        if (cache.empty()) return bytes;
+        for (std::size_t i = 0; i < cache.size(); ++i) {
+            put(static_cast<std::int32_t>(i));
             put(std::uint32_t{1});
-            for (int i = 0; i < 2; ++i) {
-                put(std::int32_t{0});
-                put(std::uint64_t{4});
-                for (const auto id : cache) put(static_cast<float>(id) / 32);
-            }
+            put(slot);
+        }
+        put(std::uint32_t{0});
+        put(std::uint32_t{1});
+        for (int i = 0; i < 2; ++i) {
+            put(std::int32_t{0});
+            put(std::uint64_t{4});
+            for (const auto id : cache) put(static_cast<float>(id) / 32);
         }
         return bytes;
     }

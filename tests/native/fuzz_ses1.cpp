@@ -23,14 +23,22 @@ bool read(const input& from, const kv_layout& layout) {
     const std::vector<std::byte> bytes(from.bytes.begin(), from.bytes.end());
     try {
         const auto view = read_ses1(bytes, layout, ses1_source::foreign);
-        if (view.tokens.size() > layout.shape.n_ctx)
+        if (view.tokens.size() > layout.n_ctx)
             fail_fuzz("more tokens than a slot holds", from.bytes);
-        const auto native = to_native(view, layout);
-        if (native.size() != 12 + 4 * layout.shape.n_stream + view.payload.size())
-            fail_fuzz("a native form of another size", from.bytes);
-        if (!view.tokens.empty()) {
-            const auto learned = learn_layout(view.kv_data, layout.shape);
-            if (learned.keys != layout.keys || learned.values != layout.values)
+        const auto plain = to_plain(view, layout);
+        std::vector<std::span<const std::byte>> parts;
+        auto rest = std::span<const std::byte>(plain);
+        for (std::size_t i = 0; i < layout.parts.size(); ++i) {
+            const auto n_head = layout.parts[i].is_recurrent ? 4u : 8u;
+            parts.push_back(rest.first(n_head + view.payloads.at(i).size()));
+            rest = rest.subspan(parts.back().size());
+        }
+        if (!rest.empty()) fail_fuzz("a plain form of another size", from.bytes);
+        if (view.tokens.empty()) return true;
+        const auto learned = learn_layout(parts, unlearned(layout));
+        for (std::size_t i = 0; i < layout.parts.size(); ++i) {
+            if (learned.parts[i].keys != layout.parts[i].keys ||
+                learned.parts[i].values != layout.parts[i].values)
                 fail_fuzz("a layout that is not the context's", from.bytes);
         }
         return true;
@@ -57,6 +65,17 @@ int main(int n_arguments, char** arguments) {
                 corpus.push_back({build_blob(options).bytes, layouts.size()});
                 layouts.push_back(test_layout(options));
             }
+        }
+    }
+    for (const bool has_window : {false, true}) {
+        for (const bool is_transposed : {false, true}) {
+            blob_options options;
+            options.has_window = has_window;
+            options.has_state = true;
+            options.is_transposed = is_transposed;
+            options.n_stream = has_window ? 2 : 1;
+            corpus.push_back({build_blob(options).bytes, layouts.size()});
+            layouts.push_back(test_layout(options));
         }
     }
     const auto add_quantised = [&](kv_type type, std::uint32_t block_bytes) {

@@ -20,6 +20,9 @@ struct blob_options {
     std::uint32_t i_stream = 0;
     bool is_transposed = false;
     bool has_extra = false;
+    // Parts behind the first cache: the cache of a sliding window, a recurrent state.
+    bool has_window = false;
+    bool has_state = false;
     // One quantised block a row, of this type and size, in place of four F32 numbers; not
     // transposed.
     kv_type type = kv_type::f32;
@@ -56,14 +59,7 @@ inline float test_value(std::uint32_t i_block, std::int32_t position, std::uint3
 }
 
 // Two layers, four F32 numbers a cell.
-inline built_blob build_blob(const blob_options& options = {}) {
-    built_blob out;
-    for (const char letter : {'S', 'E', 'S', '1'}) out.put("magic", letter);
-    const auto n = static_cast<std::uint32_t>(options.tokens.size());
-    out.put("n_tokens", n);
-    for (const auto id : options.tokens) out.put("token", id);
-    out.put("kv_magic", std::uint32_t{0xaf143cd8});
-    out.put("sequence", static_cast<std::int32_t>(options.i_stream));
+inline void put_cache(built_blob& out, const blob_options& options) {
     out.put("n_stream", options.n_stream);
     const auto n_cells = static_cast<std::uint32_t>(options.positions.size());
     for (std::uint32_t stream = 0; stream < options.n_stream; ++stream) {
@@ -111,22 +107,73 @@ inline built_blob build_blob(const blob_options& options = {}) {
             }
         }
     }
+}
+
+// Two layers, of which the second alone has a state.
+inline void put_state(built_blob& out, const blob_options& options) {
+    const auto n = static_cast<std::int32_t>(options.tokens.size());
+    out.put("n_states", n > 0 ? std::uint32_t{1} : std::uint32_t{0});
+    if (n == 0) return;
+    out.put("state_position", n - 1);
+    out.put("state_n_seq_id", std::uint32_t{0});
+    out.put("state_is_transposed", std::uint32_t{0});
+    out.put("state_n_layer", n_test_layer);
+    for (const auto* const name : {"r", "s"}) {
+        out.put(name + std::string("_type"), static_cast<std::int32_t>(kv_type::f32));
+        out.put(name + std::string("_row_bytes"), std::uint64_t{4});
+        out.put(name + std::string("_value"), 1e30f);
+    }
+}
+
+inline built_blob build_blob(const blob_options& options = {}) {
+    built_blob out;
+    for (const char letter : {'S', 'E', 'S', '1'}) out.put("magic", letter);
+    out.put("n_tokens", static_cast<std::uint32_t>(options.tokens.size()));
+    for (const auto id : options.tokens) out.put("token", id);
+    out.put("kv_magic", std::uint32_t{0xaf143cd8});
+    out.put("sequence", static_cast<std::int32_t>(options.i_stream));
+    put_cache(out, options);
+    out.at.emplace("second", out.bytes.size());
+    if (options.has_window) put_cache(out, options);
+    out.at.emplace("third", out.bytes.size());
+    if (options.has_state) put_state(out, options);
     return out;
 }
 
 inline kv_layout test_layout(const blob_options& options = {}) {
-    kv_layout layout;
-    layout.shape = {options.n_stream, options.has_extra, 100, 16};
-    layout.is_transposed = options.is_transposed;
-    layout.keys.assign(n_test_layer, {kv_type::f32, 4 * n_test_width, 0});
+    kv_part cache;
+    cache.has_extra = options.has_extra;
+    cache.is_transposed = options.is_transposed;
+    cache.n_layer = n_test_layer;
+    cache.keys.assign(n_test_layer, {kv_type::f32, 4 * n_test_width, 0});
     if (options.block_bytes > 0) {
-        layout.keys.assign(n_test_layer, {options.type, options.block_bytes, 0});
+        cache.keys.assign(n_test_layer, {options.type, options.block_bytes, 0});
     }
-    layout.values = layout.keys;
+    cache.values = cache.keys;
     if (options.is_transposed) {
-        layout.values.assign(n_test_layer, {kv_type::f32, 4, n_test_width});
+        cache.values.assign(n_test_layer, {kv_type::f32, 4, n_test_width});
+    }
+    kv_layout layout{100, 16, {cache}};
+    if (options.has_window) layout.parts.push_back(cache);
+    if (options.has_state) {
+        kv_part state;
+        state.is_recurrent = true;
+        state.n_layer = n_test_layer;
+        state.keys.assign(2, {kv_type::f32, 4, 0});
+        layout.parts.push_back(state);
     }
     return layout;
+}
+
+// What learn_layout is told of a layout.
+inline kv_layout unlearned(const kv_layout& layout) {
+    kv_layout known{layout.n_vocab, layout.n_ctx, {}};
+    for (const auto& part : layout.parts) {
+        auto& one = known.parts.emplace_back();
+        one.is_recurrent = part.is_recurrent;
+        one.has_extra = part.has_extra;
+    }
+    return known;
 }
 
 }  // namespace kqview::test

@@ -42,9 +42,16 @@ blob_options shuffled(bool is_transposed) {
     return options;
 }
 
-std::vector<std::byte> kv_data_of(const built_blob& blob) {
-    return {blob.bytes.begin() + static_cast<std::ptrdiff_t>(blob.at.at("kv_magic")),
+std::vector<std::byte> memory_of(const built_blob& blob) {
+    return {blob.bytes.begin() + static_cast<std::ptrdiff_t>(blob.at.at("n_stream")),
             blob.bytes.end()};
+}
+
+blob_options hybrid(bool is_transposed = false) {
+    blob_options options;
+    options.is_transposed = is_transposed;
+    options.has_window = options.has_state = true;
+    return options;
 }
 
 }  // namespace
@@ -59,19 +66,65 @@ TEST_CASE("ses1: a sound blob is read, with rows and with columns of V, with and
             const auto view = read(blob, test_layout(options));
             CHECK(view.tokens == std::vector<token_id>{11, 12, 13});
             CHECK(view.is_in_order);
-            CHECK(view.payload.size() == blob.bytes.size() - blob.at.at("position"));
-            CHECK(to_native(view, test_layout(options)) == kv_data_of(blob));
+            CHECK(view.payloads.at(0).size() == blob.bytes.size() - blob.at.at("position"));
+            CHECK(to_plain(view, test_layout(options)) == memory_of(blob));
         }
     }
 }
 
+TEST_CASE("ses1: a window's cache and a recurrent state are read behind the first cache") {
+    for (const bool is_transposed : {false, true}) {
+        for (const bool has_window : {false, true}) {
+            auto options = hybrid(is_transposed);
+            options.has_window = has_window;
+            const auto blob = build_blob(options);
+            const auto layout = test_layout(options);
+            const auto view = read(blob, layout);
+            CHECK(view.payloads.size() == layout.parts.size());
+            CHECK(to_plain(view, layout) == memory_of(blob));
+            for (const std::size_t i : {1u, 2u}) {  // a window's cell is one of the sequence too
+                if (!has_window) break;
+                const auto at = blob.at.at("second") + 8 + 12 * (i - 1);
+                auto changed = blob;
+                changed.bytes[at] = std::byte{15};
+                check_refused(changed, errc::state_format, "position", at, layout);
+            }
+        }
+    }
+}
+
+TEST_CASE("ses1: a recurrent state of another token, context or number is refused") {
+    const auto options = hybrid();
+    const auto layout = test_layout(options);
+    const auto blob = build_blob(options);
+    const auto refused = [&](const built_blob& changed, errc code, const char* field,
+                             const char* name) {
+        check_refused(changed, code, field, blob.at.at(name), layout);
+    };
+    const auto format = errc::state_format;
+    const auto mismatch = errc::state_mismatch;
+    refused(blob.with("n_states", 0u), format, "n_cells", "n_states");
+    refused(blob.with("n_states", 2u), format, "n_cells", "n_states");
+    refused(blob.with("state_position", 1), format, "position", "state_position");
+    refused(blob.with("state_position", -1), format, "position", "state_position");
+    refused(blob.with("state_n_seq_id", 1u), format, "n_seq_id", "state_n_seq_id");
+    refused(blob.with("state_is_transposed", 1u), mismatch, "V transposed", "state_is_transposed");
+    refused(blob.with("state_n_layer", 3u), mismatch, "n_layer", "state_n_layer");
+    refused(blob.with("r_type", 1), mismatch, "state type", "r_type");
+    refused(blob.with("s_row_bytes", std::uint64_t{8}), mismatch, "state row size", "s_row_bytes");
+    for (const float value : {std::nanf(""), std::numeric_limits<float>::infinity()}) {
+        refused(blob.with("r_value", value), format, "state rows", "r_value");
+        refused(blob.with("s_value", value), format, "state rows", "s_value");
+    }
+}
+
 TEST_CASE("ses1: every prefix of a sound blob is refused") {
-    const auto blob = build_blob();
+    const auto blob = build_blob(hybrid());
     for (std::size_t n = 0; n < blob.bytes.size(); ++n) {
         // Exactly as long, so that a read past the end is one past an allocation.
         const std::vector<std::byte> cut(blob.bytes.begin(),
                                          blob.bytes.begin() + static_cast<std::ptrdiff_t>(n));
-        CHECK_THROWS_AS(read_ses1(cut, test_layout(), ses1_source::foreign), error);
+        CHECK_THROWS_AS(read_ses1(cut, test_layout(hybrid()), ses1_source::foreign), error);
     }
 }
 
@@ -92,7 +145,7 @@ TEST_CASE("ses1: header fields out of range are refused by name and offset") {
 
 TEST_CASE("ses1: a slot's own size limits n_tokens before anything is allocated") {
     auto small = test_layout();
-    small.shape.n_ctx = 2;
+    small.n_ctx = 2;
     check_refused(build_blob(), errc::state_mismatch, "n_tokens", 4, small);
 }
 
@@ -179,8 +232,11 @@ TEST_CASE("ses1: an empty blob is one without cells in any stream") {
         options.n_stream = n_stream;
         const auto view = read(build_blob(options));
         CHECK(view.tokens.empty());
-        CHECK(view.payload.empty());
+        CHECK(view.payloads.at(0).empty());
     }
+    options.has_window = options.has_state = true;
+    CHECK(read(build_blob(options), test_layout(options)).payloads.size() == 3);
+    options.has_window = options.has_state = false;
     options.tokens = {11};  // ids without cells: somebody else's cells would be taken for them
     check_refused(build_blob(options), errc::state_format, "n_cells", 12 + 12 + 2 * 4);
     auto cells = build_blob();
@@ -189,28 +245,22 @@ TEST_CASE("ses1: an empty blob is one without cells in any stream") {
     check_refused(cells, errc::state_format, "n_cells", 8 + 12);
 }
 
-TEST_CASE("ses1: blobs move between contexts of 1 and of 4 streams") {
-    blob_options four;
-    four.n_stream = 4;
-    for (std::uint32_t i_stream = 0; i_stream < 4; ++i_stream) {
-        four.i_stream = i_stream;
-        const auto blob = build_blob(four);
-        const auto view = read(blob);
-        CHECK(view.n_stream == 4);
-        const auto one = to_native(view, test_layout());
-        blob_options single;
-        auto expected = kv_data_of(build_blob(single));
-        const auto native = kv_data_of(blob);
-        // Whose it was stays what it was: in the head and in each cell.
-        std::copy(native.begin() + 4, native.begin() + 8, expected.begin() + 4);
-        for (std::ptrdiff_t i = 0; i < 3; ++i) {
-            std::copy(native.begin() + 4, native.begin() + 8, expected.begin() + 16 + 12 * i + 8);
+TEST_CASE("ses1: of a blob of 4 streams the one with cells is taken") {
+    for (const bool is_hybrid : {false, true}) {
+        auto four = is_hybrid ? hybrid() : blob_options();
+        const auto layout = test_layout(four);
+        auto expected = memory_of(build_blob(four));
+        four.n_stream = 4;
+        const auto whole = build_blob(four);
+        const auto first = read(whole, layout);
+        CHECK_FALSE(first.has_one_stream);
+        CHECK(to_plain(first, layout) == expected);
+        for (std::uint32_t i_stream = 1; i_stream < 4; ++i_stream) {
+            four.i_stream = i_stream;
+            const auto blob = build_blob(four);  // its cells name another sequence
+            CHECK(to_plain(read(blob, layout), layout).size() == expected.size());
         }
-        CHECK(one == expected);
     }
-    const auto native = to_native(read(build_blob()), test_layout(four));
-    four.i_stream = 0;
-    CHECK(native == kv_data_of(build_blob(four)));
 }
 
 TEST_CASE("ses1: a second stream with cells is refused") {
@@ -223,73 +273,61 @@ TEST_CASE("ses1: a second stream with cells is refused") {
 
 TEST_CASE("ses1: cells in another order are put into that of their positions") {
     for (const bool is_transposed : {false, true}) {
-        const auto options = shuffled(is_transposed);
-        auto sorted = options;
-        sorted.positions = {0, 1, 2};
-        auto blob = build_blob(options);
-        const auto layout = test_layout(options);
-        const auto view = read(blob, layout);
-        CHECK_FALSE(view.is_in_order);
-        CHECK(to_native(view, layout) == kv_data_of(build_blob(sorted)));
-        sort_cells(blob.bytes, view, layout);
-        CHECK(blob.bytes == build_blob(sorted).bytes);
-    }
-}
-
-TEST_CASE("ses1: what is sealed equals the blob written by hand, from any stream") {
-    for (const std::uint32_t n_stream : {1u, 2u, 9u}) {
-        for (std::uint32_t i_stream = 0; i_stream < n_stream; ++i_stream) {
-            for (const bool is_empty : {false, true}) {
-                blob_options options;
-                options.n_stream = n_stream;
-                options.i_stream = i_stream;
-                if (is_empty) options.tokens = options.positions = {};
-                const auto native = kv_data_of(build_blob(options));
-                const auto kv_at = ses1_write_offset(options.tokens.size(), i_stream);
-                std::vector<std::byte> buffer(kv_at + native.size());
-                std::copy(native.begin(), native.end(),
-                          buffer.begin() + static_cast<std::ptrdiff_t>(kv_at));
-                const auto n = seal_ses1(buffer, options.tokens, i_stream);
-                buffer.resize(n);
-                options.n_stream = 1;
-                auto expected = build_blob(options);
-                if (i_stream > 0) {  // the builder writes no cells for a stream that is not there
-                    options.i_stream = 0;
-                    expected = build_blob(options);
-                    expected = expected.with("sequence", static_cast<std::int32_t>(i_stream));
-                    for (std::size_t i = 0; i < options.tokens.size(); ++i) {
-                        const auto at = expected.at.at("cell_sequence") + 12 * i;
-                        expected.bytes[at] = static_cast<std::byte>(i_stream);
-                    }
-                }
-                CHECK(buffer == expected.bytes);
-            }
+        for (const bool is_hybrid : {false, true}) {
+            auto options = shuffled(is_transposed);
+            options.has_window = options.has_state = is_hybrid;
+            auto sorted = options;
+            sorted.positions = {0, 1, 2};
+            const auto blob = build_blob(options);
+            const auto layout = test_layout(options);
+            const auto view = read(blob, layout);
+            CHECK_FALSE(view.is_in_order);
+            CHECK(to_plain(view, layout) == memory_of(build_blob(sorted)));
         }
     }
 }
 
-TEST_CASE("ses1: a layout is learned from what llama.cpp writes") {
+TEST_CASE("ses1: header and memory make the blob written by hand") {
+    for (const bool is_empty : {false, true}) {
+        blob_options options;
+        if (is_empty) options.tokens = options.positions = {};
+        const auto expected = build_blob(options);
+        const auto n_header = ses1_header_bytes(options.tokens.size());
+        CHECK(n_header == expected.at.at("n_stream"));
+        std::vector<std::byte> header(n_header);
+        write_ses1_header(header, options.tokens, 0);
+        CHECK(std::equal(header.begin(), header.end(), expected.bytes.begin()));
+    }
+}
+
+TEST_CASE("ses1: a layout is learned from what llama.cpp writes, part by part") {
     for (const bool is_transposed : {false, true}) {
-        for (const std::uint32_t n_stream : {1u, 3u}) {
-            blob_options options;
-            options.is_transposed = is_transposed;
-            options.n_stream = n_stream;
-            options.i_stream = n_stream / 2;
-            const auto expected = test_layout(options);
-            const auto learned = learn_layout(kv_data_of(build_blob(options)), expected.shape);
-            CHECK(learned.keys == expected.keys);
-            CHECK(learned.values == expected.values);
-            CHECK(learned.is_transposed == is_transposed);
+        const auto options = hybrid(is_transposed);
+        const auto expected = test_layout(options);
+        const auto blob = build_blob(options);
+        const auto bytes = std::span<const std::byte>(blob.bytes);
+        const auto first = blob.at.at("n_stream");
+        const auto second = blob.at.at("second");
+        const auto third = blob.at.at("third");
+        const std::vector parts{bytes.subspan(first, second - first),
+                                bytes.subspan(second, third - second), bytes.subspan(third)};
+        const auto learned = learn_layout(parts, unlearned(expected));
+        for (std::size_t i = 0; i < 3; ++i) {
+            CHECK(learned.parts[i].keys == expected.parts[i].keys);
+            CHECK(learned.parts[i].values == expected.parts[i].values);
+            CHECK(learned.parts[i].is_transposed == expected.parts[i].is_transposed);
+            CHECK(learned.parts[i].n_layer == expected.parts[i].n_layer);
+            auto cut = parts;
+            cut[i] = cut[i].first(cut[i].size() - 1);
+            CHECK_THROWS_AS(learn_layout(cut, unlearned(expected)), error);
         }
     }
-    auto unknown = kv_data_of(build_blob());
-    unknown.pop_back();
-    CHECK_THROWS_AS(learn_layout(unknown, test_layout().shape), error);
 }
 
 TEST_CASE("ses1: random changes are refused or give a view within the blob") {
     std::mt19937 random(1);
-    const auto blob = build_blob();
+    const auto blob = build_blob(hybrid());
+    const auto layout = test_layout(hybrid());
     for (int round = 0; round < 20'000; ++round) {
         auto bytes = blob.bytes;
         for (auto n = 1 + random() % 4; n > 0; --n) {
@@ -297,9 +335,9 @@ TEST_CASE("ses1: random changes are refused or give a view within the blob") {
         }
         if (random() % 4 == 0) bytes.resize(random() % (bytes.size() + 1));
         try {
-            const auto view = read_ses1(bytes, test_layout(), ses1_source::foreign);
+            const auto view = read_ses1(bytes, layout, ses1_source::foreign);
             CHECK(view.tokens.size() == 3);
-            CHECK(to_native(view, test_layout()).size() == view.kv_data.size());
+            CHECK(to_plain(view, layout).size() == view.memory.size());
         } catch (const error& failure) {
             const bool is_typed =
                 failure.code() == errc::state_format || failure.code() == errc::state_mismatch;

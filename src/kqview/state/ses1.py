@@ -2,14 +2,15 @@
 
     "SES1" | u32 n_tokens | n_tokens x i32 id | kv_data
 
-``kv_data`` is what ``llama_state_seq_get_data`` writes; ``cpp/state/ses1.h`` describes it. This
-module only inspects blobs: whether one fits an engine is checked by that engine.
+``kv_data`` is close to what ``llama_state_seq_get_data`` writes; ``cpp/state/ses1.h`` describes it.
+This module only inspects blobs: whether one fits an engine is checked by that engine.
 """
 
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,8 @@ _TYPE_NAMES: Final = {
 }
 # A cell is (position, 1, sequence), and for some models (position, 1, x, y, token, sequence).
 _CELL_BYTES: Final = (12, 24)
+# Of a memory: two or three caches, or caches and a recurrent state.
+_N_PARTS_MAX: Final = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +39,12 @@ class SavedState:
         n_bytes: Size of the blob.
         kv_bytes: Size of ``kv_data``, llama.cpp's part.
         n_stream: Number of streams in ``kv_data``; 1 in blobs of kqview.
-        n_layer: Number of layers with keys; 0 in a blob without tokens.
-        kv_type: Type of the keys of the first layer, such as "f16"; "" in a blob without tokens.
-        flash_attn: Whether the engine used flash attention; None in a blob without tokens.
+        n_layer: Number of layers with keys in the first cache, or of layers of a recurrent model;
+            0 in a blob without tokens.
+        kv_type: Type of the keys, or state, of the first layer, such as "f16"; "" in a blob without
+            tokens.
+        flash_attn: Whether the engine used flash attention; None in a blob without tokens or of a
+            recurrent model.
     """
 
     tokens: tuple[int, ...]
@@ -72,70 +78,97 @@ def inspect(blob: bytes) -> SavedState:
     tokens = np.frombuffer(blob, "<i4", n_tokens, HEADER_BYTES)
     if _take("<I", blob, kv_at, "kv magic") != KV_MAGIC:
         raise StateFormatError(f"the cache magic at byte {kv_at} of blob is not llama.cpp's")
-    n_stream = _take("<I", blob, kv_at + 8, "n_stream")
-    layers = _layers(blob, kv_at + 12, n_stream, n_tokens)
+    first = _first_part(blob, kv_at + 8, n_tokens)
     return SavedState(
         tokens=tuple(tokens.tolist()),
         n_bytes=len(blob),
         kv_bytes=len(blob) - kv_at,
-        n_stream=n_stream,
-        n_layer=layers[0],
-        kv_type=layers[1],
-        flash_attn=layers[2],
+        n_stream=first.n_stream,
+        n_layer=first.n_layer,
+        kv_type=first.kv_type,
+        flash_attn=first.flash_attn,
     )
 
 
-def _layers(blob: bytes, at: int, n_stream: int, n_tokens: int) -> tuple[int, str, bool | None]:
-    """(n_layer, type, flash_attn) from the stream that has cells."""
-    for i in range(n_stream):
+class _Part(NamedTuple):
+    """What one cache, or the recurrent state, of a memory says, and where it ends."""
+
+    end: int
+    n_stream: int
+    n_layer: int = 0
+    kv_type: str = ""
+    flash_attn: bool | None = None
+
+
+def _first_part(blob: bytes, at: int, n_tokens: int) -> _Part:
+    # Neither the size of a cell nor the number of layers with values is in the blob: only with the
+    # right ones do the parts end where the blob does.
+    _take("<I", blob, at, "n_stream")
+    left = [(0, part, part.end) for part in _parts(blob, at, n_tokens)]
+    seen: set[int] = set()
+    while left:
+        n_before, first, end = left.pop()
+        if end == len(blob):
+            return first
+        if end in seen or n_before + 1 == _N_PARTS_MAX:
+            continue
+        seen.add(end)
+        left += [(n_before + 1, first, part.end) for part in _parts(blob, end, n_tokens)]
+    raise StateFormatError(f"the cache at byte {at} of blob is not one of {n_tokens} tokens")
+
+
+def _parts(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
+    """Every way in which the bytes from *at* on can be a cache or a recurrent state."""
+    with suppress(StateFormatError):
+        yield from _caches(blob, at, n_tokens)
+    with suppress(StateFormatError):
         n_cells = _take("<I", blob, at, "n_cells")
+        if n_cells == 0 and n_tokens == 0:
+            yield _Part(at + 4, 1)
+        elif n_cells == 1 and _take("<i", blob, at + 4, "position") == n_tokens - 1:
+            for part in _layers(blob, at + 12, 1, is_recurrent=True):
+                yield part._replace(flash_attn=None)
+
+
+def _caches(blob: bytes, at: int, n_tokens: int) -> Iterator[_Part]:
+    n_stream = _take("<I", blob, at, "n_stream")
+    at += 4
+    n_cells, n_left = 0, n_stream
+    while n_cells == 0 and n_left > 0:
+        n_cells = _take("<I", blob, at, "n_cells")
+        n_left -= 1
         at += 4
-        if n_cells == 0:
-            continue
-        if n_cells != n_tokens:
-            break
-        n_behind = 4 * (n_stream - i - 1)
-        for found in _walks(blob, at, n_cells, len(blob) - n_behind):
-            return found
-        break
-    else:
-        if n_tokens == 0 and at == len(blob):
-            return 0, "", None
-    raise StateFormatError(
-        f"the cells of blob from byte {at} on are not those of {n_tokens} tokens"
-    )
-
-
-def _walks(blob: bytes, at: int, n_cells: int, end: int) -> Iterator[tuple[int, str, bool]]:
-    # Only with the right cell size does the rest of the blob end where it must.
+    if n_cells != n_tokens or n_stream == 0:
+        return
+    if n_cells == 0:
+        yield _Part(at, n_stream)
+        return
     for cell_bytes in _CELL_BYTES:
-        try:
-            yield _walk(blob, at + n_cells * cell_bytes, n_cells, end)
-        except StateFormatError:
-            continue
+        with suppress(StateFormatError):
+            for part in _layers(blob, at + n_cells * cell_bytes, n_cells):
+                if not any(blob[part.end : part.end + 4 * n_left]):
+                    yield part._replace(end=part.end + 4 * n_left, n_stream=n_stream)
 
 
-def _walk(blob: bytes, at: int, n_cells: int, end: int) -> tuple[int, str, bool]:
+def _layers(blob: bytes, at: int, n_cells: int, *, is_recurrent: bool = False) -> Iterator[_Part]:
+    """The layers from *at* on, for every number of layers that may have values, or a state."""
     transposed = _take("<I", blob, at, "V transposed")
     n_layer = _take("<I", blob, at + 4, "n_layer")
     at += 8
     first = _take("<i", blob, at, "K type")
     if transposed > 1 or first not in _TYPE_NAMES:
-        raise StateFormatError(f"blob has no layers at byte {at}")
-    i_block = 0
-    while at < end and i_block < 2 * n_layer:
-        is_column = transposed and i_block >= n_layer
-        if is_column:
-            unit, width = struct.unpack_from("<II", blob, at + 4) if at + 12 <= end else (0, 0)
+        return
+    for i_block in range(2 * n_layer):
+        if transposed and i_block >= n_layer:
+            unit = _take("<I", blob, at + 4, "V element size")
+            width = _take("<I", blob, at + 8, "V width")
         else:
             unit, width = _take("<Q", blob, at + 4, "row size"), 1
-        if unit == 0 or width == 0:
-            raise StateFormatError(f"blob has no rows at byte {at}")
         at += 12 + n_cells * unit * width
-        i_block += 1
-    if at != end or not n_layer <= i_block <= 2 * n_layer:
-        raise StateFormatError(f"the layers of blob end at byte {at}, but must end at {end}")
-    return n_layer, _TYPE_NAMES[first], not transposed
+        if at > len(blob) or (unit * width == 0 and not is_recurrent):
+            return
+        if is_recurrent or i_block + 1 >= n_layer:  # every layer of a cache has keys
+            yield _Part(at, 1, n_layer, _TYPE_NAMES[first], not transposed)
 
 
 def _take(form: str, blob: bytes, at: int, field: str) -> int:

@@ -1,0 +1,45 @@
+// The bytes of one sequence (a slot) in a context's memory: state/ses1.h has their format. llama.cpp
+// writes and reads each part of the memory itself, through streams of ours that change two things.
+// A cache gets one stream, however many it has; and cells that a sliding window hides are written
+// too, because llama.cpp would put the others to their front when it reads them back, where columns
+// are not positions, and a slot without them cannot be truncated.
+// Threads: the engine thread. The caller applies pending shifts first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/ids.h"
+
+struct llama_memory_i;
+class llama_kv_cache;
+class llama_memory_recurrent;
+
+namespace kqview {
+
+// One of the two.
+struct memory_part {
+    llama_kv_cache* cache = nullptr;
+    llama_memory_recurrent* state = nullptr;
+
+    bool has_extra() const;  // cells carry more than a position
+};
+
+// The parts of a memory, in the order of their bytes. Raises unsupported_model for a memory that
+// cannot be saved whole, and for none; the message says why.
+std::vector<memory_part> parts_of(llama_memory_i* memory);
+
+// Writes the sequence's part to the front of `out` and returns its size; counts only if it does not
+// fit.
+std::size_t write_state(const memory_part& part, slot_id slot, std::span<std::byte> out);
+
+// Replaces the sequence's part by one of `n_tokens` tokens from the front of `bytes`, which have
+// been checked. Returns the rest of them. Raises internal if llama.cpp refuses them, or does not put
+// cells at their positions; the part's content is then undefined.
+std::span<const std::byte> read_state(const memory_part& part, slot_id slot,
+                                      std::span<const std::byte> bytes, int n_tokens);
+
+}  // namespace kqview
