@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kqview import __version__
 from kqview.engine import Engine
-from kqview.errors import RequestError
+from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.server import pages
 from kqview.server.api.anthropic import routes as anthropic
 from kqview.server.api.dream import routes as dream
@@ -34,7 +34,7 @@ from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
 from kqview.server.endpoint import UNKNOWN, Connection, Endpoint, Operation, error_reply, frames_of
-from kqview.server.errors import MethodNotAllowed, NotFound, answer_of
+from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
 from kqview.server.security import LOOPBACK_ORIGIN, Gate, Peers, client_name
 from kqview.server.service import Service
 from kqview.server.settings import Settings
@@ -51,11 +51,10 @@ _MOST_PATH: Final = 256  # characters of a path in a log line
 # Codes that a client may give when it closes; any other one counts as 499.
 _CLIENT_CODES: Final = frozenset({1000, 1001, 1002, 1003, 1005, 1006, 1007, 1008, 1009, 1011, 1012})
 _LEFT: Final = 499  # nginx's status for a client that left
-_TOO_MANY: Final = {
-    503: b'{"error":"too many connections; try again later","error_code":"BUSY"}',
-    429: b'{"error":"too many requests at a time from your address; wait for the others, or raise '
-    b'max_connections_per_client (--max-connections-per-client)","error_code":"BUSY"}',
-}
+_TOO_MANY: Final = (
+    "too many requests at a time from your address; wait for the others, or raise "
+    "max_connections_per_client (--max-connections-per-client)"
+)
 
 
 class App:
@@ -261,9 +260,11 @@ class AccessLog:
         self._n_of[client] += 1
         try:
             if len(self._running) > self._settings.max_connections:
-                await _refuse(scope, hear, watch, 503)
+                await _refuse(
+                    scope, hear, watch, CapacityError("too many connections; try again later")
+                )
             elif self._n_of[client] > self._settings.max_connections_per_client:
-                await _refuse(scope, hear, watch, 429)
+                await _refuse(scope, hear, watch, RateLimited(_TOO_MANY))
             else:
                 await self._app(scope, hear, watch)
         except OSError:
@@ -312,11 +313,9 @@ def _n_bytes(frame: bytes | str) -> int:
     return len(frame)
 
 
-async def _refuse(scope: Scope, receive: Receive, send: Send, status: int) -> None:
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: KqviewError) -> None:
     if scope["type"] == "websocket":
         await receive()
         await send({"type": "websocket.close", "code": 1008, "reason": "too many connections"})
         return
-    headers = [(b"content-type", b"application/json"), (b"retry-after", b"1")]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": _TOO_MANY[status]})
+    await _failure(error)(scope, receive, send)

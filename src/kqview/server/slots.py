@@ -149,7 +149,8 @@ class Slots:
                     await self._until(end_s, slot, freed.wait())
                     continue
                 if fills:
-                    self._used(slot.id, caller.owner, n_processed=0)
+                    if slot is self.get(slot.id):  # and not of a model that was replaced
+                        self._used(slot.id, caller.owner, n_processed=0)
                     return done
                 self.check(caller, slot.id)
                 if self._n_uses[slot.id] != n_uses:  # it may be of what another request left

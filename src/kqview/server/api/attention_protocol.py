@@ -17,7 +17,8 @@ from typing import Annotated, Any, Final, Literal
 import msgspec
 from msgspec import Struct
 
-from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.engine import Engine
+from kqview.errors import InvalidSampling, InvalidToken, KqviewError, RequestError
 from kqview.server.attention import (
     DATA_HERE,
     DEFAULT_TOP_K,
@@ -48,8 +49,7 @@ _SAMPLING_DEFAULTS: Final = {n: v for n, v in DEFAULTS.items() if n != "max_toke
 
 MOST_LOGPROBS: Final = 1000
 """Most top_logprobs: their texts are looked up on the event loop."""
-MOST_TOKEN_TEXT: Final = 4096
-"""Characters of a text that may be one token; longer ones are not looked up."""
+_MOST_TOKEN_TEXT: Final = 4096  # characters of a text that may be one token
 
 _SOME_LOGPROBS: Final = 5  # if a client says no more than that it wants some
 
@@ -223,6 +223,21 @@ def sampling_for(fields: AttentionFields, *, one_token: Callable[[str], int | No
     except InvalidSampling as error:
         names = SAMPLING_FIELDS.get(error.parameter or "", ("",))
         raise renamed(error, {str(error.parameter): _given(fields, names)}) from None
+
+
+def one_token_of(engine: Engine) -> Callable[[str], int | None]:
+    """A function for the id of a text that is one token of *engine*'s vocabulary, else None."""
+
+    def one_token(text: str) -> int | None:
+        if len(text) > _MOST_TOKEN_TEXT:
+            return None
+        try:
+            ids = engine.tokenize(text)
+        except KqviewError:  # a model without a vocabulary
+            return None
+        return ids[0] if len(ids) == 1 else None
+
+    return one_token
 
 
 def attention_of(

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, KqviewError, RequestError
-from kqview.server.api.attention_protocol import MOST_TOKEN_TEXT
+from kqview.server.api.attention_protocol import one_token_of
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import (
     Plan,
@@ -76,21 +76,6 @@ def info_of(service: Service, engine: Engine, name: str) -> schema.ModelInfoRepl
         max_context=service.max_context_of(engine),
         one_token=one_token_of(engine),
     )
-
-
-def one_token_of(engine: Engine) -> Callable[[str], int | None]:
-    """A function for the id of a text that is one token of *engine*'s vocabulary, else None."""
-
-    def one_token(text: str) -> int | None:
-        if len(text) > MOST_TOKEN_TEXT:
-            return None
-        try:
-            ids = engine.tokenize(text)
-        except KqviewError:  # a model without a vocabulary
-            return None
-        return ids[0] if len(ids) == 1 else None
-
-    return one_token
 
 
 def token_bytes_of(service: Service) -> Callable[[int], bytes]:

@@ -12,9 +12,9 @@ from kqview import __version__
 from kqview.engine import Engine
 from kqview.server.api.attention_protocol import (
     LOGPROB_BYTES,
-    MOST_TOKEN_TEXT,
     layers_of,
     logprobs_of,
+    one_token_of,
 )
 from kqview.server.api.kobold import convert, schema
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
@@ -100,16 +100,9 @@ async def _started(
 ) -> tuple[Run, Engine]:
     service = call.service
     engine = service.engine
-
-    def one_token(text: str) -> int | None:
-        if len(text) > MOST_TOKEN_TEXT:
-            return None
-        ids = engine.tokenize(text)
-        return ids[0] if len(ids) == 1 else None
-
     request = await service.converted(
         n_bytes, call.hold, convert.request_of, body, service.settings,
-        request_id=call.request_id, one_token=one_token, asked=asked,
+        request_id=call.request_id, one_token=one_token_of(engine), asked=asked,
     )  # fmt: skip
     return await service.start(request, call.caller, call.hold), engine
 
