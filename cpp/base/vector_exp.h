@@ -1,4 +1,5 @@
-// The exponential of a softmax, for vectors of floats of any width (gcc's and clang's vector types).
+// The exponential of a softmax, for vectors of floats of any width (gcc's and clang's vector
+// types).
 #pragma once
 
 namespace kqview {

@@ -1,8 +1,8 @@
-// The bytes of one sequence (a slot) in a context's memory: state/ses1.h has their format. llama.cpp
-// writes and reads each part of the memory itself, through streams of ours that change two things.
-// A cache gets one stream, however many it has; and cells that a sliding window hides are written
-// too, because llama.cpp would put the others to their front when it reads them back, where columns
-// are not positions, and a slot without them cannot be truncated.
+// The bytes of one sequence (a slot) in a context's memory, in the format of state/ses1.h.
+// llama.cpp writes and reads each part of the memory itself, through streams of ours that change
+// two things. A cache gets one stream, however many it has. And cells that a sliding window hides
+// are written too: llama.cpp would read the others back into the first cells, where columns are not
+// positions, and a slot without them cannot be truncated.
 // Threads: the engine thread. The caller applies pending shifts first.
 #pragma once
 
@@ -37,8 +37,8 @@ std::vector<memory_part> parts_of(llama_memory_i* memory);
 std::size_t write_state(const memory_part& part, slot_id slot, std::span<std::byte> out);
 
 // Replaces the sequence's part by one of `n_tokens` tokens from the front of `bytes`, which have
-// been checked. Returns the rest of them. Raises internal if llama.cpp refuses them, or does not put
-// cells at their positions; the part's content is then undefined.
+// been checked. Returns the rest of them. Raises internal if llama.cpp refuses them, or does not
+// put cells at their positions; the part's content is then undefined.
 std::span<const std::byte> read_state(const memory_part& part, slot_id slot,
                                       std::span<const std::byte> bytes, int n_tokens);
 

@@ -53,8 +53,9 @@ enum class ses1_source { foreign, own };
 // state_mismatch for one from a different context; each names the field and its offset.
 ses1_view read_ses1(std::span<const std::byte> blob, const kv_layout& layout, ses1_source source);
 
-// Completes `known` by the layout of the parts that llama.cpp itself has just written for a sequence with at least one cell. Raises unsupported_model if the bytes do
-// not follow the format above.
+// Completes `known` by the layout of the parts that llama.cpp itself has just written for a
+// sequence with at least one cell. Raises unsupported_model if the bytes do not follow the format
+// above.
 kv_layout learn_layout(std::span<const std::span<const std::byte>> parts, kv_layout known);
 
 // Writes the bytes before the parts of the memory.

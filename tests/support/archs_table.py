@@ -36,6 +36,10 @@ also show what llama.cpp's flash attention rounds (K, V and the sums of V, to F1
 - Probs sum to less than 1 if the softmax has a sink, which is an extra logit without a column. In
   deepseek4 compressed keys, which stand for several tokens each, also take a share.
 - No model is left out and none aborts.
+- Slots are saved and restored exactly (`test_architectures_cache.py`), also those of the models
+  with sliding windows, an indexer or recurrent state. Refused: deepseek4, whose compressed keys
+  have a state of their own; glm5-next and qwen4exp, whose index mirrors the cells of another cache;
+  the diffusion models, which have no cache.
 
 | model | runs by | layers expected | layers got | heads | sum of probs | error, off \
 | on, first layer | on, all layers |

@@ -23,8 +23,8 @@ struct row_op {
 };
 
 // Creates a node that reads rows llama.cpp computes anyway: kq, the softmax's input or its result.
-// Flash attention does not store the product: the node then computes K·q for the wanted rows itself,
-// in any kind.
+// Flash attention does not store the product: the node then computes K·q for the wanted rows
+// itself, in any kind.
 ggml_tensor* make_row_node(ggml_context* tensors, const attention_site& site, row_kind kind,
                            row_op& op);
 
