@@ -103,6 +103,7 @@ class GenerateRequest:
         n_keep: Tokens at the start that it keeps, -1 for the prompt.
         n_discard: Tokens after them that it drops, None for half.
         n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
+        lora: Scale of each LoRA adapter by its id, None for the engine's.
     """
 
     prompt: str | Sequence[int]
@@ -121,6 +122,7 @@ class GenerateRequest:
     n_keep: int = 0
     n_discard: int | None = None
     n_reuse_min: int = 0
+    lora: Mapping[int | str, float] | None = None
 
     @property
     def n_generations(self) -> int:
@@ -719,6 +721,7 @@ class Service:
                         sampling=_for_sample(request, i_sample),
                         capture=rows,
                         slot=request.slot if i == 0 else None,
+                        lora=request.lora,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,
                     )

@@ -238,14 +238,20 @@ def slot_of(fields: LlamaFields) -> int | None:
 
 
 def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
-    """Further fields of a `GenerateRequest`: the slot, and what moves positions in its cache."""
+    """Further fields of a `GenerateRequest`: slot, adapters, and what moves positions."""
     return {
         "slot": slot_of(fields),
+        "lora": lora_of(fields),
         "context_shift": settings.context_shift,
         "n_keep": first(fields.n_keep, 0),
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
     }
+
+
+def lora_of(fields: LlamaFields) -> dict[int | str, float] | None:
+    """Scale of each LoRA adapter by its id, None for the server's; those left out have 0."""
+    return None if fields.lora is None else {one.id: one.scale for one in fields.lora}
 
 
 def n_samples_of(fields: LlamaFields) -> int:

@@ -11,6 +11,7 @@ from kqview.server.api.llama_fields import (
     LlamaFields,
     active_samplers,
     first,
+    lora_of,
     max_tokens_of,
     n_samples_of,
     names_of,
@@ -171,6 +172,7 @@ def plan_of(
         n_keep=first(body.n_keep, 0),
         n_discard=body.n_discard or None,
         n_reuse_min=first(body.n_cache_reuse, 0),
+        lora=lora_of(body),
     )
     return Plan(
         body=body,
@@ -224,7 +226,7 @@ def generation_settings(
         "timings_per_token": bool(body.timings_per_token),
         "post_sampling_probs": False,
         "backend_sampling": False,
-        "lora": [],
+        "lora": [{"id": one.id, "scale": one.scale} for one in body.lora or ()],
     }
     if is_short:
         return settings

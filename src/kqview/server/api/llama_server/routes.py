@@ -9,7 +9,7 @@ from typing import Any, Final
 from kqview.errors import RequestError
 from kqview.server.api.chat_work import prompt_of
 from kqview.server.api.llama_fields import LlamaFields, error_body, with_defaults
-from kqview.server.api.llama_server import about, convert, events, schema, sessions, slots
+from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
 from kqview.server.api.llama_server.prompts import ids_of
@@ -224,6 +224,7 @@ OPERATIONS: Final[list[Operation]] = [
         "/classify", classify, "Scores of a classifier's labels for each text.",
         ClassifyBody, Classified, also=("/v1/classify",),
     ),
+    *adapters.OPERATIONS,
     *slots.OPERATIONS,
     *sessions.OPERATIONS,
 ]  # fmt: skip

@@ -1,0 +1,59 @@
+"""LoRA adapters: which are loaded, and with which scales requests run that do not say."""
+
+from collections.abc import Sequence
+from typing import Final
+
+from msgspec import Struct
+
+from kqview.errors import RequestError
+from kqview.lora import LoraAdapter
+from kqview.server.api.llama_fields import LoraScale, error_body
+from kqview.server.api.llama_server import about, states
+from kqview.server.endpoint import Call, Operation, Upload
+from kqview.server.errors import renamed
+
+_TAG: Final = "llama-server"
+
+
+class Adapter(Struct, kw_only=True):
+    """A loaded adapter."""
+
+    id: int
+    path: str
+    scale: float
+    task_name: str = ""
+    prompt_prefix: str = ""
+
+
+def adapters_of(loaded: Sequence[LoraAdapter]) -> list[Adapter]:
+    """The reply to a request for all adapters."""
+    return [Adapter(id=one.id, path=one.path, scale=one.scale) for one in loaded]
+
+
+async def list_adapters(call: Call) -> list[Adapter]:
+    """``GET /lora-adapters``."""
+    return adapters_of(call.service.engine.lora)
+
+
+async def set_scales(call: Call, upload: Upload) -> about.Success:
+    """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
+    body = await upload.read(call.service.settings.max_body_bytes)
+    scales: list[LoraScale] = states.json_of(body, list[LoraScale])
+    try:
+        call.service.engine.set_lora_scales({one.id: one.scale for one in scales})
+    except RequestError as error:
+        raise renamed(error, {"scales": "id"}) from None
+    return about.Success()
+
+
+OPERATIONS: Final[list[Operation]] = [
+    Operation(
+        method="GET", path="/lora-adapters", handler=list_adapters, tag=_TAG,
+        error_body=error_body, reply=list[Adapter], summary="LoRA adapters and their scales.",
+    ),
+    Operation(
+        method="POST", path="/lora-adapters", handler=set_scales, tag=_TAG,
+        error_body=error_body, body=Upload, reply=about.Success,
+        summary="Scales of LoRA adapters for requests that do not say.",
+    ),
+]  # fmt: skip
