@@ -16,6 +16,9 @@ pydantic = pytest.importorskip("pydantic")
 class Clock(pydantic.BaseModel):
     """A clock."""
 
+    # Else its schema lets the model add fields without end.
+    model_config = pydantic.ConfigDict(extra="forbid")
+
     zone: Literal["UTC", "CET"]
 
 
