@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import json
@@ -9,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tracemalloc
 from dataclasses import dataclass
@@ -19,7 +21,7 @@ import pytest
 
 from kqview.errors import CapacityError
 from kqview.server import Settings
-from kqview.server.budget import Body, Budget
+from kqview.server.budget import SPILL_BYTES, Body, Budget
 from kqview.server.errors import RateLimited, TooLarge
 from tests.server.clients import (
     WAITS_S,
@@ -397,3 +399,26 @@ def test_frame_that_is_none_ends_a_stream_without_a_traceback(caplog: pytest.Log
         read_all(sock)
         served.wait_idle()
     assert not [record for record in caplog.records if record.exc_info]
+
+
+async def test_large_body_is_released_in_another_thread(monkeypatch: pytest.MonkeyPatch):
+    """The blocks of its file take time to be freed."""
+    threads: list[int] = []
+    released = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    close = Body._close
+
+    def note(body: Body) -> None:
+        threads.append(threading.get_ident())
+        close(body)
+        loop.call_soon_threadsafe(released.set)
+
+    monkeypatch.setattr(Body, "_close", note)
+    for n_bytes in (SPILL_BYTES + 1, 1):
+        with Body() as body:
+            body.add(bytes(n_bytes))
+        await released.wait()
+        released.clear()
+        assert body._file.closed
+    assert threads[0] != threading.get_ident()
+    assert threads[1] == threading.get_ident()

@@ -9,6 +9,7 @@ always room for a client that holds nothing yet, and no fair list of clients has
 (Switches share buffers this way: Choudhury and Hahne, "Dynamic queue length thresholds".)
 """
 
+import asyncio
 import contextlib
 import mmap
 import sys
@@ -214,6 +215,14 @@ class Body:
 
     def close(self) -> None:
         """Release it; idempotent."""
+        if self.n_bytes > SPILL_BYTES:
+            with contextlib.suppress(RuntimeError):  # not on an event loop
+                # Freeing the blocks of a large file takes tens of milliseconds.
+                asyncio.get_running_loop().run_in_executor(None, self._close)
+                return
+        self._close()
+
+    def _close(self) -> None:
         with contextlib.suppress(OSError):  # what was not written no longer matters
             self._file.close()
 

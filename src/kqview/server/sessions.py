@@ -84,7 +84,7 @@ class Sessions:
 
         Raises:
             NotFound: *caller* has no such session.
-            StateError: It does not fit the model that serves now.
+            StateError: It does not fit the model that serves.
         """
         with _unknown(session_id):
             return self._store.restore(self._known(caller, session_id), slot)
