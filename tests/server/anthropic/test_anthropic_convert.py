@@ -91,6 +91,10 @@ def test_tools_of_anthropics_servers_are_left_out() -> None:
         ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         ({"thinking": {"type": "adaptive"}}, {}),
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        (
+            {"chat_template_kwargs": {"enable_thinking": True}, "thinking": {"type": "disabled"}},
+            {"enable_thinking": True},
+        ),
         ({"output_config": {"effort": "max"}}, {"reasoning_effort": "high"}),
     ],
 )

@@ -105,6 +105,35 @@ def test_tools_of_openais_servers_are_left_out() -> None:
         convert.tools_of(body_of(tools=[{"type": "function"}]))
 
 
+@pytest.mark.parametrize(
+    ("fields", "options"),
+    [
+        ({}, {}),
+        ({"reasoning": {"effort": "low"}}, {"reasoning_effort": "low"}),
+        ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}),
+        ({"reasoning": {"effort": None}, "chat_template_kwargs": {"a": 1}}, {"a": 1}),
+    ],
+)
+def test_effort_is_an_option_of_the_template(
+    fields: dict[str, Any], options: dict[str, Any]
+) -> None:
+    assert convert.template_options_of(body_of(**fields)) == options
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, ("auto", None, True)),
+        ("none", ("none", None, True)),
+        ("required", ("required", None, True)),
+        ({"type": "function", "name": "clock"}, ("required", "clock", False)),
+    ],
+)
+def test_choice_of_tools_is_the_neutral_one(choice: Any, expected: tuple[Any, ...]) -> None:
+    chat = convert.chat_of(body_of(tool_choice=choice))
+    assert (chat.tool_choice, chat.tool_name, chat.parallel_calls) == expected
+
+
 # ---- answers
 
 

@@ -120,13 +120,13 @@ def tools_of(body: schema.CountBody) -> list[Object]:
 
 
 def template_options_of(body: schema.CountBody) -> Object:
-    """What templates of thinking models read: ``enable_thinking`` and ``reasoning_effort``."""
-    options: Object = {}
+    """Variables of the template, such as ``enable_thinking`` and ``reasoning_effort``."""
+    options = dict(body.chat_template_kwargs or {})
     if body.thinking is not None and body.thinking.type in ("enabled", "disabled"):
-        options["enable_thinking"] = body.thinking.type == "enabled"
+        options.setdefault("enable_thinking", body.thinking.type == "enabled")
     effort = None if body.output_config is None else body.output_config.effort
     if effort is not None:
-        options["reasoning_effort"] = _EFFORTS.get(effort, effort)
+        options.setdefault("reasoning_effort", _EFFORTS.get(effort, effort))
     return options
 
 
@@ -165,7 +165,8 @@ def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
         tools=tools_of(body),
         tool_choice=choice,
         tool_name=name,
-        parallel_calls=not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
+        parallel_calls=name is None
+        and not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         schema=None if form is None else form.schema,
         template_options=template_options_of(body),
     )

@@ -85,6 +85,7 @@ class CountBody(LlamaFields, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    chat_template_kwargs: Object | None = None
 
 
 class MessagesBody(CountBody, kw_only=True):

@@ -181,6 +181,17 @@ def schema_of(body: schema.InputBody) -> Object | None:
     return form.schema
 
 
+def template_options_of(body: schema.InputBody) -> Object:
+    """Variables of the template, such as ``reasoning_effort``."""
+    options = dict(body.chat_template_kwargs or {})
+    effort = None if body.reasoning is None else body.reasoning.effort
+    if effort == "none":
+        options.setdefault("enable_thinking", False)
+    elif effort is not None:
+        options.setdefault("reasoning_effort", effort)
+    return options
+
+
 def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
     """The prompt that *body* asks for.
 
@@ -189,7 +200,6 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
     """
     check_stateless(body)
     choice, name = tool_choice_of(body)
-    effort = None if body.reasoning is None else body.reasoning.effort
     return ChatRequest(
         messages=messages_of(body),
         sampling=Sampling(),
@@ -197,9 +207,9 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
         tools=tools_of(body),
         tool_choice=choice,
         tool_name=name,
-        parallel_calls=body.parallel_tool_calls is not False,
+        parallel_calls=body.parallel_tool_calls is not False and name is None,
         schema=schema_of(body),
-        template_options={} if effort is None else {"reasoning_effort": effort},
+        template_options=template_options_of(body),
     )
 
 

@@ -90,6 +90,7 @@ class InputBody(LlamaFields, kw_only=True):
     text: TextConfig | None = None
     reasoning: Reasoning | None = None
     previous_response_id: str | None = None
+    chat_template_kwargs: Object | None = None
     conversation: Any = None
     prompt: Any = None
 
