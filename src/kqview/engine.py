@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
-from kqview.arguments import checked_ids, encode, seconds, whole_number
+from kqview.arguments import checked_ids, encode, seconds, to_index, whole_number
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
@@ -430,7 +430,8 @@ class Engine(Vocabulary, Conversation, Embedding):
                 "mods are not supported in this version; leave mods out", parameter="mods"
             )
         sampling = sampling_of(sampling, options)
-        if slot is not None and slot not in range(len(self._slots)):
+        slot_id = -1 if slot is None else to_index(slot)
+        if slot_id is None or (slot is not None and slot_id not in range(len(self._slots))):
             raise UnknownSlot(
                 f"slot must be one of 0..{len(self._slots) - 1}, got {shown(slot)}",
                 parameter="slot",
@@ -446,7 +447,7 @@ class Engine(Vocabulary, Conversation, Embedding):
             n_prompt_rows=len(ids) if capture and capture.prompt else 0,
         )
         wanted.max_tokens = token_limit(max_tokens)
-        wanted.slot = -1 if slot is None else slot
+        wanted.slot = slot_id
         set_sampling(wanted, sampling)
         set_shift(
             wanted,

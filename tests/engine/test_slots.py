@@ -149,9 +149,9 @@ def test_a_request_waits_for_the_slot_it_names_and_holds_up_nobody(
     assert waits.slot == 1
 
 
-@pytest.mark.parametrize("slot", [4, -1, 99])
+@pytest.mark.parametrize("slot", [4, -1, 99, 1.0, True, "1", np.zeros(2, int)], ids=repr)
 def test_slots_that_are_not_there_are_refused(
-    make_engine: MakeEngine, tiny_llama: Path, slot: int
+    make_engine: MakeEngine, tiny_llama: Path, slot: Any
 ) -> None:
     with pytest.raises(errors.UnknownSlot, match=r"0\.\.3"):
         make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], slot=slot)
