@@ -412,6 +412,26 @@ def test_hostile_constraint_leaves_the_others_alone(
     assert outcome in ("refused", "stop", "length")
 
 
+@pytest.mark.parametrize("name", ["all inside all", "a million elements"])
+def test_others_get_tokens_while_one_token_of_a_grammar_is_sought(
+    engine: Engine, name: str
+) -> None:
+    """By the order of events: how many tokens come between two of the hostile request."""
+    options: dict[str, Any] = {"temperature": 1, "top_k": 0, "seed": 1, "max_tokens": 4, "slot": 0}
+    n_most = n_between = n_tokens = 0
+    with (
+        engine.generate(PROMPT, grammar=GRAMMARS[name], **options),
+        engine.generate(PLAIN, ignore_eos=True, max_tokens=400, slot=1) as plain,
+    ):
+        for _ in plain:
+            hostile = engine.stats().slots[0]
+            is_sought = hostile.state == "sampling" and hostile.n_tokens == n_tokens
+            n_between = n_between + 1 if is_sought else 0
+            n_most = max(n_most, n_between)
+            n_tokens = hostile.n_tokens
+    assert n_most >= 20
+
+
 def test_grammar_that_is_cancelled_while_it_is_matched_frees_its_slot(engine: Engine) -> None:
     for _ in range(5):
         generation = engine.generate(PROMPT, grammar=GRAMMARS["all inside all"], temperature=1)

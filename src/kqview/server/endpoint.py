@@ -557,7 +557,7 @@ def named_events(events: Sequence[Mapping[str, Any]], data: bytes | None = None)
 
 
 def json_in_slices(value: msgspec.Struct) -> bytes:
-    """JSON of *value*, whose lists may be long, slice by slice.
+    """JSON of *value*, whose lists may be long, slice by slice; the lists are empty afterwards.
 
     One call for everything would hold the GIL for all of it.
     """
@@ -574,7 +574,18 @@ def json_in_slices(value: msgspec.Struct) -> bytes:
             parts += [b","] if start else []
             parts.append(msgspec.json.encode(items[start : start + _SLICE])[1:-1])
         parts.append(b"]")
+        empty(items)
     return b"".join([*parts, b"}"])
+
+
+def empty(items: list[Any]) -> None:
+    """Remove all *items* slice by slice.
+
+    Left to the last reference, a long list is freed at once, with the GIL held, and often by the
+    event loop.
+    """
+    while items:
+        del items[-_SLICE:]
 
 
 def check_values(raw: bytes | str, *, packs: bool = False) -> None:

@@ -25,6 +25,7 @@ from kqview.server.endpoint import (
     HttpReply,
     Operation,
     decoded,
+    empty,
     json_in_slices,
 )
 from kqview.server.service import Run
@@ -45,7 +46,9 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     with_pieces = body.with_pieces is not False
 
     def written() -> bytes:
-        return json_in_slices(convert.tokenized(pieces, with_pieces=with_pieces))
+        reply = convert.tokenized(pieces, with_pieces=with_pieces)
+        empty(pieces)
+        return json_in_slices(reply)
 
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 

@@ -20,6 +20,7 @@ from kqview.server.endpoint import (
     Handler,
     HttpReply,
     Operation,
+    empty,
     json_in_slices,
 )
 from kqview.server.errors import NotSupported
@@ -43,9 +44,10 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     )
 
     def written() -> bytes:
-        return json_in_slices(
-            convert.tokenized(ids, engine.token_bytes, with_pieces=bool(body.with_pieces))
-        )
+        reply = convert.tokenized(ids, engine.token_bytes, with_pieces=bool(body.with_pieces))
+        data = json_in_slices(reply)
+        empty(ids)
+        return data
 
     return HttpReply(await call.service.converted(call.n_body_bytes, call.hold, written))
 
