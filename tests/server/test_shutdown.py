@@ -72,14 +72,19 @@ class Process:
         wait_until(lambda: self.metric("kqview_running_requests") == n)
 
     def wait_blocked(self) -> None:
-        """Wait until clients that do not read have stopped every generation."""
-        copied = -1.0
+        """Wait until clients that do not read have stopped every generation of rows.
+
+        Meanwhile somebody else is served from end to end: the server had its turns.
+        """
 
         def is_blocked() -> bool:
-            nonlocal copied
-            before, copied = copied, self.metric("kqview_attention_copied_bytes_total")
-            time.sleep(0.05)
-            return before == copied > 0
+            before = self.metric("kqview_attention_copied_bytes_total")
+            for _ in range(3):
+                httpx.post(
+                    f"{self.url}/api/v1/generate",
+                    json={"prompt": "Tom has", "max_length": 2}, timeout=60,
+                ).raise_for_status()  # fmt: skip
+            return self.metric("kqview_attention_copied_bytes_total") == before > 0
 
         wait_until(is_blocked)
 
@@ -178,13 +183,14 @@ def test_second_signal_ends_it_at_once_and_a_long_prompt_does_not_hold_it_up(ser
     with contextlib.ExitStack() as stack:
         for i in range(2):
             sock = stack.enter_context(raw_connection(served, receive_bytes=4096))
-            # One reply is too large for any buffer, so it is not over when the signals come.
             prompt = {"prompt": "Tom has a " * 1900, "max_length": 100} if i else {}
             sock.sendall(
                 json_request(
                     "/api/extra/generate/stream", {**LONG, "request_id": f"s{i}", **prompt}
                 )
             )
+            if i == 0:  # what was sent to it fills every buffer: it cannot be over in time
+                served.wait_blocked()
         served.wait_running(2)
         served.process.send_signal(signal.SIGTERM)
         wait_until(served.is_ending)
