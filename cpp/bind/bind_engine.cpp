@@ -114,6 +114,8 @@ void bind_stats(nb::module_& module) {
     nb::class_<slot_view>(module, "SlotStats")
         .def_prop_ro("state", [](const slot_view& self) { return name_of(self.state); })
         .def_ro("n_tokens", &slot_view::n_tokens)
+        .def_ro("n_exact", &slot_view::n_exact,
+                "Number of leading ids whose cache equals that of a fresh evaluation.")
         .def_ro("generation", &slot_view::active,
                 "Id of the generation that uses the slot; 0 if none does.");
     nb::class_<reading>(module, "EngineStats")
@@ -193,16 +195,6 @@ void bind_engine(nb::module_& module) {
             "slot_tokens",
             [](const engine& self, slot_id id) { return self.sched().tokens_of(id); },
             nb::arg("slot"), "Ids in a slot's cache.")
-        .def(
-            "slot_n_exact",
-            [](const engine& self, slot_id id) { return self.sched().n_exact_of(id); },
-            nb::arg("slot"), "Number of leading ids whose cache equals that of a fresh evaluation.")
-        .def(
-            "slot_lora", [](const engine& self, slot_id id) { return self.sched().lora_of(id); },
-            nb::arg("slot"), "Scales of the LoRA adapters that its cache was computed with.")
-        .def(
-            "slot_is_busy", [](const engine& self, slot_id id) { return self.sched().is_busy(id); },
-            nb::arg("slot"))
         .def("health", &engine::health, "What the engine thread is doing; takes no lock.")
         .def(
             "stats", [](std::shared_ptr<engine> self) { return reading(std::move(self)); },

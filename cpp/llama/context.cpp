@@ -26,45 +26,38 @@ namespace {
 
 // ---- options
 
-constexpr std::array<std::pair<std::string_view, ggml_type>, 9> kv_types{{
-    {"f32", GGML_TYPE_F32},
-    {"f16", GGML_TYPE_F16},
-    {"bf16", GGML_TYPE_BF16},
-    {"q8_0", GGML_TYPE_Q8_0},
-    {"q5_1", GGML_TYPE_Q5_1},
-    {"q5_0", GGML_TYPE_Q5_0},
-    {"q4_1", GGML_TYPE_Q4_1},
-    {"q4_0", GGML_TYPE_Q4_0},
-    {"iq4_nl", GGML_TYPE_IQ4_NL},
-}};
+constexpr std::array kv_types{GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
+                              GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
+                              GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
 
-constexpr std::array<std::pair<std::string_view, enum llama_pooling_type>, 5> pooling_types{{
-    {"none", LLAMA_POOLING_TYPE_NONE},
-    {"mean", LLAMA_POOLING_TYPE_MEAN},
-    {"cls", LLAMA_POOLING_TYPE_CLS},
-    {"last", LLAMA_POOLING_TYPE_LAST},
-    {"rank", LLAMA_POOLING_TYPE_RANK},
-}};
+constexpr std::array pooling_types{LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
+                                   LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST,
+                                   LLAMA_POOLING_TYPE_RANK};
+
+const char* name_of(ggml_type type) { return ggml_type_name(type); }
+
+// "" for a value that a file may have but this llama.cpp does not know.
+const char* name_of(enum llama_pooling_type type) {
+    switch (type) {
+        case LLAMA_POOLING_TYPE_NONE: return "none";
+        case LLAMA_POOLING_TYPE_MEAN: return "mean";
+        case LLAMA_POOLING_TYPE_CLS: return "cls";
+        case LLAMA_POOLING_TYPE_LAST: return "last";
+        case LLAMA_POOLING_TYPE_RANK: return "rank";
+        default: return "";
+    }
+}
 
 // Parses an option that is one of a few names.
 template <typename Value, std::size_t n>
-Value value_of(const char* option, const std::string& name,
-               const std::array<std::pair<std::string_view, Value>, n>& known) {
+Value value_of(const char* option, const std::string& name, const std::array<Value, n>& known) {
     std::string names;
-    for (const auto& [text, value] : known) {
-        if (text == name) return value;
-        names += (names.empty() ? "" : ", ") + std::string(text);
+    for (const auto value : known) {
+        if (name == name_of(value)) return value;
+        names += (names.empty() ? "" : ", ") + std::string(name_of(value));
     }
     throw error(errc::request,
                 std::string(option) + " is '" + name + "', it must be one of " + names);
-}
-
-// "" for a value that a file may have but this llama.cpp does not know.
-std::string name_of(enum llama_pooling_type type) {
-    for (const auto& [name, known] : pooling_types) {
-        if (known == type) return std::string(name);
-    }
-    return {};
 }
 
 void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {

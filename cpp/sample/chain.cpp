@@ -52,19 +52,6 @@ bool is_better(const llama_token_data& a, const llama_token_data& b) {
                 "grammar, json_schema or regex");
 }
 
-// Converts llama.cpp's plain std exceptions.
-template <typename F>
-void call_llama(errc code, const char* what, F&& call) {
-    try {
-        call();
-    } catch (const std::bad_alloc&) {
-        throw;
-    } catch (const std::exception& failure) {
-        throw error(code, std::string(what) + " failed with " + failure.what() +
-                              ", no failure is expected; correct or leave out that option");
-    }
-}
-
 }  // namespace
 
 // ---- changing logits
@@ -126,11 +113,16 @@ void logit_editor::build_penalties(const llama_vocab* vocab, const sampling_para
         for (const std::string& text : params.dry_sequence_breakers) {
             breakers.push_back(text.c_str());
         }
-        call_llama(errc::invalid_sampling, "dry_sequence_breakers", [&] {
+        try {
             dry_.reset(llama_sampler_init_dry(vocab, params.dry_multiplier, params.dry_base,
                                               params.dry_allowed_length, n_dry, breakers.data(),
                                               breakers.size()));
-        });
+        } catch (const std::bad_alloc&) {
+            throw;
+        } catch (const std::exception& failure) {
+            throw error(errc::invalid_sampling, std::string("dry_sequence_breakers failed with ") +
+                                                    failure.what() + "; correct or leave it out");
+        }
     }
     n_recent_max_ = static_cast<std::size_t>(std::max(n_penalties, n_dry));
 }

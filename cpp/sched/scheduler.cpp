@@ -132,21 +132,6 @@ std::vector<token_id> scheduler::tokens_of(slot_id id) const {
     return loop_->slots().tokens_of(id);
 }
 
-std::size_t scheduler::n_exact_of(slot_id id) const {
-    check_open();
-    return loop_->slots().n_exact_of(id);
-}
-
-lora_scales scheduler::lora_of(slot_id id) const {
-    check_open();
-    return loop_->slots().lora_of(id);
-}
-
-bool scheduler::is_busy(slot_id id) const {
-    check_open();
-    return loop_->slots().is_busy(id);
-}
-
 double scheduler::uptime_s() const {
     return std::chrono::duration<double>(engine_loop::clock::now() - opened_).count();
 }

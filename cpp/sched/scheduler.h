@@ -77,9 +77,6 @@ public:
     int n_slots() const { return n_slots_; }
     int n_queued() const;
     std::vector<token_id> tokens_of(slot_id id) const;
-    std::size_t n_exact_of(slot_id id) const;
-    lora_scales lora_of(slot_id id) const;
-    bool is_busy(slot_id id) const;
     // One view per slot; also after close().
     std::vector<slot_view> slots() const { return loop_->slots().views(); }
     double uptime_s() const;

@@ -236,27 +236,15 @@ std::vector<token_id> slot_table::tokens_of(slot_id id) const {
     return at(id).cache.tokens();
 }
 
-std::size_t slot_table::n_exact_of(slot_id id) const {
-    const std::lock_guard lock(mutex_);
-    return std::min(at(id).cache.n_exact(), at(id).cache.size());
-}
-
-lora_scales slot_table::lora_of(slot_id id) const {
-    const std::lock_guard lock(mutex_);
-    return at(id).cache.lora();
-}
-
-bool slot_table::is_busy(slot_id id) const {
-    const std::lock_guard lock(mutex_);
-    return at(id).active != nullptr;
-}
-
 std::vector<slot_view> slot_table::views() const {
     std::vector<slot_view> seen;
     seen.reserve(slots_.size());
     const std::lock_guard lock(mutex_);
-    for (const auto& one : slots_)
-        seen.push_back({one.state, one.cache.size(), one.active ? one.active->id : 0});
+    for (const auto& one : slots_) {
+        const auto n = one.cache.size();
+        seen.push_back(
+            {one.state, n, std::min(one.cache.n_exact(), n), one.active ? one.active->id : 0});
+    }
     return seen;
 }
 

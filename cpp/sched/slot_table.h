@@ -119,7 +119,8 @@ struct slot {
 struct slot_view {
     slot_state state = slot_state::idle;
     std::size_t n_tokens = 0;
-    request_id active = 0;  // 0: none
+    std::size_t n_exact = 0;  // of them match a fresh evaluation of the same ids
+    request_id active = 0;    // 0: none
 };
 
 class slot_table {
@@ -172,11 +173,6 @@ public:
 
     // ---- any thread
     std::vector<token_id> tokens_of(slot_id id) const;
-    // How many of them match a fresh evaluation of the same ids.
-    std::size_t n_exact_of(slot_id id) const;
-    // The scales of the LoRA adapters that its cache was computed with.
-    lora_scales lora_of(slot_id id) const;
-    bool is_busy(slot_id id) const;
     std::vector<slot_view> views() const;
     std::vector<std::shared_ptr<request>> active() const;
 

@@ -270,6 +270,8 @@ class PoolStats:
 class SlotStats:
     state: Final[str]
     n_tokens: Final[int]
+    n_exact: Final[int]
+    """Number of leading ids whose cache equals that of a fresh evaluation."""
     generation: Final[int]
     """Id of the generation that uses the slot; 0 if none does."""
 
@@ -348,13 +350,6 @@ class Engine:
     def slot_tokens(self, slot: int) -> list[int]:
         """Ids in a slot's cache."""
 
-    def slot_n_exact(self, slot: int) -> int:
-        """Number of leading ids whose cache equals that of a fresh evaluation."""
-
-    def slot_lora(self, slot: int) -> list[float]:
-        """Scales of the LoRA adapters that its cache was computed with."""
-
-    def slot_is_busy(self, slot: int) -> bool: ...
     def health(self) -> EngineHealth:
         """What the engine thread is doing; takes no lock."""
 

@@ -73,12 +73,16 @@ class Slot:
         default, and `Engine.attend` reuse only these tokens and evaluate the rest of the prompt
         again, even if the prompt continues `tokens`.
         """
-        return self._core.slot_n_exact(self.id)
+        return self._now().n_exact
 
     @property
     def is_busy(self) -> bool:
         """Whether a generation is using this slot."""
-        return self._core.slot_is_busy(self.id)
+        return self._now().generation != 0
+
+    def _now(self) -> _core.SlotStats:
+        self._core.check_open()
+        return self._core.stats().slots[self.id]
 
     def messages(self) -> list[tuple[int, int]]:
         """The messages in `tokens` as (first, last) indices, both inclusive.

@@ -112,6 +112,7 @@ def assert_alike(tokens: list[Any], want: list[Any]) -> None:
 SCALES = (1.0, -0.5, 0.0)
 
 
+@pytest.mark.usefixtures("backend")
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_request_with_a_scale_equals_an_engine_opened_with_it(
     make_engine: MakeEngine, tiny_llama: Path, adapter: Path, flash_attn: bool

@@ -69,6 +69,10 @@ inline bool is_row_of(const token_event& token) {
     return n > 0 && n <= token.rows.block->size_bytes();
 }
 
+inline bool is_busy(const scheduler& engine, slot_id slot) {
+    return engine.slots()[static_cast<std::size_t>(slot)].active != 0;
+}
+
 // Blocks until a cancellation was carried out; throws when that takes 20 s.
 inline void wait_settled(mailbox& box) {
     const auto waiter = std::make_shared<wake_handle>();

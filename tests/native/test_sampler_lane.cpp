@@ -167,7 +167,7 @@ TEST_CASE("sampler_lane: a cancellation does not wait for the picker, and the sl
     consumer taker(slow);
     CHECK(taker.rest().empty());
     CHECK(taker.reason() == finish_reason::cancelled);
-    CHECK_FALSE(engine.sched->is_busy(0));
+    CHECK_FALSE(is_busy(*engine.sched, 0));
     CHECK(held->wait_dead(1));
     CHECK(engine.sched->tokens_of(0) == prompt);
     CHECK(consumer(engine.submit(prompt, 6)).rest() == continuation(prompt, 6));

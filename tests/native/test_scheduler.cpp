@@ -81,7 +81,7 @@ TEST_CASE("scheduler: a request runs to max_tokens, each token with the row of i
     CHECK(engine.sched->tokens_of(0) == prompt + first_of(taken, 5));
     CHECK(engine.model->cache(0) == engine.sched->tokens_of(0));
     engine.pass_round();  // the slot is given back after its last token was handed out
-    CHECK_FALSE(engine.sched->is_busy(0));
+    CHECK_FALSE(is_busy(*engine.sched, 0));
 
     const auto& counters = engine.sched->counters();
     CHECK(counters.n_requests == 1);
@@ -357,7 +357,7 @@ TEST_CASE("scheduler: cancelling in the prompt frees the slot and gives the bloc
     consumer taker(wanted);
     REQUIRE(taker.next_prompt());
     engine.cancel(wanted);
-    CHECK_FALSE(engine.sched->is_busy(0));
+    CHECK_FALSE(is_busy(*engine.sched, 0));
     CHECK(engine.pool->stats().n_leased == 0);
 }
 

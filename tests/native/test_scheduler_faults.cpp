@@ -123,7 +123,7 @@ void check_tokens(const std::vector<ended>& all) {
 // Every slot is idle, holds what it says, and works.
 void check_slots(test_engine& engine) {
     for (slot_id slot = 0; slot < n_slots; ++slot) {
-        CHECK_FALSE(engine.sched->is_busy(slot));
+        CHECK_FALSE(is_busy(*engine.sched, slot));
         CHECK(engine.model->cache(slot) == engine.sched->tokens_of(slot));
     }
     CHECK(engine.sched->n_queued() == 0);

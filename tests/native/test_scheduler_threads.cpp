@@ -345,7 +345,7 @@ private:
         CHECK(n_ended == static_cast<std::uint64_t>(tally_.n_submitted));
         CHECK(engine_.sched->n_queued() == 0);
         for (slot_id slot = 0; slot < n_slots; ++slot) {
-            CHECK_FALSE(engine_.sched->is_busy(slot));
+            CHECK_FALSE(is_busy(*engine_.sched, slot));
             CHECK(engine_.model->cache(slot) == engine_.sched->tokens_of(slot));
         }
         const auto pool = engine_.pool->stats();
@@ -436,7 +436,7 @@ TEST_CASE("scheduler: cancellations from other threads leave every cache true to
         for (auto& thread : threads) thread.join();
         CHECK(n_wrong == 0);
         for (slot_id slot = 0; slot < 4; ++slot) {
-            CHECK_FALSE(engine.sched->is_busy(slot));
+            CHECK_FALSE(is_busy(*engine.sched, slot));
             CHECK(engine.model->cache(slot) == engine.sched->tokens_of(slot));
         }
     }
@@ -519,7 +519,7 @@ TEST_CASE("scheduler: state is readable from other threads while it runs") {
             for (slot_id slot = 0; slot < 4; ++slot) {
                 const auto tokens = engine.sched->tokens_of(slot);
                 if (!tokens.empty() && tokens[0] % 1000 != 0) ++n_wrong;
-                (void)engine.sched->is_busy(slot);
+                (void)is_busy(*engine.sched, slot);
             }
             if (engine.sched->n_queued() < 0) ++n_wrong;
             (void)engine.sched->counters().n_tokens.load();

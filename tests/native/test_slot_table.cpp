@@ -695,7 +695,7 @@ TEST_CASE("slot_cache: a shift closes several gaps at once") {
     const auto left = cut_out(cut_out(cut_out(prompt, 20, 10), 10, 1), 2, 3);
     CHECK(engine.sched->tokens_of(0) == left);
     CHECK(engine.model->cache(0) == left);
-    CHECK(engine.sched->n_exact_of(0) == 2);
+    CHECK(engine.sched->slots()[0].n_exact == 2);
     // What a caller has shifted himself is there for who asks for that, and for nobody else.
     const auto next = left + make_prompt(2, 2);
     for (const int n_reuse_min : {1, 0}) {
@@ -703,7 +703,7 @@ TEST_CASE("slot_cache: a shift closes several gaps at once") {
         CHECK(taker.rest() == continuation(next, 3));
         CHECK(taker.usage().cached_tokens == (n_reuse_min > 0 ? 16 : 2));
     }
-    CHECK(engine.sched->n_exact_of(0) == engine.sched->tokens_of(0).size());
+    CHECK(engine.sched->slots()[0].n_exact == engine.sched->tokens_of(0).size());
 }
 
 // ---- LoRA scales
@@ -791,5 +791,7 @@ TEST_CASE("slots: a restored slot has the LoRA scales that it was saved with") {
         cache.restore(blob, all_exact, saved);
     });
     CHECK(saved == lora_scales{0.5f});
-    CHECK(engine.sched->lora_of(0) == saved);
+    consumer taker(engine.submit(prompt, 1, with_lora(saved)));
+    taker.rest();
+    CHECK(taker.usage().cached_tokens == 39);
 }
