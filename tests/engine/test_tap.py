@@ -186,7 +186,7 @@ def test_rows_beyond_float16_saturate_and_masked_columns_stay_so(
 
 
 def test_server_saturates_what_it_averages_itself() -> None:
-    wanted = AttentionWanted("logits", "aggregated", "weighted_layers", dtype="float16")
+    wanted = AttentionWanted("logits", "aggregated", aggregation="weighted_layers", dtype="float16")
     rows = np.array([[1e5, -1e6, -np.inf, 3.0]] * 2, np.float32)
     dense: Any = shaped(wanted, rows)
     np.testing.assert_array_equal(
