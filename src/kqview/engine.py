@@ -38,7 +38,14 @@ from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
-from kqview.submission import Submission, sampling_of, set_sampling, set_shift, token_limit
+from kqview.submission import (
+    Reuse,
+    Submission,
+    sampling_of,
+    set_sampling,
+    set_shift,
+    token_limit,
+)
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.sampling import Sampling, SamplingOptions
 from kqview.types.stats import read_fields
@@ -364,7 +371,7 @@ class Engine(Vocabulary, Conversation, Embedding):
         mods: Sequence[Any] = (),
         request_id: str | None = None,
         priority: int = 0,
-        reuse: Literal["exact", "shift"] = "exact",
+        reuse: Reuse = "exact",
         reuse_min_tokens: int = 16,
         context_shift: bool = False,
         n_keep: int = 0,
@@ -389,9 +396,11 @@ class Engine(Vocabulary, Conversation, Embedding):
             priority: Requests that wait for a slot are served by priority, highest first, then in
                 order of arrival.
             reuse: "exact" reuses only the part of the KV cache that equals a fresh evaluation
-                (`Slot.n_exact`). "shift" also reuses the cache of text after tokens that were
-                removed from the prompt. This is approximate, because that cache was computed while
-                those tokens were visible.
+                (`Slot.n_exact`). "prefix" reuses all leading tokens that the slot shares with the
+                prompt, also those that were shifted, or restored from a blob of unknown origin.
+                "shift" also reuses the cache of text after tokens that were removed from the
+                prompt. Both are approximate: such a cache was computed while other tokens were
+                visible.
             reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
                 shorter runs count as coincidence.
             context_shift: When the slot is full, discard old tokens and continue instead of ending

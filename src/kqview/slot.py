@@ -125,7 +125,7 @@ class Slot:
         records neither its model and LoRA adapters (only the shapes have to fit) nor whether its
         slot had been shifted; `restore_file` checks these. Without *exact*, the next generation
         therefore evaluates its prompt again (`n_exact` is 0), unless it accepts approximate cache
-        entries with ``reuse="shift"``. A blob can put any values into the cache, so restore only
+        entries with ``reuse="prefix"``. A blob can put any values into the cache, so restore only
         blobs from sources you trust.
 
         Args:
@@ -228,7 +228,7 @@ class Slot:
         Nothing is recomputed: the later tokens keep keys and values that were computed while the
         removed tokens were visible, rotated to their new positions. They are therefore approximate,
         and `n_exact` becomes at most *n_keep*: a generation that continues from `tokens` evaluates
-        them again unless it passes ``reuse="shift"``. Columns of later rows are positions in the
+        them again unless it passes ``reuse="prefix"``. Columns of later rows are positions in the
         shortened `tokens`. Costs two copies of the slot's cache.
 
         Returns:

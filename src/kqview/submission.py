@@ -10,7 +10,7 @@ import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from kqview import _core
 from kqview.arguments import (
@@ -34,6 +34,9 @@ from kqview.lora import EngineLora, LoraScales
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.sampling import SamplingOptions
 
+Reuse = Literal["exact", "prefix", "shift"]
+"""Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
+
 
 class GenerateOptions(SamplingOptions, total=False):
     """The options of `Engine.generate`, for callers that pass them on."""
@@ -45,7 +48,7 @@ class GenerateOptions(SamplingOptions, total=False):
     mods: Sequence[Any]
     request_id: str | None
     priority: int
-    reuse: Literal["exact", "shift"]
+    reuse: Reuse
     reuse_min_tokens: int
     context_shift: bool
     n_keep: int
@@ -289,8 +292,8 @@ def set_shift(
         RequestError: An option has the wrong type or is out of range.
         UnsupportedModel: The model's positions cannot be moved.
     """
-    if not isinstance(reuse, str) or reuse not in ("exact", "shift"):
-        raise invalid("reuse", "'exact' or 'shift'", shown(reuse))
+    if not isinstance(reuse, str) or reuse not in get_args(Reuse):
+        raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
     if not isinstance(context_shift, bool):
         raise invalid("context_shift", "True or False", shown(context_shift))
     n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
@@ -300,7 +303,8 @@ def set_shift(
             f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
             "and send the ids to keep as the prompt"
         )
-    options.n_reuse_min = n_run_min if reuse == "shift" else 0
+    # No run is as long as the largest number: nothing is moved.
+    options.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
     n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)
     if n_discard is not None:
         n_discard = whole_number("n_discard", n_discard, high=INT64_MAX)

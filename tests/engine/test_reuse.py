@@ -147,6 +147,21 @@ def test_attend_takes_over_exact_tokens_alone(
     fresh.check_rows([*LEFT, 7, 8], np.asarray(rows))
 
 
+@pytest.mark.parametrize("make", [shifted, saved_and_restored])
+def test_prefix_goes_on_from_what_the_slot_holds(
+    make_engine: MakeEngine, tiny_llama: Path, make: Any
+) -> None:
+    engine = make_engine(tiny_llama, n_slots=2, **EXACT)
+    make(engine)
+    [slot] = [one for one in engine.slots if one.n_tokens]
+    held = slot.tokens
+    assert slot.n_exact < len(held)
+    generation = start(engine, [*held, 7], max_tokens=1, slot=slot.id, reuse="prefix")
+    generation.read()
+    assert generation.usage.cached_tokens == len(held)
+    assert slot.n_exact < len(held)  # it stays approximate
+
+
 def test_mark_goes_where_the_cells_go(
     make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path
 ) -> None:

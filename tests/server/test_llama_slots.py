@@ -160,13 +160,26 @@ def states_of_nothing(client: httpx.Client) -> bytes:
     return saved(client, 1)
 
 
-def test_blob_that_somebody_changed_is_restored_but_not_taken_for_exact(client: httpx.Client):
+def test_blob_of_unknown_origin_goes_on_only_for_who_names_its_slot(client: httpx.Client):
     fill(client)
     blob = bytearray(saved(client))
     blob[-2] ^= 1  # the last digit of a value
     assert act(client, "restore-state", 1, content=bytes(blob), headers=BINARY).status_code == 200
     assert len(tokens(client, 1)) == len(tokens(client))
-    assert fill(client, slot=1)["timings"]["cache_n"] == 0
+    n_tokens = len(tokens(client, 1))
+    act(client, "context-shift", 0, json={"n_keep": 0, "n_discard": n_tokens})
+    assert fill(client, slot=-1, n=1)["timings"]["cache_n"] == 0
+    act(client, "restore-state", 1, content=bytes(blob), headers=BINARY)
+    assert fill(client, slot=1)["timings"]["cache_n"] > 10
+
+
+def test_slot_that_was_shifted_goes_on_without_being_evaluated_again(client: httpx.Client):
+    fill(client)
+    reply = act(client, "context-shift", json={"n_keep": 2, "n_discard": 3})
+    assert reply.json()["success"]
+    left = tokens(client)
+    timings = fill(client, prompt=[*left, 7], n=1)["timings"]
+    assert (timings["cache_n"], timings["prompt_n"]) == (len(left), 1)
 
 
 def test_empty_slot_is_saved_restored_and_looked_into(client: httpx.Client):

@@ -26,7 +26,7 @@ from collections.abc import (
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Final, Literal, TypedDict, TypeVar
+from typing import Any, Final, TypedDict, TypeVar
 
 from kqview.engine import Engine
 from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, RequestError
@@ -43,6 +43,7 @@ from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
 from kqview.server.slots import Slots
 from kqview.server.workers import Workers
+from kqview.submission import Reuse
 from kqview.types import EngineStats, PromptBlock, Sampling, Token, Usage
 
 _T = TypeVar("_T")
@@ -78,7 +79,7 @@ class ShiftOptions(TypedDict, total=False):
     context_shift: bool
     n_keep: int
     n_discard: int | None
-    reuse: Literal["exact", "shift"]
+    reuse: Reuse
     reuse_min_tokens: int
 
 
@@ -140,6 +141,9 @@ class GenerateRequest:
         if self.n_reuse_min:
             options["reuse"] = "shift"
             options["reuse_min_tokens"] = self.n_reuse_min
+        elif self.slot is not None:
+            # Who names a slot goes on from what it holds, however it came there.
+            options["reuse"] = "prefix"
         return options
 
 

@@ -211,7 +211,7 @@ class Slots:
         """Restore *blob* and return its size; any thread.
 
         A client could have put anything into the cache of a blob that is not one of `save`. What
-        such a blob restores is therefore reused only by requests that accept approximate entries.
+        such a blob restores is therefore reused only by requests that name the slot.
 
         Raises:
             StateError: It is not sound, or not of this model and its settings.
