@@ -123,6 +123,20 @@ def test_adapter_or_scale_that_cannot_be_is_refused(
     assert fact in reply.json()["error"]["message"]
 
 
+def test_scales_of_everybody_are_the_admins(byte_model: Path, adapter: Path):
+    settings = Settings(
+        model=str(byte_model), lora=(str(adapter),), n_ctx=128, api_keys=("a",), admin_keys=("b",)
+    )
+    with serving(settings) as one, one.client() as client:
+        for key, status in (("a", 403), ("b", 200)):
+            headers = {"authorization": f"Bearer {key}"}
+            body = [{"id": 0, "scale": 0.25}]
+            reply = client.post("/lora-adapters", json=body, headers=headers)
+            assert reply.status_code == status, reply.text
+            [listed] = client.get("/lora-adapters", headers=headers).json()
+            assert listed["scale"] == (1.0 if status == 403 else 0.25)
+
+
 def test_model_without_adapters_has_an_empty_list(demo: Served):
     with demo.client() as client:
         assert client.get("/lora-adapters").json() == []

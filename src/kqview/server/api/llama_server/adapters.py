@@ -10,7 +10,7 @@ from kqview.lora import LoraAdapter
 from kqview.server.api.llama_fields import LoraScale, error_body
 from kqview.server.api.llama_server import about, states
 from kqview.server.endpoint import Call, Operation, Upload
-from kqview.server.errors import renamed
+from kqview.server.errors import Forbidden, renamed
 
 _TAG: Final = "llama-server"
 
@@ -37,6 +37,11 @@ async def list_adapters(call: Call) -> list[Adapter]:
 
 async def set_scales(call: Call, upload: Upload) -> about.Success:
     """``POST /lora-adapters``: scales for requests from here on; adapters left out get 0."""
+    if call.service.settings.admin_keys and not call.caller.is_admin:
+        raise Forbidden(
+            "an admin key is needed to change the scales of everybody's requests; "
+            'send "lora" with your own'
+        )
     body = await upload.read(call.service.settings.max_body_bytes)
     scales: list[LoraScale] = states.json_of(body, list[LoraScale])
     try:
