@@ -1,4 +1,4 @@
-"""POST /classify of llama.cpp's server (seed 003): bodies, errors, and what texts cannot do."""
+"""POST /classify: bodies, errors, and what texts cannot do."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def refused(client: httpx.Client, body: Any, status: int, kind: str) -> dict[str
     return error
 
 
-# The reply that seed 003 shows.
+# The reply that the description of the API shows.
 SEED = """
 {"model": "model-name", "object": "list", "usage": {"prompt_tokens": 42, "total_tokens": 42},
  "predictions": [{"label": "POSITIVE", "score": 2.345}, {"label": "NEGATIVE", "score": -1.678}]}

@@ -145,7 +145,7 @@ def _flags(words: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield name, value
         elif name == "--slots":  # theirs has no value
             yield name, rest.pop(0) if rest and rest[0].lstrip("-").isdecimal() else None
-        elif name in ("-fa", "--flash-attn"):  # it had none once
+        elif name in ("-fa", "--flash-attn"):  # a flag without a value in older versions
             yield "-fa", rest.pop(0) if rest and rest[0] in ("on", "off", "auto") else "on"
         elif name in with_value and rest:
             yield name, rest.pop(0)

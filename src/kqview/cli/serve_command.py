@@ -48,12 +48,14 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
-    KQVIEW_API_KEYS with commas between several. Options win.
+    KQVIEW_API_KEYS with commas between several. Options win. The flags of llama.cpp's llama-server
+    work too.
 
     Examples:
 
     - `kqview serve --demo`
     - `kqview serve --model model.gguf --slots 4 --host 0.0.0.0 --api-key SECRET`
+    - `kqview serve -m model.gguf -c 16384 -np 4 --port 8080`
     """
     # typer passes an empty list for a repeatable option that is not given
     values = {name: None if value == [] else value for name, value in given.items()}

@@ -2,7 +2,7 @@
 
 What is kept is bounded in bytes, and counted in the server's `Budget` under a name of its own, so
 it takes nothing from the share of a client. Where there is no room, the owner who keeps most loses
-what he has kept longest; what still does not fit is left out, and the generation goes on.
+its oldest reply; rows that still do not fit are left out, and the generation goes on.
 """
 
 import threading

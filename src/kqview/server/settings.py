@@ -86,15 +86,17 @@ class Settings:
     # ---- how it answers
     attention_values: AttentionValues | None = _setting(
         None,
-        "values of rows: logits, scores or probs; without it, logits for KoboldAI and probs for "
-        "dream",
+        "values of rows: logits, scores or probs; without it, logits for KoboldAI's API and probs "
+        "for the others",
     )
     attention_format: DefaultFormat = _setting(
         "per_layer", "shape of rows if a request does not say: per_layer or aggregated"
     )
 
     context_shift: bool = _setting(
-        False, "drop old tokens when a slot is full and go on, in llama-server's API"
+        False,
+        "drop old tokens when a slot is full and go on, in llama-server's, OpenAI's and "
+        "Anthropic's APIs",
     )
     sampling: tuple[str, ...] = _setting(
         (),

@@ -43,7 +43,7 @@ DEFAULTS: Final[dict[str, Any]] = {
     "min_p": 0.0,
     "repeat_penalty": 1.0,
 }
-"""What a request that says nothing gets (seed 000, and the example values of seed 001)."""
+"""What a request that says nothing gets."""
 
 _SAMPLING_DEFAULTS: Final = {n: v for n, v in DEFAULTS.items() if n != "max_tokens"}
 

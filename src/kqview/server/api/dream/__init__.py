@@ -1,1 +1,1 @@
-"""The dream dialect: seed 001's API, and ``POST /api/v1/generate`` that two protocols share."""
+"""The dream dialect, with the ``POST /api/v1/generate`` that KoboldAI's API shares."""

@@ -25,7 +25,7 @@ from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PoolStats
 
 VALUES: Final[AttentionValues] = "probs"
-"""What rows hold if neither request nor settings say (seed 001)."""
+"""What rows hold if neither request nor settings say."""
 
 _MIB: Final = 2**20
 

@@ -35,7 +35,7 @@ from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 
 DEFAULT_VALUES: Final[AttentionValues] = "logits"
-"""Values of rows if neither the request nor the settings say (seed 000)."""
+"""Values of rows if neither the request nor the settings say, as Halo Weave expects."""
 
 _STOPS: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled"})
 _STOP_CODES: Final[Mapping[str, int]] = {

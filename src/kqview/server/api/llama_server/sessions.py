@@ -1,4 +1,4 @@
-"""Routes of sessions: saved slots that stay on the server (seed 003)."""
+"""Routes of sessions: saved slots that stay on the server."""
 
 import time
 from functools import partial

@@ -218,7 +218,7 @@ def check_enabled(call: Call) -> None:
 def check_may_restore(call: Call) -> None:
     """Raise Unauthorized for anybody without a key on a server that has keys.
 
-    A blob is attention of any content, so it is not taken from a stranger.
+    A blob can put anything into the cache, so it is not taken from a stranger.
     """
     settings = call.service.settings
     if (settings.api_keys or settings.admin_keys) and not call.caller.owner:

@@ -1,4 +1,4 @@
-"""Saved slots of seed 003 as bodies: requests, replies, SES1 in base64. Pure.
+"""Bodies of saved slots: requests, replies, SES1 in base64. Pure.
 
 A blob may have gigabytes. It is whole in memory once; its base64, at both ends, never is.
 """
