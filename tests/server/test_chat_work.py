@@ -6,6 +6,7 @@ import json
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -301,6 +302,11 @@ def test_last_message_of_the_assistant_is_continued(engine: Engine):
             "grammar cannot be combined with tools",
         ),
         ({"continues": True}, RequestError, "last message of the assistant"),
+        (
+            {"messages": [], "tools": TOOLS, "chat_template": "{{ raise_exception('none') }}"},
+            RequestError,
+            "none",
+        ),
     ],
 )
 def test_chat_that_cannot_work_is_refused(
@@ -351,6 +357,12 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
             "First.\n",
             [("f", {"a": "</tool_call>"}), ("g", {})],
         ),
+        ("hermes", '<tool_call>{"name": "f\n", "arguments": {}}</tool_call>',
+         '<tool_call>{"name": "f\n", "arguments": {}}</tool_call>', []),
+        ("hermes", r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>',
+         r'<tool_call>{"name": "\x", "arguments": {}}</tool_call>', []),
+        ("hermes", r'<tool_call>{"name": "\"\u00e4", "arguments": {}}</tool_call>', "",
+         [('"\N{LATIN SMALL LETTER A WITH DIAERESIS}', {})]),
         ("hermes", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "", [("f", {})]),
         (
@@ -373,6 +385,22 @@ def test_calls_are_read_and_everything_else_stays_text(
     assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls
     assert answer.content == content
     assert len({one.id for one in answer.calls}) == len(calls)
+
+
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        r'{"name": "\ud800", "arguments": {}}',
+        r'{"arguments": {"a": "\ud800"}, "name": "f"}',
+        r'{"arguments": {}, "name": "f", "id": "\udfff"}',
+    ],
+)
+def test_calls_with_half_a_surrogate_pair_have_utf8(form: Any, call: str):
+    text = {"hermes": "<tool_call>%s</tool_call>", "mistral": "[TOOL_CALLS][%s]", "llama": "%s"}
+    answer = answer_of(Reading(calls=form), text[form] % call)
+    assert msgspec.json.encode(answer)
+    assert answer.calls or call in answer.content
 
 
 def test_arguments_come_while_they_are_written():

@@ -168,7 +168,7 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
         try:
             ids = render(as_text())
         except RequestError:
-            if not tools or messages[0].get("role") == "system":
+            if not tools or (messages and messages[0].get("role") == "system"):
                 raise
             ids = render(as_text(role="user"))  # the template has no system messages
     if begun:

@@ -25,9 +25,9 @@ _MISTRAL: Final = "[TOOL_CALLS]"
 _PYTHON_TAG: Final = "<|python_tag|>"
 _RESULTS: Final = ("tool", "function")
 _CONSTRAIN: Final = "<|constrain|>"
-# The value of a call's arguments follows.
+# The value of a call's arguments follows. A name with escapes is read with the whole call.
 _HEAD: Final = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 _SPACE: Final = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # as json_schema of `Sampling`
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
@@ -334,7 +334,7 @@ class CallReader:
                 self._buffer += text
                 head = _HEAD.match(self._buffer)
                 if head is not None:
-                    found.append(self.begin(json.loads(head[1])))
+                    found.append(self.begin(head[1]))
                     self._state, self._value = "value", _JsonEnd()
                     text = self._buffer[head.end() :]
                 elif (at := self._buffer.find(_CLOSE)) >= 0:  # not written as usual
@@ -362,13 +362,18 @@ class CallReader:
 
     def _parsed(self, text: str, family: Any) -> list[str | CallDelta]:
         reply = parse_tool_calls(text, family)
-        if not reply.tool_calls:
+        # A lone surrogate in a name has no UTF-8.
+        if not reply.tool_calls or not all(_is_utf8(call.name) for call in reply.tool_calls):
             return [text]
         found: list[str | CallDelta] = [reply.content] if reply.content.strip() else []
         for call in reply.tool_calls:
             begun = self.begin(call.name)
-            found.append(CallDelta(begun.index, "", call.id or begun.id, call.name))
-            found.append(self.arguments(json.dumps(dict(call.arguments), ensure_ascii=False)))
+            id_ = call.id if call.id and _is_utf8(call.id) else begun.id
+            found.append(CallDelta(begun.index, "", id_, call.name))
+            arguments = json.dumps(dict(call.arguments), ensure_ascii=False)
+            if not _is_utf8(arguments):  # then as escapes
+                arguments = json.dumps(dict(call.arguments))
+            found.append(self.arguments(arguments))
         return found
 
     def flush(self) -> list[str | CallDelta]:
@@ -382,6 +387,15 @@ class CallReader:
         if buffer:
             return self._parsed(buffer, "llama" if self._form == "llama" else "mistral")
         return [text] if text else []
+
+
+def _is_utf8(text: str) -> bool:
+    """Whether *text* has UTF-8, which JSON's escapes of lone surrogates do not."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _JsonEnd:
