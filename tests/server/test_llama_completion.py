@@ -336,6 +336,8 @@ REFUSED: list[tuple[dict[str, Any], int, str, tuple[str, ...]]] = [
         ({"logit_bias": [[1]]}, 400, "invalid_request_error", ("logit_bias",)),
         ({"logit_bias": [[1, True]]}, 400, "invalid_request_error", ("logit_bias", "true")),
         ({"logit_bias": {"10000000": 1}}, 400, "invalid_request_error", ("10000000",)),
+        ({"logit_bias": {"1" * 5000: 1}}, 400, "invalid_request_error", ("logit_bias", "1111")),
+        ({"response_fields": ["x" * 1001]}, 400, "invalid_request_error", ("response_fields",)),
         ({"dry_sequence_breakers": []}, 400, "invalid_request_error", ("dry_sequence_breakers",)),
         ({"top_n_sigma": 1.5}, 501, "not_supported_error", ("top_n_sigma",)),
         ({"dynatemp_range": 0.5}, 501, "not_supported_error", ("dynatemp_range",)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from typing import TYPE_CHECKING, Any
 
 import gguf
@@ -72,6 +73,25 @@ def test_texts_become_vectors(embedder: Served, client: httpx.Client, path: str,
     np.testing.assert_allclose(found, embedder.engine.embed(TEXTS), atol=1e-5)
     one = vectors_of(client.post(path, json={name: TEXTS[0]}))
     np.testing.assert_allclose(one, found[:1], atol=1e-5)
+
+
+@pytest.mark.parametrize("path", ["/embeddings", "/v1/embeddings"])
+def test_many_short_texts_are_tokenized_in_another_thread(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str
+):
+    threads: set[str] = set()
+    tokenize = Engine.tokenize
+
+    def note(engine: Engine, *args: Any, **options: Any) -> list[int]:
+        threads.add(threading.current_thread().name)
+        return tokenize(engine, *args, **options)
+
+    monkeypatch.setattr(Engine, "tokenize", note)
+    texts = ["a"] * 1000
+    reply = client.post(path, json={"input": texts})
+    assert reply.status_code == 200
+    assert threads
+    assert all(name.startswith("kqview-") for name in threads)
 
 
 def test_ids_and_mixtures_are_texts_too(embedder: Served, client: httpx.Client):

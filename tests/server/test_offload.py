@@ -18,6 +18,7 @@ from kqview import Engine
 from kqview.cli import serving as cli_serving
 from kqview.errors import QueueFull, RequestError
 from kqview.server import Settings, create_app
+from kqview.server.api.held_text import HeldText
 from kqview.server.endpoint import check_values, json_in_slices
 from kqview.server.errors import TimedOut, TooLarge
 from kqview.server.service import OFFLOAD_BYTES, GenerateRequest, Service
@@ -266,13 +267,16 @@ def test_list_in_slices_is_the_same_json():
 # ---- the loop's own time
 
 HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
-    "text": ("tokenize", {"text": "Tom found a ball. " * 80_000}),
-    "biases": ("generate", {"logit_bias": {str(i): 1.0 for i in range(30_000)}}),
-    "strings": ("generate", {"banned_tokens": [f"w{i}" for i in range(30_000)]}),
-    "alternates": ("generate", {"grammar": GRAMMARS["many alternates"]}),
-    "literal": ("generate", {"grammar": GRAMMARS["long literal"]}),
-    "states": ("generate", {"grammar": GRAMMARS["all inside all"]}),
-    "samples": ("generate", {"num_samples": 8, "top_logprobs": 700, "max_length": 16}),
+    "text": ("/api/v1/tokenize", {"text": "Tom found a ball. " * 80_000}),
+    "biases": ("/api/v1/generate", {"logit_bias": {str(i): 1.0 for i in range(30_000)}}),
+    "strings": ("/api/v1/generate", {"banned_tokens": [f"w{i}" for i in range(30_000)]}),
+    "alternates": ("/api/v1/generate", {"grammar": GRAMMARS["many alternates"]}),
+    "literal": ("/api/v1/generate", {"grammar": GRAMMARS["long literal"]}),
+    "states": ("/api/v1/generate", {"grammar": GRAMMARS["all inside all"]}),
+    "prompts": ("/completion", {"prompt": ["a"] * 20_000}),
+    "parts": ("/tokenize", {"content": ["a"] * 50_000}),
+    "names": ("/completion", {"response_fields": ["a/" * 4_000_000]}),
+    "samples": ("/api/v1/generate", {"num_samples": 8, "top_logprobs": 700, "max_length": 16}),
 }
 
 
@@ -315,13 +319,21 @@ def test_large_request_leaves_the_event_loop_to_others(
     ticking: tuple[Served, list[float]], name: str
 ):
     served, longest_s = ticking
-    what, body = HOSTILE[name]
+    path, body = HOSTILE[name]
     content = json.dumps({"prompt": "Tom", "max_length": 4, **body})
     with served.client() as client:
         longest_s[0] = 0.0
-        reply = client.post(f"/api/v1/{what}", content=content)
+        reply = client.post(path, content=content)
     assert reply.status_code in (200, 400)
     assert longest_s[0] < 8 * reference_s()
+
+
+def test_stop_sequences_are_looked_for_in_little_time():
+    held = HeldText(["a" * 999 + "b", *(f"{i:03}{'a' * 997}" for i in range(255))])
+    assert held.feed("a" * 999) == ""
+    started_s = time.thread_time()
+    assert held.feed("c") == "a" * 999 + "c"
+    assert time.thread_time() - started_s < 8 * reference_s()
 
 
 def test_names_of_requests_that_failed_to_begin_are_free_again():

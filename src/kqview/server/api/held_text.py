@@ -1,5 +1,6 @@
 """HeldText: the text of a stream that does not show its stop sequences. Pure."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 
@@ -8,7 +9,7 @@ class HeldText:
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Watch for *stops*; empty ones are ignored."""
-        self._stops = tuple(stop for stop in stops if stop)
+        self._stops = sorted(stop for stop in stops if stop)
         self._n_most = max(map(len, self._stops), default=0)
         self._held = ""
 
@@ -26,6 +27,9 @@ class HeldText:
         found = [at for stop in self._stops if (at := whole.find(stop)) >= 0]
         end = min(found, default=len(whole))
         for at in range(max(0, len(whole) - self._n_most + 1), end):
-            if any(stop.startswith(whole[at:]) for stop in self._stops):
+            rest = whole[at:]
+            # In this order, those that begin with a text follow it.
+            i = bisect_left(self._stops, rest)
+            if i < len(self._stops) and self._stops[i].startswith(rest):
                 return at
         return end

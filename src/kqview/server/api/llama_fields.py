@@ -32,7 +32,7 @@ MOST_LOGPROBS: Final = 1000
 Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
 BiasPairs = Annotated[list[Any], msgspec.Meta(max_length=2**16)]
 BiasObject = Annotated[dict[str, float | bool], msgspec.Meta(max_length=2**16)]
-Names = Annotated[list[str], msgspec.Meta(max_length=256)]
+Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.Meta(max_length=256)]
 
 
 # ---- requests
@@ -132,6 +132,7 @@ _CLAMPED: Final = frozenset(
 )  # fmt: skip
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
 _LEAST: Final = 1e-6  # stands for 0 where the option has to be above it
+_ID_DIGITS: Final = 20  # more than any id has: longer numbers are slow to read
 _RANDOM_SEEDS: Final = (-1, 2**32 - 1)
 
 SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
@@ -340,7 +341,7 @@ def _bias(
 def _bias_pairs(bias: dict[str, float | bool] | list[Any]) -> list[tuple[int | str, float | bool]]:
     if isinstance(bias, dict):
         pairs: list[Any] = [
-            (int(key) if _is_id(key) else key, value) for key, value in bias.items()
+            (int(key[:_ID_DIGITS]) if _is_id(key) else key, value) for key, value in bias.items()
         ]
     else:
         pairs = bias

@@ -1,6 +1,7 @@
 """Embeddings: bodies, handler, and what normalizing means to llama.cpp's server."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Annotated, Any, Final
 
 import msgspec
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from kqview.errors import RequestError
 from kqview.server.api.llama_server.convert import Parts, prompts_of
-from kqview.server.api.llama_server.prompts import ids_of
+from kqview.server.api.llama_server.prompts import ids_of_each
 from kqview.server.endpoint import Call, HttpReply
 from kqview.server.errors import NotSupported, renamed
 
@@ -89,7 +90,7 @@ async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
             f"{service.model_name} gives no embeddings as it is served; serve an embedding model, "
             "or start the server with --pooling mean"
         )
-    ids = [await ids_of(call, parts, add_special=True) for parts in texts_of(body)]
+    ids = await ids_of_each(call, partial(texts_of, body))
     per_token = pooling == "none"
     n_vectors = sum(map(len, ids)) if per_token else len(ids)
     n_bytes = _NUMBER_BYTES * service.engine.model.n_embd * n_vectors

@@ -12,7 +12,7 @@ from kqview.server.api.llama_fields import LlamaFields, error_body, with_default
 from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
-from kqview.server.api.llama_server.prompts import ids_of
+from kqview.server.api.llama_server.prompts import ids_of, ids_of_each
 from kqview.server.api.llama_server.rerank import RerankBody, rerank
 from kqview.server.endpoint import (
     Call,
@@ -63,9 +63,7 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
 
 async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Events:
     """Text that continues a prompt, or each of several."""
-    prompts = [
-        await ids_of(call, parts, add_special=True) for parts in convert.prompts_of(body.prompt)
-    ]
+    prompts = await ids_of_each(call, partial(convert.prompts_of, body.prompt))
     return await _complete(call, body, prompts)
 
 
@@ -106,7 +104,11 @@ async def _complete(
     service = call.service
     engine, settings = service.engine, service.settings
     body = with_defaults(body, settings)
-    shown = [(ids, await service.detokenize(ids, client=call.hold.client)) for ids in prompts]
+
+    def with_texts() -> list[tuple[list[int], str]]:
+        return [(ids, engine.detokenize(ids)) for ids in prompts]
+
+    shown = await service.converted(call.n_body_bytes, call.hold, with_texts)
     plan = await service.converted(
         call.n_body_bytes, call.hold, convert.plan_of, body, shown,
         request_id=call.request_id, model=service.model_name, n_ctx=engine.n_ctx,

@@ -170,15 +170,10 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
             "the server gives a vector for each token (--pooling none); use /embeddings, or start "
             "it with another pooling"
         )
-    inputs = convert.prompts_of("input", body.input)
-    if not all(inputs):
-        raise RequestError("input has an empty text; leave it out", parameter="input")
-    n_bytes = len(inputs) * n_embd * _VALUE_BYTES
+    # There may be many short texts, whose ids take longer than their bytes say.
+    ids = await service.converted(_LARGE, call.hold, _ids_of_inputs, call, body)
+    n_bytes = len(ids) * n_embd * _VALUE_BYTES
     call.hold.take(n_bytes)
-    ids = [
-        await service.ids(one, add_special=True, hold=call.hold) if isinstance(one, str) else one
-        for one in inputs
-    ]
     async with service.working() as engine:
         try:
             vectors = await engine.aembed(ids)
@@ -195,6 +190,15 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
 
     name = service.model_name
     return HttpReply(await service.converted(n_bytes, call.hold, written))
+
+
+def _ids_of_inputs(call: Call, body: schema.EmbeddingsBody) -> list[list[int]]:
+    engine = call.service.engine
+    inputs = convert.prompts_of("input", body.input)
+    if not all(inputs):
+        raise RequestError("input has an empty text; leave it out", parameter="input")
+    call.hold.take(_ID_BYTES * sum(len(one) for one in inputs if isinstance(one, str)))
+    return [engine.tokenize(one) if isinstance(one, str) else one for one in inputs]
 
 
 # ---- the table
