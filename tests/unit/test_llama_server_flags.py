@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
+from typer.testing import CliRunner
 
 from kqview.cli.llama_server_flags import translated
+from kqview.cli.main import app
 from kqview.errors import RequestError
+from kqview.server.supervisor import ENVIRONMENT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -61,6 +64,14 @@ def test_flags_that_change_nothing_here_are_left_out_and_named():
     assert ours == "--model a.gguf"
     for name in ("--metrics", "--jinja", "-cb", "--mlock", "-tb", "--cache-ram", "--embedding"):
         assert name in note.split()
+
+
+def test_worker_does_not_repeat_what_its_supervisor_said():
+    line = ["serve", "--metrics", "--no-such-flag"]
+    assert "effect here: --metrics" in CliRunner().invoke(app, line).output
+    worker = CliRunner().invoke(app, line, env={ENVIRONMENT: "3"})
+    assert "--no-such-flag" in worker.output
+    assert "--metrics" not in worker.output
 
 
 def test_unknown_flags_stay_for_the_command_to_refuse():

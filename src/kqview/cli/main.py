@@ -22,6 +22,7 @@ from kqview.cli.llama_server_flags import translated
 from kqview.cli.serve_command import serve
 from kqview.cli.state_command import app as state
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
+from kqview.server.supervisor import ENVIRONMENT
 
 _EXIT_CODES: Final[Mapping[type, int]] = {
     RequestError: 2,
@@ -61,9 +62,13 @@ class ServeCommand(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line."""
-        return super().parse_args(
-            ctx, translated(args, note=lambda text: typer.echo(text, err=True))
-        )
+        return super().parse_args(ctx, translated(args, _note))
+
+
+def _note(text: str) -> None:
+    """Tell the operator; a worker, which has the same command line, does not repeat it."""
+    if ENVIRONMENT not in os.environ:
+        typer.echo(text, err=True)
 
 
 app = typer.Typer(

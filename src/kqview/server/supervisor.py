@@ -35,7 +35,7 @@ LONGEST_DELAY_S = 30.0
 GOOD_RUN_S = 60.0
 """After a run of this length the next restart counts as the first."""
 
-_REFUSAL_BODY = b'{"error":"the server is restarting; try again later","error_code":"BUSY"}'
+_REFUSAL_BODY = b'{"error":"the server is starting; try again later","error_code":"BUSY"}'
 _REFUSAL_LIMIT_S = 2.0  # for a client to send its request and read the answer
 _MOST_REFUSED = 64  # connections at a time; those beyond are closed at once
 _KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
