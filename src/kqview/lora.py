@@ -10,7 +10,8 @@ from kqview.errors import RequestError, shown
 
 SCALE_MAX: Final = 1e6
 LoraScales = Mapping[int | str, float]
-"""Scale of each adapter to use, by its id, path or file name; the others have scale 0."""
+"""Scale of each adapter to use, by its id, path or file name, with or without .gguf; the others
+have scale 0."""
 
 
 @dataclass(frozen=True, slots=True)
