@@ -36,7 +36,7 @@ class KeptChoice(Struct, kw_only=True):
 
 
 class KeptAttention(Struct, kw_only=True):
-    """What ``GET /v1/attention/{id}/{n}`` delivers of a reply."""
+    """Reply of ``GET /v1/attention/{id}``: which rows of a reply are kept."""
 
     id: str
     object: Literal["attention"] = "attention"
