@@ -328,6 +328,30 @@ def test_large_request_leaves_the_event_loop_to_others(
     assert longest_s[0] < 8 * reference_s()
 
 
+@pytest.mark.parametrize(
+    ("path", "options"),
+    [
+        ("/completion", {"prompt": "Tom", "n_predict": 20, "n_probs": 100}),
+        ("/v1/responses", {"input": "Tom", "max_output_tokens": 60, "top_logprobs": 20}),
+    ],
+)
+def test_reply_with_many_logprobs_is_written_in_another_thread(
+    monkeypatch: pytest.MonkeyPatch, path: str, options: dict[str, Any]
+):
+    sizes: list[int] = []
+    offload = Service.offload
+
+    async def note(service: Service, n_bytes: int, *args: Any) -> Any:
+        sizes.append(n_bytes)
+        return await offload(service, n_bytes, *args)
+
+    monkeypatch.setattr(Service, "offload", note)
+    with serving(Settings()) as served, served.client() as client:
+        reply = client.post(path, json={**options, "ignore_eos": True})
+        assert reply.status_code == 200, reply.text
+    assert sizes[-1] > OFFLOAD_BYTES
+
+
 def test_stop_sequences_are_looked_for_in_little_time():
     held = HeldText(["a" * 999 + "b", *(f"{i:03}{'a' * 997}" for i in range(255))])
     assert held.feed("a" * 999) == ""

@@ -28,7 +28,7 @@ class Sample:
         """Begin the text of sample *index*; *stops* are not shown."""
         self.index = index
         self.ids: list[int] = []
-        self.logprobs: list[tuple[int, schema.TokenLogprob]] = []  # and where its text begins
+        self.logprobs: list[tuple[int, Any]] = []  # JSON, and where its text begins
         self.n_sent = 0  # characters
         self.has_discarded = False
         self._n_text = 0
@@ -47,8 +47,12 @@ class Sample:
         return text
 
     def keep(self, token: Token, logprob: schema.TokenLogprob) -> None:
-        """Keep the logprob of the token that was just added."""
-        self.logprobs.append((self._n_text - len(token.text), logprob))
+        """Keep the logprob of the token that was just added.
+
+        As JSON: a large reply has objects enough for the garbage collector to stop the event loop.
+        """
+        data = msgspec.Raw(msgspec.json.encode(logprob))
+        self.logprobs.append((self._n_text - len(token.text), data))
 
     def timings(self, run: Run) -> Timings:
         """So far."""
@@ -185,7 +189,9 @@ class CompletionEvents:
         )
         if not plan.body.response_fields:
             return reply
-        return fields_of(msgspec.to_builtins(reply), plan.body.response_fields)
+        fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}
+        fields = {name: value for name, value in fields.items() if value is not UNSET}
+        return fields_of(fields, plan.body.response_fields)
 
     def _n_prompt(self, sample: Sample) -> int:
         return self._plan.n_prompt[self._plan.prompt_of(sample.index)]

@@ -24,7 +24,7 @@ from kqview.server.endpoint import (
     json_in_slices,
 )
 from kqview.server.errors import NotSupported
-from kqview.server.service import OFFLOAD_BYTES, Run
+from kqview.server.service import OFFLOAD_BYTES
 
 _TAG: Final = "llama-server"
 
@@ -119,14 +119,13 @@ async def _complete(
     writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)
     if body.stream:
         return Events(run, writer, events.HEAD)
-    return await _whole(run, writer)
-
-
-async def _whole(run: Run, writer: events.CompletionEvents) -> HttpReply:
+    n_bytes = 0
     async with run:
         async for step in run:
-            run.hold.take(writer.add(run, step))
-        return HttpReply(writer.whole(run))
+            n_step_bytes = await service.offload(step.n_bytes, writer.add, run, step)
+            call.hold.take(n_step_bytes)
+            n_bytes += n_step_bytes
+    return HttpReply(await service.offload(n_bytes, writer.whole, run))
 
 
 # ---- chats without an answer

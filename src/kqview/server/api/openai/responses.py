@@ -35,7 +35,8 @@ async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     lists = await finished(call, run, attention, partial(writer.feed, run))
     writer.finish(run)
     response = msgspec.structs.replace(writer.response(run), **lists.of(0))
-    return HttpReply(await service.offload(lists.n_bytes, msgspec.json.encode, response))
+    n_bytes = lists.n_bytes + writer.n_bytes
+    return HttpReply(await service.offload(n_bytes, msgspec.json.encode, response))
 
 
 async def count_tokens(call: Call, body: schema.InputBody) -> schema.InputTokens:

@@ -50,6 +50,8 @@ class ResponseWriter:
         self._logprobs: list[Object] = []  # of tokens whose text is held back
         self._n_reasoning = 0
         self._n_events = 0
+        self.n_bytes = 0
+        """Bytes of the logprobs so far."""
 
     def start(self) -> list[Object]:
         """The events that begin a response: it is empty so far."""
@@ -61,7 +63,9 @@ class ResponseWriter:
         """Add a token; returns the events of it."""
         if token.logprob is not None:
             top = [self._logprob(id_, value) for id_, value in token.top_logprobs or ()]
-            run.hold.take(LOGPROB_BYTES * (1 + len(top)))
+            n_bytes = LOGPROB_BYTES * (1 + len(top))
+            run.hold.take(n_bytes)
+            self.n_bytes += n_bytes
             one = self._logprob(token.id, token.logprob)
             self._logprobs.append({**one, "top_logprobs": top})
         deltas = self._reader.feed(token.text)
