@@ -180,7 +180,7 @@ def test_texts_of_several_slots_share_steps(
     is_encoder: bool,
 ) -> None:
     if pooling == "rank" and not is_encoder:
-        pytest.skip("test_reranker_that_is_a_decoder_gives_probabilities")
+        pytest.skip("test_reranker_that_is_a_decoder_gives_probabilities has this case")
     model = classifier if pooling == "rank" else bert if is_encoder else tiny_llama
     engine = make_engine(
         model, n_slots=8, n_ctx=256, pooling=pooling, flash_attn=False, kv_type="f32"

@@ -282,7 +282,7 @@ def test_what_attend_refuses(make_engine: MakeEngine, tiny_llama: Path) -> None:
         engine.attend([])
     with pytest.raises(errors.PromptTooLong, match=r"\b513\b"):
         engine.attend([1] * 513)
-    with pytest.raises(errors.InvalidToken, match="prompt has"):
+    with pytest.raises(errors.InvalidToken, match=r"prompt\[1\].* -1$"):
         engine.attend([1, -1])
     with pytest.raises(errors.RequestError, match=r"last must .*got 0"):
         engine.attend(PROMPT, last=0)
