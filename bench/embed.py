@@ -16,7 +16,7 @@ from console import attempt, main
 from models import model_path, peer
 from report import Timing
 from runs import open_engine
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 
 from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
@@ -67,10 +67,7 @@ class EmbeddingServer(Started):
 
     def is_ready(self) -> bool:
         """Whether it answers."""
-        try:
-            return self._answer("GET", "/health") is not None
-        except (OSError, RuntimeError):
-            return False
+        return is_healthy(self._port)
 
     def ms(self) -> float:
         """Milliseconds a text."""

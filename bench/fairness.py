@@ -19,13 +19,12 @@ import subprocess
 import sys
 import threading
 import time
-import urllib.request
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,11 +56,7 @@ class Server(Started):
 
     def is_ready(self) -> bool:
         """Whether it answers."""
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
-                return reply.status == 200
-        except OSError:
-            return False
+        return is_healthy(self.port)
 
 
 # ---- attacks: one connection's worth each, again and again

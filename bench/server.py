@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from console import attempt, main
 from report import Timing
 from serve_app import ROW_BYTES
 from serve_client import bare_bytes, event_bytes, socket_bytes, socket_ms
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 
 from kqview import Engine
 from kqview.bench.pairs import Pairs, alternate
@@ -77,10 +76,7 @@ class Process(Started):
     def is_ready(self) -> bool:
         """Whether it answers."""
         try:
-            if self._is_bare:
-                return bare_bytes(self.port, 0, 0) == 0
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5) as reply:
-                return reply.status == 200
+            return bare_bytes(self.port, 0, 0) == 0 if self._is_bare else is_healthy(self.port)
         except OSError:
             return False
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from console import attempt, main
 from models import model_path, peer
 from report import Timing
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 
 from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
@@ -100,14 +100,7 @@ class Server(Started):
 
     def is_ready(self) -> bool:
         """Whether it answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self.port)
 
     @property
     def peak_mb(self) -> float:

@@ -20,7 +20,7 @@ from console import attempt, main
 from models import model_path, peer
 from report import Timing
 from runs import open_engine
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 
 from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
@@ -111,14 +111,7 @@ class ServerRuns(Started):
 
     def is_ready(self) -> bool:
         """Whether it answers."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
-        try:
-            connection.request("GET", "/health")
-            return connection.getresponse().status == http.HTTPStatus.OK
-        except OSError:
-            return False
-        finally:
-            connection.close()
+        return is_healthy(self._port)
 
     def _stamps_s(self, i_slot: int) -> tuple[float, float]:
         """When the first and the last token of a generation in this slot came."""

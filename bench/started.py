@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import subprocess
 import tempfile
@@ -54,6 +55,18 @@ class Started(ABC):
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+def is_healthy(port: int) -> bool:
+    """Whether the server at this port of this machine answers ``GET /health`` with 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    try:
+        connection.request("GET", "/health")
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ from models import model_path
 from report import Timing
 from runs import open_engine
 from serve_client import Wire
-from started import Started, free_port
+from started import Started, free_port, is_healthy
 from state import BLOB_BYTES, QUICK_BLOB_BYTES, tokens_of
 
 from kqview.bench.pairs import Pairs, alternate
@@ -58,10 +58,7 @@ class Server(Started):
 
     def is_ready(self) -> bool:
         """Whether it answers."""
-        try:
-            return self.ask("GET", "/health")[0] == 200
-        except OSError:
-            return False
+        return is_healthy(self.port)
 
     def ask(self, method: str, path: str, body: bytes = b"", **headers: str) -> tuple[int, bytes]:
         """One request; status and body of the reply."""
