@@ -5,6 +5,7 @@ becomes of them.
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -198,7 +199,8 @@ def _ids_of_inputs(call: Call, body: schema.EmbeddingsBody) -> list[list[int]]:
     if not all(inputs):
         raise RequestError("input has an empty text; leave it out", parameter="input")
     call.hold.take(_ID_BYTES * sum(len(one) for one in inputs if isinstance(one, str)))
-    return [engine.tokenize(one) if isinstance(one, str) else one for one in inputs]
+    tokenize = partial(engine.tokenize, add_special=True)
+    return [tokenize(one) if isinstance(one, str) else one for one in inputs]
 
 
 # ---- the table
