@@ -17,8 +17,8 @@ namespace kqview {
 std::shared_ptr<const constraint_vocabulary> read_constraint_vocabulary(
     const std::string& library_path, const model& source);
 
-// `kind` is "json_schema", "regex" or "lark". Raises invalid_sampling if the text is invalid or no output
-// can match it.
+// `kind` is "json_schema", "regex" or "lark". Raises invalid_sampling if the text is invalid or no
+// output can match it.
 std::unique_ptr<token_filter> make_constraint(
     std::shared_ptr<const constraint_vocabulary> vocabulary, const std::string& kind,
     const std::string& text);
