@@ -19,7 +19,7 @@ import numpy as np
 from kqview import Engine, Token, Usage
 from kqview.cli.serving import keep_freed_memory
 from kqview.server import create_app
-from kqview.server.service import GenerateRequest, Run
+from kqview.server.run import GenerateRequest, Run
 
 if TYPE_CHECKING:
     from kqview.server.app import App

@@ -21,7 +21,8 @@ from kqview.server import Settings, create_app
 from kqview.server.api.held_text import HeldText
 from kqview.server.endpoint import check_values, json_in_slices
 from kqview.server.errors import TimedOut, TooLarge
-from kqview.server.service import OFFLOAD_BYTES, GenerateRequest, Service
+from kqview.server.run import GenerateRequest
+from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.server.workers import Workers
 from kqview.types import Sampling
 from tests.server.toy_dialect import serving_toy

@@ -15,7 +15,8 @@ from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import ShuttingDown, TimedOut
-from kqview.server.service import GenerateRequest, Run, Service, Step
+from kqview.server.run import GenerateRequest, Run, Step
+from kqview.server.service import Service
 from kqview.types import Sampling
 
 if TYPE_CHECKING:

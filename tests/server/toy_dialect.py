@@ -17,7 +17,7 @@ import numpy as np
 from kqview.server import Settings, app, endpoint
 from kqview.server.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
 from kqview.server.endpoint import Call, Events, Frames, HttpReply, Operation
-from kqview.server.service import GenerateRequest, Run, Step
+from kqview.server.run import GenerateRequest, Run, Step
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving
 

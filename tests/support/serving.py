@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from kqview.server.run import Run
-
     from kqview.server.service import Service
 
 # Until a test fails, not a measure of anything: machines that are busy with other work are slow.

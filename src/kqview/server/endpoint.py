@@ -35,8 +35,9 @@ from kqview.errors import InternalError, KqviewError, RequestError
 from kqview.server.attention import split_json
 from kqview.server.budget import Body, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
+from kqview.server.run import Run, Step
 from kqview.server.security import Access, Caller, Gate
-from kqview.server.service import OFFLOAD_BYTES, Run, Service, Step
+from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.server.settings import Settings
 from kqview.types import PromptBlock
 

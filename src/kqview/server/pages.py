@@ -19,7 +19,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kqview.errors import KqviewError
 from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Service
+from kqview.server.run import Run
+from kqview.server.service import Service
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 

@@ -29,7 +29,7 @@ _MOST_KNOWN: Final = 4096  # blobs
 
 
 class UsesSlots(Protocol):
-    """The part of `kqview.server.service.Run` that is needed here."""
+    """The part of `kqview.server.run.Run` that is needed here."""
 
     @property
     def owner(self) -> str: ...

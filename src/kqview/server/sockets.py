@@ -31,8 +31,9 @@ from kqview.server.endpoint import (
     pump,
 )
 from kqview.server.errors import ShuttingDown, TooLarge, answer_of
+from kqview.server.run import Run
 from kqview.server.security import Gate
-from kqview.server.service import DECODED_TIMES, Run, Service
+from kqview.server.service import DECODED_TIMES, Service
 
 _log: Final = logging.getLogger("kqview.server")
 

@@ -27,7 +27,7 @@ from kqview.server.api.dream.events import (
 from kqview.server.attention import Encoder
 from kqview.server.budget import Budget
 from kqview.server.errors import Answer, answer_of
-from kqview.server.service import Run, Step
+from kqview.server.run import Run, Step
 from kqview.types import PromptBlock, Token, Usage
 from tests.support.dream import QWEN, decoded, golden, plan_from
 

@@ -17,7 +17,7 @@ from kqview.server import Settings
 from kqview.server.api.attention_protocol import SAMPLING_FIELDS, logprobs_of, sampling_for
 from kqview.server.api.kobold import convert, schema
 from kqview.server.errors import NoModel, Unauthorized, answer_of
-from kqview.server.service import LastRun, TokenLogprobs
+from kqview.server.run import LastRun, TokenLogprobs
 from kqview.types import EngineStats, ModelInfo, Usage
 from kqview.types.sampling import OPTIONS
 from tests.support.kobold import golden

@@ -19,7 +19,7 @@ from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEve
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL
 from kqview.server.errors import answer_of
-from kqview.server.service import Step
+from kqview.server.run import Step
 from kqview.types import PromptBlock, Token
 from tests.support.kobold import golden
 

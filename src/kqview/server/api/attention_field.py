@@ -26,7 +26,7 @@ from kqview.server.attention import (
 from kqview.server.budget import Hold
 from kqview.server.errors import TooLarge
 from kqview.server.kept import Kept, Row
-from kqview.server.service import Run, Step
+from kqview.server.run import Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Attention as Rows

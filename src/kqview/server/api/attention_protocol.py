@@ -31,7 +31,7 @@ from kqview.server.attention import (
     split_json,
 )
 from kqview.server.errors import renamed
-from kqview.server.service import TokenLogprobs
+from kqview.server.run import TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, Sampling
 

@@ -7,7 +7,7 @@ from kqview.engine import Engine
 from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.chat_work import ChatRequest, ChatWork, Reading, prepare, prompt_of
 from kqview.server.endpoint import Call
-from kqview.server.service import Run
+from kqview.server.run import Run
 from kqview.types import Token
 
 # Templates may take seconds: their work is large enough for another thread.

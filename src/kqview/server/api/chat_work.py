@@ -25,7 +25,7 @@ from kqview.server.api.reasoning import (
 )
 from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.server.attention import AttentionWanted
-from kqview.server.service import GenerateRequest, Run
+from kqview.server.run import GenerateRequest, Run
 from kqview.types import Sampling
 
 ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]

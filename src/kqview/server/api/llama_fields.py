@@ -20,7 +20,7 @@ from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.errors import Answer, NotSupported, renamed
-from kqview.server.service import Run
+from kqview.server.run import Run
 from kqview.server.settings import Settings
 from kqview.types import Sampling, Usage
 from kqview.types.sampling import OPTIONS

@@ -10,7 +10,7 @@ from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.chat_work import Delta, Reading
 from kqview.server.endpoint import named_events
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Step
+from kqview.server.run import Run, Step
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]

@@ -20,7 +20,7 @@ from kqview.server.api.dream import schema
 from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import Answer, TooLarge
-from kqview.server.service import GenerateRequest
+from kqview.server.run import GenerateRequest
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PoolStats
 

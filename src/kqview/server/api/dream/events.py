@@ -32,7 +32,7 @@ from kqview.server.attention import AttentionWanted, Dense, Encoder, joined_text
 from kqview.server.budget import Hold
 from kqview.server.endpoint import Frames, check_values
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Step, TokenLogprobs
+from kqview.server.run import Run, Step, TokenLogprobs
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 

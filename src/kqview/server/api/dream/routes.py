@@ -42,8 +42,9 @@ from kqview.server.api.dream.events import (
 from kqview.server.budget import Hold, uncounted
 from kqview.server.endpoint import Call, HttpReply, Operation, error_reply
 from kqview.server.errors import Answer, answer_of
+from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
-from kqview.server.service import Run, Service
+from kqview.server.service import Service
 from kqview.server.sockets import Socket
 
 

@@ -29,7 +29,7 @@ from kqview.server.api.kobold import schema
 from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
 from kqview.server.endpoint import NEXT_EVENT
 from kqview.server.errors import Answer
-from kqview.server.service import GenerateRequest, LastRun, Run, Step
+from kqview.server.run import GenerateRequest, LastRun, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention

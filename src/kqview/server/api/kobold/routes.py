@@ -28,7 +28,7 @@ from kqview.server.endpoint import (
     empty,
     json_in_slices,
 )
-from kqview.server.service import Run
+from kqview.server.run import Run
 from kqview.server.sockets import Socket
 
 _TAG: Final = "kobold"

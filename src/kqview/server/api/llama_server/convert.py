@@ -20,7 +20,7 @@ from kqview.server.api.llama_fields import (
 )
 from kqview.server.api.llama_server import schema
 from kqview.server.errors import NotSupported
-from kqview.server.service import GenerateRequest
+from kqview.server.run import GenerateRequest
 from kqview.types import ModelInfo, Sampling
 
 Parts = list[int | str]

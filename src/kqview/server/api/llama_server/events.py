@@ -13,7 +13,7 @@ from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Step
+from kqview.server.run import Run, Step
 from kqview.types import PromptBlock, Token
 
 HEAD: Final = b"data: "

@@ -25,7 +25,7 @@ from kqview.server.api.llama_fields import (
 from kqview.server.api.openai import schema
 from kqview.server.api.tool_format import object_of
 from kqview.server.kept import Rows
-from kqview.server.service import GenerateRequest
+from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types import ModelInfo
 

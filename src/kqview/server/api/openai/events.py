@@ -27,7 +27,7 @@ from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.tool_format import CallDelta
 from kqview.server.budget import Hold
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Step, TokenLogprobs
+from kqview.server.run import Run, Step, TokenLogprobs
 from kqview.types import PromptBlock
 
 Object = dict[str, Any]

@@ -12,7 +12,7 @@ from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
 from kqview.server.endpoint import named_events
 from kqview.server.errors import Answer
-from kqview.server.service import Run, Step
+from kqview.server.run import Run, Step
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]

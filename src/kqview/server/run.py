@@ -1,0 +1,323 @@
+"""Run: one request that was admitted, as an async iterator of its tokens.
+
+Whatever ends it from outside (a client that left, a timeout, another model, the end of the server)
+calls `Run.end`: the engine releases the slots at its next step, and the iteration raises the
+reason.
+
+Belongs to one event loop. `Service` starts runs and owns them until they end; knows no protocol.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final, TypedDict
+
+from kqview.errors import KqviewError
+from kqview.generation.stream import Generation, count_copied
+from kqview.server.attention import AttentionWanted, Encoder
+from kqview.server.budget import Hold
+from kqview.submission import Reuse
+from kqview.types import PromptBlock, Sampling, Token, Usage
+
+_STEPS_AHEAD: Final = 1
+_LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
+_WRITTEN_BYTES: Final = 4096
+MOST_TOP: Final = 20
+"""Most top logprobs of a token that `Run.logprobs` keeps."""
+
+
+class ShiftOptions(TypedDict, total=False):
+    """Options of `Engine.generate` that move positions in the KV cache."""
+
+    context_shift: bool
+    n_keep: int
+    n_discard: int | None
+    reuse: Reuse
+    reuse_min_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """A dialect's request for text in neutral terms.
+
+    Attributes:
+        prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        more_prompts: Further prompts, whose samples follow those of the first.
+        max_tokens: Most tokens to generate.
+        sampling: How they are chosen, with the dialect's defaults.
+        request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
+        attention: What attention to send, None for none.
+        n_samples: Texts to generate from each prompt, which is evaluated once.
+        key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
+        max_context: Longest prompt that the client allows, besides the server's own limit.
+        keeps_logprobs: Whether `Run.logprobs` of the first sample are kept.
+        names: Parameter of the core -> the client's own name for it, for error messages.
+        slot: The slot of the first sample, None for any.
+        context_shift: Whether a full slot drops old tokens and goes on.
+        n_keep: Tokens at the start that it keeps, -1 for the prompt.
+        n_discard: Tokens after them that it drops, None for half.
+        n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
+        lora: Scale of each LoRA adapter by its id, None for the engine's.
+    """
+
+    prompt: str | Sequence[int]
+    more_prompts: Sequence[str | Sequence[int]] = ()
+    max_tokens: int
+    sampling: Sampling
+    request_id: str
+    attention: AttentionWanted | None = None
+    n_samples: int = 1
+    key: str = ""
+    max_context: int | None = None
+    keeps_logprobs: bool = False
+    names: Mapping[str, str] = field(default_factory=dict[str, str], compare=False)
+    slot: int | None = None
+    context_shift: bool = False
+    n_keep: int = 0
+    n_discard: int | None = None
+    n_reuse_min: int = 0
+    lora: Mapping[int | str, float] | None = None
+
+    @property
+    def n_generations(self) -> int:
+        """How many texts it makes."""
+        return self.n_samples * (1 + len(self.more_prompts))
+
+    @property
+    def shift_options(self) -> ShiftOptions:
+        """The options of `Engine.generate` that move positions."""
+        options: ShiftOptions = {}
+        if self.context_shift:
+            options["context_shift"] = True
+            options["n_keep"] = self.n_keep
+            options["n_discard"] = self.n_discard
+        if self.n_reuse_min:
+            options["reuse"] = "shift"
+            options["reuse_min_tokens"] = self.n_reuse_min
+        elif self.slot is not None:
+            # Who names a slot goes on from what it holds, however it came there.
+            options["reuse"] = "prefix"
+        return options
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """A token's logprob, and those of the most probable tokens at its place."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A token of one sample. Its attention is a view of the engine's memory: drop it soon."""
+
+    sample: int
+    token: Token
+
+    @property
+    def n_bytes(self) -> int:
+        """Its bytes of attention, plus as many as take as long to write as its logprobs."""
+        rows, n_bytes = self.token.attention, _WRITTEN_BYTES * len(self.token.top_logprobs or ())
+        if rows is None:
+            return n_bytes
+        return n_bytes + (sum(r.nbytes for r in rows) if isinstance(rows, tuple) else rows.nbytes)
+
+
+class Run:
+    """Async iterator of Step; also a context manager that closes it.
+
+    Iterating raises what ended it: the engine's error, or the one given to `end`.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        generations: Sequence[Generation],
+        hold: Hold,
+        *,
+        on_close: Callable[["Run"], None],
+        owner: str = "",
+    ) -> None:
+        self.request = request
+        self.owner = owner
+        """`Caller.owner` of the caller who started it."""
+        self.generations = tuple(generations)
+        self.hold = hold
+        self.encoder = Encoder(partial(count_copied, generations[0]))
+        self.started_s = time.monotonic()
+        self.ended_s: float | None = None
+        self.n_tokens = 0
+        self.logprobs: list[TokenLogprobs] = []
+        """If the request wants them; of each token the best `MOST_TOP`."""
+        self.error: BaseException | None = None
+        self.deadline: asyncio.TimerHandle | None = None
+        self._is_over = False
+        self._on_close = on_close
+        # Several samples have a task each, which waits until its step was taken, so that a slow
+        # client holds all of them back.
+        self._tasks: list[asyncio.Task[None]] = []
+        self._n_left = len(self.generations)
+        self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
+
+    # ---- iteration
+
+    def __aiter__(self) -> AsyncIterator[Step]:
+        return self
+
+    async def __anext__(self) -> Step:
+        try:
+            step = await self._next()
+        except StopAsyncIteration:
+            await self._settle()
+            self._finish()
+            if self.error is not None:
+                raise self.error from None
+            raise
+        except KqviewError as error:
+            # A closed engine says only that; whoever closed it gave the reason.
+            self.error = self.error or error
+            self._finish()
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+        self.n_tokens += 1
+        token = step.token
+        if self.request.keeps_logprobs and token.logprob is not None and step.sample == 0:
+            top = tuple((token.top_logprobs or ())[:MOST_TOP])
+            self.hold.take(_LOGPROB_BYTES * (1 + len(top)))
+            self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
+        return step
+
+    async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
+        """Rows of the prompt, if they were asked for; they precede the first token."""
+        if self.request.attention is None or not self.request.attention.prompt:
+            return
+        blocks = self.generations[0].prompt_attention
+        try:
+            # Keep no block: the pool wants its memory back while the client reads.
+            async for block in blocks:
+                held = [block]
+                del block
+                yield held.pop()
+        except KqviewError as error:
+            self.error = self.error or error
+            raise self.error from error
+        if self.error is not None:
+            raise self.error
+
+    async def _next(self) -> Step:
+        if len(self.generations) == 1:
+            return Step(0, await anext(self.generations[0]))
+        if not self._tasks:
+            self._tasks = [
+                asyncio.create_task(self._forward(i, one)) for i, one in enumerate(self.generations)
+            ]
+        while self._n_left:
+            step = await self._steps.get()
+            if isinstance(step, BaseException):
+                raise step
+            if step is not None:
+                return step
+            self._n_left -= 1
+        raise StopAsyncIteration
+
+    async def _forward(self, i: int, generation: Generation) -> None:
+        try:
+            while True:
+                await self._steps.put(Step(i, await anext(generation)))
+        except StopAsyncIteration:
+            await self._steps.put(None)
+        except Exception as error:  # raised where the run is iterated
+            await self._steps.put(error)
+
+    # ---- ending it
+
+    def end(self, error: KqviewError | None = None) -> None:
+        """End it now: iterating raises *error*, or stops with finish reason "cancelled"."""
+        if self._is_over:
+            return
+        self.error = self.error or error
+        for generation in self.generations:
+            generation.cancel()
+
+    async def aclose(self) -> None:
+        """Cancel what still runs and wait until the slots are free; idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        for generation in self.generations:
+            generation.cancel()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._settle()
+        finally:  # a caller that is cancelled meanwhile is done with it too
+            self._finish()
+
+    async def _settle(self) -> None:
+        # Only then are the slots free, and is the usage of a stopped run complete.
+        for generation in self.generations:
+            await generation.aclose()
+
+    def _finish(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self.ended_s = time.monotonic()
+            if self.deadline is not None:
+                self.deadline.cancel()
+            self._on_close(self)
+            self.hold.close()
+
+    async def __aenter__(self) -> "Run":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # ---- what is known
+
+    @property
+    def request_id(self) -> str:
+        """The request's name."""
+        return self.request.request_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended."""
+        return self._is_over
+
+    @property
+    def finish_reason(self) -> str:
+        """That of the first sample, see `Generation.finish_reason`; "error" if it failed."""
+        if self.error is not None:
+            return "error"
+        return self.generations[0].finish_reason or "cancelled"
+
+    @property
+    def text(self) -> str:
+        """Text of the first sample so far, including the stop sequence."""
+        return self.generations[0].text + (self.generations[0].stop_match or "")
+
+    @property
+    def usage(self) -> Usage:
+        """Usage of the first sample."""
+        return self.generations[0].usage
+
+    @property
+    def elapsed_s(self) -> float:
+        """Seconds from its admission to its end, or until now."""
+        return (self.ended_s or time.monotonic()) - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class LastRun:
+    """Figures of the run of an owner that ended last; zeros before the first."""
+
+    usage: Usage = field(default_factory=Usage)
+    finish_reason: str = ""
+    seed: int | None = None
+    ended_s: float | None = None
+    key: str = ""
+    logprobs: tuple[TokenLogprobs, ...] = ()
