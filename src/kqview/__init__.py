@@ -9,6 +9,7 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import LoraAdapter
 from kqview.machine import system_info
+from kqview.mods import Mod, mod
 from kqview.slot import Slot
 from kqview.types import (
     Capture,
@@ -37,6 +38,7 @@ __all__ = [
     "EngineStats",
     "Generation",
     "LoraAdapter",
+    "Mod",
     "ModelInfo",
     "PoolStats",
     "PromptAttention",
@@ -47,5 +49,6 @@ __all__ = [
     "Token",
     "Usage",
     "errors",
+    "mod",
     "system_info",
 ]

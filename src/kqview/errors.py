@@ -7,6 +7,8 @@
     |   +-- UnknownSlot
     |   +-- InvalidCapture
     |   +-- InvalidSampling
+    |   +-- InvalidActionError
+    |   +-- EmittedError
     +-- ModelError                     the model file
     |   +-- ModelLoadError
     |   +-- UnsupportedModel
@@ -38,7 +40,9 @@ __all__ = [
     "CapacityError",
     "ClosedError",
     "DecodeError",
+    "EmittedError",
     "InternalError",
+    "InvalidActionError",
     "InvalidCapture",
     "InvalidSampling",
     "InvalidToken",
@@ -132,6 +136,21 @@ class InvalidSampling(RequestError):
     Also raised for a grammar or JSON schema that does not parse, and, while text is generated, for
     one that takes too much time or memory to follow. Not raised for valid values that produce poor
     text.
+    """
+
+
+class InvalidActionError(RequestError):
+    """A mod built or returned an action that its event does not allow, or with invalid values.
+
+    Raised inside the mod, by the methods of ``actions`` and the classes of `kqview.mods`. Iterating
+    never raises it: an invalid answer counts as Noop, and the trace has the error.
+    """
+
+
+class EmittedError(RequestError):
+    """A mod refused the request with EmitError; the message is the mod's.
+
+    Not raised for a mod that fails: that counts as Noop.
     """
 
 

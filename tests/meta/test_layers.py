@@ -33,6 +33,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "chat": set(),
     "rpc": set(),
     "demo": set(),
+    "mods": set(),
     "viz": {"state"},  # which writes files whole
     "bench": {"state"},
     "convert": {"state"},
@@ -46,6 +47,7 @@ INNER_RINGS = {
     "chat": {"conversation"},
     "rpc": {"engine"},
     "demo": {"engine"},
+    "mods": {"engine", "generation", "submission", "kqview"},
 }
 KNOWN_TO_INNER_RINGS = {"arguments", "errors", "types", "machine", "_core"}
 

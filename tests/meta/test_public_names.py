@@ -110,7 +110,7 @@ ERROR_NAMES = {
     *("InvalidCapture", "InvalidSampling", "ModelError", "ModelLoadError", "UnsupportedModel"),
     *("CapacityError", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
     *("StateFormatError", "StateMismatch", "ClosedError", "BusyError", "DecodeError"),
-    "InternalError",
+    *("InternalError", "InvalidActionError", "EmittedError"),
 }
 
 
@@ -128,7 +128,9 @@ def field_defaults(cls: type) -> dict[str, object]:
 
 def test_package_exports_its_classes():
     names = {"Engine", "Capture", "Sampling", "Token", "Generation", "Slot", "ModelInfo", "errors"}
-    assert names | {"Usage", "EngineHealth", "EngineStats", "PoolStats"} <= set(kqview.__all__)
+    assert names | {"Mod", "mod", "Usage", "EngineHealth", "EngineStats", "PoolStats"} <= set(
+        kqview.__all__
+    )
     assert all(hasattr(kqview, name) for name in kqview.__all__)
 
 

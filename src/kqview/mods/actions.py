@@ -1,0 +1,333 @@
+"""What a mod may answer to an event, and which answers each event allows.
+
+The constructors check the form of their values. `check_action` checks the rest: whether the event
+allows the action, and whether the ids are in the vocabulary. All raise InvalidActionError.
+
+| action | Prefilled | ForwardPass | Sampled | Added |
+|---|---|---|---|---|
+| Noop, ForceOutput, ToolCalls, EmitError | yes | yes | yes | yes |
+| AdjustedPrefill | yes | | | |
+| ForceTokens, Backtrack | | yes | yes | yes |
+| AdjustedLogits | | yes | | |
+"""
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from kqview.arguments import checked_ids, to_number, whole_number
+from kqview.errors import InvalidActionError, RequestError, shown
+from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
+
+_KINDS_OF_NUMBERS: Final = "fiu"  # numpy's letters for floats, signed and unsigned integers
+
+
+def _ids(action: str, tokens: object) -> list[int]:
+    return checked_ids(f"tokens of {action}", tokens, InvalidActionError)
+
+
+def _number(what: str, value: object) -> int:
+    try:
+        return whole_number(what, value, low=0)
+    except RequestError as error:
+        raise InvalidActionError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Noop:
+    """Change nothing; the same as None."""
+
+
+@dataclass(slots=True, eq=False)
+class AdjustedPrefill:
+    """Replace the prompt before it is evaluated.
+
+    Attributes:
+        tokens: Ids of the new prompt; none keep the prompt.
+        max_steps: Maximum number of tokens to generate; None or 0 keeps the request's.
+    """
+
+    tokens: list[int]
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = _ids("AdjustedPrefill", self.tokens)
+        if self.max_steps is not None:
+            self.max_steps = _number("max_steps of AdjustedPrefill", self.max_steps)
+
+
+@dataclass(slots=True, eq=False)
+class ForceTokens:
+    """Add these tokens: at ForwardPass and Sampled in place of the sampled one, at Added behind it.
+
+    They are evaluated as one chunk, and one ForwardPass follows. Of several in one step, the first
+    applies.
+
+    Attributes:
+        tokens: Ids to add; none change nothing.
+    """
+
+    tokens: list[int]
+
+    def __post_init__(self) -> None:
+        self.tokens = _ids("ForceTokens", self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Backtrack:
+    """Remove the last *n* generated tokens, and add others in their place.
+
+    At ForwardPass and Sampled, *n* counts tokens that were added before, and the sampled one is
+    dropped as well. At Added, *n* counts the tokens just added. The prompt stays.
+
+    Attributes:
+        n: Number of tokens to remove; more than there are remove all of them.
+        tokens: Ids to add after that, as one chunk; without any, the model computes the logits at
+            the new end again.
+    """
+
+    n: int
+    tokens: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.n = _number("n of Backtrack", self.n)
+        if self.tokens is not None:
+            self.tokens = _ids("Backtrack", self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class AdjustedLogits:
+    """Sample this step from other logits. Later mods of the request see them.
+
+    Attributes:
+        logits: Numbers of shape ``(n_vocab,)`` or ``(1, n_vocab)``, -inf for tokens that must not
+            follow; stored as float32 ``(n_vocab,)``, without a copy if they are that already.
+        token_temp: Temperature for this step, 0.0 for the largest logit; None for the request's.
+    """
+
+    logits: NDArray[np.float32]
+    token_temp: float | None = None
+
+    def __post_init__(self) -> None:
+        self.logits = _logits(self.logits)
+        if self.token_temp is not None:
+            temperature = to_number(self.token_temp)
+            if temperature is None or not 0 <= temperature < math.inf:
+                raise InvalidActionError(
+                    "token_temp of AdjustedLogits must be a number of at least 0 or None, "
+                    f"got {shown(self.token_temp)}"
+                )
+            self.token_temp = temperature
+
+
+def _logits(given: object) -> NDArray[np.float32]:
+    try:
+        row = np.asarray(given)
+    except Exception as error:  # whatever the object's own conversion raises
+        raise InvalidActionError(
+            f"logits of AdjustedLogits must be an array of numbers, got {type(given).__name__}"
+        ) from error
+    if row.dtype.kind not in _KINDS_OF_NUMBERS:
+        raise InvalidActionError(
+            f"logits of AdjustedLogits must be real numbers, got an array of {row.dtype}"
+        )
+    if row.ndim == 2 and row.shape[0] == 1:
+        row = row[0]
+    if row.ndim != 1 or row.size == 0:
+        raise InvalidActionError(
+            "logits of AdjustedLogits must have the shape (n_vocab,) or (1, n_vocab), "
+            f"got {row.shape}"
+        )
+    with np.errstate(over="ignore"):
+        row = np.ascontiguousarray(row, np.float32)
+    largest = row.max()  # NaN if any value is
+    if not largest < math.inf:
+        raise InvalidActionError(
+            "logits of AdjustedLogits must be finite or -inf, "
+            f"got {'NaN' if math.isnan(largest) else 'inf or a number above the range of float32'}"
+        )
+    if largest == -math.inf:
+        raise InvalidActionError(
+            "logits of AdjustedLogits are -inf for every token; leave at least one to sample"
+        )
+    return row
+
+
+@dataclass(slots=True, eq=False)
+class ForceOutput:
+    """End the request with this text instead of what was generated.
+
+    Attributes:
+        tokens: Ids of the whole text; those that end a text are left out.
+    """
+
+    tokens: list[int]
+
+    def __post_init__(self) -> None:
+        self.tokens = _ids("ForceOutput", self.tokens)
+
+
+@dataclass(slots=True, eq=False)
+class ToolCalls:
+    """End the request with tool calls instead of what was generated.
+
+    Attributes:
+        tool_calls: Anything that JSON can express: one call, or a list of calls.
+    """
+
+    tool_calls: Any
+
+    def __post_init__(self) -> None:
+        try:
+            json.dumps(self.tool_calls, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidActionError(
+                f"tool_calls of ToolCalls must be a value that JSON can express: {error}"
+            ) from None
+
+
+@dataclass(slots=True, eq=False)
+class EmitError:
+    """End the request with an error: iterating raises EmittedError.
+
+    Attributes:
+        err_str: Message of the error.
+    """
+
+    err_str: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.err_str, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InvalidActionError(
+                f"err_str of EmitError must be a str, got {shown(self.err_str)}"
+            )
+
+
+Action = (
+    Noop
+    | AdjustedPrefill
+    | ForceTokens
+    | Backtrack
+    | AdjustedLogits
+    | ForceOutput
+    | ToolCalls
+    | EmitError
+)
+Terminal = ForceOutput | ToolCalls | EmitError
+"""Actions that end the request."""
+
+_EVERYWHERE: Final = frozenset({Noop, ForceOutput, ToolCalls, EmitError})
+ALLOWED: Final[dict[type, frozenset[type]]] = {
+    Prefilled: _EVERYWHERE | {AdjustedPrefill},
+    ForwardPass: _EVERYWHERE | {ForceTokens, Backtrack, AdjustedLogits},
+    Sampled: _EVERYWHERE | {ForceTokens, Backtrack},
+    Added: _EVERYWHERE | {ForceTokens, Backtrack},
+}
+"""The actions that each event allows, by class. A subclass is not its base here."""
+_ACTIONS: Final = frozenset[type]().union(*ALLOWED.values())
+
+
+def check_kind(event: object, action: type) -> None:
+    """Raise InvalidActionError unless *event* allows actions of the class *action*."""
+    allowed = ALLOWED.get(type(event))
+    if allowed is None:
+        raise InvalidActionError(f"a mod cannot answer to {type(event).__name__}; it is no event")
+    if action not in allowed:
+        names = ", ".join(sorted(one.__name__ for one in allowed))
+        raise InvalidActionError(
+            f"{action.__name__} is not allowed at {type(event).__name__}, which allows {names}"
+        )
+
+
+def check_action(event: Event, answer: object, n_vocab: int) -> Action:
+    """Return what a mod answered to *event* as an action; None becomes Noop.
+
+    Raises:
+        InvalidActionError: It is no action, or not one for this event and vocabulary.
+    """
+    if answer is None:
+        return Noop()
+    if type(answer) not in _ACTIONS:
+        raise InvalidActionError(
+            f"a mod must return one action or None, got {shown(answer)}; build it with actions"
+        )
+    check_kind(event, type(answer))
+    action: Action = answer  # pyright: ignore[reportAssignmentType]
+    if isinstance(action, AdjustedLogits):
+        if action.logits.size != n_vocab:
+            raise InvalidActionError(
+                f"logits of AdjustedLogits have {action.logits.size} values, "
+                f"but the vocabulary has {n_vocab}"
+            )
+    elif not isinstance(action, Noop | ToolCalls | EmitError):
+        largest = max(action.tokens or (), default=0)
+        if largest >= n_vocab:
+            raise InvalidActionError(
+                f"{type(action).__name__} has the token {largest}, "
+                f"but the vocabulary ends at {n_vocab - 1}"
+            )
+    return action
+
+
+class ActionBuilder:
+    """Builds the actions that an event allows; the ``actions`` argument of a mod.
+
+    Raises:
+        InvalidActionError: (every method) The event does not allow the action, or a value is
+            invalid.
+    """
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Event) -> None:
+        self._event = event
+
+    def noop(self) -> Noop:
+        """Change nothing."""
+        return Noop()
+
+    def adjust_prefill(
+        self, tokens: Iterable[int], *, max_steps: int | None = None
+    ) -> AdjustedPrefill:
+        """Replace the prompt by *tokens*, see `AdjustedPrefill`."""
+        check_kind(self._event, AdjustedPrefill)
+        return AdjustedPrefill(tokens, max_steps)  # pyright: ignore[reportArgumentType]
+
+    def force_tokens(self, tokens: Iterable[int]) -> ForceTokens:
+        """Add *tokens* to the text, see `ForceTokens`."""
+        check_kind(self._event, ForceTokens)
+        return ForceTokens(tokens)  # pyright: ignore[reportArgumentType]
+
+    def backtrack(self, steps: int, tokens: Iterable[int] | None = None) -> Backtrack:
+        """Remove the last *steps* tokens, and add *tokens*, see `Backtrack`."""
+        check_kind(self._event, Backtrack)
+        return Backtrack(steps, tokens)  # pyright: ignore[reportArgumentType]
+
+    def adjust_logits(
+        self, logits: ArrayLike | None = None, token_temp: float | None = None
+    ) -> AdjustedLogits:
+        """Sample from *logits*, or from the event's if that is None, see `AdjustedLogits`."""
+        check_kind(self._event, AdjustedLogits)
+        if logits is None and isinstance(self._event, ForwardPass):
+            logits = self._event.logits
+        return AdjustedLogits(logits, token_temp)  # pyright: ignore[reportArgumentType]
+
+    def force_output(self, tokens: Iterable[int]) -> ForceOutput:
+        """End the request with *tokens* as its whole text, see `ForceOutput`."""
+        check_kind(self._event, ForceOutput)
+        return ForceOutput(tokens)  # pyright: ignore[reportArgumentType]
+
+    def tool_calls(self, payload: Any) -> ToolCalls:
+        """End the request with tool calls, see `ToolCalls`."""
+        check_kind(self._event, ToolCalls)
+        return ToolCalls(payload)
+
+    def emit_error(self, message: str) -> EmitError:
+        """End the request with an error, see `EmitError`."""
+        check_kind(self._event, EmitError)
+        return EmitError(message)

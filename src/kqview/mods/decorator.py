@@ -1,0 +1,240 @@
+"""Mods as functions and as classes: `@mod`, `Mod`, and `begin`, which readies one for a request.
+
+A mod is called as ``(event, actions, tokenizer)``. A function that takes fewer positional arguments
+gets the first ones; that is read from its signature once, so that a TypeError out of its own code
+stays what it is.
+"""
+
+import copy
+import functools
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, cast, overload
+
+from kqview.arguments import invalid
+from kqview.errors import shown
+from kqview.mods.actions import Action, ActionBuilder
+from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd, Sampled
+from kqview.mods.tokenizer import ModTokenizer
+
+Answer = Action | None
+ModFunction = Callable[..., "Answer | Awaitable[Answer]"]
+EndHook = Callable[[RequestEnd], object]
+
+_POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_N_ARGUMENTS: Final = 3
+
+
+class Mod:
+    """Base of mods with state of their own for each request.
+
+    Override the methods for the events that matter; each returns an action or None, and may be
+    ``async``. Pass an instance (or the class, if it needs no arguments) to ``generate``. Each
+    request works with a shallow copy of it, on which `begin` is called first: state of a request is
+    set there, options in ``__init__``. `Generation.mods` has the copies.
+
+    One request calls its copy from one thread at a time.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the mod in the trace."""
+        return type(self).__name__
+
+    def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
+        """Set up the state of a request, before its first event."""
+
+    def on_prefilled(
+        self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> "Answer | Awaitable[Answer]":
+        """Answer to the prompt."""
+
+    def on_forward_pass(
+        self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> "Answer | Awaitable[Answer]":
+        """Answer to the logits of the next token."""
+
+    def on_sampled(
+        self, event: Sampled, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> "Answer | Awaitable[Answer]":
+        """Answer to a sampled token."""
+
+    def on_added(
+        self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> "Answer | Awaitable[Answer]":
+        """Answer to added tokens."""
+
+    def on_end(self, end: RequestEnd) -> None:
+        """Clean up after the request; called once, however it ends."""
+
+    def __call__(
+        self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
+    ) -> "Answer | Awaitable[Answer]":
+        """Call the method for *event*."""
+        match event:
+            case Prefilled():
+                return self.on_prefilled(event, actions, tokenizer)
+            case ForwardPass():
+                return self.on_forward_pass(event, actions, tokenizer)
+            case Sampled():
+                return self.on_sampled(event, actions, tokenizer)
+            case Added():
+                return self.on_added(event, actions, tokenizer)
+
+
+class FunctionMod:
+    """A function as a mod, made by `@mod`; called like the function itself.
+
+    Attributes:
+        name: Name of the mod in the trace.
+        function: The decorated function.
+        on_end: Called once when a request ends, however it does; None for nothing.
+    """
+
+    def __init__(self, function: ModFunction, name: str, on_end: EndHook | None) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.name = name
+        self.on_end = on_end
+
+    def __call__(self, *arguments: Any) -> "Answer | Awaitable[Answer]":
+        return self.function(*arguments)
+
+    def __repr__(self) -> str:
+        return f"mod({self.name!r})"
+
+
+@overload
+def mod(function: ModFunction, /) -> FunctionMod: ...
+@overload
+def mod(
+    *, name: str | None = None, on_end: EndHook | None = None
+) -> Callable[[ModFunction], FunctionMod]: ...
+def mod(
+    function: ModFunction | None = None,
+    /,
+    *,
+    name: str | None = None,
+    on_end: EndHook | None = None,
+) -> FunctionMod | Callable[[ModFunction], FunctionMod]:
+    """Make a mod of a function ``(event, actions, tokenizer)`` that returns an action or None.
+
+    The function may be ``async``; then the generation must be iterated with ``async for``. It is
+    called by every request that has the mod, perhaps at the same time: keep state by
+    ``event.request_id`` and drop it in *on_end*, or derive from `Mod`.
+
+    Args:
+        function: The function.
+        name: Name of the mod in the trace; None for that of the function.
+        on_end: Called with a `RequestEnd` once for each request, however it ends.
+
+    Raises:
+        RequestError: An argument is not callable, or the function cannot take an event.
+    """
+
+    def wrap(function: ModFunction) -> FunctionMod:
+        n_arguments_of(function)
+        if on_end is not None and not callable(on_end):
+            raise invalid("on_end", "a function or None", shown(on_end))
+        return FunctionMod(function, name or _name_of(function), on_end)
+
+    return wrap if function is None else wrap(function)
+
+
+class BoundMod:
+    """A mod in one request: how to call it, what it is called, and its end hook."""
+
+    __slots__ = ("call", "is_async", "mod", "n_arguments", "name", "on_end")
+
+    def __init__(self, mod: Any, name: str, on_end: EndHook | None) -> None:
+        self.mod = mod
+        self.name = name
+        self.on_end = on_end
+        self.call = mod.function if isinstance(mod, FunctionMod) else mod
+        self.n_arguments = n_arguments_of(mod)
+        self.is_async = _is_async(mod)
+
+
+def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list[BoundMod]:
+    """Ready *mods* for a request; copies those that have state.
+
+    Exceptions of a `Mod.begin` reach the caller.
+    """
+    bound: list[BoundMod] = []
+    for given in mods:
+        if _is_mod_class(given) or isinstance(given, Mod):
+            one: Mod = given() if isinstance(given, type) else copy.copy(given)
+            one.begin(request_id, tokenizer)
+            bound.append(BoundMod(one, one.name, one.on_end))
+        elif isinstance(given, FunctionMod):
+            bound.append(BoundMod(given, given.name, given.on_end))
+        else:
+            bound.append(BoundMod(given, _name_of(given), getattr(given, "on_end", None)))
+    return bound
+
+
+def check_mods(mods: object) -> Sequence[Any]:
+    """*mods* as a sequence of mods.
+
+    Raises:
+        RequestError: It is no sequence, or something in it is no mod.
+    """
+    if not isinstance(mods, Sequence) or isinstance(mods, str | bytes):
+        raise invalid("mods", "a sequence of mods", shown(mods))
+    given = cast("Sequence[object]", mods)
+    for i, one in enumerate(given):
+        if _is_mod_class(one) or isinstance(one, Mod):
+            continue
+        if isinstance(one, type):
+            raise invalid(f"mods[{i}]", "a mod; call the class", shown(cast("object", one)))
+        n_arguments_of(one, f"mods[{i}]")
+    return given
+
+
+def _is_mod_class(given: object) -> bool:
+    return isinstance(given, type) and issubclass(given, Mod)
+
+
+def n_arguments_of(function: object, parameter: str = "mod") -> int:
+    """How many of event, actions and tokenizer *function* takes.
+
+    Raises:
+        RequestError: It is not callable, takes no argument, or requires more than three.
+    """
+    if isinstance(function, FunctionMod):
+        function = function.function
+    if not callable(function):
+        raise invalid(parameter, "a function (event, actions, tokenizer)", shown(function))
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin without a signature
+        return _N_ARGUMENTS
+    if any(one.kind is one.VAR_POSITIONAL for one in parameters):
+        return _N_ARGUMENTS
+    taken = [one for one in parameters if one.kind in _POSITIONAL]
+    needed = [
+        one for one in parameters if one.default is one.empty and one.kind is not one.VAR_KEYWORD
+    ]
+    if not taken or len(needed) > len(taken[:_N_ARGUMENTS]):
+        raise invalid(
+            parameter,
+            "a function (event, actions, tokenizer)",
+            f"{_name_of(function)}{inspect.signature(function)}",
+        )
+    return min(len(taken), _N_ARGUMENTS)
+
+
+def _is_async(mod: Any) -> bool:
+    if isinstance(mod, Mod) and type(mod).__call__ is Mod.__call__:
+        handlers = (mod.on_prefilled, mod.on_forward_pass, mod.on_sampled, mod.on_added)
+        return any(inspect.iscoroutinefunction(one) for one in handlers)
+    call = mod.function if isinstance(mod, FunctionMod) else mod
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
+        getattr(call, "__call__", None)  # noqa: B004
+    )
+
+
+def _name_of(function: Any) -> str:
+    if isinstance(function, functools.partial):
+        return _name_of(function.func)
+    return str(getattr(function, "__name__", None) or type(function).__name__)

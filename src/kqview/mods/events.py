@@ -1,0 +1,154 @@
+"""What a mod is told of its request: Prefilled, then ForwardPass, Sampled and Added in each step.
+
+Prefilled has step 0 and comes once. Steps are counted from 1; each is one forward pass. An event
+is shared by all mods of the request, except that a later mod gets a ForwardPass with the logits
+that an earlier one has adjusted. Arrays are read-only and stay valid for as long as they are held.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.arguments import whole_number
+from kqview.types.token import Attention, Positions
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ContextInfo:
+    """The prompt of a request.
+
+    Attributes:
+        tokens: Ids of the prompt, int32 of shape ``(n_tokens,)``, read-only.
+        messages: The conversation, if the request is a chat; otherwise None.
+    """
+
+    tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    messages: Sequence[Any] | None = None
+
+    @property
+    def _prompt_len(self) -> int:
+        # Mods of the public kit read the prompt as tokens[:_prompt_len].
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefilled:
+    """The prompt is known and has not been evaluated: a mod may still change it.
+
+    Attributes:
+        request_id: The ``request_id`` of the generation.
+        step: Always 0.
+        max_steps: Maximum number of tokens to generate.
+        context_info: The prompt.
+    """
+
+    request_id: str
+    step: int
+    max_steps: int
+    context_info: ContextInfo = field(default_factory=ContextInfo)
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt."""
+        return self.context_info.tokens.tolist()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ForwardPass:
+    """The model has computed the logits of the next token.
+
+    Attributes:
+        request_id: The ``request_id`` of the generation.
+        step: Number of the step, from 1.
+        logits: The model's raw logits, float32 of shape ``(n_vocab,)``.
+        n_tokens: Number of tokens before the next one: the prompt and what was generated.
+        attention: The row of the query that computed the logits, as ``Token.attention``; None
+            without capture.
+        attention_positions: As ``Token.attention_positions``.
+        hidden: As ``Token.hidden``.
+    """
+
+    request_id: str
+    step: int
+    logits: NDArray[np.float32]
+    n_tokens: int = 0
+    attention: Attention | None = None
+    attention_positions: Positions | None = None
+    hidden: NDArray[np.float32] | None = None
+
+    def top_k_logprob(self, k: int) -> tuple[NDArray[np.float32], NDArray[np.int64]]:
+        """Return the *k* largest log-probabilities and their ids, both of shape ``(1, k)``.
+
+        Best first; of equal logits the lower id comes first. If the vocabulary is smaller than *k*,
+        all of it is returned.
+
+        Raises:
+            RequestError: *k* is not a whole number of at least 1.
+        """
+        k = min(whole_number("k", k), self.logits.size)
+        logits = self.logits.reshape(-1)
+        if k < logits.size:
+            # Everything that is at least the k-th largest, so that ties are settled by id.
+            least = np.partition(logits, logits.size - k)[logits.size - k]
+            ids = np.flatnonzero(logits >= least)
+        else:
+            ids = np.arange(logits.size)
+        ids = ids[np.argsort(-logits[ids], kind="stable")[:k]]
+        largest = logits[ids[0]]
+        log_sum = np.log(np.sum(np.exp(logits - largest), dtype=np.float64))
+        return (logits[ids] - largest - np.float32(log_sum))[None], ids[None].astype(np.int64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sampled:
+    """A token was sampled; it is not part of the text yet.
+
+    Attributes:
+        request_id: The ``request_id`` of the generation.
+        step: Number of the step, from 1.
+        sampled_token: Id of the token.
+    """
+
+    request_id: str
+    step: int
+    sampled_token: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """Tokens were added to the text.
+
+    Attributes:
+        request_id: The ``request_id`` of the generation.
+        step: Number of the step, from 1.
+        added_tokens: Ids of the tokens: the sampled one, or all those that a mod put in its place.
+        forced: Whether a mod chose them.
+    """
+
+    request_id: str
+    step: int
+    added_tokens: list[int]
+    forced: bool
+
+
+Event = Prefilled | ForwardPass | Sampled | Added
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestEnd:
+    """How a request ended, for the end-of-request hook of a mod.
+
+    Attributes:
+        request_id: The ``request_id`` of the generation.
+        finish_reason: The ``finish_reason`` of the generation.
+        ids: Ids of the final text.
+        error: What iterating raised, if finish_reason is "error".
+    """
+
+    request_id: str
+    finish_reason: str
+    ids: tuple[int, ...] = ()
+    error: BaseException | None = None
