@@ -33,12 +33,13 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "chat": set(),
     "rpc": set(),
     "demo": set(),
-    "mods": set(),
+    "trace": {"state"},  # its spool is written as sessions are
+    "mods": {"trace"},
     "viz": {"state"},  # which writes files whole
     "bench": {"state"},
     "convert": {"state"},
-    "server": {"state", "chat", "rpc", "demo"},
-    "cli": {"state", "chat", "rpc", "demo", "viz", "bench", "convert", "server"},
+    "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
+    "cli": {"state", "chat", "rpc", "demo", "trace", "mods", "viz", "bench", "convert", "server"},
     "__main__": {"cli"},
 }
 # The rings that the core uses, each through one or two doors, and all of the core that they know.
@@ -47,6 +48,7 @@ INNER_RINGS = {
     "chat": {"conversation"},
     "rpc": {"engine"},
     "demo": {"engine"},
+    "trace": {"engine", "generation", "submission", "kqview"},
     "mods": {"engine", "generation", "submission", "kqview"},
 }
 KNOWN_TO_INNER_RINGS = {"arguments", "errors", "types", "machine", "_core"}

@@ -1,0 +1,540 @@
+"""Trace: what happened in one request, as data that goes to JSON and back.
+
+The JSON is what `kqview ingest`, and any other receiver of Thunder's ingest format, is posted: five
+lists and objects named ``request``, ``events``, ``mod_calls``, ``mod_logs`` and ``actions``. A call
+names its event by that event's index, a log or an action names its call by the call's index; an
+event's ``sequence_order`` is its own index. Fields have the names of the JSON's keys.
+
+A trace holds what was recorded, unchanged. `Trace.to_payload` makes it fit for JSON and for
+databases: no NUL, no lone surrogates, no infinities, names and token texts cut to their columns.
+`kqview.trace.recorder` writes a trace, `kqview.trace.replay` rebuilds a request's ids from one.
+"""
+
+import json
+import math
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import UTC, datetime
+from types import NoneType
+from typing import Any, Final, Literal, Self, cast, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from kqview.errors import RequestError
+
+Json = Any
+"""What JSON can say: None, bool, int, float, str, lists and dicts of these."""
+Object = dict[str, Json]
+
+EventType = Literal["Prefilled", "ForwardPass", "Sampled", "Added"]
+ActionType = Literal[
+    "Noop", "AdjustedPrefill", "ForceTokens", "ForceOutput", "Backtrack", "AdjustedLogits",
+    "ToolCalls", "EmitError",
+]  # fmt: skip
+LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
+
+LOWEST_LOGPROB: Final = -9999.0
+"""Stands for a logprob of minus infinity, which JSON cannot say."""
+_LONGEST_NAME: Final = 255  # characters that receivers keep of a name or an id
+_LONGEST_TOKEN_TEXT: Final = 100
+_LONGEST_SHAPE: Final = 100
+_CUT_MARK: Final = "…"
+_DEEPEST: Final = 32  # levels of lists and objects; a mod's payload may contain itself
+
+
+def now() -> datetime:
+    """The time at this moment, with a time zone, as records keep it."""
+    return datetime.now(UTC)
+
+
+# ---- records
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceRequest:
+    """The request of a trace; whatever is not known is None.
+
+    Attributes:
+        request_id: Unique among all requests; a receiver replaces an older trace of the same id.
+        created_at: When the request began.
+        completed_at: When it ended.
+        model: Name of the model.
+        user_api_key: Who sent the request: a digest, never a key itself.
+        max_tokens: Most tokens that it could generate.
+        temperature: Of sampling.
+        mod_text: Names of its mods, joined by commas.
+        active_mod_name: Name of its first mod.
+        user_prompt: Text of the prompt that was evaluated, a mod's changes included.
+        user_prompt_token_ids: Its ids.
+        final_token_ids: Ids of the output.
+        final_text: Text of the output.
+        inference_stats: ``finish_reason``, ``error``, figures of `kqview.Usage`, and ``trace``:
+            limits of this trace and what they cut off.
+    """
+
+    request_id: str
+    created_at: datetime | None = None
+    completed_at: datetime | None = None
+    model: str | None = None
+    user_api_key: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    mod_text: str | None = None
+    active_mod_name: str | None = None
+    user_prompt: str | None = None
+    user_prompt_token_ids: list[int] | None = None
+    final_token_ids: list[int] | None = None
+    final_text: str | None = None
+    inference_stats: Object | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceEvent:
+    """One event. Prefilled has step 0; ForwardPass, Sampled and Added of a token share a step.
+
+    Attributes:
+        event_type: Which event; it decides which of the fields below are set.
+        step: From 1, one for each forward pass whose logits were sampled; 0 for Prefilled.
+        created_at: When it happened.
+        prompt_length: Prefilled: tokens in the prompt.
+        tokens_so_far_len: Tokens generated before the event.
+        max_steps: Prefilled: most tokens that may be generated.
+        input_text: ForwardPass: the last 70 characters before the token to come.
+        top_tokens: ForwardPass: the most probable tokens, best first, each with ``token`` (id),
+            ``token_str``, ``logprob`` and ``prob``.
+        sampled_token: Sampled: the id.
+        token_text: Sampled: its text.
+        added_tokens: Added: the ids.
+        added_token_count: Added: how many.
+        forced: Added: whether a mod gave them.
+        details: Whatever else is known. ForwardPass: ``attention``, see
+            `kqview.trace.attention.top_columns`; ``entropy`` in nats. Added: ``tokens_as_text``;
+            ``n_kept`` if not all ids became output, such as the end-of-text token.
+    """
+
+    event_type: EventType
+    step: int
+    created_at: datetime | None = None
+    prompt_length: int | None = None
+    tokens_so_far_len: int | None = None
+    max_steps: int | None = None
+    input_text: str | None = None
+    top_tokens: list[Object] | None = None
+    sampled_token: int | None = None
+    token_text: str | None = None
+    added_tokens: list[int] | None = None
+    added_token_count: int | None = None
+    forced: bool | None = None
+    details: Object | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ModCall:
+    """One call of a mod.
+
+    Attributes:
+        event_sequence_order: Index of the event that the mod was called with.
+        mod_name: Name of the mod.
+        event_type: That of the event.
+        step: That of the event.
+        created_at: When the call began.
+        execution_time_ms: How long it took, in milliseconds; with a time limit, at most that.
+        exception_occurred: Whether it raised, ran out of time or returned no valid action.
+        exception_message: The exception's class and message.
+        exception_traceback: Its traceback.
+    """
+
+    event_sequence_order: int
+    mod_name: str
+    event_type: EventType
+    step: int
+    created_at: datetime | None = None
+    execution_time_ms: float | None = None
+    exception_occurred: bool = False
+    exception_message: str | None = None
+    exception_traceback: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ModLog:
+    """One line that a mod printed or logged during the call of index ``mod_call_sequence``."""
+
+    mod_call_sequence: int
+    mod_name: str
+    log_message: str
+    log_level: LogLevel = "INFO"
+    created_at: datetime | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class TraceAction:
+    """The action that a call returned.
+
+    Attributes:
+        mod_call_sequence: Index of the call.
+        action_type: Which action; it decides which of the fields below are set.
+        action_order: Always 0: a call returns one action.
+        created_at: When it was returned.
+        new_prompt: AdjustedPrefill: text of the new prompt.
+        new_length: AdjustedPrefill: its number of tokens.
+        adjusted_max_steps: AdjustedPrefill: the new limit of tokens, if it was changed.
+        token_count: Number of ``tokens``.
+        tokens: ForceTokens, ForceOutput, Backtrack, AdjustedPrefill: ids that go in.
+        tokens_as_text: Their texts, one for each.
+        tokens_preview: Text of the first ten.
+        backtrack_steps: Backtrack: number of ids that were removed.
+        backtrack_token_count: Backtrack: number of replacement tokens.
+        logits_shape: AdjustedLogits: such as "[1, 32000]".
+        temperature: AdjustedLogits: for this step, if it was changed.
+        has_tool_calls: ToolCalls: whether there are any.
+        tool_calls: ToolCalls: the payload.
+        error_message: EmitError: the message.
+        details: ``is_applied`` is False for an action that had no effect, because another mod's
+            came first; ``n_kept`` is how many of ``tokens`` went in, if not all; and ``tokens``
+            and ``tokens_as_text`` for receivers that look for them here.
+    """
+
+    mod_call_sequence: int
+    action_type: ActionType
+    action_order: int = 0
+    created_at: datetime | None = None
+    new_prompt: str | None = None
+    new_length: int | None = None
+    adjusted_max_steps: int | None = None
+    token_count: int | None = None
+    tokens: list[int] | None = None
+    tokens_as_text: list[str] | None = None
+    tokens_preview: str | None = None
+    backtrack_steps: int | None = None
+    backtrack_token_count: int | None = None
+    logits_shape: str | None = None
+    temperature: float | None = None
+    has_tool_calls: bool | None = None
+    tool_calls: Json = None
+    error_message: str | None = None
+    details: Object | None = None
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether it had an effect; True of traces that do not say."""
+        return (self.details or {}).get("is_applied", True) is not False
+
+
+# ---- the trace
+
+
+@dataclass(slots=True)
+class Trace:
+    """A request with its events, calls of mods, logs and actions, each list in order of time.
+
+    While the request runs, its recorder appends to the lists; at any moment each index in them is
+    valid.
+    """
+
+    request: TraceRequest
+    events: list[TraceEvent] = field(default_factory=list[TraceEvent])
+    mod_calls: list[ModCall] = field(default_factory=list[ModCall])
+    mod_logs: list[ModLog] = field(default_factory=list[ModLog])
+    actions: list[TraceAction] = field(default_factory=list[TraceAction])
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit cut something off; then `kqview.trace.replay` cannot rebuild the ids."""
+        limits = (self.request.inference_stats or {}).get("trace")
+        return isinstance(limits, dict) and bool(cast("Object", limits).get("is_cut"))
+
+    def to_payload(self) -> Object:
+        """The trace as JSON values that every receiver takes; see the head of this file."""
+        request, *lists = self._snapshot()
+        return {
+            "request": _written(request),
+            **{name: [_written(one, i) for i, one in enumerate(some)] for name, some in lists},
+        }
+
+    def json_parts(self) -> Iterator[str]:
+        """`to_payload` as JSON in parts, ASCII only.
+
+        Each part is small, so that other threads run between two of them.
+        """
+        request, *lists = self._snapshot()
+        yield f'{{"request":{_json(_written(request))}'
+        for name, some in lists:
+            yield f',"{name}":['
+            for i, one in enumerate(some):
+                yield ("," if i else "") + _json(_written(one, i))
+            yield "]"
+        yield "}"
+
+    def to_json(self) -> str:
+        """`to_payload` as a text; ASCII only, on one line."""
+        return "".join(self.json_parts())
+
+    def _snapshot(self) -> tuple[Any, ...]:
+        """The request, and (name, list) of each list, in the order of the payload."""
+        # Later lists name what is in earlier ones, so they are copied first while a request runs.
+        names = ("events", "mod_calls", "mod_logs", "actions")
+        copies = {name: list(getattr(self, name)) for name in reversed(names)}
+        return (self.request, *((name, copies[name]) for name in names))
+
+    @classmethod
+    def from_payload(cls, payload: object) -> Self:
+        """The trace of a payload. Unknown keys are ignored, missing lists are empty.
+
+        Raises:
+            RequestError: A key is missing or has the wrong type, or an index leads nowhere; the
+                message names it.
+        """
+        top = _object(payload, "payload")
+        if "request" not in top:
+            raise _wrong("request", None, "an object with request_id")
+        request = _read(TraceRequest, top["request"], "request")
+        raw_events = _array(top.get("events", []), "events")
+        events = [_read(TraceEvent, one, f"events[{i}]") for i, one in enumerate(raw_events)]
+        for i, one in enumerate(raw_events):
+            order = cast("Object", one).get("sequence_order")
+            if isinstance(order, bool) or order != i:
+                raise _wrong(f"events[{i}].sequence_order", order, f"{i}, the event's own index")
+        calls = _read_all(ModCall, top, "mod_calls")
+        logs = _read_all(ModLog, top, "mod_logs")
+        actions = _read_all(TraceAction, top, "actions")
+        for i, call in enumerate(calls):
+            where = f"mod_calls[{i}].event_sequence_order"
+            _check_index(call.event_sequence_order, len(events), where)
+        for name, owned in (("mod_logs", logs), ("actions", actions)):
+            for i, one in enumerate(owned):
+                where = f"{name}[{i}].mod_call_sequence"
+                _check_index(one.mod_call_sequence, len(calls), where)
+        return cls(request, events, calls, logs, actions)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The trace of a JSON text.
+
+        Raises:
+            RequestError: It is not JSON, or as `from_payload`.
+        """
+        try:
+            payload = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"the trace is not JSON: {error}", parameter="text") from None
+        return cls.from_payload(payload)
+
+
+# ---- writing
+
+_LONGEST: Final[Mapping[str, int]] = {
+    "request_id": _LONGEST_NAME,
+    "model": _LONGEST_NAME,
+    "user_api_key": _LONGEST_NAME,
+    "mod_name": _LONGEST_NAME,
+    "active_mod_name": _LONGEST_NAME,
+    "token_text": _LONGEST_TOKEN_TEXT,
+    "logits_shape": _LONGEST_SHAPE,
+}
+
+
+def cleaned_text(text: str, longest: int | None = None) -> str:
+    """*text* without what UTF-8 or a database cannot hold, and at most *longest* characters."""
+    if "\0" in text:
+        text = text.replace("\0", "\N{SYMBOL FOR NULL}")
+    if not text.isascii():  # there may be lone surrogates
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if longest is not None and len(text) > longest:
+        text = text[: longest - 1] + _CUT_MARK
+    return text
+
+
+def cleaned(value: object, key: str = "", depth: int = 0) -> Json:
+    """*value* as JSON can say it; anything that is no JSON value becomes its ``repr``."""
+    if isinstance(value, np.generic):
+        return cleaned(cast("object", value.item()), key, depth)
+    if isinstance(value, bool | int | None):
+        return value
+    if isinstance(value, str):
+        return cleaned_text(value, _LONGEST.get(key))
+    if isinstance(value, float):
+        return _cleaned_number(value, key)
+    if isinstance(value, datetime):
+        return value.isoformat().replace("+00:00", "Z")
+    if depth < _DEEPEST and isinstance(value, dict):
+        pairs = cast("dict[object, object]", value).items()
+        return {
+            cleaned_text(name if isinstance(name, str) else _repr(name)): cleaned(
+                one, name if isinstance(name, str) else "", depth + 1
+            )
+            for name, one in pairs
+        }
+    if depth < _DEEPEST and isinstance(value, list | tuple):
+        return [cleaned(one, key, depth + 1) for one in cast("Sequence[object]", value)]
+    return cleaned_text(_repr(value))
+
+
+def _cleaned_number(value: float, key: str) -> float | None:
+    if math.isfinite(value):
+        return value
+    return LOWEST_LOGPROB if key == "logprob" else None
+
+
+def _repr(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except Exception:  # a mod's own class
+        return object.__repr__(value)
+
+
+def _written(record: Any, index: int = 0) -> Object:
+    written = {
+        name: cleaned(value, name)
+        for name in _FIELDS[type(record)]
+        if (value := getattr(record, name)) is not None
+    }
+    if isinstance(record, TraceEvent):
+        written["sequence_order"] = index
+    return written
+
+
+def _json(value: Object) -> str:
+    return json.dumps(value, allow_nan=False, separators=(",", ":"))
+
+
+# ---- reading
+
+
+def _read_all(cls: type[Any], top: Mapping[str, Json], name: str) -> list[Any]:
+    return [
+        _read(cls, one, f"{name}[{i}]") for i, one in enumerate(_array(top.get(name, []), name))
+    ]
+
+
+def _read(cls: type[Any], value: object, where: str) -> Any:
+    given = _object(value, where)
+    found: Object = {}
+    for name, (reader, is_required, is_optional) in _FIELDS[cls].items():
+        if name not in given:
+            if is_required:
+                raise _wrong(f"{where}.{name}", None, "a value; it is missing")
+            continue
+        if given[name] is None and is_optional:
+            continue
+        found[name] = reader(given[name], f"{where}.{name}")
+    return cls(**found)
+
+
+def _object(value: object, where: str) -> Object:
+    if not isinstance(value, dict):
+        raise _wrong(where, value, "an object")
+    return cast("Object", value)
+
+
+def _array(value: object, where: str) -> list[Json]:
+    if not isinstance(value, list):
+        raise _wrong(where, value, "a list")
+    return cast("list[Json]", value)
+
+
+def _check_index(index: int, n: int, where: str) -> None:
+    if not 0 <= index < n:
+        raise _wrong(where, index, f"an index below {n}")
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(where, value, "a text")
+    return value
+
+
+def _whole(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _wrong(where, value, "an integer")
+    return value
+
+
+def _number(value: object, where: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _wrong(where, value, "a number")
+    return float(value)
+
+
+def _flag(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise _wrong(where, value, "true or false")
+    return value
+
+
+def _time(value: object, where: str) -> datetime:
+    try:
+        if isinstance(value, str):
+            found = datetime.fromisoformat(value)
+            if found.tzinfo is not None:
+                return found
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            return datetime.fromtimestamp(value, UTC)
+    except (ValueError, OverflowError, OSError):
+        pass
+    raise _wrong(where, value, "a time such as 2025-12-01T18:30:00Z, or seconds since 1970")
+
+
+def _any(value: object, where: str) -> Json:
+    return value
+
+
+def _wrong(where: str, value: object, expected: str) -> RequestError:
+    return RequestError(f"{where} is {reprlib.repr(value)}; it must be {expected}", parameter=where)
+
+
+_Reader = Callable[[object, str], Any]
+_READERS: Final[Mapping[Any, _Reader]] = {
+    str: _text,
+    int: _whole,
+    float: _number,
+    bool: _flag,
+    datetime: _time,
+    Any: _any,
+}
+
+
+def _reader_of(hint: Any) -> _Reader:
+    if hint in _READERS:
+        return _READERS[hint]
+    if get_origin(hint) is Literal:
+        return _choice(get_args(hint))
+    if get_origin(hint) is list:
+        return _list_of(_reader_of(get_args(hint)[0]))
+    assert get_origin(hint) is dict
+    return _object
+
+
+def _choice(names: Sequence[str]) -> _Reader:
+    def read(value: object, where: str) -> str:
+        if value not in names:
+            raise _wrong(where, value, f"one of {', '.join(names)}")
+        return cast("str", value)
+
+    return read
+
+
+def _list_of(item: _Reader) -> _Reader:
+    def read(value: object, where: str) -> list[Any]:
+        return [item(one, f"{where}[{i}]") for i, one in enumerate(_array(value, where))]
+
+    return read
+
+
+def _fields_of(cls: type[Any]) -> dict[str, tuple[_Reader, bool, bool]]:
+    """Name of each field -> (reader, whether it is required, whether it may be null)."""
+    hints = get_type_hints(cls)
+    found: dict[str, tuple[_Reader, bool, bool]] = {}
+    for spec in fields(cls):
+        hint = hints[spec.name]
+        is_optional = NoneType in get_args(hint)
+        if is_optional:
+            [hint] = [one for one in get_args(hint) if one is not NoneType]
+        is_required = spec.default is MISSING
+        found[spec.name] = (_reader_of(hint), is_required, is_optional or hint is Any)
+    return found
+
+
+_FIELDS: Final = {
+    cls: _fields_of(cls) for cls in (TraceRequest, TraceEvent, ModCall, ModLog, TraceAction)
+}
