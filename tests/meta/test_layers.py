@@ -39,7 +39,21 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "bench": {"state"},
     "convert": {"state"},
     "server": {"state", "chat", "rpc", "demo", "trace", "mods"},
-    "cli": {"state", "chat", "rpc", "demo", "trace", "mods", "viz", "bench", "convert", "server"},
+    # What the server loads, it loads.
+    "ingest": {"server", "state", "chat", "rpc", "demo", "trace", "mods"},
+    "cli": {
+        "state",
+        "chat",
+        "rpc",
+        "demo",
+        "trace",
+        "mods",
+        "viz",
+        "bench",
+        "convert",
+        "server",
+        "ingest",
+    },
     "__main__": {"cli"},
 }
 # The rings that the core uses, each through one or two doors, and all of the core that they know.

@@ -14,7 +14,7 @@ DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 ORDER = (
     "supervisor", "worker", "errors", "settings", "budget", "security", "attention", "kept",
     "workers", "models", "run", "slots", "sessions", "service", "endpoint", "uvicorn_parts",
-    "sockets", "pages", "api", "app",
+    "sockets", "pages", "access", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

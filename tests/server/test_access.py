@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
-from kqview.server.app import AccessLog
+from kqview.server.access import AccessLog
 from kqview.server.pages import Metrics
 from tests.server.clients import (
     json_request,
@@ -223,7 +223,7 @@ async def test_what_the_client_did_not_take_in_time_is_counted_once(
         return {"type": "http.request"}
 
     scope = {"type": "http", "method": "GET", "path": "/slow", "headers": [], "client": None}
-    access = AccessLog(app, Settings(), Metrics(toy.service), ["/slow"])
+    access = AccessLog(app, Settings(), Metrics(toy.service).requests, ["/slow"])
     with caplog.at_level(logging.INFO, "kqview.access"):
         await access(scope, receive, send)
     [line] = [json.loads(record.getMessage()) for record in caplog.records]

@@ -18,6 +18,7 @@ from kqview.cli.convert_command import convert_classifier
 from kqview.cli.demo_command import demo
 from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
+from kqview.cli.ingest_command import ingest
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.serve_command import serve
 from kqview.cli.state_command import app as state
@@ -99,7 +100,7 @@ def global_options(
     """Options before the subcommand."""
 
 
-for _command in (bench, convert_classifier, demo, generate, info, tokenize):
+for _command in (bench, convert_classifier, demo, generate, info, ingest, tokenize):
     app.command()(_command)
 app.command(cls=ServeCommand)(serve)
 app.add_typer(state, name="state")

@@ -76,13 +76,13 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
     if hf is not None:
         settings = dataclasses.replace(settings, model=fetch(hf))
     supervised = Supervised.from_env(os.environ)
-    listener = supervised.listener if supervised else _listen(settings.host, settings.port)
+    listener = supervised.listener if supervised else listen(settings.host, settings.port)
     with listener:
         app = create_app(settings)  # reports wrong settings before anything starts
         if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
             _become_supervisor(listener, settings, HUNG_FACTOR * settings.stall_timeout_s)
         keep_freed_memory()
-        _log_to_stderr()
+        log_to_stderr()
         run(app, settings, listener, supervised)
 
 
@@ -142,7 +142,7 @@ def _default(value: Any) -> str:
 serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
     """The listening socket; opened before the model, so that a taken port is reported at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
@@ -155,7 +155,8 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _log_to_stderr() -> None:
+def log_to_stderr() -> None:
+    """Print the server's log lines, as they are."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(message)s"))
     for name in ("kqview.access", "kqview.server"):

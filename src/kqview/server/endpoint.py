@@ -19,7 +19,7 @@ import contextlib
 import logging
 import re
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -33,7 +33,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kqview._core import count_values
 from kqview.errors import InternalError, KqviewError, RequestError
 from kqview.server.attention import split_json
-from kqview.server.budget import Body, Hold
+from kqview.server.budget import Body, Budget, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.run import Run, Step
 from kqview.server.security import Access, Caller, Gate
@@ -90,7 +90,10 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """A reply that is not plain JSON, or that is compressed if the client accepts it."""
+    """A reply that is not plain JSON, or that is compressed if the client accepts it.
+
+    A reply without a body has "" as its media type.
+    """
 
     body: bytes
     media_type: str = "application/json"
@@ -106,6 +109,17 @@ class LongReply:
     n_bytes: int
     pieces: Iterable[bytes]
     media_type: str = "application/json"
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """A reply streamed as Server-Sent Events that come from *events*, each whole, with its fields.
+
+    It lasts until *events* ends or the client leaves. An event without frames only sends the
+    reply's head.
+    """
+
+    events: AsyncIterator[Frames]
 
 
 UPLOADS: Final = ("application/json", "application/octet-stream")
@@ -202,21 +216,21 @@ class Operation:
         path: URL path; ``{name}`` stands for one part of it, see `Call.path`.
         handler: ``async def handler(call)``, with the decoded body as second argument if there is a
             *body*, with a `kqview.server.sockets.Socket` for a WebSocket. Returns whatever msgspec
-            can encode, an `HttpReply`, or `Events`.
+            can encode, an `HttpReply`, `LongReply`, `Events` or `Feed`.
         tag: Dialect, by which the API description groups; "" keeps it out of the description.
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON. With `Upload`
             the handler gets one, and reads the body itself.
         reply: Type of the JSON reply, for the description.
         error_body: The dialect's body for a failure.
-        access: "open": anyone; "user": needs a key if there are keys; "admin": an admin key.
+        access: As `Gate.check` takes it.
         query: Names of parameters in the URL's query, for the description.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
         subprotocols: Those that a WebSocket speaks.
     """
 
-    method: Literal["GET", "POST", "WS"]
+    method: Literal["GET", "POST", "DELETE", "WS"]
     path: str
     handler: Handler
     tag: str
@@ -338,12 +352,30 @@ def connection_of(scope: Scope) -> Connection:
 # ---- one operation
 
 
+class Host(Protocol):
+    """What operations need that read no body but an `Upload` and stream no `Events`."""
+
+    @property
+    def settings(self) -> Settings:
+        """Limits."""
+        ...
+
+    @property
+    def budget(self) -> Budget:
+        """Memory for requests and replies."""
+        ...
+
+    async def offload(self, n_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
+        """As `Service.offload`."""
+        ...
+
+
 class Endpoint:
     """ASGI app of one HTTP operation."""
 
-    def __init__(self, operation: Operation, service: Service, gate: Gate) -> None:
+    def __init__(self, operation: Operation, service: Service | Host, gate: Gate) -> None:
         self._operation = operation
-        self._service = service
+        self._service = cast("Service", service)
         self._gate = gate
         body = operation.body
         self._decoder = None if body in (None, Upload) else msgspec.json.Decoder(body)
@@ -391,6 +423,12 @@ class Endpoint:
             error = await pump(self._service, reply.run, reply.renderer, response.event)
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
+            return
+        if isinstance(reply, Feed):
+            response.event_head = b""
+            async for frames in reply.events:
+                await response.event(frames)
+            await response.finish()
             return
         if isinstance(reply, LongReply):
             await response.sent(200, reply.media_type, {}, reply.n_bytes, reply.pieces)
@@ -488,7 +526,7 @@ class _Response:
     ) -> None:
         await self._start(
             status,
-            (b"content-type", media_type.encode()),
+            *([(b"content-type", media_type.encode())] if media_type else []),
             (b"content-length", str(n_bytes).encode()),
             *((name.encode(), value.encode()) for name, value in headers.items()),
         )

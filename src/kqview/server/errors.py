@@ -48,6 +48,14 @@ class TooLarge(ServerError):
     """The body or message is larger than the limit."""
 
 
+class UnsupportedMedia(ServerError):
+    """The body is of a media type that the operation does not read."""
+
+
+class Unprocessable(ServerError):
+    """The body is JSON, but a field is missing or of a wrong type."""
+
+
 class RateLimited(ServerError):
     """This client sends too many requests."""
 
@@ -77,7 +85,7 @@ class StorageFull(ServerError):
 
 
 class StorageFailed(ServerError):
-    """A file of saved slots cannot be read or written."""
+    """What is stored, saved slots or traces, cannot be read or written."""
 
 
 class ShuttingDown(ServerError):
@@ -138,6 +146,8 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         NotFound: _Row(404, "INVALID_REQUEST"),
         MethodNotAllowed: _Row(405, "INVALID_REQUEST"),
         TooLarge: _Row(413, "INVALID_REQUEST"),
+        UnsupportedMedia: _Row(415, "INVALID_REQUEST"),
+        Unprocessable: _Row(422, "INVALID_REQUEST"),
         RateLimited: _Row(429, "BUSY", 1),
         NoModel: _Row(503, "NO_MODEL", 5),
         ModelChanged: _Row(503, "MODEL_CHANGED", 1),

@@ -161,13 +161,20 @@ _ERRORS: Final[Mapping[str, str]] = {
 }
 
 
-def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -> dict[str, Any]:
+def describe(
+    operations: Iterable[Operation],
+    *,
+    version: str,
+    has_keys: bool,
+    about: str = "Text generation with the attention of every token, layer and head.",
+) -> dict[str, Any]:
     """The OpenAPI description of *operations*; WebSockets are listed in ``x-websockets``.
 
     Args:
         operations: The route table; rows without a tag, such as parts of pages, are left out.
         version: kqview's.
         has_keys: Whether a key is needed.
+        about: What the server does.
     """
     operations = [one for one in operations if one.tag]
     types = [
@@ -187,6 +194,7 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
             sockets[one.path] = {"summary": one.summary, "tag": one.tag}
             continue
         for path in (one.path, *one.also):
+            path = path.replace(":path}", "}")
             paths.setdefault(path, {})[one.method.lower()] = _operation(
                 one, path, by_type, has_keys=has_keys
             )
@@ -195,7 +203,7 @@ def describe(operations: Iterable[Operation], *, version: str, has_keys: bool) -
         "info": {
             "title": "kqview",
             "version": version,
-            "description": "Text generation with the attention of every token, layer and head.",
+            "description": about,
         },
         "paths": paths,
         "components": {"schemas": components},

@@ -176,7 +176,10 @@ def _parsed(address: str) -> _Address | None:
     return getattr(ip, "ipv4_mapped", None) or ip
 
 
-Access = Literal["open", "user", "admin"]
+Access = Literal["open", "user", "admin", "any_key"]
+"""Who may call: anyone; where there are keys, whoever has one; whoever has an admin key; or, where
+there are keys, whoever sends any key, known or not, to see what belongs to it."""
+
 
 _MOST_CLIENTS: Final = 10_000
 
@@ -191,7 +194,7 @@ class Gate:
         self._hosts = _Hosts(settings)
 
     def check(self, scope: Scope, *, access: Access) -> Caller:
-        """Check one request or WebSocket.
+        """Check one request or WebSocket, to an operation with this *access*.
 
         Raises:
             Forbidden: The Host is not a name of this server, the page's origin is not allowed, or
@@ -208,8 +211,10 @@ class Gate:
         is_user = _is_one_of(key, settings.api_keys) or is_admin
         caller = Caller(client_name((scope.get("client") or ("local", 0))[0]))
         if is_user:
-            owner = _sha256(key).hex()
+            owner = key_digest(key)
             caller = Caller(f"key-{owner[:8]}", is_admin, owner)
+        elif access == "any_key" and key:  # in the rate limit, guesses count for the address
+            caller = Caller(caller.name, owner=key_digest(key))
         if access == "open":
             return caller
         self.count(caller)
@@ -217,7 +222,8 @@ class Gate:
             raise Forbidden("the server has no admin key (--admin-key); start it with one")
         if access == "admin" and is_user and not is_admin:
             raise Forbidden("an admin key is needed; the key sent is not one")
-        if not is_user and (settings.api_keys or access == "admin"):
+        has_keys = settings.api_keys or (access == "any_key" and settings.admin_keys)
+        if not caller.owner and (has_keys or access == "admin"):
             what = "the API key is unknown" if key else "an API key is needed"
             raise Unauthorized(f"{what}; send Authorization: Bearer KEY, or X-Api-Key")
         return caller
@@ -265,10 +271,7 @@ class Gate:
         )
 
     def _key(self, scope: Scope, headers: Headers) -> str:
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and token:
-            return token.strip()
-        key = headers.get("x-api-key", "")
+        key = sent_key(headers)
         if not key and scope["type"] == "websocket" and self._settings.query_key:
             key = QueryParams(scope["query_string"]).get("api_key", "")
         return key
@@ -333,6 +336,19 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
 
 def _sha256(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def sent_key(headers: Headers) -> str:
+    """The key in a request's headers, "" without one."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token:
+        return token.strip()
+    return headers.get("x-api-key", "")
+
+
+def key_digest(key: str) -> str:
+    """The name that a key is stored and compared by: SHA-256 of its bytes in a header, in hex."""
+    return _sha256(key).hex()
 
 
 class _RateLimit:

@@ -1,0 +1,129 @@
+"""``kqview ingest``: receives traces of generations and shows them, until a signal ends it."""
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from kqview.cli.serve_command import listen, log_to_stderr
+from kqview.errors import RequestError
+from kqview.ingest.settings import (
+    DEFAULT_PORT,
+    MOST_BODY_BYTES,
+    MOST_POSTS,
+    IngestSettings,
+    web_settings,
+)
+
+_INSTALL: Final = 'run pip install "kqview[ingest]"'
+_WEB: Final = web_settings()
+
+
+def ingest(
+    *,
+    database: Annotated[
+        str,
+        typer.Option(
+            envvar="KQVIEW_INGEST_DATABASE",
+            help="A file for SQLite, or the URL of a database: sqlite:///FILE, "
+            "postgresql://USER:PASSWORD@HOST/NAME.",
+        ),
+    ] = "traces.db",
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = _WEB.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 for a free one.")] = DEFAULT_PORT,
+    key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="KQVIEW_INGEST_KEYS",
+            help="The operator's key, who sees and deletes everything; other readers see traces "
+            "whose user_api_key they send. Without any, everybody sees everything.",
+        ),
+    ] = None,
+    post_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="KQVIEW_INGEST_POST_KEYS",
+            help="A key that may post traces; without any, everybody may.",
+        ),
+    ] = None,
+    public: Annotated[
+        bool, typer.Option(help="Allow an address that others can reach without keys.")
+    ] = False,
+    max_traces: Annotated[int, typer.Option(help="Traces that are kept; 0 for no limit.")] = 0,
+    max_stored_bytes: Annotated[
+        int, typer.Option(help="Bytes of traces, as posted, that are kept; 0 for no limit.")
+    ] = 0,
+    max_age_s: Annotated[
+        float, typer.Option(help="Seconds that a trace is kept; 0 for no limit.")
+    ] = 0.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest trace.")] = MOST_BODY_BYTES,
+    max_posts: Annotated[
+        int, typer.Option(help="Posts at a time, waiting ones included.")
+    ] = MOST_POSTS,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Origin of pages that may call the API; loopback for pages of this machine, "
+            "* for any. Default: loopback."
+        ),
+    ] = None,
+    allowed_hosts: Annotated[
+        list[str] | None,
+        typer.Option(help="A name by which clients may call the server, besides its address."),
+    ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(help="Address or network of a proxy whose X-Forwarded-For counts."),
+    ] = None,
+    ssl_certfile: Annotated[
+        str | None, typer.Option(help="Certificate chain in PEM; turns on HTTPS.")
+    ] = None,
+    ssl_keyfile: Annotated[
+        str | None, typer.Option(help="Private key of the certificate in PEM.")
+    ] = None,
+    access_log: Annotated[bool, typer.Option(help="One JSON line per request on stderr.")] = True,
+) -> None:
+    """Receive traces of generations with mods, store them, and show them on a page.
+
+    Engines post to /ingest. Traces go to the file traces.db of the current folder unless
+    --database says where.
+
+    Examples:
+
+    - `kqview ingest`
+    - `kqview ingest --database postgresql://me@localhost/traces`
+    - `kqview ingest --host 0.0.0.0 --key SECRET --post-key OTHER --max-traces 100000`
+    """
+    settings = IngestSettings(
+        database=database if "://" in database else f"sqlite:///{Path(database).resolve()}",
+        max_traces=max_traces,
+        max_stored_bytes=max_stored_bytes,
+        max_age_s=max_age_s,
+        max_posts=max_posts,
+        web=web_settings(
+            host=host,
+            port=port,
+            keys=tuple(key or ()),
+            post_keys=tuple(post_key or ()),
+            max_body_bytes=max_body_bytes,
+            cors_origins=tuple(cors_origin or _WEB.cors_origins),
+            allowed_hosts=tuple(allowed_hosts or ()),
+            trusted_proxies=tuple(trusted_proxy or ()),
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            public=public,
+            access_log=access_log,
+        ),
+    )
+    settings.check_bind()
+    try:
+        from kqview.cli.ingesting import run
+        from kqview.ingest.app import create_app
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"kqview ingest needs {error.name}, which is not installed; {_INSTALL}"
+        ) from error
+    with listen(host, port) as listener:  # a taken port is reported before the database is opened
+        app = create_app(settings)
+        log_to_stderr()
+        run(app, listener)

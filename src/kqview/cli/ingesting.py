@@ -1,0 +1,62 @@
+"""Runs the receiver under uvicorn until a signal ends it: running posts are stored, feeds end."""
+
+import logging
+import socket
+from typing import Final
+
+import uvicorn
+
+from kqview.ingest.app import IngestApp
+from kqview.server.uvicorn_parts import allow_files, uvicorn_options
+
+_GRACE_S: Final = 10
+_CUT: Final = "ASGI callable returned without completing response."
+
+
+def run(app: IngestApp, listener: socket.socket) -> None:
+    """Serve *app* on *listener* until a signal ends it.
+
+    Raises:
+        RequestError: As `kqview.server.security.tls_context`.
+    """
+    allow_files(app.receiver.settings)
+    logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
+    ReceiverServer(app).run(sockets=[listener])
+
+
+class ReceiverServer(uvicorn.Server):
+    """uvicorn that ends the feeds, which would last, before it waits for requests."""
+
+    def __init__(self, app: IngestApp) -> None:
+        """Serve *app*, with its limits on connections."""
+        self._receiver = app.receiver
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,  # trusted_proxies names the proxies to trust (security.py)
+                date_header=False,
+                timeout_graceful_shutdown=_GRACE_S,
+                **uvicorn_options(app.receiver.settings),
+            )
+        )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, and say where."""
+        await super().startup(sockets)
+        scheme = "https" if self._receiver.settings.ssl_certfile else "http"
+        for one in sockets or ():
+            host, port = one.getsockname()[:2]
+            shown = f"[{host}]" if ":" in host else host
+            print(
+                f"kqview ingest receives traces at {scheme}://{shown}:{port}/ingest and shows them "
+                f"at {scheme}://{shown}:{port}/; press Ctrl-C to stop",
+                flush=True,
+            )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Wait for running requests, but not for feeds."""
+        self._receiver.end_feeds()
+        await super().shutdown(sockets)

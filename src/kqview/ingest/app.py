@@ -1,0 +1,69 @@
+"""The receiver's ASGI app: the server's own layers around the routes of `routes`."""
+
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from kqview import __version__
+from kqview.ingest.receiver import Receiver
+from kqview.ingest.routes import Metrics, operations
+from kqview.ingest.settings import IngestSettings
+from kqview.server.access import AccessLog, Door, no_route, with_cors
+from kqview.server.endpoint import Endpoint
+from kqview.server.pages import describe
+from kqview.server.security import Gate
+
+_ABOUT: Final = "Receives traces of generations with mods, and shows them."
+
+
+class IngestApp(Door):
+    """What `create_app` returns: an ASGI 3 application.
+
+    Attributes:
+        receiver: For whoever runs the server: to end the feeds at a signal.
+    """
+
+    def __init__(self, asgi: ASGIApp, receiver: Receiver) -> None:
+        super().__init__(asgi, receiver.settings)
+        self.receiver = receiver
+
+
+def create_app(settings: IngestSettings) -> IngestApp:
+    """The ASGI app that receives traces and shows them; it opens the database at once.
+
+    Raises:
+        RequestError: There is no such database, or a newer kqview has changed it.
+    """
+    receiver = Receiver(settings)
+    metrics = Metrics(receiver)
+    description: dict[str, Any] = {}
+    table = operations(receiver, metrics, description)
+    has_keys = bool(settings.web.admin_keys)
+    description |= describe(table, version=__version__, has_keys=has_keys, about=_ABOUT)
+    gate = Gate(settings.web)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        try:
+            yield
+        finally:
+            await receiver.close()
+
+    paths = {path: one for one in table for path in (one.path, *one.also)}
+    router = Starlette(
+        routes=[
+            Route(path, Endpoint(one, receiver, gate), methods=[one.method])
+            for one in table
+            for path in (one.path, *one.also)
+        ],
+        lifespan=lifespan,
+        exception_handlers={HTTPException: no_route},
+    )
+    router.router.redirect_slashes = False
+    log = AccessLog(router, settings.web, metrics.requests, paths)
+    return IngestApp(with_cors(log, settings.web), receiver)

@@ -1,0 +1,252 @@
+"""Payload: a posted trace, checked part by part, and rows made of it; pure, no database.
+
+A trace may have 75 MiB. Its bytes are split once, without decoding; then one part after the other
+is decoded, checked and written, so that no more than a slice of it is objects at a time.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from kqview.errors import RequestError
+from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Payload, Request
+from kqview.server.errors import Unprocessable
+from kqview.server.security import key_digest
+
+Row = dict[str, Any]
+_T = TypeVar("_T", bound=msgspec.Struct)
+
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND: Final = timedelta(microseconds=1)
+_MOST_MICROSECONDS: Final = (datetime.max.replace(tzinfo=UTC) - EPOCH) // _MICROSECOND
+_LEAST_MICROSECONDS: Final = (datetime.min.replace(tzinfo=UTC) - EPOCH) // _MICROSECOND
+# An escaped NUL, behind an even number of backslashes. PostgreSQL has no NUL in a text.
+_NUL: Final = re.compile(rb"(?<!\\)((?:\\\\)*)\\u0000")
+_DIGEST: Final = re.compile(r"sha256:([0-9a-f]{64})")
+MOST_TEXT: Final = 64 * 1024
+"""Characters of a trace that the search looks at."""
+_MOST_SHOWN: Final = 200  # characters of its text in a list
+
+_PAYLOAD: Final = msgspec.json.Decoder(Payload)
+_REQUEST: Final = msgspec.json.Decoder(Request)
+_EVENT: Final = msgspec.json.Decoder(Event)
+_MOD_CALL: Final = msgspec.json.Decoder(ModCall)
+_MOD_LOG: Final = msgspec.json.Decoder(ModLog)
+_ACTION: Final = msgspec.json.Decoder(Action)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What the summary of a trace says of its parts; complete when all of them were read."""
+
+    n_events: int = 0
+    n_steps: int = 0
+    n_added_tokens: int = 0
+    n_forced_tokens: int = 0
+    n_mod_calls: int = 0
+    n_mod_logs: int = 0
+    n_actions: int = 0
+    n_exceptions: int = 0
+    mods: dict[str, None] = field(default_factory=dict[str, None])  # in the order of their calls
+    texts: list[str] = field(default_factory=list[str])
+    n_text: int = 0
+
+
+class Posted:
+    """One posted trace. Parts are read once, in the order of the methods here."""
+
+    def __init__(self, body: bytes) -> None:
+        """Split *body*.
+
+        Raises:
+            RequestError: It is no JSON.
+            Unprocessable: A section is missing or of a wrong type.
+        """
+        self.n_bytes = len(body)
+        self.counts = Counts()
+        if b"\\u0000" in body:
+            body = _NUL.sub(rb"\1", body)
+        self._parts = _decoded(_PAYLOAD, body, "$")
+        self.request = _decoded(_REQUEST, self._parts.request, "$.request")
+        self._orders: set[int] = set()
+
+    def request_row(self) -> Row:
+        """The row of the request, without what is counted.
+
+        Raises:
+            Unprocessable: A time is out of range.
+        """
+        row = _row(self.request, "$.request")
+        key = row.pop("user_api_key")
+        row["user_key_sha256"] = None if key is None else digest_of(key)
+        return row
+
+    def event_rows(self) -> Iterator[Row]:
+        """Rows of the events.
+
+        Raises:
+            RequestError: A ``sequence_order`` occurs twice, or as the constructor.
+        """
+        counts = self.counts
+        for place, event in _each(_EVENT, "events", self._parts.events):
+            order = event.sequence_order
+            if order in self._orders:
+                raise RequestError(
+                    f"{place}.sequence_order is {order}, as that of an event before; number the "
+                    "events 0, 1, 2, ..."
+                )
+            self._orders.add(order)
+            counts.n_events += 1
+            counts.n_steps = max(counts.n_steps, event.step)
+            if event.event_type == "Added":
+                n_added = len(event.added_tokens or ()) or (event.added_token_count or 0)
+                counts.n_added_tokens += n_added
+                counts.n_forced_tokens += n_added if event.forced else 0
+            if event.token_text and counts.n_text < MOST_TEXT:
+                counts.texts.append(event.token_text)
+                counts.n_text += len(event.token_text)
+            yield _row(event, place)
+
+    def mod_call_rows(self) -> Iterator[Row]:
+        """Rows of the calls of mods; raises RequestError for one of an unknown event."""
+        counts = self.counts
+        for place, call in _each(_MOD_CALL, "mod_calls", self._parts.mod_calls):
+            if call.event_sequence_order not in self._orders:
+                raise RequestError(
+                    f"{place}.event_sequence_order is {call.event_sequence_order}, and no event "
+                    "has this sequence_order"
+                )
+            counts.mods[call.mod_name] = None
+            counts.n_exceptions += call.exception_occurred
+            yield {**_row(call, place), "sequence": counts.n_mod_calls}
+            counts.n_mod_calls += 1
+
+    def mod_log_rows(self) -> Iterator[Row]:
+        """Rows of what the mods logged; raises RequestError for a log of an unknown call."""
+        for place, log in _each(_MOD_LOG, "mod_logs", self._parts.mod_logs):
+            self._check_call(place, log.mod_call_sequence)
+            yield {**_row(log, place), "sequence": self.counts.n_mod_logs}
+            self.counts.n_mod_logs += 1
+
+    def action_rows(self) -> Iterator[Row]:
+        """Rows of what the mods did; raises RequestError for an action of an unknown call."""
+        parts = _each(_ACTION, "actions", self._parts.actions)
+        for i, (place, action) in enumerate(parts):
+            self._check_call(place, action.mod_call_sequence)
+            yield {**_row(action, place), "sequence": i}
+            self.counts.n_actions += action.action_type != "Noop"
+
+    def summary_row(self) -> Row:
+        """What lists show and search, once all parts are read."""
+        counts, request = self.counts, self.request
+        text = request.final_text
+        if text is None and counts.texts:
+            text = "".join(counts.texts)
+        searched = [
+            request.request_id, request.model, request.mod_text, request.active_mod_name,
+            *counts.mods, request.user_prompt, text,
+        ]  # fmt: skip
+        return {
+            "n_bytes": self.n_bytes,
+            "n_events": counts.n_events,
+            "n_steps": counts.n_steps,
+            "n_added_tokens": counts.n_added_tokens,
+            "n_forced_tokens": counts.n_forced_tokens,
+            "n_mod_calls": counts.n_mod_calls,
+            "n_mod_logs": counts.n_mod_logs,
+            "n_actions": counts.n_actions,
+            "n_exceptions": counts.n_exceptions,
+            "finish_reason": _finish_reason(request.inference_stats),
+            "mods": msgspec.json.encode(list(counts.mods)).decode(),
+            "text": text and text[:_MOST_SHOWN],
+            "search_text": "\n".join(filter(None, searched))[:MOST_TEXT].casefold(),
+        }
+
+    def _check_call(self, place: str, sequence: int) -> None:
+        n_calls = self.counts.n_mod_calls
+        if not 0 <= sequence < n_calls:
+            raise RequestError(
+                f"{place}.mod_call_sequence is {sequence}, and the trace has {n_calls} mod_calls; "
+                "it is an index that begins at 0"
+            )
+
+
+class _Stats(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+def _finish_reason(stats: Raw | None) -> str | None:
+    """Why generation ended, if *stats*, JSON of any shape, says so."""
+    try:
+        return msgspec.json.decode(stats or b"{}", type=_Stats).finish_reason
+    except msgspec.DecodeError:
+        return None
+
+
+def digest_of(key: str) -> str:
+    """The digest that stands for ``user_api_key``, which a stored trace may be posted with too."""
+    known = _DIGEST.fullmatch(key)
+    # As the bytes of a header are read: clients send UTF-8 there.
+    return known[1] if known else key_digest(key.encode().decode("latin-1"))
+
+
+def _each(decoder: "msgspec.json.Decoder[_T]", name: str, parts: list[Raw]) -> Iterator[Any]:
+    for i, part in enumerate(parts):
+        place = f"{name}[{i}]"
+        yield place, _decoded(decoder, part, f"$.{place}")
+
+
+def _decoded(decoder: "msgspec.json.Decoder[_T]", raw: bytes | Raw, place: str) -> _T:
+    try:
+        return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        at = message.rpartition(" - at `$")
+        where = f"{at[0]} - at `{place}{at[2]}" if at[1] else f"{message} - at `{place}`"
+        raise Unprocessable(f"the trace cannot be read: {where}; correct it") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(f"the body is no JSON: {error}; correct it") from None
+
+
+def _row(one: msgspec.Struct, place: str) -> Row:
+    return {name: _column(name, getattr(one, name), place) for name in one.__struct_fields__}
+
+
+def _column(name: str, value: Any, place: str) -> Any:
+    if value is None:
+        return None
+    if name in TIMES:
+        return microseconds(value, f"{place}.{name}")
+    if isinstance(value, Raw):
+        try:
+            text = bytes(value).decode()
+        except UnicodeDecodeError as error:
+            raise RequestError(f"the body is no JSON: {error}; correct it") from None
+        return None if text == "null" else text
+    if isinstance(value, list):
+        return msgspec.json.encode(value).decode()
+    return value
+
+
+def microseconds(value: datetime | float, name: str) -> int:
+    """Microseconds since 1970 of a `Time` called *name*.
+
+    Raises:
+        Unprocessable: It is before the year 1 or after 9999.
+    """
+    if isinstance(value, datetime):
+        return (value - EPOCH) // _MICROSECOND
+    micros = value * 10**6 if isinstance(value, int) else round(value * 1e6)
+    if not _LEAST_MICROSECONDS <= micros <= _MOST_MICROSECONDS:
+        raise Unprocessable(f"{name} is {value} seconds since 1970; use a time of years 1 to 9999")
+    return micros
+
+
+def moment(micros: int | None) -> datetime | None:
+    """The time of that many *micros* seconds since 1970."""
+    return None if micros is None else EPOCH + timedelta(microseconds=micros)

@@ -1,0 +1,156 @@
+"""Receiver: what happens to posts and reads, between the routes and the store.
+
+It belongs to the event loop. Parsing and the database run on its threads: writers, one on SQLite,
+which has one writer anyway, and readers. Memory is bounded by the number of writers, however many
+post: large bodies wait in files.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from kqview.errors import CapacityError, KqviewError
+from kqview.ingest.schema import Health
+from kqview.ingest.settings import IngestSettings
+from kqview.ingest.store import Reader, Store
+from kqview.server.budget import Body, Budget
+from kqview.server.endpoint import Frames
+from kqview.server.settings import Settings
+
+_T = TypeVar("_T")
+_log: Final = logging.getLogger("kqview.server")
+
+_N_READERS: Final = 4
+_N_WRITERS: Final = 4  # on PostgreSQL
+_OFFLOAD_BYTES: Final = 64 * 1024
+_POLL_S: Final = 1.0  # other processes may write to the database too
+_ALIVE_S: Final = 15.0  # between signs of life on a quiet feed
+_MOST_NEWS: Final = 100  # summaries in one query of a feed
+
+
+class Receiver:
+    """One receiver; a `kqview.server.endpoint.Host` for its operations."""
+
+    def __init__(self, settings: IngestSettings) -> None:
+        """Open the database.
+
+        Raises:
+            RequestError: As `Store`.
+        """
+        self.options = settings
+        self.budget = Budget(settings.web.memory_budget_bytes or 0)
+        self.store = Store(settings.database)
+        n_writers = 1 if self.store.kind == "sqlite" else _N_WRITERS
+        self._writers = ThreadPoolExecutor(n_writers, "kqview-ingest-write")
+        self._readers = ThreadPoolExecutor(_N_READERS, "kqview-ingest-read")
+        self._n_posts = 0
+        self._news = asyncio.Event()
+        self._is_closing = False
+
+    @property
+    def settings(self) -> Settings:
+        """How it is reached."""
+        return self.options.web
+
+    @property
+    def n_posts(self) -> int:
+        """Posts that are being received or stored."""
+        return self._n_posts
+
+    async def close(self) -> None:
+        """End what runs and close the database."""
+        self.end_feeds()
+        loop = asyncio.get_running_loop()
+        for pool in (self._writers, self._readers):
+            await loop.run_in_executor(None, pool.shutdown)
+        self.store.close()
+
+    async def offload(self, n_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
+        """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
+        return work(*args) if n_bytes < _OFFLOAD_BYTES else await self.read(work, *args)
+
+    async def read(self, work: Callable[..., _T], *args: Any) -> _T:
+        """Do *work* on a reader's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._readers, work, *args)
+
+    # ---- posts
+
+    @contextlib.contextmanager
+    def admitted(self) -> Generator[None]:
+        """Count one post while it is received and stored.
+
+        Raises:
+            CapacityError: There are too many.
+        """
+        most = self.options.max_posts
+        if self._n_posts >= most:
+            raise CapacityError(
+                f"{most} traces are being received or stored already; post again later"
+            )
+        self._n_posts += 1
+        try:
+            yield
+        finally:
+            self._n_posts -= 1
+
+    async def put(self, body: Body) -> None:
+        """Store a posted trace; raises as `Store.put`."""
+        await self._write(lambda: self.store.put(body.read()))
+        self._tell()
+
+    async def delete(self, request_id: str) -> bool:
+        """Delete a trace; returns whether there was one."""
+        return await self._write(self.store.delete, request_id)
+
+    async def _write(self, work: Callable[..., _T], *args: Any) -> _T:
+        return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
+
+    # ---- feeds
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    def end_feeds(self) -> None:
+        """End the feeds, so that their connections close; idempotent."""
+        self._is_closing = True
+        self._tell()
+
+    async def feed(self, reader: Reader, revision: int | None) -> AsyncGenerator[Frames]:
+        """Summaries of what is stored from now on, or after *revision*, which names an event."""
+        yield []
+        if revision is None:
+            revision = await self.read(self.store.revision)
+        told_s = time.monotonic()
+        while not self._is_closing:
+            news = self._news
+            found = await self.read(self.store.since, reader, revision, _MOST_NEWS)
+            for revision, summary in found:
+                yield [b"event: trace\nid: %d\ndata: " % revision, msgspec.json.encode(summary)]
+                told_s = time.monotonic()
+            if len(found) == _MOST_NEWS:
+                continue
+            if time.monotonic() - told_s > _ALIVE_S:
+                yield [b": alive"]
+                told_s = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_POLL_S):
+                    await news.wait()
+
+    # ---- itself
+
+    async def health(self) -> tuple[bool, Health]:
+        """Whether the database answers."""
+        health = Health("ok", self.store.kind, self.store.schema_version)
+        try:
+            await self.read(self.store.revision)
+        except KqviewError as error:
+            health.status, health.error = "failed", str(error)
+            return False, health
+        return True, health

@@ -1,0 +1,235 @@
+"""Routes: every path of the receiver, thin; what they do is in `receiver` and `store`."""
+
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from typing import Any, Final, Literal
+
+import msgspec
+from prometheus_client import CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kqview.errors import RequestError
+from kqview.ingest.payload import microseconds
+from kqview.ingest.receiver import Receiver
+from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
+from kqview.ingest.store import Filter, Reader
+from kqview.server.endpoint import Call, Feed, HttpReply, Operation, Upload
+from kqview.server.errors import Answer, Forbidden, NotFound, UnsupportedMedia
+from kqview.server.security import Access, sent_key
+
+_MOST_LISTED: Final = 200
+_LISTED: Final = 50
+_FILTERS: Final = ("model", "mod", "finish_reason", "since", "until", "search", "limit", "cursor")
+_MEDIA_TYPES: Final = {
+    "html": "text/html; charset=utf-8",
+    "css": "text/css; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "svg": "image/svg+xml",
+}
+_POLICY: Final = "default-src 'self'; img-src 'self' data:"
+
+
+class Metrics:
+    """Counters of one receiver, and what the database holds when they are asked for."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._registry = CollectorRegistry()
+        self.requests = Counter(
+            "kqview_http_requests", "HTTP requests answered.", ("path", "status"),
+            registry=self._registry,
+        )  # fmt: skip
+
+    async def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        totals = await self._receiver.read(self._receiver.store.totals)
+        gauges = CollectorRegistry()
+        for name, help_text, value in (
+            ("kqview_ingest_traces", "Traces stored.", totals.n_traces),
+            ("kqview_ingest_stored_bytes", "Bytes of traces as posted.", totals.n_bytes),
+            ("kqview_ingest_posts", "Posts being received or stored.", self._receiver.n_posts),
+        ):
+            gauges.register(_Gauge(GaugeMetricFamily(name, help_text, value=value)))
+        return generate_latest(self._registry) + generate_latest(gauges)
+
+
+class _Gauge:
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+
+    def collect(self) -> list[Metric]:
+        return [self._metric]
+
+
+def error_body(answer: Answer) -> dict[str, Any]:
+    """The body of a failure."""
+    return {"error": answer.message}
+
+
+def operations(
+    receiver: Receiver, metrics: Metrics, description: dict[str, Any]
+) -> list[Operation]:
+    """The route table; *description* is read on request, so it may be filled later."""
+    store = receiver.store
+    has_keys = bool(receiver.settings.admin_keys)
+
+    async def ingest(call: Call, upload: Upload) -> HttpReply:
+        _check_media(call)
+        with receiver.admitted():
+            await receiver.put(await upload.read(receiver.settings.max_body_bytes))
+        return HttpReply(b"", "", status=201)
+
+    async def list_traces(call: Call) -> TraceList:
+        chosen, limit = _chosen(call), _limit(call)
+        cursor = call.query.get("cursor") or None
+        traces, next_cursor = await receiver.read(
+            lambda: store.summaries(_reader(call), chosen, limit=limit, cursor=cursor)
+        )
+        return TraceList(traces, next_cursor)
+
+    async def trace(call: Call) -> HttpReply:
+        request_id, reader = call.path["request_id"], _reader(call)
+        owner = await receiver.read(store.owner, request_id)
+        if owner is not None and not reader.sees_all and owner != reader.owner:
+            raise Forbidden(f"the trace {request_id!r} belongs to another key")
+        body = await receiver.read(store.trace, request_id, reader)
+        if body is None:
+            raise _unknown(request_id)
+        return HttpReply(body, gzips=True)
+
+    async def delete(call: Call) -> HttpReply:
+        request_id = call.path["request_id"]
+        if not await receiver.delete(request_id):
+            raise _unknown(request_id)
+        return HttpReply(b"", "", status=204)
+
+    async def stream(call: Call) -> Feed:
+        after = call.headers.get("last-event-id", "")
+        revision = int(after) if after.isdecimal() and len(after) < 19 else None
+        return Feed(receiver.feed(_reader(call), revision))
+
+    async def values(call: Call) -> Values:
+        return await receiver.read(store.values, _reader(call))
+
+    async def health(call: Call) -> HttpReply:
+        is_well, body = await receiver.health()
+        return HttpReply(msgspec.json.encode(body), status=200 if is_well else 503)
+
+    async def show_metrics(call: Call) -> HttpReply:
+        return HttpReply(await metrics.text(), CONTENT_TYPE_LATEST)
+
+    async def openapi(call: Call) -> HttpReply:
+        return HttpReply(msgspec.json.encode(description))
+
+    def _reader(call: Call) -> Reader:
+        sees_all = call.caller.is_admin or not has_keys
+        # Clients send UTF-8 in headers, which ASGI leaves as bytes.
+        key = sent_key(call.headers).encode("latin-1").decode("utf-8", "replace")
+        return Reader(owner=call.caller.owner, key=key or None, sees_all=sees_all)
+
+    whoever_may_delete: Access = "admin" if has_keys else "open"
+    return [
+        _operation("POST", "/ingest", ingest, "Store a trace, in place of an older one of its id.",
+                   also=("/v1/ingest",), access="user", body=Upload),
+        _operation("GET", "/v1/traces", list_traces, "Traces, newest first.",
+                   reply=TraceList, query=_FILTERS),
+        _operation("GET", "/v1/traces/{request_id:path}", trace, "One trace, as it was posted.",
+                   reply=Trace),
+        _operation("DELETE", "/v1/traces/{request_id:path}", delete, "Delete a trace.",
+                   access=whoever_may_delete),
+        _operation("GET", "/v1/stream", stream, "A summary of each trace when it is stored.",
+                   streams=True),
+        _operation("GET", "/v1/values", values, "What lists can be filtered by.", reply=Values),
+        _operation("GET", "/health", health, "Whether the database answers.", reply=Health,
+                   access="open"),
+        _operation("GET", "/metrics", show_metrics, "Counters in Prometheus' format.",
+                   access=whoever_may_delete),
+        _operation("GET", "/openapi.json", openapi, "This API for programs.", access="open"),
+        *_pages(),
+    ]  # fmt: skip
+
+
+def _operation(
+    method: Literal["GET", "POST", "DELETE"],
+    path: str,
+    handler: Callable[..., Awaitable[Any]],
+    summary: str,
+    **more: Any,
+) -> Operation:
+    more.setdefault("access", "any_key")
+    more.setdefault("tag", "ingest")
+    return Operation(
+        method=method, path=path, handler=handler, summary=summary, error_body=error_body, **more
+    )
+
+
+def _pages() -> list[Operation]:
+    """The trace page: its files are public, what it shows is not."""
+    folder = resources.files("kqview.ingest").joinpath("static")
+    found: list[Operation] = []
+    for file in folder.iterdir() if folder.is_dir() else ():
+        if kind := _MEDIA_TYPES.get(file.name.rpartition(".")[2]):
+            path = "/" if file.name == "index.html" else f"/static/{file.name}"
+            found.append(
+                _operation("GET", path, _page(file, kind), "A page.", tag="", access="open")
+            )
+    return found
+
+
+def _page(file: Any, kind: str) -> Callable[[Call], Awaitable[HttpReply]]:
+    async def page(call: Call) -> HttpReply:
+        headers = {"content-security-policy": _POLICY}
+        return HttpReply(file.read_bytes(), kind, gzips=True, headers=headers)
+
+    return page
+
+
+def _unknown(request_id: str) -> NotFound:
+    return NotFound(f"there is no trace {request_id!r}; GET /v1/traces lists what there is")
+
+
+def _check_media(call: Call) -> None:
+    kind = call.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
+        raise UnsupportedMedia(f"the body is of type {kind!r}; send JSON as application/json")
+    if coding := call.headers.get("content-encoding"):
+        raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it as it is")
+
+
+def _limit(call: Call) -> int:
+    text = call.query.get("limit") or str(_LISTED)
+    if not text.isdecimal() or not 1 <= int(text) <= _MOST_LISTED:
+        raise RequestError(
+            f"limit is {text!r}; use a number from 1 to {_MOST_LISTED}", parameter="limit"
+        )
+    return int(text)
+
+
+def _chosen(call: Call) -> Filter:
+    query = {name: call.query.get(name) or None for name in _FILTERS}
+    return Filter(
+        model=query["model"],
+        mod=query["mod"],
+        finish_reason=query["finish_reason"],
+        since=_time("since", query["since"]),
+        until=_time("until", query["until"]),
+        text=query["search"],
+    )
+
+
+def _time(name: str, text: str | None) -> int | None:
+    """Microseconds since 1970 of a time in the query, written as in a payload."""
+    if text is None:
+        return None
+    try:
+        value: Any = msgspec.convert(text, Time, strict=False)
+        if value is None:
+            raise ValueError
+        return microseconds(value, name)
+    except ValueError:
+        raise RequestError(
+            f"{name} is {text!r}; write a time with an offset, such as 2025-12-01T18:30:00Z, or "
+            "seconds since 1970",
+            parameter=name,
+        ) from None

@@ -1,0 +1,450 @@
+"""Store: traces in a database, SQLite or PostgreSQL, through SQLAlchemy Core.
+
+A trace is stored in one transaction or not at all, after a power failure as well. Methods block and
+may be called from any thread; on SQLite one transaction writes at a time, other processes included.
+"""
+
+import base64
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Final
+
+import msgspec
+import sqlalchemy as sa
+from msgspec import Raw
+from sqlalchemy import event
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+
+from kqview.errors import CapacityError, RequestError
+from kqview.ingest import tables
+from kqview.ingest.migrations import migrate
+from kqview.ingest.payload import Posted, Row, moment
+from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary, Values
+from kqview.server.errors import StorageFailed
+
+_log: Final = logging.getLogger("kqview.server")
+
+_SLICE: Final = 500  # rows in one statement
+_BUSY_S: Final = 30.0  # that a writer waits for another process
+_FILE_ERRORS: Final = ("unable to open database file", "file is not a database", "readonly")
+_MOST_VALUES: Final = 1000
+_PARTS: Final = (
+    ("events", tables.events, tables.events.c.sequence_order, Event),
+    ("mod_calls", tables.mod_calls, tables.mod_calls.c.sequence, ModCall),
+    ("mod_logs", tables.mod_logs, tables.mod_logs.c.sequence, ModLog),
+    ("actions", tables.actions, tables.actions.c.sequence, Action),
+)
+_SUMMARY: Final = tuple(
+    tables.requests.c["user_key_sha256" if name == "user_api_key" else name]
+    for name in Summary.__struct_fields__
+    if name != "duration_ms"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reader:
+    """Who reads: *owner* is the digest of their key, "" for none; *sees_all* is the operator."""
+
+    owner: str = ""
+    key: str | None = None
+    sees_all: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filter:
+    """Which traces a list has; None or "" for no condition. Times are microseconds since 1970."""
+
+    model: str | None = None
+    mod: str | None = None
+    finish_reason: str | None = None
+    since: int | None = None
+    until: int | None = None
+    text: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """What is stored."""
+
+    n_traces: int
+    n_bytes: int
+
+
+class Store:
+    """Traces of one database."""
+
+    def __init__(self, url: str) -> None:
+        """Open the database at *url*, make or migrate its tables.
+
+        Args:
+            url: ``sqlite:///FILE`` or ``postgresql://USER:PASSWORD@HOST/NAME``.
+
+        Raises:
+            RequestError: There is no such database, or a newer kqview has changed it.
+            StorageFailed: The database fails.
+        """
+        self._engine = _engine(url)
+        self.kind = self._engine.dialect.name
+        """``sqlite`` or ``postgresql``."""
+        self._insert: Any = (sqlite if self.kind == "sqlite" else postgresql).insert
+        self._writing = threading.Lock() if self.kind == "sqlite" else contextlib.nullcontext()
+        try:
+            with self._transaction() as db:
+                self.schema_version = migrate(db)
+        except StorageFailed as error:
+            raise RequestError(f"{error}; name another database (--database)") from error
+
+    def close(self) -> None:
+        """Close its connections; idempotent."""
+        self._engine.dispose()
+
+    # ---- writing
+
+    def put(self, body: bytes) -> int:
+        """Store a posted trace, in place of an older one of the same id, whose time stays.
+
+        Returns:
+            Its revision.
+
+        Raises:
+            RequestError: It is no JSON, or a link leads nowhere.
+            Unprocessable: A field is missing or of a wrong type.
+            CapacityError: Another process writes for too long.
+            StorageFailed: The database fails.
+        """
+        posted = Posted(body)
+        with self._transaction() as db:
+            trace = self._put_request(db, posted)
+            for table, rows in (
+                (tables.events, posted.event_rows()),
+                (tables.mod_calls, posted.mod_call_rows()),
+                (tables.mod_logs, posted.mod_log_rows()),
+                (tables.actions, posted.action_rows()),
+            ):
+                for some in _slices(rows):
+                    db.execute(sa.insert(table), [{**row, "trace": trace} for row in some])
+            # The row of the counter stays locked until the commit, which is next.
+            db.execute(sa.update(tables.counter).values(revision=tables.counter.c.revision + 1))
+            revision: int = db.execute(sa.select(tables.counter.c.revision)).scalar_one()
+            requests = tables.requests
+            db.execute(
+                sa.update(requests)
+                .where(requests.c.id == trace)
+                .values(**posted.summary_row(), revision=revision)
+            )
+        return revision
+
+    def _put_request(self, db: sa.Connection, posted: Posted) -> int:
+        requests = tables.requests
+        now = time.time_ns() // 1000
+        row = {**posted.request_row(), "stored_at": now, "revision": 0, "n_bytes": posted.n_bytes}
+        if row["created_at"] is None:
+            row["created_at"] = now
+        row |= dict.fromkeys((c.name for c in requests.c if c.name.startswith("n_")), 0)
+        row |= {"mods": "[]", "search_text": ""}
+        changed = {name: value for name, value in row.items() if name != "created_at"}
+        db.execute(
+            self._insert(requests)
+            .values(row)
+            .on_conflict_do_update(index_elements=[requests.c.request_id], set_=changed)
+        )
+        trace: int = db.execute(
+            sa.select(requests.c.id).where(requests.c.request_id == row["request_id"])
+        ).scalar_one()
+        # The rest goes with them.
+        db.execute(sa.delete(tables.events).where(tables.events.c.trace == trace))
+        return trace
+
+    def delete(self, request_id: str) -> bool:
+        """Delete a trace; returns whether there was one."""
+        requests = tables.requests
+        with self._transaction() as db:
+            done = db.execute(sa.delete(requests).where(requests.c.request_id == request_id))
+            return done.rowcount > 0
+
+    # ---- reading
+
+    def summaries(
+        self, reader: Reader, chosen: Filter, *, limit: int, cursor: str | None = None
+    ) -> tuple[list[Summary], str | None]:
+        """Traces that *reader* may see, newest first, and the cursor of the next ones.
+
+        Raises:
+            RequestError: The cursor is none of ours.
+            StorageFailed: The database fails.
+        """
+        requests = tables.requests
+        query = sa.select(*_SUMMARY, requests.c.id).where(*_conditions(reader, chosen))
+        if cursor is not None:
+            created_at, trace = _place(cursor)
+            query = query.where(
+                sa.tuple_(requests.c.created_at, requests.c.id)
+                < sa.tuple_(sa.literal(created_at), sa.literal(trace))
+            )
+        query = query.order_by(requests.c.created_at.desc(), requests.c.id.desc()).limit(limit + 1)
+        with self._reading() as db:
+            rows = db.execute(query).mappings().all()
+        more = len(rows) > limit
+        last = rows[limit - 1] if more else None
+        next_cursor = None if last is None else _cursor(last["created_at"], last["id"])
+        return [_summary(row, reader) for row in rows[:limit]], next_cursor
+
+    def since(self, reader: Reader, revision: int, limit: int) -> list[tuple[int, Summary]]:
+        """Traces stored after *revision*, oldest first, each with its own revision."""
+        requests = tables.requests
+        query = (
+            sa.select(*_SUMMARY, requests.c.revision)
+            .where(requests.c.revision > revision, *_conditions(reader, Filter()))
+            .order_by(requests.c.revision)
+            .limit(limit)
+        )
+        with self._reading() as db:
+            rows = db.execute(query).mappings().all()
+        return [(row["revision"], _summary(row, reader)) for row in rows]
+
+    def revision(self) -> int:
+        """That of the trace stored last; 0 if none was."""
+        with self._reading() as db:
+            return db.execute(sa.select(tables.counter.c.revision)).scalar_one()
+
+    def owner(self, request_id: str) -> str | None:
+        """The digest of the key that a trace belongs to, "" for nobody's; None without a trace."""
+        requests = tables.requests
+        with self._reading() as db:
+            row = db.execute(
+                sa.select(requests.c.user_key_sha256).where(requests.c.request_id == request_id)
+            ).first()
+        return None if row is None else row[0] or ""
+
+    def trace(self, request_id: str, reader: Reader) -> bytes | None:
+        """JSON of a whole trace, as `kqview.ingest.schema.Trace`; None without one.
+
+        It is made slice by slice: only the text of a large trace is in memory as a whole.
+        """
+        requests = tables.requests
+        with self._reading() as db:
+            query = sa.select(requests).where(requests.c.request_id == request_id)
+            row = db.execute(query).mappings().first()
+            if row is None:
+                return None
+            parts = [b'{"request":', msgspec.json.encode(_part(Request, row, reader))]
+            for name, table, order, kind in _PARTS:
+                parts.append(b',"%s":[' % name.encode())
+                query = sa.select(table).where(table.c.trace == row["id"]).order_by(order)
+                rows = db.execution_options(yield_per=_SLICE).execute(query).mappings()
+                is_first = True
+                for some in rows.partitions():
+                    items = [_part(kind, one, reader) for one in some]
+                    parts += [b"" if is_first else b",", msgspec.json.encode(items)[1:-1]]
+                    is_first = False
+                parts.append(b"]")
+        return b"".join([*parts, b"}"])
+
+    def values(self, reader: Reader) -> Values:
+        """What the traces that *reader* may see can be filtered by."""
+        requests, calls = tables.requests, tables.mod_calls
+        visible = _conditions(reader, Filter())
+
+        def distinct(db: sa.Connection, column: sa.Column[Any], *conditions: Any) -> list[str]:
+            query = sa.select(column).where(column.is_not(None), *visible, *conditions)
+            query = query.distinct().order_by(column).limit(_MOST_VALUES)
+            return list(db.execute(query).scalars())
+
+        with self._reading() as db:
+            return Values(
+                models=distinct(db, requests.c.model),
+                mods=distinct(db, calls.c.mod_name, calls.c.trace == requests.c.id),
+                finish_reasons=distinct(db, requests.c.finish_reason),
+            )
+
+    def totals(self) -> Totals:
+        """How much is stored; raises StorageFailed if the database fails."""
+        requests = tables.requests
+        with self._reading() as db:
+            row = db.execute(sa.select(sa.func.count(), sa.func.sum(requests.c.n_bytes))).one()
+        return Totals(int(row[0]), int(row[1] or 0))
+
+    # ---- transactions
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Generator[sa.Connection]:
+        with self._writing, _named_failures(), self._engine.connect() as db:
+            with db.execution_options(kqview_writes=True).begin():
+                yield db
+
+    @contextlib.contextmanager
+    def _reading(self) -> Generator[sa.Connection]:
+        """A transaction in which the database does not change."""
+        level = {} if self.kind == "sqlite" else {"isolation_level": "REPEATABLE READ"}
+        with _named_failures(), self._engine.connect() as db:
+            with db.execution_options(**level).begin():
+                yield db
+
+
+def _engine(url: str) -> sa.Engine:
+    """The engine of *url*; raises RequestError."""
+    try:
+        parsed = sa.make_url(url)
+        kind = parsed.get_backend_name()
+        if kind == "postgresql":
+            return sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
+        if kind != "sqlite":
+            raise RequestError(
+                f"there is no support for databases of {kind}; use sqlite:///FILE or "
+                "postgresql://USER:PASSWORD@HOST/NAME (--database)"
+            )
+        if parsed.database in (None, "", ":memory:"):
+            raise RequestError("traces need a file to lie in; write sqlite:///FILE (--database)")
+        engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_S})
+    except (ArgumentError, NoSuchModuleError) as error:
+        raise RequestError(
+            "the database cannot be named so; write sqlite:///FILE or "
+            "postgresql://USER:PASSWORD@HOST/NAME (--database)"
+        ) from error
+    except ModuleNotFoundError as error:
+        raise RequestError(
+            f"PostgreSQL needs {error.name}, which is not installed; run "
+            'pip install "kqview[postgres]"'
+        ) from error
+    event.listen(engine, "connect", _prepare_sqlite)
+    event.listen(engine, "begin", _begin_sqlite)
+    return engine
+
+
+def _prepare_sqlite(connection: Any, _record: object) -> None:
+    # The driver would begin transactions late and end them early.
+    connection.isolation_level = None
+    connection.execute("PRAGMA foreign_keys = ON")
+    # Readers do not wait for the writer; commits are on the disk before they are answered.
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("PRAGMA synchronous = FULL")
+
+
+def _begin_sqlite(db: sa.Connection) -> None:
+    # A writer that begins as a reader cannot wait for another writer.
+    writes = db.get_execution_options().get("kqview_writes")
+    db.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextlib.contextmanager
+def _named_failures() -> Generator[None]:
+    """Failures of the database in the program's own words.
+
+    Raises:
+        CapacityError: Another process has written for `_BUSY_S`.
+        StorageFailed: Anything else.
+    """
+    try:
+        yield
+    except SQLAlchemyError as error:
+        reason = str(error.orig if isinstance(error, DBAPIError) else error)
+        first = reason.splitlines()[0] if reason else type(error).__name__
+        if first == "database is locked":
+            raise CapacityError(
+                f"another process has been writing to the database for {_BUSY_S:g} s; try again"
+            ) from error
+        _log.error("the database failed: %s", reason)
+        raise StorageFailed(f"database error: {first}") from error
+
+
+def _slices(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    left = iter(rows)
+    while some := list(islice(left, _SLICE)):
+        yield some
+
+
+# ---- conditions and replies
+
+
+def _conditions(reader: Reader, chosen: Filter) -> list[sa.ColumnElement[bool]]:
+    requests, calls = tables.requests, tables.mod_calls
+    conditions: list[sa.ColumnElement[bool]] = []
+    if not reader.sees_all:
+        conditions.append(requests.c.user_key_sha256 == reader.owner)
+    if chosen.model:
+        conditions.append(requests.c.model == chosen.model)
+    if chosen.finish_reason:
+        conditions.append(requests.c.finish_reason == chosen.finish_reason)
+    if chosen.since is not None:
+        conditions.append(requests.c.created_at >= chosen.since)
+    if chosen.until is not None:
+        conditions.append(requests.c.created_at < chosen.until)
+    if chosen.text:
+        text = chosen.text.casefold()
+        conditions.append(requests.c.search_text.contains(text, autoescape=True))
+    if chosen.mod:
+        named = sa.select(calls.c.trace).where(
+            calls.c.mod_name == chosen.mod, calls.c.trace == requests.c.id
+        )
+        conditions.append(named.exists())
+    return conditions
+
+
+def _cursor(created_at: int, trace: int) -> str:
+    return base64.urlsafe_b64encode(f"{created_at}:{trace}".encode()).decode().rstrip("=")
+
+
+def _place(cursor: str) -> tuple[int, int]:
+    try:
+        text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
+        created_at, _, trace = text.partition(":")
+        place = int(created_at), int(trace)
+        if not all(-(2**63) <= one < 2**63 for one in place):
+            raise ValueError
+    except ValueError:
+        raise RequestError(
+            f"cursor is {cursor!r}; use the next_cursor of a list, or none", parameter="cursor"
+        ) from None
+    return place
+
+
+def _part(kind: Any, row: Any, reader: Reader) -> Any:
+    """A struct of *kind* from a row of its table: JSON stays the text that it is."""
+    values: dict[str, Any] = {}
+    for name in kind.__struct_fields__:
+        if name == "user_api_key":
+            values[name] = _shown_key(row["user_key_sha256"], reader)
+            continue
+        value = row[name]
+        if value is None:
+            continue
+        if name in TIMES:
+            value = moment(value)
+        elif name in _JSON:
+            value = Raw(value.encode())
+        values[name] = value
+    return kind(**values)
+
+
+_JSON: Final = frozenset(
+    {
+        "user_prompt_token_ids", "final_token_ids", "inference_stats", "top_tokens",
+        "added_tokens", "details", "tokens", "tokens_as_text", "tool_calls",
+    }
+)  # fmt: skip
+
+
+def _shown_key(digest: str | None, reader: Reader) -> str | None:
+    """The key itself to whoever sent it, else its digest, which is all that is stored."""
+    if digest is None:
+        return None
+    return reader.key if digest == reader.owner and reader.key else f"sha256:{digest}"
+
+
+def _summary(row: Any, reader: Reader) -> Summary:
+    values = {column.name: row[column.name] for column in _SUMMARY}
+    created_at, completed_at = values["created_at"], values["completed_at"]
+    digest = values.pop("user_key_sha256")
+    values["user_api_key"] = _shown_key(digest, reader)
+    values["mods"] = msgspec.json.decode(values["mods"])
+    if completed_at is not None:
+        values["duration_ms"] = (completed_at - created_at) / 1000
+    for name in ("created_at", "completed_at", "stored_at"):
+        values[name] = moment(values[name])
+    return Summary(**values)
