@@ -1,0 +1,192 @@
+"""Strategies by regular expression and by JSON schema, computed by llguidance.
+
+llguidance is optional: ``pip install 'kqview[constraints]'``. Only this file imports it.
+"""
+
+import json
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import numpy as np
+
+from kqview.errors import InvalidSampling, KqviewError
+from kqview.mods.actions import Backtrack, ForceTokens
+from kqview.mods.kit.strategies import Strategy
+from kqview.mods.kit.token_table import Ids, TokenTable
+
+if TYPE_CHECKING:
+    from kqview.mods.tokenizer import ModTokenizer
+
+# A list of JSON may be written with any white space, and a weak model may write nothing else.
+_JSON_DEFAULTS: Final = {"whitespace_flexible": False}
+
+
+@dataclass(frozen=True)
+class RegexStrat:
+    """The answer matches a regular expression as a whole, in the syntax of Rust's regex crate.
+
+    Attributes:
+        pattern: The expression.
+    """
+
+    pattern: str
+
+    def into_strategy(self, tokenizer: "ModTokenizer") -> "GrammarStrategy":
+        """Compile it for *tokenizer*.
+
+        Raises:
+            InvalidSampling: The pattern does not parse.
+            KqviewError: llguidance is not installed.
+        """
+        grammar = _llguidance().LLMatcher.grammar_from_regex(self.pattern)
+        return GrammarStrategy("pattern", grammar, tokenizer)
+
+
+@dataclass(frozen=True)
+class JsonSchemaStrat:
+    """The answer is JSON that a schema describes, written without optional white space.
+
+    Attributes:
+        schema: The JSON schema, as a mapping or as JSON text. Its key ``x-guidance`` sets
+            llguidance's own options, such as ``{"whitespace_flexible": true}``.
+    """
+
+    schema: Mapping[str, Any] | str
+
+    def into_strategy(self, tokenizer: "ModTokenizer") -> "GrammarStrategy":
+        """Compile it for *tokenizer*.
+
+        Raises:
+            InvalidSampling: The schema is no JSON, or asks for what llguidance does not know.
+            KqviewError: llguidance is not installed.
+        """
+        text = self.schema if isinstance(self.schema, str) else json.dumps(self.schema)
+        matcher = _llguidance().LLMatcher
+        try:
+            grammar = matcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
+        except ValueError as error:
+            raise InvalidSampling(f"schema is no JSON: {error}", parameter="schema") from None
+        return GrammarStrategy("schema", grammar, tokenizer)
+
+
+class GrammarState:
+    """How far an answer has come in a grammar; owns llguidance's matcher."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.is_ended = False
+
+    def __copy__(self) -> "GrammarState":
+        twin = GrammarState(self.matcher.deep_copy())
+        twin.is_ended = self.is_ended
+        return twin
+
+
+class GrammarStrategy(Strategy[GrammarState]):
+    """An answer that a grammar of llguidance describes."""
+
+    def __init__(self, name: str, grammar: str, tokenizer: "ModTokenizer") -> None:
+        self._table = TokenTable.of(tokenizer)
+        self._vocabulary = _vocabulary_of(tokenizer)
+        self._grammar = grammar
+        self._name = name
+        self._first = self._new_matcher()
+
+    def start(self, tokenizer: "ModTokenizer") -> GrammarState:
+        """See Strategy."""
+        return GrammarState(self._first.deep_copy())
+
+    def allowed_tokens(self, state: GrammarState, tokenizer: "ModTokenizer") -> Ids:
+        """See Strategy."""
+        bits = np.frombuffer(state.matcher.compute_bitmask(), np.uint8)
+        flags = np.unpackbits(bits, count=self._table.n_vocab, bitorder="little")
+        flags[self._table.control_ids] = 0
+        if self.can_end(state):
+            flags[self._table.end_ids] = 1
+        return np.flatnonzero(flags)
+
+    def step(
+        self, state: GrammarState, token_id: int, tokenizer: "ModTokenizer"
+    ) -> ForceTokens | Backtrack | None:
+        """See Strategy."""
+        if token_id in self._table.end_ids and self.can_end(state):
+            state.is_ended = True
+            return None
+        # Asked first: a matcher that was given a wrong token is broken afterwards.
+        if not self._table.pieces[token_id] or not state.matcher.validate_tokens([token_id]):
+            return Backtrack(1)
+        state.matcher.consume_token(token_id)
+        return None
+
+    def is_complete(self, state: GrammarState) -> bool:
+        """See Strategy."""
+        return state.is_ended or state.matcher.is_stopped()
+
+    def can_end(self, state: GrammarState) -> bool:
+        """See Strategy."""
+        return self.is_complete(state) or state.matcher.is_accepting()
+
+    def forced_text(self, state: GrammarState) -> str:
+        """See Strategy."""
+        if self.can_end(state):
+            return ""
+        # Up to the last whole character.
+        return cast("bytes", state.matcher.compute_ff_bytes()).decode("utf-8", "ignore")
+
+    def _new_matcher(self) -> Any:
+        matcher = _llguidance().LLMatcher(self._vocabulary, self._grammar)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())[:300]
+            raise InvalidSampling(
+                f"{self._name} is refused by llguidance: {reason}; correct it",
+                parameter=self._name,
+            )
+        return matcher
+
+
+def _llguidance() -> Any:
+    try:
+        return import_module("llguidance")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "llguidance":
+            raise
+        raise KqviewError(
+            "RegexStrat and JsonSchemaStrat need llguidance, which is not installed; "
+            'run pip install "kqview[constraints]"'
+        ) from missing
+
+
+class _Source:
+    """A vocabulary as llguidance's Python package reads one."""
+
+    def __init__(self, tokenizer: "ModTokenizer") -> None:
+        table = TokenTable.of(tokenizer)
+        control = tokenizer.all_special_ids
+        self._tokenizer = weakref.ref(tokenizer)  # which keeps what is made of this alive
+        self.tokens = [piece or tokenizer.token_bytes(i) for i, piece in enumerate(table.pieces)]
+        self.special_token_ids = control
+        self.bos_token_id = tokenizer.bos_token_id
+        self.eos_token_id = table.end_ids[0] if table.end_ids else control[0] if control else 0
+
+    def __call__(self, text: bytes | str) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        tokenizer = self._tokenizer()
+        return [] if tokenizer is None else tokenizer.encode(text, add_special_tokens=False)
+
+
+# A cache alone, as in `token_table`.
+_vocabularies: weakref.WeakKeyDictionary["ModTokenizer", Any] = weakref.WeakKeyDictionary()
+
+
+def _vocabulary_of(tokenizer: "ModTokenizer") -> Any:
+    known = _vocabularies.get(tokenizer)
+    if known is None:
+        module = _llguidance()
+        wrapper = import_module("llguidance._tokenizer").TokenizerWrapper
+        known = module.LLTokenizer(wrapper(_Source(tokenizer)))
+        _vocabularies[tokenizer] = known
+    return known

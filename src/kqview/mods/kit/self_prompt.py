@@ -1,0 +1,370 @@
+"""SelfPrompt: the model answers a question that a mod writes into its text.
+
+`SelfPrompt` describes the question. `Asking` is one asking of it, in one request: it forces the
+prompt, masks the logits while the model answers, and erases afterwards what is not to stay. All of
+it is tokens of the request, which count against its ``max_tokens``.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.arguments import checked_ids, invalid
+from kqview.errors import shown
+from kqview.mods.actions import Action, Backtrack
+from kqview.mods.decorator import Mod
+from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd
+from kqview.mods.kit.strategies import ChoicesStrat, Strategy, StrategyDescription
+from kqview.mods.kit.token_table import TokenTable
+
+if TYPE_CHECKING:
+    from kqview.mods.actions import ActionBuilder
+    from kqview.mods.tokenizer import ModTokenizer
+
+_N_TAKEN_BACK_MAX: Final = 3
+Text = str | Sequence[int] | Mapping[str, Any]
+"""Text; or its ids; or ``{"text": ...}`` or ``{"tokens": ...}``."""
+
+
+class EraseMode(Enum):
+    """What is removed from the text once a question is answered."""
+
+    NONE = "none"
+    """Nothing: question, answer and completion stay."""
+    PROMPT = "prompt"
+    """The question; the answer stays."""
+    ALL = "all"
+    """Question and answer: the text is as if they had not been asked."""
+
+
+def tokenize(text: str, tokenizer: "ModTokenizer") -> list[int]:
+    """Ids of *text* in the middle of another one, without the special tokens around a text."""
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+class SelfPrompt:
+    """A question to the model in the middle of its text.
+
+    Immutable but for its askings, which it keeps by request: in a function mod, call
+    `handle_event`, or its parts, and return what they return; pass ``on_end=question.end`` to
+    `mod`, which frees the asking. `self_prompt_mod` does all that. Requests that run at the same
+    time must not share a ``request_id``.
+
+    Args:
+        prompt: The question, as text, ids, ``{"text": ...}`` or ``{"tokens": ...}``.
+        strategy: What the answer may look like.
+        completion: Text after the answer, in the forms of *prompt*; left out with EraseMode.PROMPT
+            and ALL, and after a list with its own end.
+        erase: What is removed after the answer.
+        argmax_sampling: Whether the answer is the most probable one, token by token; False samples
+            it at the request's temperature.
+
+    Raises:
+        RequestError: An argument is malformed.
+    """
+
+    def __init__(
+        self,
+        prompt: Text,
+        strategy: StrategyDescription,
+        completion: Text | None = None,
+        erase: EraseMode = EraseMode.NONE,
+        *,
+        argmax_sampling: bool = True,
+    ) -> None:
+        if not hasattr(strategy, "into_strategy"):
+            wanted = "a strategy such as ChoicesStrat(['yes', 'no'])"
+            raise invalid("strategy", wanted, shown(strategy))
+        if not isinstance(erase, EraseMode):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("erase", "a member of EraseMode", shown(erase))
+        self._prompt = _text("prompt", prompt)
+        self._completion = _text("completion", "" if completion is None else completion)
+        self.strategy: Final = strategy
+        self.erase: Final = erase
+        self.argmax_sampling: Final = argmax_sampling
+        self._askings: dict[str, Asking] = {}
+
+    def ask(
+        self, tokenizer: "ModTokenizer", strategy: StrategyDescription | None = None
+    ) -> "Asking":
+        """A new asking, with another *strategy* if one is given."""
+        return Asking(
+            prompt=_ids(self._prompt, tokenizer),
+            completion=_ids(self._completion, tokenizer),
+            strategy=(strategy or self.strategy).into_strategy(tokenizer),
+            erase=self.erase,
+            argmax_sampling=self.argmax_sampling,
+            tokenizer=tokenizer,
+        )
+
+    # ---- for function mods
+
+    def handle_event(
+        self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Answer to any event."""
+        match event:
+            case Prefilled():
+                return self.handle_prefilled(event, actions, tokenizer)
+            case ForwardPass():
+                return self.handle_forward_pass(event, actions, tokenizer)
+            case Added():
+                return self.handle_added(event, actions, tokenizer)
+            case _:
+                return None
+
+    def handle_prefilled(
+        self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> None:
+        """Begin an asking in the request of *event*."""
+        self._askings[event.request_id] = self.ask(tokenizer)
+
+    def handle_forward_pass(
+        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Write the question, or mask the answer's logits; the first call begins the question."""
+        return self._asking(event.request_id, tokenizer).on_forward_pass(event, actions)
+
+    def handle_added(
+        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Follow the answer, and erase when it is whole."""
+        return self._asking(event.request_id, tokenizer).on_added(event, actions)
+
+    def refresh_responses(
+        self, responses: Sequence[str], request_id: str, tokenizer: "ModTokenizer"
+    ) -> None:
+        """Ask anew in one request, with these choices for the answer."""
+        self._askings[request_id] = self.ask(tokenizer, ChoicesStrat(responses))
+
+    def is_complete(self, request_id: str) -> bool:
+        """Whether the question is answered in this request."""
+        asking = self._askings.get(request_id)
+        return asking is not None and asking.is_complete
+
+    def answer_tokens(self, request_id: str) -> list[int]:
+        """Ids of the answer so far; empty for a request that has none."""
+        asking = self._askings.get(request_id)
+        return [] if asking is None else list(asking.answer_ids)
+
+    def answer(self, request_id: str) -> str:
+        """The answer so far, without the marks of its strategy."""
+        asking = self._askings.get(request_id)
+        return "" if asking is None else asking.answer
+
+    def end(self, end: RequestEnd) -> None:
+        """Forget a request; for the ``on_end`` of `mod`."""
+        self._askings.pop(end.request_id, None)
+
+    def _asking(self, request_id: str, tokenizer: "ModTokenizer") -> "Asking":
+        asking = self._askings.get(request_id)
+        if asking is None:
+            asking = self._askings[request_id] = self.ask(tokenizer)
+        return asking
+
+
+class _Phase(Enum):
+    PROMPT = auto()
+    ANSWER = auto()
+    DONE = auto()
+
+
+@dataclass
+class Asking:
+    """One asking of a question, for one request; `SelfPrompt.ask` makes it.
+
+    Attributes:
+        prompt: Ids of the question.
+        completion: Ids after the answer.
+        strategy: What the answer may look like, compiled.
+        erase: See SelfPrompt.
+        argmax_sampling: See SelfPrompt.
+        tokenizer: The request's tokenizer.
+    """
+
+    prompt: list[int]
+    completion: list[int]
+    strategy: Strategy[Any]
+    erase: EraseMode
+    argmax_sampling: bool
+    tokenizer: "ModTokenizer"
+
+    def __post_init__(self) -> None:
+        self.answer_ids: list[int] = []
+        self._phase = _Phase.PROMPT if self.prompt else _Phase.ANSWER
+        self._state = self.strategy.start(self.tokenizer)
+        self._n_taken_back = 0
+        self._end_ids = TokenTable.of(self.tokenizer).end_ids
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the answer is over.
+
+        It is whole then, except after three tokens that the strategy refused: other mods of the
+        request have written them.
+        """
+        return self._phase is _Phase.DONE
+
+    @property
+    def answer(self) -> str:
+        """Text of the answer so far, without the marks of its strategy."""
+        return self.strategy.trim_answer(self.tokenizer.decode(self.answer_ids))
+
+    def on_forward_pass(self, event: ForwardPass, actions: "ActionBuilder") -> Action | None:
+        """Force the question; then mask the logits, until the answer is whole."""
+        if self._phase is _Phase.PROMPT:
+            return actions.force_tokens(self.prompt)
+        if self._phase is _Phase.DONE:
+            return None
+        strategy, state = self.strategy, self._state
+        if text := strategy.forced_text(state):
+            return actions.force_tokens(tokenize(text, self.tokenizer))
+        allowed = np.asarray(strategy.allowed_tokens(state, self.tokenizer), np.int64)
+        # The end of an answer is not the end of the text.
+        allowed = allowed[~np.isin(allowed, self._end_ids)]
+        if strategy.can_end(state) and int(event.logits.argmax()) not in allowed:
+            return self._finish(actions, [])
+        banned = np.asarray(strategy.disallowed_tokens(state, self.tokenizer), np.int64)
+        if not allowed.size and not banned.size:
+            return None
+        row = _masked(event.logits, allowed, banned)
+        return actions.adjust_logits(row, 0.0 if self.argmax_sampling else None)
+
+    def on_added(self, event: Added, actions: "ActionBuilder") -> Action | None:
+        """Advance by the tokens that were added."""
+        if self._phase is _Phase.PROMPT:
+            if event.forced and event.added_tokens == self.prompt:
+                self._phase = _Phase.ANSWER
+            return None  # else another mod has written, and the question comes in the next step
+        if self._phase is _Phase.DONE:
+            return None
+        for i, token_id in enumerate(event.added_tokens):
+            behind = event.added_tokens[i + 1 :]
+            asked_for = self.strategy.step(self._state, token_id, self.tokenizer)
+            self.answer_ids.append(token_id)
+            if isinstance(asked_for, Backtrack):
+                return self._take_back(asked_for, actions, len(behind))
+            if asked_for is not None:
+                self.answer_ids += asked_for.tokens
+                return asked_for
+            if self.strategy.is_complete(self._state):
+                return self._finish(actions, behind)
+        return None
+
+    def _take_back(
+        self, asked_for: Backtrack, actions: "ActionBuilder", n_behind: int
+    ) -> Action | None:
+        self._n_taken_back += 1
+        if self._n_taken_back > _N_TAKEN_BACK_MAX:
+            self._phase = _Phase.DONE
+            return None
+        tokens = asked_for.tokens or []
+        self.answer_ids[len(self.answer_ids) - asked_for.n :] = tokens
+        return actions.backtrack(asked_for.n + n_behind, tokens or None)
+
+    def _finish(self, actions: "ActionBuilder", behind: list[int]) -> Action | None:
+        """End the answer; *behind* are tokens that another mod has added after it."""
+        self._phase = _Phase.DONE
+        if self.erase is EraseMode.NONE:
+            has_completion = self.completion and not self.strategy.has_end
+            return actions.force_tokens(self.completion) if has_completion else None
+        kept = [] if self.erase is EraseMode.ALL else self.answer_ids
+        n_written = len(self.prompt) + len(self.answer_ids) + len(behind)
+        return actions.backtrack(n_written, [*kept, *behind] or None)
+
+
+def _masked(
+    logits: NDArray[np.float32], allowed: NDArray[np.int64], banned: NDArray[np.int64]
+) -> NDArray[np.float32]:
+    """*logits* with -inf for all but *allowed*, or for *banned* alone if that is empty."""
+    if allowed.size:
+        row = np.full_like(logits, -np.inf)
+        row[allowed] = logits[allowed]
+    else:
+        row = logits.copy()
+    row[banned] = -np.inf
+    return row
+
+
+def _text(name: str, given: Text) -> str | list[int]:
+    if isinstance(given, Mapping):
+        if len(given) == 1 and ("text" in given or "tokens" in given):
+            return _text(f"{name}['{next(iter(given))}']", next(iter(given.values())))
+        raise invalid(name, 'text, ids, {"text": ...} or {"tokens": ...}', shown(given))
+    return given if isinstance(given, str) else checked_ids(name, given)
+
+
+def _ids(text: str | list[int], tokenizer: "ModTokenizer") -> list[int]:
+    return tokenize(text, tokenizer) if isinstance(text, str) else list(text)
+
+
+class SelfPromptMod(Mod):
+    """A mod that asks one question at the start of the text; see `self_prompt_mod`.
+
+    ``generation.mods`` has the copy that a request works with, and so its answer.
+    """
+
+    def __init__(self, question: SelfPrompt, name: str) -> None:
+        self._question = question
+        self._name = name
+
+    @property
+    def name(self) -> str:
+        """Name of the mod in the trace."""
+        return self._name
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the question is answered."""
+        return self._asking.is_complete
+
+    @property
+    def answer(self) -> str:
+        """The answer so far, without the marks of its strategy."""
+        return self._asking.answer
+
+    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+        """See Mod."""
+        self._asking = self._question.ask(tokenizer)
+
+    def on_forward_pass(
+        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """See Mod."""
+        return self._asking.on_forward_pass(event, actions)
+
+    def on_added(
+        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """See Mod."""
+        return self._asking.on_added(event, actions)
+
+
+def self_prompt_mod(
+    prompt: Text,
+    strategy: StrategyDescription,
+    completion: Text | None = None,
+    erase: EraseMode = EraseMode.NONE,
+    *,
+    argmax_sampling: bool = True,
+    name: str = "self_prompt",
+) -> SelfPromptMod:
+    """A mod that asks a question before the model writes anything else.
+
+    Args:
+        prompt: See SelfPrompt, also for the other arguments.
+        strategy: What the answer may look like.
+        completion: Text after the answer.
+        erase: What is removed after the answer.
+        argmax_sampling: Whether the answer is the most probable one.
+        name: Name of the mod in the trace.
+
+    Raises:
+        RequestError: An argument is malformed.
+    """
+    question = SelfPrompt(prompt, strategy, completion, erase, argmax_sampling=argmax_sampling)
+    return SelfPromptMod(question, name)
