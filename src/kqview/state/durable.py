@@ -220,6 +220,19 @@ def remove(path: str | os.PathLike[str]) -> None:
         sync_folder(os.path.dirname(os.path.abspath(path)))
 
 
+def move(path: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Give the file *path* the name *target*, in the same file system; replaces a file there.
+
+    Raises:
+        OSError: It cannot be moved, or a folder cannot be synced.
+    """
+    path, target = os.fspath(path), os.fspath(target)
+    with _naming(path):
+        os.replace(path, target)
+        for folder in {os.path.dirname(os.path.abspath(one)) for one in (target, path)}:
+            sync_folder(folder)
+
+
 def remove_leftovers(folder: str | os.PathLike[str]) -> int:
     """Remove the temporary files of dead processes from *folder*; return their number.
 

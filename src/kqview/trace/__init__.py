@@ -4,6 +4,8 @@ The JSON is Thunder's ingest format. `Engine.generate` makes traces, see `Genera
 `kqview ingest` keeps and shows them.
 """
 
+from typing import TYPE_CHECKING
+
 from kqview.trace.record import (
     ModCall,
     ModLog,
@@ -15,9 +17,14 @@ from kqview.trace.record import (
 from kqview.trace.recorder import TraceRecorder
 from kqview.trace.replay import final_ids
 
+if TYPE_CHECKING:
+    from kqview.trace.post import Poster, PosterStats
+
 __all__ = [
     "ModCall",
     "ModLog",
+    "Poster",
+    "PosterStats",
     "Trace",
     "TraceAction",
     "TraceEvent",
@@ -25,3 +32,12 @@ __all__ = [
     "TraceRequest",
     "final_ids",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Few programs post traces, and HTTP and TLS take a while to import.
+    if name in ("Poster", "PosterStats"):
+        from kqview.trace import post
+
+        return getattr(post, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
