@@ -1,0 +1,153 @@
+// The list of traces: newest first, filtered by the receiver, kept up to date while it is open.
+
+import { fetchTraces, fetchValues, listen } from "./api.js";
+import { count, element, milliseconds } from "./dom.js";
+import { problem } from "./problem.js";
+import { traceAddress } from "./trace.js";
+
+const TYPING_MS = 250; // a search begins when typing pauses
+const REFRESH_MS = 500; // at most one refresh in this time, however many traces arrive
+
+export function showList(main, signal) {
+  document.title = "kqview traces";
+  const list = new List(signal);
+  main.replaceChildren(element("h1", {}, "Traces"), ...list.nodes);
+  list.open();
+}
+
+class List {
+  constructor(signal) {
+    this.signal = signal;
+    this.query = new AbortController(); // of the filters as they are
+    this.search = element("input", { type: "search", placeholder: "Id, prompt or text", oninput: () => this.typed() });
+    this.model = element("select", { onchange: () => this.load() }, element("option", { value: "" }, "Any"));
+    this.mod = element("select", { onchange: () => this.load() }, element("option", { value: "" }, "Any"));
+    this.live = element("span", { class: "note", role: "status" });
+    this.state = element("span", { class: "note", role: "status" });
+    this.failure = element("div");
+    this.rows = element("ul", { class: "traces", "aria-label": "Traces" });
+    this.older = element("button", { class: "quiet", hidden: true, onclick: () => this.loadOlder() }, "Older traces");
+    const field = (name, input) => element("label", {}, name, input);
+    this.nodes = [
+      element("div", { class: "bar filters" }, field("Search", this.search), field("Model", this.model), field("Mod", this.mod)),
+      element("div", { class: "bar" }, this.live, this.state), this.failure, this.rows, this.older,
+    ];
+  }
+
+  open() {
+    this.load();
+    listen(this.signal, {
+      trace: () => { this.timer ??= setTimeout(() => this.refresh(), REFRESH_MS); },
+      state: (isOn) => {
+        this.live.className = `note dot ${isOn ? "on" : "off"}`;
+        this.live.textContent = isOn ? "Live" : "Not live, trying again";
+        if (isOn) this.refresh(); // what came before anybody listened
+      },
+    });
+    this.signal.addEventListener("abort", () => {
+      this.query.abort();
+      clearTimeout(this.timer);
+      clearTimeout(this.typing);
+    });
+  }
+
+  typed() {
+    clearTimeout(this.typing);
+    this.typing = setTimeout(() => this.load(), TYPING_MS);
+  }
+
+  filters() {
+    return { search: this.search.value.trim(), model: this.model.value, mod: this.mod.value };
+  }
+
+  // Reads the first page for the filters as they are now.
+  async load() {
+    this.query.abort();
+    this.query = new AbortController();
+    this.state.textContent = "Loading …";
+    await this.attempt(async (signal) => {
+      const [page, values] = await Promise.all([fetchTraces(this.filters(), undefined, signal), fetchValues(signal)]);
+      choices(this.model, values.models);
+      choices(this.mod, values.mods);
+      this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
+      this.endsAt(page.next_cursor);
+    }, () => this.load());
+  }
+
+  // Puts what has come since in front; what is there already stays where it is.
+  async refresh() {
+    clearTimeout(this.timer);
+    this.timer = undefined;
+    await this.attempt(async (signal) => {
+      const page = await fetchTraces(this.filters(), undefined, signal);
+      const known = new Map([...this.rows.children].map((node) => [node.dataset.id, node]));
+      const isGap = !page.traces.some((trace) => known.has(trace.request_id));
+      const fresh = page.traces.map((trace) => {
+        const made = row(trace, !known.has(trace.request_id));
+        known.get(trace.request_id)?.remove();
+        return made;
+      });
+      if (isGap) this.rows.replaceChildren();
+      if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
+      this.rows.prepend(...fresh);
+      this.tell();
+    }, () => this.load());
+  }
+
+  async loadOlder() {
+    await this.attempt(async (signal) => {
+      const page = await fetchTraces(this.filters(), this.cursor, signal);
+      const known = new Set([...this.rows.children].map((node) => node.dataset.id));
+      this.rows.append(...page.traces.filter((trace) => !known.has(trace.request_id)).map((trace) => row(trace)));
+      this.endsAt(page.next_cursor);
+    }, () => this.loadOlder());
+  }
+
+  // Does *work* unless the filters change meanwhile; shows what went wrong with a way to try again.
+  async attempt(work, again) {
+    const { signal } = this.query;
+    try {
+      await work(signal);
+      this.failure.replaceChildren();
+    } catch (error) {
+      if (signal.aborted) return;
+      this.state.textContent = "";
+      this.failure.replaceChildren(problem(error, again));
+    }
+  }
+
+  endsAt(cursor) {
+    this.cursor = cursor;
+    this.older.hidden = !cursor;
+    this.tell();
+  }
+
+  tell() {
+    const n = this.rows.childElementCount;
+    const isFiltered = Object.values(this.filters()).some(Boolean);
+    this.state.textContent = n > 0 ? `${count(n, "trace")}${this.cursor ? ", and older ones" : ""}`
+      : isFiltered ? "No trace matches." : "No traces yet. Whatever is posted to /ingest appears here.";
+  }
+}
+
+// Offers *values*, and keeps what is chosen.
+function choices(select, values) {
+  const chosen = select.value;
+  select.replaceChildren(element("option", { value: "" }, "Any"), ...values.map((value) => element("option", { value }, value)));
+  select.value = values.includes(chosen) ? chosen : "";
+}
+
+function row(trace, isNew = false) {
+  const facts = [
+    trace.model, count(trace.n_added_tokens, "token"),
+    trace.n_forced_tokens > 0 && `${trace.n_forced_tokens.toLocaleString("en")} forced`,
+    trace.n_actions > 0 && count(trace.n_actions, "action"),
+    trace.mods.join(", "), trace.finish_reason, typeof trace.duration_ms === "number" && milliseconds(trace.duration_ms),
+  ].filter(Boolean).join(" · ");
+  return element("li", { "data-id": trace.request_id, class: isNew && "new" },
+    element("a", { href: traceAddress(trace.request_id) },
+      element("span", { class: "title" }, trace.text || trace.request_id),
+      element("time", { class: "note", datetime: trace.created_at }, new Date(trace.created_at).toLocaleString()),
+      element("span", { class: "note" }, trace.text ? `${trace.request_id} · ${facts}` : facts),
+      trace.n_exceptions > 0 && element("span", { class: "badge failed" }, count(trace.n_exceptions, "exception"))));
+}

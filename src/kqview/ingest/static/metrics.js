@@ -1,0 +1,117 @@
+// Figures of one trace: a line for each token, how tokens came, what mods did and how long they took.
+
+import { count, element, milliseconds, share, svg } from "./dom.js";
+
+const WIDTH = 800;
+const HEIGHT = 160;
+const N_COLUMNS = 200; // of a chart; more tokens share columns
+
+export function metricsView({ timeline, address }) {
+  const { tokens, calls, actions } = timeline;
+  const sampled = tokens.filter((token) => !token.isForced);
+  const erased = tokens.filter((token) => token.died < Infinity);
+  const came = [["Sampled", sampled.length], ["Forced", tokens.length - sampled.length]];
+  const kept = [["Kept", tokens.length - erased.length], ["Taken back", erased.length]];
+  return {
+    node: element("div", { class: "metrics" },
+      lineChart("Probability of each sampled token", sampled, (token) => token.probability, 1, share, address),
+      lineChart("Entropy before each sampled token, in nats", sampled, (token) => token.entropy, undefined, (v) => v.toFixed(2), address),
+      element("div", { class: "pair" },
+        barChart("How tokens came", came), barChart("What became of them", kept),
+        barChart("Actions", counted(actions.map((action) => action.action_type)), "No mod was called.")),
+      modTable(calls)),
+  };
+}
+
+function lineChart(title, tokens, of, most, format, address) {
+  const points = tokens.map((token) => ({ token, value: of(token) })).filter(({ value }) => value !== undefined);
+  if (points.length === 0) return element("figure", {}, element("figcaption", {}, title), element("p", { class: "note" }, "The trace has no probabilities of sampled tokens."));
+  const values = points.map(({ value }) => value);
+  const top = most ?? Math.max(values.reduce((a, b) => Math.max(a, b)), 1e-9);
+  const mean = values.reduce((a, b) => a + b) / values.length;
+  const low = values.reduce((a, b) => Math.min(a, b));
+  const high = values.reduce((a, b) => Math.max(a, b));
+  const facts = `mean ${format(mean)}, lowest ${format(low)}, highest ${format(high)}, ${count(values.length, "token")}`;
+  const cursor = svg("line", { y1: 0, y2: HEIGHT, class: "cursor", visibility: "hidden" });
+  const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${facts}` },
+    svg("line", { x1: 0, x2: WIDTH, y1: HEIGHT * (1 - mean / top), y2: HEIGHT * (1 - mean / top), class: "mean" }),
+    curves(values, top), cursor);
+  const here = element("output", { class: "note" }, facts);
+  const pointAt = (event) => {
+    const box = chart.getBoundingClientRect();
+    const at = Math.floor(((event.clientX - box.left) / box.width) * points.length);
+    return points[Math.max(0, Math.min(at, points.length - 1))];
+  };
+  chart.addEventListener("pointermove", (event) => {
+    const point = pointAt(event);
+    const x = ((points.indexOf(point) + 0.5) / points.length) * WIDTH;
+    cursor.setAttribute("x1", x);
+    cursor.setAttribute("x2", x);
+    cursor.setAttribute("visibility", "visible");
+    here.value = `step ${point.token.step}: ${format(point.value)} ${JSON.stringify(point.token.text ?? point.token.id)}`;
+  });
+  chart.addEventListener("pointerleave", () => {
+    cursor.setAttribute("visibility", "hidden");
+    here.value = facts;
+  });
+  chart.addEventListener("click", (event) => { location.hash = address("tokens", pointAt(event).token.step); });
+  return element("figure", {}, element("figcaption", {}, title),
+    element("div", { class: "chart" }, element("div", { class: "note", "aria-hidden": "true" }, element("span", {}, format(top)), element("span", {}, "0")), chart), here);
+}
+
+// The mean of each column as a line; where several tokens share a column, their range behind it.
+function curves(values, top) {
+  const n_columns = Math.min(values.length, N_COLUMNS);
+  const y = (value) => (HEIGHT * (1 - value / top)).toFixed(1);
+  const line = [];
+  const upper = [];
+  const lower = [];
+  for (let i = 0; i < n_columns; i++) {
+    const some = values.slice(Math.floor((i * values.length) / n_columns), Math.floor(((i + 1) * values.length) / n_columns));
+    const x = (((i + 0.5) / n_columns) * WIDTH).toFixed(1);
+    line.push(`${x} ${y(some.reduce((a, b) => a + b) / some.length)}`);
+    upper.push(`${x} ${y(Math.max(...some))}`);
+    lower.unshift(`${x} ${y(Math.min(...some))}`);
+  }
+  if (n_columns === 1) line.push(`${WIDTH} ${line[0].split(" ")[1]}`);
+  const isShared = values.length > n_columns;
+  return [isShared && svg("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z` }), svg("path", { d: `M${line.join("L")}` })];
+}
+
+function barChart(title, rows, none) {
+  const most = rows.reduce((a, [, n]) => Math.max(a, n), 0);
+  return element("figure", {}, element("figcaption", {}, title), rows.length === 0 ? element("p", { class: "note" }, none)
+    : element("ol", { class: "bars" }, rows.map(([name, n]) => {
+      const row = element("li", {}, element("span", { class: "name" }, name), element("span", { class: "value" }, n.toLocaleString("en")));
+      row.style.setProperty("--part", `${(100 * n) / (most || 1)}%`);
+      return row;
+    })));
+}
+
+function counted(names) {
+  const counts = new Map();
+  for (const name of names) counts.set(name, (counts.get(name) ?? 0) + 1);
+  return [...counts].sort((a, b) => b[1] - a[1]);
+}
+
+function modTable(calls) {
+  const mods = new Map();
+  for (const call of calls) {
+    if (!mods.has(call.mod_name)) mods.set(call.mod_name, []);
+    mods.get(call.mod_name).push(call);
+  }
+  if (mods.size === 0) return undefined;
+  const rows = [...mods].map(([name, some]) => {
+    const times = some.map((call) => call.execution_time_ms).filter((ms) => typeof ms === "number").sort((a, b) => a - b);
+    const total = times.reduce((a, b) => a + b, 0);
+    const at = (part) => times[Math.min(times.length - 1, Math.floor(part * times.length))];
+    const cells = [some.length, milliseconds(total), milliseconds(at(0.5)), milliseconds(at(0.95)), milliseconds(times.at(-1)),
+      some.filter((call) => call.exception_occurred).length];
+    return element("tr", {}, element("th", { scope: "row" }, name), cells.map((cell) => element("td", {}, String(cell))));
+  });
+  const heads = ["Mod", "Calls", "Total", "Median", "95 %", "Longest", "Exceptions"];
+  return element("figure", {}, element("figcaption", { id: "mod-times" }, "Time of each mod"),
+    element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "mod-times" }, element("table", {},
+      element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, head)))),
+      element("tbody", {}, rows))));
+}

@@ -1,0 +1,73 @@
+// Moves through the events of a trace, by hand or by itself.
+
+import { element } from "./dom.js";
+
+const SPEEDS = [5, 20, 100, 500]; // events per second
+
+export class Player {
+  // `move(from, to)` is called with indices of events; what is shown is the state after `to`.
+  constructor(events, move, signal) {
+    this.events = events;
+    this.move = move;
+    this.at = events.length - 1;
+    this.timer = undefined;
+    this.range = element("input", {
+      type: "range", min: 0, max: this.at, value: this.at, "aria-label": "Event",
+      oninput: () => this.go(Number(this.range.value)),
+    });
+    this.button = element("button", { class: "play", onclick: () => (this.timer ? this.stop() : this.play()) });
+    const back = element("button", { class: "quiet", "aria-label": "One event back", onclick: () => this.step(-1) }, "‹");
+    const on = element("button", { class: "quiet", "aria-label": "One event on", onclick: () => this.step(1) }, "›");
+    this.speed = element("select", {}, SPEEDS.map((n) => element("option", { value: n }, `${n} events/s`)));
+    this.speed.value = SPEEDS.find((n) => events.length / n <= 30) ?? SPEEDS.at(-1);
+    this.where = element("output", { class: "note" });
+    this.node = element("div", { class: "player bar", role: "group", "aria-label": "Playback" },
+      this.button, back, on, this.range, element("label", { class: "inline" }, "Speed ", this.speed), this.where);
+    signal.addEventListener("abort", () => this.stop());
+    this.stop();
+    this.tell();
+  }
+
+  go(to) {
+    const target = Math.max(0, Math.min(to, this.events.length - 1));
+    if (target === this.at) return;
+    this.move(this.at, target);
+    this.at = target;
+    this.tell();
+  }
+
+  step(by) {
+    this.stop();
+    this.go(this.at + by);
+  }
+
+  tell() {
+    const event = this.events[this.at];
+    const text = `${event.event_type} of step ${event.step}, event ${this.at + 1} of ${this.events.length}`;
+    this.range.value = this.at;
+    this.range.setAttribute("aria-valuetext", text);
+    this.where.value = text;
+  }
+
+  play() {
+    if (this.at === this.events.length - 1) this.go(0);
+    this.button.textContent = "Pause";
+    let from = performance.now();
+    const tick = (now) => {
+      const n = Math.floor(((now - from) / 1000) * Number(this.speed.value));
+      if (n > 0) {
+        from += (n * 1000) / Number(this.speed.value);
+        this.go(this.at + n);
+      }
+      if (this.at === this.events.length - 1) this.stop();
+      else this.timer = requestAnimationFrame(tick);
+    };
+    this.timer = requestAnimationFrame(tick);
+  }
+
+  stop() {
+    if (this.timer) cancelAnimationFrame(this.timer);
+    this.timer = undefined;
+    this.button.textContent = "Play";
+  }
+}

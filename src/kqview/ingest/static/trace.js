@@ -1,0 +1,112 @@
+// One trace: its facts and its tabs. A tab is drawn when it is first opened.
+
+import { fetchTrace } from "./api.js";
+import { count, element, milliseconds } from "./dom.js";
+import { metricsView } from "./metrics.js";
+import { problem } from "./problem.js";
+import { rawView } from "./raw.js";
+import { stepsView } from "./steps.js";
+import { timelineOf } from "./timeline.js";
+import { tokensView } from "./tokens.js";
+
+const TABS = [
+  ["tokens", "Tokens", tokensView],
+  ["steps", "Steps", stepsView],
+  ["metrics", "Metrics", metricsView],
+  ["raw", "JSON", rawView],
+];
+
+export function traceAddress(id, tab = "tokens", step = undefined) {
+  return `#/trace/${encodeURIComponent(id)}/${tab}${step === undefined ? "" : `/${step}`}`;
+}
+
+// Shows the trace and returns {open(tab, step)}; undefined if it could not be read.
+export async function showTrace(main, id, signal) {
+  const back = element("p", {}, element("a", { href: "#/" }, "All traces"));
+  main.replaceChildren(back, element("p", { role: "status" }, "Loading the trace …"));
+  document.title = `${id} – kqview traces`;
+  try {
+    const { text, payload } = await fetchTrace(id, signal);
+    const timeline = timelineOf(payload);
+    const tabs = new Tabs(id, { timeline, payload, text, signal });
+    main.replaceChildren(back, ...summary(timeline), tabs.bar, tabs.panel);
+    return tabs;
+  } catch (error) {
+    if (!signal.aborted) main.replaceChildren(back, problem(error, () => dispatchEvent(new Event("hashchange"))));
+    return undefined;
+  }
+}
+
+function summary({ request, tokens, finalIds, calls, actions }) {
+  const mods = [...new Set(calls.map((call) => call.mod_name))];
+  const n_failed = calls.filter((call) => call.exception_occurred).length;
+  const n_actions = actions.filter((action) => action.action_type !== "Noop").length;
+  const facts = [
+    ["Model", request.model],
+    ["Started", request.created_at && new Date(request.created_at).toLocaleString()],
+    ["Took", duration(request)],
+    ["Ended by", request.finish_reason ?? request.inference_stats?.finish_reason],
+    ["Tokens", finalIds.length],
+    ["Forced", tokens.filter((token) => token.isForced).length],
+    ["Taken back", tokens.filter((token) => token.died < Infinity).length],
+    ["Mods", mods.join(", ")],
+    ["Actions", n_actions],
+    ["Exceptions", n_failed, n_failed > 0 ? "bad" : undefined],
+  ].filter(([, value]) => value !== undefined && value !== null && value !== "");
+  const list = element("dl", { class: "facts" }, facts.map(([name, value, kind]) =>
+    element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value.toLocaleString("en")))));
+  const texts = [["Prompt", request.user_prompt], ["Final text", request.final_text]]
+    .filter(([, text]) => text)
+    .map(([name, text]) => element("details", { class: "text" },
+      element("summary", {}, name, element("span", { class: "note" }, count(text.length, "character"))),
+      element("pre", { tabindex: 0 }, text)));
+  return [element("h1", { class: "id" }, request.request_id), list, ...texts];
+}
+
+function duration(request) {
+  if (!request.created_at || !request.completed_at) return undefined;
+  return milliseconds(Math.max(0, new Date(request.completed_at) - new Date(request.created_at)));
+}
+
+// A tab list as the ARIA practices have it: arrow keys move, the address names the tab.
+class Tabs {
+  constructor(id, context) {
+    this.id = id;
+    this.context = { ...context, address: (tab, step) => traceAddress(id, tab, step) };
+    this.views = new Map();
+    this.buttons = TABS.map(([name, title]) => element("button", {
+      role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => this.go(name),
+    }, title));
+    this.bar = element("div", { role: "tablist", "aria-label": "Views of this trace", onkeydown: (e) => this.key(e) },
+      this.buttons);
+    this.panel = element("section", { role: "tabpanel", id: "panel", tabindex: 0 });
+  }
+
+  go(name) {
+    location.hash = traceAddress(this.id, name);
+  }
+
+  key(event) {
+    const at = this.buttons.indexOf(document.activeElement);
+    const last = TABS.length - 1;
+    const to = { ArrowRight: at === last ? 0 : at + 1, ArrowLeft: at === 0 ? last : at - 1, Home: 0, End: last }[event.key];
+    if (to === undefined) return;
+    event.preventDefault();
+    this.buttons[to].focus();
+    this.go(TABS[to][0]);
+  }
+
+  open(tab, step) {
+    const [name, , draw] = TABS.find(([one]) => one === tab) ?? TABS[0];
+    for (const button of this.buttons) {
+      const isOpen = button.id === `tab-${name}`;
+      button.setAttribute("aria-selected", isOpen);
+      button.tabIndex = isOpen ? 0 : -1;
+    }
+    this.panel.setAttribute("aria-labelledby", `tab-${name}`);
+    if (!this.views.has(name)) this.views.set(name, draw(this.context));
+    const view = this.views.get(name);
+    if (this.panel.firstChild !== view.node) this.panel.replaceChildren(view.node);
+    if (step !== undefined && step !== "") view.show?.(Number(step));
+  }
+}
