@@ -6,7 +6,7 @@ import contextlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -58,21 +58,3 @@ def demo() -> Iterator[Served]:
     """One server of the demo model for the tests of a module that leave it as they found it."""
     with serving(Settings(n_slots=2)) as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Chromium, for modules marked with `tests.support.browser.needs_browser`."""
-    from tests.support.browser import open_browser  # skips without playwright
-
-    with open_browser() as one:
-        yield one
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    """A tab; see `open_tab`."""
-    from tests.support.browser import open_tab
-
-    with open_tab(browser) as tab:
-        yield tab

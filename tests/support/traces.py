@@ -44,8 +44,8 @@ def long_trace(n_steps: int, *, request_id: str = "long", seed: int = 0) -> dict
         elif what == "raise":
             made.call("fix", "Noop", error="ValueError: no")
     made.payload["request"] = {
-        "request_id": request_id, "model": "demo", "user_prompt": "".join(_WORDS[i] for i in prompt),
-        "user_prompt_token_ids": prompt, "final_token_ids": ids,
+        "request_id": request_id, "model": "demo", "final_token_ids": ids,
+        "user_prompt": "".join(_WORDS[i] for i in prompt), "user_prompt_token_ids": prompt,
     }  # fmt: skip
     return made.payload
 
