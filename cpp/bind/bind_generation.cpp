@@ -212,7 +212,13 @@ void bind_events(nb::module_& module) {
             "written_at", [](const taken_token& self) { return written_at(self.token); },
             "For tests: the address to which the CPU wrote the first row; 0 without one.");
 
-    nb::class_<prompt_event>(module, "PromptEvent", "Rows of the prompt, or its embedding.")
+    nb::class_<token_score>(module, "TokenScore", "How the model judged a token of the prompt.")
+        .def_ro("logprob", &token_score::logprob)
+        .def_ro("rank", &token_score::rank, "Number of tokens that the model preferred.")
+        .def_ro("top_logprobs", &token_score::top);
+
+    nb::class_<prompt_event>(module, "PromptEvent",
+                             "Rows of the prompt, scores of its tokens, or its embedding.")
         .def_ro("start", &prompt_event::start)
         .def_ro("n_rows", &prompt_event::n_rows)
         .def_prop_ro(
@@ -229,6 +235,8 @@ void bind_events(nb::module_& module) {
             },
             nb::sig("def embedding(self) -> typing.Any"),
             "An array that belongs to the caller; None without embeds.")
+        .def_ro("scores", &prompt_event::scores, nb::rv_policy::copy,
+                "Of the tokens start .. start + n_rows; empty without n_scores.")
         .def_prop_ro("written_at", &written_at<prompt_event>, "As in TokenEvent.");
 
     nb::class_<wait_event>(module, "WaitEvent", "There is no event yet.")

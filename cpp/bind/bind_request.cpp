@@ -118,6 +118,10 @@ void bind_request(nb::module_& module) {
                 "Whether to evaluate the prompt without sampling a token.")
         .def_rw("embeds", &request_options::embeds,
                 "Whether the result is the prompt's embedding; needs only_attends.")
+        .def_rw("n_scores", &request_options::n_scores,
+                "Number of last prompt tokens to score, fewer than there are; needs only_attends.")
+        .def_rw("n_top_scores", &request_options::n_top_scores,
+                "Number of best tokens that come with each score.")
         .def_rw("run_ahead", &request_options::run_ahead)
         .def_rw("priority", &request_options::priority)
         .def_rw("n_reuse_min", &request_options::n_reuse_min,

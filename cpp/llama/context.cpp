@@ -75,6 +75,15 @@ int n_ctx_of(const model& source, const context_options& options) {
     return n_positions > 0 ? std::min(n_ctx, n_positions) : n_ctx;
 }
 
+// The most tokens of a prompt that one step scores: their logits take up to this much memory.
+std::uint32_t n_scored_of(const model& source, std::uint32_t n_ubatch) {
+    constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+    const auto n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(source.get()));
+    const auto row_bytes = static_cast<std::int64_t>(sizeof(float)) * std::max(1, n_vocab);
+    return static_cast<std::uint32_t>(
+        std::clamp<std::int64_t>(most_bytes / row_bytes, 1, n_ubatch));
+}
+
 llama_context_params params_of(const model& source, const context_options& options) {
     const int n_ctx = n_ctx_of(source, options);
     const int n_slots = options.n_slots;
@@ -94,7 +103,7 @@ llama_context_params params_of(const model& source, const context_options& optio
     params.n_batch = static_cast<std::uint32_t>(n_batch);
     params.n_ubatch = params.n_batch;
     params.n_seq_max = static_cast<std::uint32_t>(n_slots);
-    params.n_outputs_max = static_cast<std::uint32_t>(n_slots);
+    params.n_outputs_max = std::max(params.n_seq_max, n_scored_of(source, params.n_ubatch));
     params.pooling_type = options.pooling.empty()
                               ? LLAMA_POOLING_TYPE_UNSPECIFIED
                               : value_of("pooling", options.pooling, pooling_types);
@@ -263,6 +272,7 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     const auto params = params_of(*model_, options);
     n_chunk_ =
         std::min({options.n_ubatch, options.n_batch, static_cast<int>(params.n_ctx) / n_slots_});
+    n_outputs_ = static_cast<int>(params.n_outputs_max);
 
     const auto log_position = log_ring::instance().position();
     constexpr auto activity = "creating a context";
@@ -401,7 +411,8 @@ void context::reserve() {
     const auto log_position = log_ring::instance().position();
     const auto n_slots = static_cast<std::uint32_t>(n_slots_);
     const auto n_tokens = static_cast<std::uint32_t>(std::max(n_chunk_, n_slots_));
-    const auto n_outputs = has_cache() ? n_slots : n_tokens;
+    const auto n_outputs =
+        has_cache() ? std::min(n_tokens, static_cast<std::uint32_t>(n_outputs_)) : n_tokens;
     if (llama_graph_reserve(handle_.get(), n_tokens, n_slots, n_outputs)) return;
     throw error(errc::out_of_memory, "llama.cpp could not reserve its compute buffers: " +
                                          log_ring::instance().errors_since(log_position) +

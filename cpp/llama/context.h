@@ -59,6 +59,7 @@ public:
     int n_ctx() const { return n_ctx_; }      // per slot, as the user asked
     int n_chunk() const { return n_chunk_; }  // the most tokens per decode
     int n_slots() const { return n_slots_; }
+    int n_outputs() const { return n_outputs_; }  // the most tokens of a decode that want logits
     // How a text becomes an embedding, as in context_options; "" if this context gives none.
     const std::string& pooling() const { return pooling_; }
     // Encoders and diffusion models have none.
@@ -153,6 +154,7 @@ private:
     int n_ctx_;
     int n_chunk_;
     int n_slots_;
+    int n_outputs_;
     std::string pooling_;
     bool embeds_ = false;  // what llama.cpp was told last
     const std::vector<std::uint64_t> aborted_decodes_;

@@ -129,6 +129,15 @@ token_id logit_scan::argmax() const {
     return static_cast<token_id>(std::find(first, logits_ + n_, max_) - logits_);
 }
 
+std::int32_t logit_scan::rank(token_id id) const {
+    const float own = logits_[id];
+    const auto i_own = static_cast<std::size_t>(id);
+    std::int32_t n_better = 0;
+    for (std::size_t i = 0; i < i_own; ++i) n_better += logits_[i] >= own;
+    for (std::size_t i = i_own + 1; i < n_; ++i) n_better += logits_[i] > own;
+    return n_better;
+}
+
 void logit_scan::top(std::int32_t k, std::vector<scored_token>& out) {
     out.clear();
     if (k <= 0) return;

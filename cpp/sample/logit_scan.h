@@ -19,6 +19,13 @@ struct scored_token {
     float logit;
 };
 
+// How the model judged one token of a given text.
+struct token_score {
+    float logprob;
+    std::int32_t rank;  // number of tokens that the model preferred, as in logit_scan::rank
+    std::vector<std::pair<token_id, float>> top;  // the best tokens with their logprobs
+};
+
 class logit_scan {
 public:
     // Finds the maximum of each block of the n logits, which must outlive the calls below. Raises
@@ -29,6 +36,9 @@ public:
 
     // The id of the largest logit, the lowest among equals; 0 if all are -inf.
     token_id argmax() const;
+
+    // Position of a token among all, best first, the lowest id first among equals: 0 for argmax().
+    std::int32_t rank(token_id id) const;
 
     // Writes the k largest logits above -inf to `out`, best first, the lowest id first among
     // equals.
@@ -48,6 +58,11 @@ class logprob_scan {
 public:
     // Reads the raw logits and keeps the n_top best. Raises decode on NaN or +inf.
     void read(const float* logits, std::int32_t n, std::int32_t n_top);
+
+    // The score of token `id`, which must be in the vocabulary, after read().
+    token_score score(const float* logits, token_id id) const {
+        return {of(logits[id]), scan_.rank(id), top()};
+    }
 
     // Log-probability of a token with this raw logit; -inf stays -inf.
     float of(float logit) const {

@@ -122,8 +122,9 @@ bool batch_builder::add_prompt(slot& target) {
     const auto n = static_cast<std::size_t>(part.n_tokens);
     target.cache.make_place(n);
     for (std::size_t i = 0; i < n; ++i) {
+        const bool is_sampled = part.samples && i + 1 == n;
         tokens_.push_back({target.id(), prompt[n_done + i], static_cast<std::int32_t>(n_done + i),
-                           part.samples && i + 1 == n});
+                           is_sampled || target.active->is_scored(n_done + i + 1)});
     }
     part.i_token = static_cast<int>(tokens_.size()) - 1;
     add_rows(part);
@@ -154,8 +155,9 @@ void batch_builder::add_rows(const batch_part& part) {
     parts_.push_back(part);
 }
 
-// As much of the prompt as one step holds; less if the rows of all its tokens would fill more than
-// a fraction of the pool, so that a consumer can hold some blocks while others are filled.
+// As much of the prompt as one step holds; less if a step cannot give the logits of all scored
+// tokens, or if the rows of all its tokens would fill more than a fraction of the pool, so that a
+// consumer can hold some blocks while others are filled.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(active.prompt.size());
@@ -177,6 +179,11 @@ batch_part batch_builder::next_chunk(slot& target) const {
             part.n_rows = std::max(1, static_cast<int>(n_rows_max));
             part.n_tokens = n_before + part.n_rows;
         }
+    }
+    if (active.n_scores > 0) {
+        const int n_before = std::max(0, n_prompt - static_cast<int>(active.n_scores) - 1 - n_done);
+        part.n_tokens = static_cast<int>(
+            std::min<std::int64_t>(part.n_tokens, std::int64_t{n_before} + model_.n_outputs()));
     }
     part.is_last = n_done + part.n_tokens == n_prompt;
     part.samples = part.is_last && !active.only_attends;

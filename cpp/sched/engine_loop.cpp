@@ -199,7 +199,7 @@ void engine_loop::decode() {
     }
 }
 
-// Hands out one slot's results of a step: rows of its prompt, an embedding, a token.
+// Hands out one slot's results of a step: rows or scores of its prompt, an embedding, a token.
 void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     auto& target = *part.target;
     // Everything waits for the rows: results without rows must not overtake those with rows.
@@ -209,6 +209,7 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         out_.put(target, prompt_event{static_cast<int>(target.cache.size()) - part.n_rows,
                                       part.n_rows, std::exchange(target.prompt_rows, {})});
     }
+    if (target.active->n_scores > 0) score(part);
     if (part.is_end()) {
         if (target.active->embeds) {
             auto [n_rows, values] =
@@ -223,6 +224,24 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
     sample(target, logits);
+}
+
+// Hands out the scores that the step's logits give.
+void engine_loop::score(const batch_part& part) {
+    auto& target = *part.target;
+    const auto& asked = *target.active;
+    const auto n_tokens = static_cast<std::size_t>(part.n_tokens);
+    const auto i_first = target.cache.size() - n_tokens;
+    prompt_event scored;
+    for (std::size_t i = 0; i < n_tokens; ++i) {
+        const auto i_scored = i_first + i + 1;
+        if (!asked.is_scored(i_scored)) continue;
+        if (scored.scores.empty()) scored.start = static_cast<int>(i_scored);
+        const int i_token = part.i_token - part.n_tokens + 1 + static_cast<int>(i);
+        scored.scores.push_back(model_.score(i_token, asked.prompt[i_scored], asked.n_top_scores));
+    }
+    scored.n_rows = static_cast<int>(scored.scores.size());
+    if (scored.n_rows > 0) out_.put(target, std::move(scored));
 }
 
 // ---- sample

@@ -46,6 +46,7 @@ private:
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
+    void score(const batch_part& part);
     void sample(slot& target, float* logits);
     bool take_picked();
     void tell_stalled();

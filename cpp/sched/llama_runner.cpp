@@ -148,6 +148,12 @@ float* llama_runner::logits(int i_token) {
     });
 }
 
+token_score llama_runner::score(int i_token, token_id id, int n_top) {
+    const float* const row = logits(i_token);
+    scan_.read(row, n_vocab(), n_top);
+    return scan_.score(row, id);
+}
+
 text_embedding llama_runner::embedding(slot_id slot, int i_token, int n_tokens) {
     return unbroken("waiting for an embedding", [&] {
         const int n_rows = context_->pooling() == "none" ? n_tokens : 1;

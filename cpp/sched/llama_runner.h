@@ -16,6 +16,7 @@
 #include "llama/context.h"
 #include "llama/model.h"
 #include "memory/host_buffer.h"
+#include "sample/logit_scan.h"
 #include "sched/runner.h"
 #include "tap/tap.h"
 
@@ -36,6 +37,7 @@ public:
     int n_ctx() const override { return context_->n_ctx(); }
     int n_chunk() const override { return context_->n_chunk(); }
     int n_vocab() const override { return model_->n_vocab(); }
+    int n_outputs() const override { return context_->n_outputs(); }
     bool can_truncate() const override { return model_->can_truncate(); }
     bool is_causal() const override { return context_->is_causal(); }
     bool has_cache() const override { return context_->has_cache(); }
@@ -59,6 +61,7 @@ public:
     step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                        bool embeds) override;
     float* logits(int i_token) override;
+    token_score score(int i_token, token_id id, int n_top) override;
     text_embedding embedding(slot_id slot, int i_token, int n_tokens) override;
     void await(transfer_id rows) override;
     void copy(slot_id from, slot_id to) override;
@@ -100,6 +103,7 @@ private:
     const std::shared_ptr<std::atomic<bool>> is_device_lost_ =
         std::make_shared<std::atomic<bool>>(false);
     std::optional<kv_layout> layout_;
+    logprob_scan scan_;
     const std::shared_ptr<graph_counters> graphs_ = std::make_shared<graph_counters>();
 };
 

@@ -47,12 +47,13 @@ struct token_event {
     int n_discarded = 0;  // tokens discarded from the slot to make room before this row
 };
 
-// Rows of the prompt's tokens start .. start + n_rows, or its embedding.
+// Rows of the prompt's tokens start .. start + n_rows, or their scores, or the prompt's embedding.
 struct prompt_event {
     int start = 0;
     int n_rows = 0;
     captured_rows rows;              // no block if it was dropped
     std::vector<float> embedding{};  // F32 ne=[n_values, n_rows]; owned by the consumer
+    std::vector<token_score> scores{};
 };
 
 struct request_usage {
@@ -82,6 +83,10 @@ struct request_options {
     int n_prompt_rows = 0;      // number of last prompt tokens whose rows are captured too
     bool only_attends = false;  // ends with the prompt: no token is sampled
     bool embeds = false;        // wants the prompt's embedding; needs only_attends
+    // Number of last prompt tokens whose scores are wanted, fewer than the prompt has; needs
+    // only_attends. Each comes with the n_top_scores best tokens.
+    std::size_t n_scores = 0;
+    int n_top_scores = 0;
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
@@ -95,6 +100,11 @@ struct request_options {
     lora_scales lora;          // one per adapter of the model
     int n_keep = 0;            // n_keep + n_discard tokens fit into a slot
     slot_id wanted_slot = -1;  // the slot it must run in, -1 = any
+
+    // True if the score of prompt token `i` is wanted, and so the logits of the token before it.
+    bool is_scored(std::size_t i) const {
+        return i < prompt.size() && i + n_scores >= prompt.size();
+    }
 };
 
 struct request : request_options {

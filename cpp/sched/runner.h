@@ -11,6 +11,7 @@
 
 #include "base/heartbeat.h"
 #include "base/ids.h"
+#include "sample/logit_scan.h"
 #include "state/kv_layout.h"
 #include "tap/plan.h"
 #include "tap/step_result.h"
@@ -46,6 +47,8 @@ public:
     virtual int n_ctx() const = 0;    // tokens per slot
     virtual int n_chunk() const = 0;  // the most prompt tokens per step
     virtual int n_vocab() const = 0;  // logits per token
+    // The most tokens of one prompt whose logits a step can give.
+    virtual int n_outputs() const { return std::numeric_limits<int>::max(); }
     virtual bool can_truncate() const = 0;
     // False: the cached keys and values of a prompt depend on all of its tokens.
     virtual bool is_causal() const { return true; }
@@ -75,6 +78,9 @@ public:
     virtual step_result decode(std::span<const step_token> tokens, std::span<const step_rows> rows,
                                bool embeds) = 0;
     virtual float* logits(int i_token) = 0;
+    // How the model judges `id` after token `i_token` of the last step, whose logits were wanted;
+    // with the n_top best tokens.
+    virtual token_score score(int i_token, token_id id, int n_top) = 0;
     // Result of the last step, which embedded `n_tokens` of this slot, from batch token `i_token` on.
     virtual text_embedding embedding(slot_id slot, int i_token, int n_tokens) = 0;
 

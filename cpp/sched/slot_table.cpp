@@ -17,12 +17,14 @@ bool may_run_in(const slot& one, const request& wanted) {
     return wanted.wanted_slot < 0 || wanted.wanted_slot == one.id();
 }
 
-// Number of prompt tokens that may come from a cache. Excludes the last token, whose logits are
-// wanted, and tokens whose rows are wanted, because no cache keeps their queries. 0 for an
-// embedding.
+// Number of prompt tokens that may come from a cache. Excludes the last token and those before
+// scored ones, whose logits are wanted, and tokens whose rows are wanted, because no cache keeps
+// their queries. 0 for an embedding.
 std::size_t n_usable(const request& wanted) {
     if (wanted.embeds) return 0;
-    return wanted.prompt.size() - static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows));
+    return wanted.prompt.size() -
+           std::max(static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows)),
+                    wanted.n_scores + 1);
 }
 
 }  // namespace

@@ -129,6 +129,10 @@ class RequestOptions:
     """Whether to evaluate the prompt without sampling a token."""
     embeds: bool
     """Whether the result is the prompt's embedding; needs only_attends."""
+    n_scores: int
+    """Number of last prompt tokens to score, fewer than there are; needs only_attends."""
+    n_top_scores: int
+    """Number of best tokens that come with each score."""
     run_ahead: int
     priority: int
     n_reuse_min: int
@@ -167,8 +171,16 @@ class TokenEvent:
     written_at: Final[int]
     """For tests: the address to which the CPU wrote the first row; 0 without one."""
 
+class TokenScore:
+    """How the model judged a token of the prompt."""
+
+    logprob: Final[float]
+    rank: Final[int]
+    """Number of tokens that the model preferred."""
+    top_logprobs: Final[list[tuple[int, float]]]
+
 class PromptEvent:
-    """Rows of the prompt, or its embedding."""
+    """Rows of the prompt, scores of its tokens, or its embedding."""
 
     start: Final[int]
     n_rows: Final[int]
@@ -176,6 +188,8 @@ class PromptEvent:
     positions: Final[Any]
     embedding: Final[Any]
     """An array that belongs to the caller; None without embeds."""
+    scores: Final[list[TokenScore]]
+    """Of the tokens start .. start + n_rows; empty without n_scores."""
     written_at: Final[int]
     """As in TokenEvent."""
 

@@ -1,35 +1,31 @@
 """Embedding: vectors and labels of texts; a base of Engine.
 
-A text becomes a request that evaluates its prompt and samples nothing. Several are queued together,
-so that no slot is idle and the texts of several slots share a step.
+A text becomes a request that evaluates its prompt and samples nothing. Several are queued together
+(`text_batch`), so that no slot is idle and the texts of several slots share a step.
 """
 
 from asyncio import to_thread
-from collections import Counter, deque
-from collections.abc import Generator, Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from contextlib import closing
 from functools import cached_property
-from typing import Any, Final, TypedDict, TypeVar, Unpack, cast, overload
+from typing import Any, Final, TypedDict, Unpack, cast, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.arguments import checked_ids, encode, invalid, to_index
-from kqview.errors import InternalError, QueueFull, RequestError, UnsupportedModel
+from kqview.arguments import checked_ids, encode
+from kqview.errors import InternalError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.submission import Submission
+from kqview.text_batch import Requests, Text, in_turn, items_of, ordered
 from kqview.types import Classification, ModelInfo, PromptBlock
 
-Text = str | Sequence[int]
 Pair = tuple[str, str]
 Vectors = NDArray[np.float32]
-Requests = Generator[tuple[int, Generation], None, None]  # index of the text, its request
-_Result = TypeVar("_Result")
 
-# Texts submitted before the first result is taken, at least: fewer than the queue.
-_N_AHEAD: Final = 32
 # llama.cpp adds a softmax after the classifier head of these (llama-graph.cpp, build_pooling).
 _GIVES_PROBABILITIES: Final = ("qwen3", "qwen3vl")
 
@@ -124,7 +120,7 @@ class Embedding:
         is_one, requests = self._to_embed(texts, priority, add_special, parse_special)
         with closing(requests):
             found = {i: _take(one) for i, one in requests}
-        return self._embedded(_ordered(found), is_one, normalize)
+        return self._embedded(ordered(found), is_one, normalize)
 
     @overload
     async def aembed(self, texts: Text, **options: Unpack[EmbedOptions]) -> Vectors: ...
@@ -144,7 +140,7 @@ class Embedding:
         is_one, requests = await to_thread(self._to_embed, texts, **options)
         with closing(requests):
             found = {i: await _atake(one) for i, one in requests}
-        return self._embedded(_ordered(found), is_one, normalize)
+        return self._embedded(ordered(found), is_one, normalize)
 
     def _to_embed(
         self,
@@ -165,7 +161,7 @@ class Embedding:
                 "this engine has pooling 'rank', which is for classifiers; use classify, or "
                 "open it with Engine(..., pooling='cls') or 'mean'"
             )
-        is_one, items = _items_of(texts)
+        is_one, items = items_of(texts)
         ids = self._ids_of("embed", is_one, items, add_special, parse_special)
         return is_one, self._requests("embed", ids, priority)
 
@@ -223,7 +219,7 @@ class Embedding:
         is_one, requests = self._to_classify(texts, priority, add_special, parse_special)
         with closing(requests):
             found = {i: self._classified(_take(one)[0]) for i, one in requests}
-        return found[0] if is_one else _ordered(found)
+        return found[0] if is_one else ordered(found)
 
     @overload
     async def aclassify(  # pyright: ignore[reportOverlappingOverload]
@@ -245,7 +241,7 @@ class Embedding:
         is_one, requests = await to_thread(self._to_classify, texts, **options)
         with closing(requests):
             found = {i: self._classified((await _atake(one))[0]) for i, one in requests}
-        return found[0] if is_one else _ordered(found)
+        return found[0] if is_one else ordered(found)
 
     def _to_classify(
         self,
@@ -266,7 +262,7 @@ class Embedding:
                 f"this engine's pooling is {self.pooling!r}; open it with "
                 "Engine(..., pooling='rank')"
             )
-        is_one, items = _items_of(texts)
+        is_one, items = items_of(texts)
         ids = self._ids_of("classify", is_one, items, add_special, parse_special)
         return is_one, self._requests("classify", ids, priority)
 
@@ -333,30 +329,7 @@ class Embedding:
     # ---- ids to values
 
     def _requests(self, who: str, texts: list[list[int]], priority: int) -> Requests:
-        """Yield the index and the request of each text; take its result before the next one.
-
-        Short texts come first, because some models share a step only among texts of one length.
-        Some are submitted ahead; closing the generator cancels those that were not yielded.
-        """
-        pending: deque[tuple[int, Generation]] = deque()
-        n_ahead = max(_N_AHEAD, 2 * self._core.n_slots)
-        try:
-            for i in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-                if len(pending) >= n_ahead:
-                    yield pending.popleft()
-                while True:
-                    try:
-                        pending.append((i, self._submit(who, texts[i], priority)))
-                        break
-                    except QueueFull:
-                        if not pending:
-                            raise
-                    yield pending.popleft()
-            while pending:
-                yield pending.popleft()
-        finally:
-            for _, one in pending:
-                one.cancel()
+        return in_turn(texts, self._core.n_slots, lambda i: self._submit(who, texts[i], priority))
 
     def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
         wanted = self._submission.options(ids, request_id=None, priority=priority)
@@ -406,25 +379,6 @@ def _values_of(block: PromptBlock | None, generation: Generation) -> Vectors:
     if block is None or block.hidden is None:
         raise InternalError(f"{generation.request_id} ended without an embedding")
     return block.hidden
-
-
-def _ordered(found: dict[int, _Result]) -> list[_Result]:
-    """Results in the order of their texts."""
-    return [found[i] for i in range(len(found))]
-
-
-def _items_of(texts: object) -> tuple[bool, list[Any]]:
-    """(whether it is one text, list of the texts); RequestError for other types."""
-    if isinstance(texts, str):
-        return True, [texts]
-    kind = type(texts).__name__
-    if isinstance(texts, bytes | dict) or not isinstance(texts, Iterable):
-        raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
-    items: list[Any] = list(cast("Iterable[Any]", texts))
-    if not items:
-        raise RequestError("texts is empty; pass at least 1 text", parameter="texts")
-    is_ids = isinstance(items[0], bool) or to_index(items[0]) is not None
-    return (True, [items]) if is_ids else (False, items)
 
 
 def _is_pair(item: object) -> bool:

@@ -35,6 +35,7 @@ from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.rpc import rpc_endpoints, rpc_timeout
+from kqview.scoring import Scoring
 from kqview.slot import Slot
 from kqview.state.files import StateFacts
 from kqview.state.fingerprint import ModelFiles
@@ -158,7 +159,7 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
     return found
 
 
-class Engine(Vocabulary, Conversation, Embedding):
+class Engine(Vocabulary, Conversation, Embedding, Scoring):
     """A GGUF model loaded in this process, ready to generate.
 
     Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its

@@ -85,6 +85,7 @@ ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
     *("chat", "apply_chat_template", "embed", "classify", "pooling", "lora", "set_lora_scales"),
+    *("score", "ascore"),
 }
 GENERATION_MEMBERS = {
     *(

@@ -49,6 +49,7 @@ struct fake_options {
     int n_slots = 1;
     int n_ctx = 256;
     int n_chunk = 8;
+    int n_outputs = 1024;
     bool can_truncate = true;
     bool can_split_embedding = false;
     bool can_mix_embeddings = false;
@@ -171,6 +172,7 @@ public:
     bool can_mix_embeddings() const override { return model_->options.can_mix_embeddings; }
     int n_chunk() const override { return model_->options.n_chunk; }
     int n_vocab() const override { return 1; }
+    int n_outputs() const override { return model_->options.n_outputs; }
     bool is_end_of_generation(token_id id) const override { return id == end_token; }
     bool can_truncate() const override {
         const std::lock_guard lock(model_->mutex_);
@@ -213,6 +215,7 @@ public:
             throw;
         }
         append(tokens);
+        step_.assign(tokens.begin(), tokens.end());
         logits_.assign(tokens.size(), -1.0f);
         for (std::size_t i = 0; i < tokens.size(); ++i) {
             if (tokens[i].wants_logits) logits_[i] = static_cast<float>(next_of(tokens[i].slot));
@@ -226,6 +229,16 @@ public:
         const std::lock_guard lock(model_->mutex_);
         model_->expect(i < logits_.size() && logits_[i] >= 0, "logits of a token that wants none");
         return &logits_.at(i);
+    }
+
+    // The rank is what the model would go on with after that token, less the one that came.
+    token_score score(int i_token, token_id id, int) override {
+        const uncounted_allocations guard;
+        (void)logits(i_token);
+        const std::lock_guard lock(model_->mutex_);
+        const auto& last = step_.at(static_cast<std::size_t>(i_token));
+        const std::span<const token_id> cache(cache_of(last.slot));
+        return {-1.0f, hash_of(cache.first(static_cast<std::size_t>(last.position) + 1)) - id, {}};
     }
 
     // What the slot would go on with, and how many of its tokens the step had.
@@ -396,6 +409,9 @@ private:
         }
         model_->expect(tokens.size() <= static_cast<std::size_t>(is_run ? n_chunk() : n_slots()),
                        "a batch that is too large");
+        const auto n_outputs = std::count_if(tokens.begin(), tokens.end(),
+                                             [](const auto& token) { return token.wants_logits; });
+        model_->expect(!is_run || n_outputs <= model_->options.n_outputs, "too many logits");
     }
 
     void write(std::span<const step_token> tokens, const step_rows& row) {
@@ -426,6 +442,7 @@ private:
     const std::shared_ptr<fake_model> model_;
     graph_plan wanted_;
     kv_layout layout_;
+    std::vector<step_token> step_;
     std::vector<float> logits_;
     std::vector<embedded_run> embedded_;  // of the last step, if it embedded
     lora_scales lora_;

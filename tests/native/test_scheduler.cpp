@@ -45,6 +45,35 @@ std::vector<float> embedding_of(const ids& text, int n_tokens) {
     return {static_cast<float>(hash_of(text)), static_cast<float>(n_tokens)};
 }
 
+// Scores of the last n tokens.
+std::function<void(request&)> scores(std::size_t n) {
+    return [n](request& r) {
+        r.only_attends = true;
+        r.n_scores = n;
+    };
+}
+
+// (position, rank) of every score.
+std::vector<std::pair<int, int>> scores_of(consumer& taker) {
+    std::vector<std::pair<int, int>> found;
+    while (const auto some = taker.next_prompt()) {
+        CHECK(some->n_rows == static_cast<int>(some->scores.size()));
+        for (int i = 0; i < some->n_rows; ++i) {
+            found.emplace_back(some->start + i, some->scores[static_cast<std::size_t>(i)].rank);
+        }
+    }
+    return found;
+}
+
+// What the fake model gives for the last n tokens.
+std::vector<std::pair<int, int>> expected_scores(const ids& text, std::size_t n) {
+    std::vector<std::pair<int, int>> expected;
+    for (auto i = text.size() - n; i < text.size(); ++i) {
+        expected.emplace_back(i, hash_of(std::span(text).first(i)) - text[i]);
+    }
+    return expected;
+}
+
 // Takes the embedding and the end behind it.
 prompt_event embedding_from(consumer& taker) {
     auto found = taker.next_prompt();
@@ -378,6 +407,46 @@ TEST_CASE("scheduler: dropped prompt rows are announced without a block and coun
     CHECK(n_rows == 40);
     CHECK(n_dropped > 0);
     CHECK(engine.sched->counters().n_dropped_rows == n_dropped);
+}
+
+// ---- scores of a prompt
+
+TEST_CASE("scheduler: every token is scored after those before it, whatever a step holds") {
+    for (const int n_outputs : {1, 3, 8, 100}) {
+        for (const std::size_t n : {1u, 7u, 8u, 19u}) {
+            test_engine engine({.n_chunk = 8, .n_outputs = n_outputs});
+            const auto text = make_prompt(1, 20);
+            consumer taker(engine.submit(text, 1, scores(n)));
+            CHECK(scores_of(taker) == expected_scores(text, n));
+            CHECK(taker.reason() == finish_reason::stop);
+            CHECK(taker.usage().completion_tokens == 0);
+            CHECK(engine.model->cache(0) == text);
+        }
+    }
+}
+
+TEST_CASE("scheduler: cached tokens are evaluated again if what follows them is scored") {
+    test_engine engine({.n_chunk = 8});
+    const auto text = make_prompt(1, 20);
+    const std::pair<std::size_t, int> cases[] = {{19, 0}, {5, 14}, {1, 18}, {19, 0}};
+    for (const auto& [n, n_cached] : cases) {
+        consumer taker(engine.submit(text, 1, scores(n)));
+        CHECK(scores_of(taker) == expected_scores(text, n));
+        CHECK(taker.usage().cached_tokens ==
+              (engine.sched->counters().n_requests == 1 ? 0 : n_cached));
+    }
+}
+
+TEST_CASE("scheduler: a generation beside scores goes on as it would alone") {
+    test_engine engine({.n_slots = 2, .n_chunk = 8, .n_outputs = 3});
+    const auto prompt = make_prompt(2, 10);
+    const auto text = make_prompt(1, 60);
+    consumer generated(engine.submit(prompt, 12));
+    consumer scored(engine.submit(text, 1, scores(40)));
+    CHECK(scores_of(scored) == expected_scores(text, 40));
+    ids taken;
+    while (const auto token = generated.next()) taken.push_back(token->id);
+    CHECK(taken == continuation(prompt, 12));
 }
 
 // ---- the embedding of a prompt

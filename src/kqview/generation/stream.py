@@ -194,8 +194,9 @@ class Generation:
             return self._to_token(event)
         if isinstance(event, _core.PromptEvent):
             return PromptBlock(
-                event.start, event.n_rows, event.attention, event.positions, event.embedding
-            )
+                event.start, event.n_rows, event.attention, event.positions, event.embedding,
+                event.scores,
+            )  # fmt: skip
         self._end(event.finish_reason)
         return None
 

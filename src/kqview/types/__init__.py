@@ -7,6 +7,7 @@ these types can be built, compared and tested without a model.
 from kqview.types.capture import Capture
 from kqview.types.model import Classification, ModelInfo
 from kqview.types.sampling import Sampling
+from kqview.types.score import Score
 from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
 from kqview.types.token import PromptBlock, Token
 
@@ -19,6 +20,7 @@ __all__ = [
     "PoolStats",
     "PromptBlock",
     "Sampling",
+    "Score",
     "SlotStats",
     "Token",
     "Usage",

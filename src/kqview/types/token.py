@@ -1,5 +1,6 @@
 """Token: a generated token with the attention of its query; PromptBlock: rows of the prompt."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -8,6 +9,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from kqview.errors import InvalidCapture
 from kqview.types.capture import Capture
+from kqview.types.score import TokenScore
 
 Array = NDArray[np.floating[Any]]
 Attention = Array | tuple[Array, ...]
@@ -164,6 +166,7 @@ class PromptBlock:
             None.
         hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape
             ``(n_rows, n_values)``.
+        scores: Always empty from `attend`. Carries what `Engine.score` makes its result of.
     """
 
     start: int
@@ -171,3 +174,4 @@ class PromptBlock:
     rows: Attention | None
     positions: Positions | None = None
     hidden: NDArray[np.float32] | None = None
+    scores: Sequence[TokenScore] = ()
