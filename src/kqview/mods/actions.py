@@ -25,6 +25,7 @@ from kqview.errors import InvalidActionError, RequestError, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
 
 _KINDS_OF_NUMBERS: Final = "fiu"  # numpy's letters for floats, signed and unsigned integers
+_LOGITS: Final = "logits of AdjustedLogits"
 
 
 def _ids(action: str, tokens: object) -> list[int]:
@@ -85,6 +86,9 @@ class Backtrack:
     At ForwardPass and Sampled, *n* counts tokens that were added before, and the sampled one is
     dropped as well. At Added, *n* counts the tokens just added. The prompt stays.
 
+    A request whose mods keep taking tokens back ends with finish reason "length" after 16 steps for
+    each of its max_tokens, and 256 more.
+
     Attributes:
         n: Number of tokens to remove; more than there are remove all of them.
         tokens: Ids to add after that, as one chunk; without any, the model computes the logits at
@@ -114,7 +118,7 @@ class AdjustedLogits:
     token_temp: float | None = None
 
     def __post_init__(self) -> None:
-        self.logits = _logits(self.logits)
+        self.logits = to_logits(self.logits, _LOGITS)
         if self.token_temp is not None:
             temperature = to_number(self.token_temp)
             if temperature is None or not 0 <= temperature < math.inf:
@@ -125,37 +129,43 @@ class AdjustedLogits:
             self.token_temp = temperature
 
 
-def _logits(given: object) -> NDArray[np.float32]:
+def to_logits(given: object, what: str) -> NDArray[np.float32]:
+    """*given* as float32 ``(n_vocab,)``, of which *what* says in messages what it is.
+
+    Raises:
+        InvalidActionError: It is no row of numbers that a token can be sampled from.
+    """
     try:
         row = np.asarray(given)
     except Exception as error:  # whatever the object's own conversion raises
         raise InvalidActionError(
-            f"logits of AdjustedLogits must be an array of numbers, got {type(given).__name__}"
+            f"{what} must be an array of numbers, got {type(given).__name__}"
         ) from error
     if row.dtype.kind not in _KINDS_OF_NUMBERS:
-        raise InvalidActionError(
-            f"logits of AdjustedLogits must be real numbers, got an array of {row.dtype}"
-        )
+        raise InvalidActionError(f"{what} must be real numbers, got an array of {row.dtype}")
     if row.ndim == 2 and row.shape[0] == 1:
         row = row[0]
     if row.ndim != 1 or row.size == 0:
         raise InvalidActionError(
-            "logits of AdjustedLogits must have the shape (n_vocab,) or (1, n_vocab), "
-            f"got {row.shape}"
+            f"{what} must have the shape (n_vocab,) or (1, n_vocab), got {row.shape}"
         )
     with np.errstate(over="ignore"):
         row = np.ascontiguousarray(row, np.float32)
     largest = row.max()  # NaN if any value is
     if not largest < math.inf:
-        raise InvalidActionError(
-            "logits of AdjustedLogits must be finite or -inf, "
-            f"got {'NaN' if math.isnan(largest) else 'inf or a number above the range of float32'}"
-        )
+        got = "NaN" if math.isnan(largest) else "inf or a number above the range of float32"
+        raise InvalidActionError(f"{what} must be finite or -inf, got {got}")
     if largest == -math.inf:
-        raise InvalidActionError(
-            "logits of AdjustedLogits are -inf for every token; leave at least one to sample"
-        )
+        raise InvalidActionError(f"{what} are -inf for every token; leave at least one to sample")
     return row
+
+
+def check_size(logits: NDArray[np.float32], n_vocab: int, what: str) -> None:
+    """Raise InvalidActionError unless *logits*, which messages call *what*, fit the vocabulary."""
+    if logits.size != n_vocab:
+        raise InvalidActionError(
+            f"{what} have {logits.size} values, but the vocabulary has {n_vocab}"
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +173,8 @@ class ForceOutput:
     """End the request with this text instead of what was generated.
 
     Attributes:
-        tokens: Ids of the whole text; those that end a text are left out.
+        tokens: Ids of the whole text, of which those from the first that ends a text on are left
+            out.
     """
 
     tokens: list[int]
@@ -259,11 +270,7 @@ def check_action(event: Event, answer: object, n_vocab: int) -> Action:
     check_kind(event, type(answer))
     action: Action = answer  # pyright: ignore[reportAssignmentType]
     if isinstance(action, AdjustedLogits):
-        if action.logits.size != n_vocab:
-            raise InvalidActionError(
-                f"logits of AdjustedLogits have {action.logits.size} values, "
-                f"but the vocabulary has {n_vocab}"
-            )
+        check_size(action.logits, n_vocab, _LOGITS)
     elif not isinstance(action, Noop | ToolCalls | EmitError):
         largest = max(action.tokens or (), default=0)
         if largest >= n_vocab:

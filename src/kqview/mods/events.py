@@ -7,13 +7,15 @@ that an earlier one has adjusted. Arrays are read-only and stay valid for as lon
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kqview.arguments import whole_number
 from kqview.types.token import Attention, Positions
+
+_BLOCK: Final = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -88,18 +90,31 @@ class ForwardPass:
         Raises:
             RequestError: *k* is not a whole number of at least 1.
         """
-        k = min(whole_number("k", k), self.logits.size)
-        logits = self.logits.reshape(-1)
-        if k < logits.size:
-            # Everything that is at least the k-th largest, so that ties are settled by id.
-            least = np.partition(logits, logits.size - k)[logits.size - k]
-            ids = np.flatnonzero(logits >= least)
-        else:
-            ids = np.arange(logits.size)
-        ids = ids[np.argsort(-logits[ids], kind="stable")[:k]]
-        largest = logits[ids[0]]
-        log_sum = np.log(np.sum(np.exp(logits - largest), dtype=np.float64))
-        return (logits[ids] - largest - np.float32(log_sum))[None], ids[None].astype(np.int64)
+        ids = top_ids(self.logits, whole_number("k", k))
+        logprobs = self.logits[ids] - log_sum_exp(self.logits)
+        return logprobs[None], ids[None]
+
+
+def log_sum_exp(logits: NDArray[np.float32]) -> np.float32:
+    """What is subtracted from logits to make log-probabilities of them."""
+    largest = logits.max()
+    return largest + np.float32(np.log(np.sum(np.exp(logits - largest), dtype=np.float64)))
+
+
+def top_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """Ids of the *k* largest logits, best first, of equal ones the lower first."""
+    # The largest are in the blocks with the largest maxima: all else is looked at only once.
+    n_whole = logits.size // _BLOCK * _BLOCK
+    maxima = logits[:n_whole].reshape(-1, _BLOCK).max(axis=1)
+    blocks = np.flatnonzero(maxima >= _kth_largest(maxima, k))
+    inside = (blocks[:, None] * _BLOCK + np.arange(_BLOCK)).reshape(-1)
+    ids = np.concatenate([inside, np.arange(n_whole, logits.size)])
+    ids = ids[logits[ids] >= _kth_largest(logits[ids], k)]
+    return ids[np.argsort(-logits[ids], kind="stable")[:k]]
+
+
+def _kth_largest(values: NDArray[np.float32], k: int) -> Any:
+    return np.partition(values, -k)[-k] if k < values.size else -np.inf
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,0 +1,641 @@
+"""Steering: what the mods of one request make of each forward pass. Knows no engine.
+
+Each step is one forward pass: `Steering.step` tells the mods of it, of the token that is sampled
+from its logits and of the tokens that this adds, and makes one `Decision` of their actions. It is a
+generator of calls, so that synchronous and asynchronous consumers share it: whoever runs it makes
+each call, by a `Caller`, and sends the outcome in (`run`, `arun`).
+
+Within a step, tokens are a list of pieces that nobody outside sees before the decision. Backtrack
+takes pieces off its end first, then tokens that were added in earlier steps. At the end the list is
+cut where the text ends: at a token that ends it, at the limit of tokens, behind a stop string.
+"""
+
+import threading
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.errors import BusyError, EmittedError, InvalidActionError, RequestError
+from kqview.mods.actions import (
+    Action,
+    AdjustedLogits,
+    AdjustedPrefill,
+    Backtrack,
+    EmitError,
+    ForceOutput,
+    ForceTokens,
+    Noop,
+    Terminal,
+    ToolCalls,
+    check_action,
+    check_size,
+    to_logits,
+)
+from kqview.mods.calls import Call, Caller, Outcome, describe, failure
+from kqview.mods.decorator import BoundMod
+from kqview.mods.events import (
+    Added,
+    ContextInfo,
+    Event,
+    ForwardPass,
+    Prefilled,
+    RequestEnd,
+    Sampled,
+    log_sum_exp,
+    top_ids,
+)
+from kqview.mods.logs import Log
+from kqview.trace import TraceAction, TraceEvent, TraceRecorder
+from kqview.trace.record import Object
+from kqview.trace.recorder import INPUT_CHARACTERS
+from kqview.types import Usage
+
+_TOP_TOKENS: Final = 20
+# Steps that a request may take, so that mods that keep taking back do not run for ever.
+_STEPS_PER_TOKEN: Final = 16
+_STEPS_MORE: Final = 256
+_LOWEST: Final = np.float32(-1e30)
+_PROCESSED: Final = "logits of logits_processor"
+
+LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
+Stopping = Callable[[list[int]], object]
+Steps = Generator[Call, Outcome, "Decision"]
+"""Calls to make, outcomes to send in; returns a decision."""
+Cut = Callable[[int, Sequence[int]], int | None]
+_Telling = Generator[Call, Outcome, None]
+_Ending = tuple[Terminal, TraceAction | None]
+
+
+class Picked(Protocol):
+    """A token that was sampled; `PickedToken` of the core."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def logprob(self) -> float | None: ...
+    @property
+    def top_logprobs(self) -> list[tuple[int, float]] | None: ...
+
+
+class Forward(Protocol):
+    """A forward pass that waits for a decision; `ForwardEvent` of the core."""
+
+    @property
+    def logits(self) -> NDArray[np.float32]: ...
+    @property
+    def attention(self) -> Any: ...
+    @property
+    def positions(self) -> Any: ...
+    @property
+    def hidden(self) -> Any: ...
+    @property
+    def n_tokens(self) -> int: ...
+    @property
+    def n_left(self) -> int: ...
+    @property
+    def n_removable(self) -> int: ...
+    def pick(
+        self, logits: NDArray[np.float32] | None = None, temperature: float | None = None
+    ) -> Picked: ...
+    def ends(self, id: int) -> str | None: ...
+
+
+@dataclass(slots=True)
+class Decision:
+    """What follows from a step.
+
+    Attributes:
+        n_removed: Number of tokens of earlier steps to take back.
+        ids: Ids to add after that.
+        n_sampled: 1 if the first of *ids* is the sampled token, else 0: all are forced.
+        end: Finish reason, if the request ends with this.
+        picked: The sampled token.
+        tool_calls: Payload of ToolCalls, with end "tool_calls".
+        error: To be raised, for EmitError.
+        prompt: Ids of the prompt to evaluate; of Prefilled only.
+        max_tokens: Limit of tokens to generate; of Prefilled only.
+    """
+
+    n_removed: int = 0
+    ids: list[int] = field(default_factory=list[int])
+    n_sampled: int = 0
+    end: str | None = None
+    picked: Picked | None = None
+    tool_calls: Any = None
+    error: EmittedError | None = None
+    prompt: list[int] = field(default_factory=list[int])
+    max_tokens: int = 0
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A token of the step, and the place in a record's tokens that it comes from."""
+
+    id: int
+    record: TraceEvent | TraceAction | None
+    place: int
+    is_forced: bool
+
+
+@dataclass(slots=True)
+class _Step:
+    """What mods have asked for so far in a step."""
+
+    number: int
+    n_removable: int = 0  # tokens of earlier steps that can be taken back
+    logits: NDArray[np.float32] | None = None
+    temperature: float | None = None
+    forced: list[int] | None = None  # of the one ForceTokens that applies
+    n_back: int = 0  # tokens of earlier steps
+    is_dropped: bool = False  # whether a Backtrack has dropped the sampled token
+    put_back: list[int] = field(default_factory=list[int])  # its own tokens
+    pieces: list[_Piece] = field(default_factory=list[_Piece])  # since Added
+    end: _Ending | None = None
+    prefill: AdjustedPrefill | None = None
+
+
+class Steering:
+    """The mods, the logits processor and the stopping rule of one request.
+
+    Belongs to the consumer of the request: one thread or task at a time, except for `finish` and
+    `drop`.
+
+    Args:
+        request_id: The request.
+        mods: Its mods, in order.
+        caller: Calls them.
+        n_vocab: Size of the vocabulary.
+        ids: The generated ids: the consumer's list, which it changes as decisions say.
+        text: The generated text so far.
+        recorder: Writes the trace; None for none.
+        logits_processor: As of `Engine.generate`.
+        stopping: As of `Engine.generate`.
+        check_prompt: Raises RequestError for a prompt that the engine cannot take.
+        detokenize: Text of ids.
+        is_end: Whether an id ends a text.
+        attention: The row of a forward pass as the trace keeps it; None to leave it out.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        mods: Sequence[BoundMod],
+        caller: Caller,
+        *,
+        n_vocab: int,
+        ids: list[int],
+        text: Callable[[], str],
+        recorder: TraceRecorder | None = None,
+        logits_processor: LogitsProcessor | None = None,
+        stopping: Stopping | None = None,
+        check_prompt: Callable[[list[int]], object],
+        detokenize: Callable[[list[int]], str],
+        is_end: Callable[[int], bool],
+        attention: Callable[[ForwardPass], Object | None],
+    ) -> None:
+        self.mods = mods
+        self.recorder = recorder
+        self._request_id = request_id
+        self._caller = caller
+        self._n_vocab = n_vocab
+        self._ids = ids
+        self._text = text
+        self._logits_processor = logits_processor
+        self._stopping = stopping
+        self._check_prompt = check_prompt
+        self._detokenize = detokenize
+        self._is_end = is_end
+        self._attention = attention
+        self._prompt: list[int] = []
+        self._prompt_text = ""
+        self._n_steps = 0
+        self._n_steps_max = 0
+        self._lock = threading.Lock()
+        self._is_stepping = False
+        self._end: tuple[RequestEnd, Usage | None] | None = None
+        self._has_concluded = False
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a mod must be awaited."""
+        return any(one.is_async for one in self.mods)
+
+    # ---- before the first step
+
+    def prefill(
+        self, prompt: list[int], *, max_tokens: int, messages: Sequence[Any] | None = None
+    ) -> Steps:
+        """Tell the mods of the prompt; the decision has the prompt and limit that apply.
+
+        Args:
+            prompt: Ids of the prompt.
+            max_tokens: Limit of tokens to generate.
+            messages: The conversation that the prompt was made of, if it is one.
+        """
+        recorded = None
+        if self.recorder is not None:
+            recorded = self.recorder.prefilled(prompt_length=len(prompt), max_steps=max_tokens)
+        tokens = np.array(prompt, np.int32)
+        tokens.flags.writeable = False
+        event = Prefilled(self._request_id, 0, max_tokens, ContextInfo(tokens, messages))
+        so_far = _Step(0)
+        yield from self._tell(event, recorded, so_far)
+        decision = Decision(prompt=prompt, max_tokens=max_tokens)
+        if so_far.prefill is not None:
+            decision.prompt = so_far.prefill.tokens or prompt
+            decision.max_tokens = so_far.prefill.max_steps or max_tokens
+        self._prompt = decision.prompt
+        self._n_steps_max = _STEPS_PER_TOKEN * decision.max_tokens + _STEPS_MORE
+        if self.recorder is not None:
+            text = self._detokenize(decision.prompt)
+            self._prompt_text = text[-INPUT_CHARACTERS:]
+            self.recorder.set_prompt(decision.prompt, text)
+        if so_far.end is not None:
+            return self._terminate(decision, so_far.end)
+        return decision
+
+    # ---- a step
+
+    def step(self, forward: Forward, cut: Cut) -> Steps:
+        """Tell the mods of a forward pass and what follows.
+
+        Args:
+            forward: The forward pass.
+            cut: Given a number of ids to take back and ids to add, how many of these are left when
+                a stop string is complete; None without one.
+        """
+        self._n_steps += 1
+        n_removable = min(len(self._ids), forward.n_removable)
+        so_far = _Step(self._n_steps, n_removable)
+        yield from self._forward_pass(forward, so_far)
+        decision = Decision()
+        if not so_far.is_dropped and so_far.end is None:
+            decision.picked = forward.pick(so_far.logits, so_far.temperature)
+            yield from self._sampled(decision.picked.id, so_far)
+        if so_far.end is None:
+            yield from self._added(decision.picked, so_far)
+        if so_far.end is not None:
+            return self._terminate(decision, so_far.end)
+        decision.n_removed = so_far.n_back
+        self._fill(decision, so_far.pieces, forward, cut)
+        if decision.end is None and self._stops(decision):
+            decision.end = "stop"
+        if decision.end is None and self._n_steps >= self._n_steps_max:
+            decision.end = "length"
+        return decision
+
+    def _forward_pass(self, forward: Forward, so_far: _Step) -> _Telling:
+        event = ForwardPass(
+            self._request_id,
+            so_far.number,
+            forward.logits,
+            forward.n_tokens,
+            forward.attention,
+            forward.positions,
+            forward.hidden,
+        )
+        recorded = None
+        if self.recorder is not None:
+            top = top_ids(event.logits, _TOP_TOKENS)
+            logprobs = event.logits - log_sum_exp(event.logits)
+            recorded = self.recorder.forward_pass(
+                so_far.number,
+                n_generated=len(self._ids),
+                input_text=(self._prompt_text + self._text())[-INPUT_CHARACTERS:],
+                top_tokens=list(zip(top.tolist(), logprobs[top].tolist(), strict=True)),
+                entropy=_entropy(logprobs),
+                attention=self._attention(event),
+            )
+        yield from self._tell(event, recorded, so_far)
+        if self._logits_processor is None or so_far.is_dropped or so_far.end is not None:
+            return
+        given = np.array(event.logits if so_far.logits is None else so_far.logits)
+        returned = self._logits_processor([*self._prompt, *self._ids], given)
+        try:
+            so_far.logits = to_logits(given if returned is None else returned, _PROCESSED)
+            check_size(so_far.logits, self._n_vocab, _PROCESSED)
+        except InvalidActionError as error:
+            raise RequestError(str(error), parameter="logits_processor") from None
+
+    def _sampled(self, token: int, so_far: _Step) -> _Telling:
+        recorded = None
+        if self.recorder is not None:
+            recorded = self.recorder.sampled(so_far.number, token, n_generated=len(self._ids))
+        yield from self._tell(Sampled(self._request_id, so_far.number, token), recorded, so_far)
+
+    def _added(self, picked: Picked | None, so_far: _Step) -> _Telling:
+        is_forced = so_far.is_dropped or so_far.forced is not None
+        tokens = [*(so_far.forced or ()), *so_far.put_back]
+        if not is_forced and picked is not None:
+            tokens = [picked.id]
+        if not tokens:  # a Backtrack without others
+            return
+        recorded, record = None, None
+        if self.recorder is not None:
+            n_generated = len(self._ids) - so_far.n_back
+            recorded = self.recorder.added(
+                so_far.number, tokens, n_generated=n_generated, forced=is_forced
+            )
+            record = None if recorded is None else self.recorder.trace.events[recorded]
+        so_far.pieces = _pieces(tokens, record, is_forced)
+        event = Added(self._request_id, so_far.number, list(tokens), is_forced)
+        yield from self._tell(event, recorded, so_far)
+
+    # ---- mods
+
+    def _tell(self, event: Event, recorded: int | None, so_far: _Step) -> _Telling:
+        """Ask every mod, then apply their actions in order."""
+        answers: list[tuple[Action, int | None]] = []
+        for one in self.mods:
+            called = None if self.recorder is None else self.recorder.call(recorded, one.name)
+            outcome = yield Call(one, event, self._log_of(called))
+            action: Action = Noop()
+            if outcome.error is None:
+                try:
+                    action = self._checked(event, outcome.answer)
+                except RequestError as error:
+                    outcome = failure(error, outcome.time_ms)
+            if self.recorder is not None:
+                self.recorder.end_call(
+                    called,
+                    time_ms=outcome.time_ms,
+                    error=outcome.error,
+                    traceback=outcome.traceback,
+                )
+            answers.append((action, called))
+            if isinstance(action, AdjustedLogits) and isinstance(event, ForwardPass):
+                event = replace(event, logits=_read_only(action.logits))
+        is_open = True
+        for action, called in answers:
+            is_open = self._apply(action, called, type(event) is Added, so_far, is_open)
+
+    def _log_of(self, called: int | None) -> Log:
+        recorder = self.recorder
+        if recorder is None:
+            return _ignore
+        return lambda message, level: recorder.log(called, message, level)
+
+    def _checked(self, event: Event, answer: object) -> Action:
+        action = check_action(event, answer, self._n_vocab)
+        if isinstance(action, AdjustedPrefill) and action.tokens:
+            self._check_prompt(action.tokens)
+        return action
+
+    def _apply(
+        self, action: Action, called: int | None, is_added: bool, so_far: _Step, is_open: bool
+    ) -> bool:
+        """Note what *action* asks for; returns whether those of later mods apply."""
+        is_second = isinstance(action, ForceTokens) and so_far.forced is not None
+        if not is_open or is_second:
+            self._record(action, called, is_applied=False)
+            return is_open
+        match action:
+            case Noop():
+                self._record(action, called)
+            case AdjustedLogits():
+                self._record(action, called)
+                so_far.logits = action.logits
+                if action.token_temp is not None:
+                    so_far.temperature = action.token_temp
+            case ForceTokens():
+                record = self._record(action, called)
+                so_far.forced = action.tokens or None
+                if is_added:
+                    so_far.pieces += _pieces(action.tokens, record, True)
+            case Backtrack():
+                n_pieces = min(action.n, len(so_far.pieces)) if is_added else 0
+                n_back = min(action.n - n_pieces, so_far.n_removable - so_far.n_back)
+                record = self._record(action, called, n_removed=n_pieces + n_back)
+                so_far.n_back += n_back
+                if is_added:
+                    del so_far.pieces[len(so_far.pieces) - n_pieces :]
+                    so_far.pieces += _pieces(action.tokens or [], record, True)
+                else:
+                    so_far.is_dropped = True
+                    so_far.put_back = action.tokens or []
+                return False
+            case AdjustedPrefill():
+                self._record(action, called)
+                so_far.prefill = action
+                return False
+            case ForceOutput() | ToolCalls() | EmitError():
+                so_far.end = action, self._record(action, called)
+                return False
+        return True
+
+    def _record(
+        self,
+        action: Action,
+        called: int | None,
+        *,
+        is_applied: bool = True,
+        n_removed: int | None = None,
+    ) -> TraceAction | None:
+        if self.recorder is None:
+            return None
+        known: dict[str, Any] = {}
+        match action:
+            case AdjustedPrefill():
+                known = {
+                    "tokens": action.tokens,
+                    "new_prompt": self._detokenize(action.tokens),
+                    "new_length": len(action.tokens),
+                    "adjusted_max_steps": action.max_steps or None,
+                }
+            case ForceTokens() | ForceOutput():
+                known = {"tokens": action.tokens}
+            case Backtrack():
+                known = {
+                    "tokens": action.tokens or [],
+                    "backtrack_steps": action.n if n_removed is None else n_removed,
+                }
+            case AdjustedLogits():
+                known = {
+                    "logits_shape": str([1, action.logits.size]),
+                    "temperature": action.token_temp,
+                }
+            case ToolCalls():
+                known = {
+                    "has_tool_calls": bool(action.tool_calls),
+                    "tool_calls": action.tool_calls,
+                }
+            case EmitError():
+                known = {"error_message": action.err_str}
+            case Noop():
+                pass
+        name: Any = type(action).__name__
+        return self.recorder.action(called, name, is_applied=is_applied, **known)
+
+    # ---- decisions
+
+    def _fill(self, decision: Decision, pieces: list[_Piece], forward: Forward, cut: Cut) -> None:
+        """Add the tokens of *pieces* up to the end of the text."""
+        n_left = forward.n_left + decision.n_removed
+        n_kept = len(pieces)
+        for i, piece in enumerate(pieces):
+            if i >= n_left:
+                n_kept, decision.end = i, "length"
+                break
+            reason = forward.ends(piece.id)
+            if reason is not None:
+                n_kept, decision.end = i, reason
+                break
+        if decision.end is None and n_kept >= n_left:
+            decision.end = "length"
+        decision.ids = [piece.id for piece in pieces[:n_kept]]
+        n_cut = cut(decision.n_removed, decision.ids) if decision.ids else None
+        if n_cut is not None:
+            n_kept, decision.end = n_cut, "stop_sequence"
+            del decision.ids[n_cut:]
+        decision.n_sampled = int(n_kept > 0 and not pieces[0].is_forced)
+        for piece in reversed(pieces[n_kept:]):
+            if piece.record is not None:  # of a record's tokens, the first that is left out counts
+                piece.record.details = {**(piece.record.details or {}), "n_kept": piece.place}
+
+    def _stops(self, decision: Decision) -> bool:
+        if self._stopping is None:
+            return False
+        n_stay = len(self._ids) - decision.n_removed
+        return bool(self._stopping([*self._prompt, *self._ids[:n_stay], *decision.ids]))
+
+    def _terminate(self, decision: Decision, end: _Ending) -> Decision:
+        """*decision* as the terminal action asks: it replaces all that was generated."""
+        action, record = end
+        decision.n_removed = len(self._ids)
+        match action:
+            case ForceOutput():
+                is_end = self._is_end
+                n_kept = next(
+                    (i for i, token in enumerate(action.tokens) if is_end(token)),
+                    len(action.tokens),
+                )
+                decision.ids = action.tokens[:n_kept]
+                decision.end = "stop"
+                if record is not None and n_kept < len(action.tokens):
+                    record.details = {**(record.details or {}), "n_kept": n_kept}
+            case ToolCalls():
+                decision.tool_calls = action.tool_calls
+                decision.end = "tool_calls"
+            case EmitError():
+                decision.error = EmittedError(action.err_str)
+                decision.end = "error"
+        return decision
+
+    # ---- running the generators
+
+    def run(self, steps: Steps) -> Decision | None:
+        """Run `prefill` or `step` with calls that block; None if the request ended meanwhile."""
+        self._enter()
+        try:
+            call = next(steps)
+            while self._end is None:
+                call = steps.send(self._caller.call(call))
+        except StopIteration as done:
+            decision: Decision = done.value
+            return decision
+        finally:
+            steps.close()
+            self._leave()
+        return None
+
+    async def arun(self, steps: Steps) -> Decision | None:
+        """Like `run`, with calls that await."""
+        self._enter()
+        try:
+            call = next(steps)
+            while self._end is None:
+                call = steps.send(await self._caller.acall(call))
+        except StopIteration as done:
+            decision: Decision = done.value
+            return decision
+        finally:
+            steps.close()
+            self._leave()
+        return None
+
+    def _enter(self) -> None:
+        with self._lock:
+            if self._is_stepping:
+                raise BusyError(
+                    f"a mod of {self._request_id} runs and waits for its own generation; a mod "
+                    "cannot iterate the generation that calls it"
+                )
+            self._is_stepping = True
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._is_stepping = False
+            has_ended = self._end is not None
+        if has_ended:
+            self._conclude()
+
+    # ---- the end
+
+    def finish(
+        self, reason: str, *, usage: Usage | None = None, error: BaseException | None = None
+    ) -> None:
+        """The request has ended: finish its trace and call the end hooks, once; any thread.
+
+        If a mod runs at this moment, that is done when it returns.
+        """
+        with self._lock:
+            if self._end is not None:
+                return
+            self._end = RequestEnd(self._request_id, reason, tuple(self._ids), error), usage
+            if self._is_stepping:
+                return
+        self._conclude()
+
+    def drop(self) -> None:
+        """Like `finish`, for a generation that was dropped, on a thread of its own.
+
+        The garbage collector may run anywhere, also while its thread holds a lock of a mod.
+        """
+        with self._lock:
+            if self._end is not None:
+                return
+        threading.Thread(
+            target=self.finish, args=("cancelled",), name="kqview mods end", daemon=True
+        ).start()
+
+    def _conclude(self) -> None:
+        with self._lock:
+            if self._has_concluded or self._end is None:
+                return
+            self._has_concluded = True
+            end, usage = self._end
+        if self.recorder is not None:
+            self.recorder.finish(
+                end.finish_reason,
+                ids=end.ids,
+                text=self._text(),
+                usage=usage,
+                error=None if end.error is None else describe(end.error),
+            )
+        for one in self.mods:
+            self._caller.end(one, end)
+        self._caller.close()
+
+
+def _pieces(
+    tokens: Sequence[int], record: TraceEvent | TraceAction | None, is_forced: bool
+) -> list[_Piece]:
+    return [_Piece(token, record, place, is_forced) for place, token in enumerate(tokens)]
+
+
+def _read_only(row: NDArray[np.float32]) -> NDArray[np.float32]:
+    view = row.view()
+    view.flags.writeable = False
+    return view
+
+
+def _entropy(logprobs: NDArray[np.float32]) -> float:
+    probs = np.exp(logprobs)
+    # 0 * -inf is 0 here.
+    return float(-np.dot(probs, np.maximum(logprobs, _LOWEST)))
+
+
+def _ignore(_message: str, _level: object) -> None: ...
