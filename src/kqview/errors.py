@@ -12,6 +12,7 @@
     +-- ModelError                     the model file
     |   +-- ModelLoadError
     |   +-- UnsupportedModel
+    +-- ModFileError                   a file of the folder of mods
     +-- CapacityError                  the limits of this process: retry later or raise a limit
     |   +-- PoolExhausted
     |   +-- QueueFull
@@ -47,6 +48,7 @@ __all__ = [
     "InvalidSampling",
     "InvalidToken",
     "KqviewError",
+    "ModFileError",
     "ModelError",
     "ModelLoadError",
     "OutOfMemory",
@@ -172,6 +174,10 @@ class UnsupportedModel(ModelError):
     Choose another model or device, or a call that needs less. Not raised for single layers without
     attention in a hybrid model: ``model.attention_layers`` omits them.
     """
+
+
+class ModFileError(KqviewError):
+    """A file of a folder of mods cannot be loaded, or fails to make its mod; see the log."""
 
 
 class CapacityError(KqviewError):

@@ -132,6 +132,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         errors.UnknownSlot: _Row(404, "INVALID_REQUEST"),
         errors.ModelError: _Row(500, "NO_MODEL"),
         errors.UnsupportedModel: _Row(400, "INVALID_REQUEST"),
+        errors.ModFileError: _Row(503, "INTERNAL", 10),
         errors.CapacityError: _Row(503, "BUSY", 1),
         errors.PoolExhausted: _Row(503, "OOM", 1),
         errors.OutOfMemory: _Row(503, "OOM", 10),
