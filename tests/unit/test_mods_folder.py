@@ -92,7 +92,7 @@ def test_name_that_is_no_mod_is_refused_and_those_that_are_are_named(tmp_path: P
     ("name", "options", "said"),
     [
         ("quiet", {"word": "a"}, "takes no options"),
-        ("ban", {"wrod": "a"}, "wrod"),
+        ("ban", {"other": "a"}, "other"),
         ("ban", {"word": ""}, "word is empty"),
     ],
 )

@@ -197,6 +197,17 @@ def test_missing_key_is_named_and_unknown_keys_are_ignored():
         Trace.from_payload({"request": {}})
 
 
+def test_whoever_wants_the_trace_gets_it_when_it_is_whole():
+    got: list[Trace] = []
+    notes = TraceRecorder(TraceRequest(request_id="r"), text_of=str, on_finish=got.append)
+    notes.prefilled(prompt_length=1, max_steps=1)
+    assert got == []
+    notes.finish("cancelled", ids=[], text="", error="ClosedError: closed")
+    assert got == [notes.trace]
+    assert got[0].request.completed_at is not None
+    assert got[0].to_payload()["request"]["inference_stats"]["error"] == "ClosedError: closed"
+
+
 # ---- limits
 
 

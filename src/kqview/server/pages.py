@@ -288,6 +288,22 @@ class Health(msgspec.Struct):
     error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # in llama-server's form
 
 
+class ModItem(msgspec.Struct):
+    """A mod that requests may name; ``error`` says why its file cannot be used."""
+
+    id: str
+    summary: str
+    error: str | None
+    object: str = "mod"
+
+
+class ModList(msgspec.Struct):
+    """The mods of the server's folder."""
+
+    data: list[ModItem]
+    object: str = "list"
+
+
 def error_body(answer: Answer) -> dict[str, Any]:
     """The body of a failure outside of any dialect."""
     return {"error": answer.message, "error_code": answer.code, **answer.figures}
@@ -321,8 +337,15 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
             also=("/v1/health",),
         ),
         *(_get(f"/static/{name}", _static(name), "Part of a page.", tag="") for name in _STATIC),
+        _get("/v1/mods", list_mods, "Mods that requests may name.", ModList, access="user"),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
+
+
+async def list_mods(call: Call) -> ModList:
+    """The mods of the server's folder."""
+    found = await call.service.list_mods(call.caller)
+    return ModList([ModItem(one.name, one.summary, one.error) for one in found])
 
 
 async def health(call: Call) -> HttpReply:

@@ -18,6 +18,7 @@ from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Hold
+from kqview.server.mod_runs import ModWanted
 from kqview.submission import Reuse
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
@@ -60,6 +61,7 @@ class GenerateRequest:
         n_discard: Tokens after them that it drops, None for half.
         n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
+        mods: Mods that steer it, in their order.
     """
 
     prompt: str | Sequence[int]
@@ -79,6 +81,7 @@ class GenerateRequest:
     n_discard: int | None = None
     n_reuse_min: int = 0
     lora: Mapping[int | str, float] | None = None
+    mods: Sequence[ModWanted] = ()
 
     @property
     def n_generations(self) -> int:

@@ -21,9 +21,11 @@ from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, Re
 from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
+from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
 from kqview.server.kept import Kept
+from kqview.server.mod_runs import ModRuns
 from kqview.server.models import Models, model_names
 from kqview.server.run import GenerateRequest, LastRun, Run
 from kqview.server.security import ANYONE, Caller
@@ -71,6 +73,7 @@ class Service:
         self._models = Models(engine, settings, on_switch=self._model_leaves)
         self.slots = Slots(settings, self.runs, lambda: self.engine)
         self.sessions = Sessions(settings)
+        self.mod_runs = ModRuns(settings)
         self.files = StateFiles(settings)
         self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
@@ -102,6 +105,7 @@ class Service:
             progress: Called with the loaded fraction, 0..1.
         """
         self._models.load(progress)
+        self.mod_runs.open()
 
     def _model_leaves(self) -> None:
         self.slots.forget()
@@ -137,6 +141,7 @@ class Service:
         """End everything, including the engine if it is ours."""
         await self.drain(self.settings.shutdown_grace_s)
         await self._models.close(max(_LEAST_CLOSE_S, self.grace_left_s))
+        await asyncio.to_thread(self.mod_runs.close, max(_LEAST_CLOSE_S, self.grace_left_s))
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._tokenizers.shutdown()
         self._builders.shutdown()
@@ -297,6 +302,10 @@ class Service:
 
     # ---- generation
 
+    async def list_mods(self, caller: Caller = ANYONE) -> list[ModInfo]:
+        """The mods that requests may name; files that are new or have changed are loaded."""
+        return await self._builders.run(caller.name, self.mod_runs.list)
+
     async def start(
         self, request: GenerateRequest, caller: Caller = ANYONE, hold: Hold | None = None
     ) -> Run:
@@ -317,6 +326,7 @@ class Service:
         started_s = asyncio.get_running_loop().time()
         try:
             self._check_limits(request, caller)
+            self.mod_runs.check(request.mods)
         except RequestError as error:
             raise renamed(error, request.names) from None
         hold = hold or uncounted()
@@ -326,7 +336,7 @@ class Service:
         self._starting.add(name)
         try:
             async with limit:
-                generations = await self._generations(self.engine, request, hold)
+                generations = await self._generations(self.engine, request, caller, hold)
         except TimeoutError:
             raise (_late(limit_s) if limit.expired() else TimeoutError) from None
         except RequestError as error:
@@ -343,7 +353,7 @@ class Service:
         return run
 
     async def _generations(
-        self, engine: Engine, request: GenerateRequest, hold: Hold
+        self, engine: Engine, request: GenerateRequest, caller: Caller, hold: Hold
     ) -> list[Generation]:
         """Begin the generations of *request*; large requests are built in another thread."""
         try:
@@ -353,7 +363,7 @@ class Service:
             ]
             if engine is not self._models.engine:
                 raise _model_changed()
-            build = partial(self._build, engine, request, prompts)
+            build = partial(self._build, engine, request, caller.owner, prompts)
             is_gone = threading.Event()
             if _is_small(request, prompts):
                 return build(is_gone)
@@ -377,6 +387,7 @@ class Service:
         self,
         engine: Engine,
         request: GenerateRequest,
+        owner: str,
         prompts: Sequence[Sequence[int]],
         is_gone: threading.Event,
     ) -> list[Generation]:
@@ -392,6 +403,9 @@ class Service:
                 )
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
+        steered = partial(
+            self.mod_runs.options, request.mods, owner=owner, model=self._models.name_of(engine)
+        )
         generations: list[Generation] = []
         try:
             for i in range(request.n_generations):
@@ -410,6 +424,7 @@ class Service:
                         lora=request.lora,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,
+                        **steered(),
                     )
                 )
         except BaseException:
@@ -583,7 +598,8 @@ def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> boo
     n_items = sum(map(len, lists)) * request.n_generations
     n_items += sum(map(len, prompts)) * request.n_samples
     given = (sampling.grammar, sampling.json_schema, sampling.regex)
-    return n_items < _OFFLOAD_ITEMS and all(one is None for one in given)
+    # Mods are loaded first, and see the prompt.
+    return n_items < _OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
 
 
 def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:

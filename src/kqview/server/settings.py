@@ -22,6 +22,8 @@ DefaultFormat = Literal["per_layer", "aggregated"]
 FlashAttn = Literal["auto", "on", "off"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
+TracedRequests = Literal["mods", "all"]
+
 PREFIX: Final = "KQVIEW_"
 # Labels of a name; the first may stand for any.
 _HOST: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
@@ -103,6 +105,26 @@ class Settings:
         "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
         "not say: NAME=VALUE, such as temperature=0.6",
     )
+    # ---- mods and traces
+    mods_dir: str | None = _setting(
+        None, "folder of mods that requests may name; without it, there are none"
+    )
+    max_mods: int = _setting(8, "most mods of one request")
+    mod_time_limit_s: float = _setting(
+        5.0, "longest call of a mod, after which the request goes on without it", low=0.001
+    )
+    trace_url: str | None = _setting(
+        None,
+        "where traces are posted, such as http://127.0.0.1:6767/ingest; without it, nowhere",
+    )
+    trace: TracedRequests = _setting(
+        "mods", "which requests are traced: mods, those that name some, or all"
+    )
+    trace_spool: str | None = _setting(
+        None, "folder for traces on their way; without it, a crash loses them"
+    )
+    trace_key: str | None = _setting(None, "API key of the receiver of traces", is_secret=True)
+
     props: bool = _setting(False, "answer POST /props, which changes nothing")
 
     # ---- where and for whom
@@ -355,7 +377,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _wrong(name: str, value: object, limit: str) -> RequestError:
-    shown = "***" if name.endswith("keys") else repr(value)
+    shown = "***" if name.endswith(("keys", "_key")) else repr(value)
     return RequestError(f"{name} is {shown}; {limit}")
 
 

@@ -56,6 +56,7 @@ class TraceRecorder:
         text_of: Callable[[int], str],
         max_events: int = MAX_EVENTS,
         max_bytes: int = MAX_BYTES,
+        on_finish: Callable[[Trace], object] | None = None,
     ) -> None:
         """Begin the trace of *request*.
 
@@ -64,11 +65,13 @@ class TraceRecorder:
             text_of: Text of a token.
             max_events: Most events to record.
             max_bytes: About how large the JSON may become.
+            on_finish: Called with the trace at its end, such as `Poster.post`.
         """
         self.trace = Trace(request)
         self._text_of = text_of
         self._max_events = max_events
         self._max_bytes = max_bytes
+        self._on_finish = on_finish
         self._lock = threading.Lock()
         self._n_bytes = 0
         self._n_cut_events = 0
@@ -281,6 +284,8 @@ class TraceRecorder:
             stats |= asdict(usage)
             stats["tokens_per_s"] = usage.tokens_per_s
         request.inference_stats = stats
+        if self._on_finish is not None:
+            self._on_finish(self.trace)
 
     # ---- limits
 

@@ -19,6 +19,7 @@ from msgspec import Struct
 
 from kqview.engine import Engine
 from kqview.errors import InvalidSampling, InvalidToken, KqviewError, RequestError
+from kqview.server.api.mods_field import ModsField
 from kqview.server.attention import (
     DATA_HERE,
     DEFAULT_TOP_K,
@@ -72,6 +73,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     input_ids: list[int] | None = None
     request_id: str | None = None
     genkey: str | None = None
+    mods: ModsField | None = None
 
     max_length: int | None = None
     max_new_tokens: int | None = None

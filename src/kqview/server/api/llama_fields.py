@@ -19,6 +19,7 @@ import msgspec
 from msgspec import Struct
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
+from kqview.server.api.mods_field import ModsField, mods_of_model
 from kqview.server.errors import Answer, NotSupported, renamed
 from kqview.server.run import Run
 from kqview.server.settings import Settings
@@ -101,6 +102,8 @@ class LlamaFields(Struct, kw_only=True):
     n_indent: int | None = None
     t_max_predict_ms: int | None = None
     lora: Annotated[list[LoraScale], msgspec.Meta(max_length=256)] | None = None
+
+    mods: ModsField | None = None
 
     timings_per_token: bool | None = None
     return_tokens: bool | None = None
@@ -239,7 +242,7 @@ def slot_of(fields: LlamaFields) -> int | None:
 
 
 def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
-    """Further fields of a `GenerateRequest`: slot, adapters, and what moves positions."""
+    """Further fields of a `GenerateRequest`: slot, adapters, mods, and what moves positions."""
     return {
         "slot": slot_of(fields),
         "lora": lora_of(fields),
@@ -247,6 +250,9 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_keep": first(fields.n_keep, 0),
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
+        "mods": mods_of_model(
+            fields.mods, getattr(fields, "model", None), has_mods=settings.mods_dir is not None
+        ),
     }
 
 

@@ -18,6 +18,7 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.pruning import SentenceScores, check_sentences, watched
+from kqview.server.api.mods_field import mods_of
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import Answer, TooLarge
 from kqview.server.run import GenerateRequest
@@ -114,6 +115,7 @@ def plan_of(
         max_context=body.max_context_length,
         keeps_logprobs=asks_for_logprobs(body),
         names=names_of(body),
+        mods=mods_of(body.mods),
     )
     return Plan(
         request=request,

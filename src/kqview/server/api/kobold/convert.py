@@ -26,6 +26,7 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.kobold import schema
+from kqview.server.api.mods_field import mods_of
 from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
 from kqview.server.endpoint import NEXT_EVENT
 from kqview.server.errors import Answer
@@ -110,6 +111,7 @@ def request_of(
         max_context=body.max_context_length,
         keeps_logprobs=asks_for_logprobs(body),
         names=names_of(body),
+        mods=mods_of(body.mods),
     )
 
 

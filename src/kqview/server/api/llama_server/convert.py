@@ -19,6 +19,7 @@ from kqview.server.api.llama_fields import (
     slot_of,
 )
 from kqview.server.api.llama_server import schema
+from kqview.server.api.mods_field import mods_of
 from kqview.server.errors import NotSupported
 from kqview.server.run import GenerateRequest
 from kqview.types import ModelInfo, Sampling
@@ -173,6 +174,7 @@ def plan_of(
         n_discard=body.n_discard or None,
         n_reuse_min=first(body.n_cache_reuse, 0),
         lora=lora_of(body),
+        mods=mods_of(body.mods),
     )
     return Plan(
         body=body,

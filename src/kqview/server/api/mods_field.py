@@ -1,0 +1,99 @@
+"""The field ``mods`` of every API, and what mods put into replies. Pure.
+
+A request names mods of the server's folder: ``["brief", {"name": "ban", "word": "no"}]``; what
+else an entry has are options of that mod.
+"""
+
+import contextlib
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final, cast
+
+import msgspec
+
+from kqview.errors import RequestError
+from kqview.server.mod_runs import ModWanted
+
+Object = dict[str, Any]
+ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
+
+_MODEL_PARTS: Final = 3  # "org/model/mod", as OpenAI clients that have no field of ours name a mod
+
+
+def mods_of(field: Sequence[str | Object] | None) -> tuple[ModWanted, ...]:
+    """The mods of a request, in their order.
+
+    Raises:
+        RequestError: An entry has no name.
+    """
+    return tuple(_wanted(i, one) for i, one in enumerate(field or ()))
+
+
+def _wanted(i: int, given: str | Object) -> ModWanted:
+    if isinstance(given, str):
+        return ModWanted(given)
+    name = given.get("name")
+    if not isinstance(name, str):
+        raise RequestError(
+            f"mods[{i}].name is {name!r}; send the name of a mod, see GET /v1/mods",
+            parameter="mods",
+        )
+    return ModWanted(name, {key: value for key, value in given.items() if key != "name"})
+
+
+def mods_of_model(
+    field: Sequence[str | Object] | None, model: str | None, *, has_mods: bool
+) -> tuple[ModWanted, ...]:
+    """Like `mods_of`, with the mod in a model named ``org/model/mod`` first.
+
+    Only on a server that *has_mods*: on others any model may be named so.
+    """
+    parts = (model or "").split("/")
+    named = (ModWanted(parts[-1]),) if has_mods and len(parts) >= _MODEL_PARTS else ()
+    return named + mods_of(field)
+
+
+# ---- replies
+
+
+class ModCallOut(msgspec.Struct, kw_only=True):
+    """A tool call that a mod made; ``arguments`` is JSON."""
+
+    id: str
+    name: str
+    arguments: str
+
+    def as_tool_call(self) -> Object:
+        """The call as OpenAI's API has it."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+def calls_of(payload: object) -> list[ModCallOut]:
+    """The calls in what a mod gave to ``actions.tool_calls``: one, or a list of them.
+
+    A call is ``{"id", "type", "function": {"name", "arguments"}}``, with arguments as JSON or as an
+    object; ``{"name", "arguments"}`` will do. Anything else is one call of a function without a
+    name, whose argument it is.
+    """
+    if isinstance(payload, str):
+        with contextlib.suppress(ValueError):
+            payload = json.loads(payload)
+    given = cast("list[object]", payload) if isinstance(payload, list) else [payload]
+    return [_call(one) for one in given]
+
+
+def _call(one: object) -> ModCallOut:
+    whole: Mapping[str, Any] = cast("Object", one) if isinstance(one, dict) else {}
+    inner = whole.get("function")
+    function: Mapping[str, Any] = cast("Object", inner) if isinstance(inner, dict) else whole
+    name, id_ = function.get("name"), whole.get("id")
+    arguments: object = function.get("arguments", {})
+    if not isinstance(name, str):
+        name, arguments = "", cast("object", one)
+    if not isinstance(arguments, str):
+        arguments = json.dumps(arguments, ensure_ascii=False)
+    if not isinstance(id_, str) or not id_:
+        id_ = f"call_{uuid.uuid4().hex[:24]}"
+    return ModCallOut(id=id_, name=name, arguments=arguments)

@@ -1,0 +1,125 @@
+"""ModRuns: mods that requests name, and traces that are posted; what the server adds to both.
+
+Mods come from the folder of ``mods_dir`` alone. Their calls run on threads with a time limit, so
+that a mod that hangs holds up neither the event loop nor, for long, its request.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
+
+from kqview.errors import RequestError
+from kqview.mods.folder import ModFolder, ModInfo
+from kqview.server.settings import Settings
+from kqview.trace import Trace
+from kqview.trace.post import Poster, PosterStats
+
+_OWNER_CHARACTERS: Final = 16  # of the digest of a key
+
+
+@dataclass(frozen=True, slots=True)
+class ModWanted:
+    """A mod that a request names, and its options by name."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+class ModRuns:
+    """The mods and the poster of a server; any thread, except for `close`."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Use what *settings* name.
+
+        Raises:
+            RequestError: There is no such folder.
+        """
+        self._settings = settings
+        self._limit_s = settings.mod_time_limit_s
+        self._most = settings.max_mods
+        self._folder = None if settings.mods_dir is None else ModFolder(settings.mods_dir)
+        self._traces_all = settings.trace == "all"
+        self._poster: Poster | None = None
+
+    def open(self) -> None:
+        """Begin to post traces if the settings name a receiver; idempotent.
+
+        Raises:
+            RequestError: The URL cannot be posted to.
+            OSError: The spool cannot be made.
+        """
+        settings = self._settings
+        if self._poster is None and settings.trace_url is not None:
+            key = settings.trace_key
+            self._poster = Poster(
+                settings.trace_url,
+                spool=settings.trace_spool,
+                headers={} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key},
+            )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether requests may name mods."""
+        return self._folder is not None
+
+    def list(self) -> list[ModInfo]:
+        """The mods of the folder; may take time."""
+        return [] if self._folder is None else self._folder.list()
+
+    def check(self, wanted: Sequence[ModWanted]) -> None:
+        """Refuse mods that no request may have.
+
+        Raises:
+            RequestError: There is no folder of mods, or there are too many.
+        """
+        if wanted and self._folder is None:
+            raise RequestError(
+                f"mods has {wanted[0].name[:80]!r}, but this server has no mods; start it with "
+                "--mods-dir, or leave mods out",
+                parameter="mods",
+            )
+        if len(wanted) > self._most:
+            raise RequestError(
+                f"mods has {len(wanted)} mods, the limit is {self._most}; send fewer",
+                parameter="mods",
+            )
+
+    def options(self, wanted: Sequence[ModWanted], *, owner: str, model: str) -> dict[str, Any]:
+        """Options of `Engine.generate` for one text of a request; loads mods, so it may take time.
+
+        Args:
+            wanted: Its mods, which have passed `check`.
+            owner: Digest of the key of whoever sent it, "" without one.
+            model: Name of the model, for the trace.
+
+        Raises:
+            RequestError: There is no such mod, or it does not take these options.
+            ModFileError: A mod's file is broken.
+        """
+        options: dict[str, Any] = {}
+        if wanted and self._folder is not None:
+            options["mods"] = [self._folder.get(one.name, one.options) for one in wanted]
+            options["mod_time_limit_s"] = self._limit_s
+        if self._poster is not None and (wanted or self._traces_all):
+            options["trace"] = partial(self._post, self._poster.post, owner, model)
+        return options
+
+    @staticmethod
+    def _post(post: Callable[[Trace], None], owner: str, model: str, trace: Trace) -> None:
+        trace.request.model = model
+        if owner:
+            # A receiver replaces traces of one id: nobody may replace those of another key.
+            digest = owner[:_OWNER_CHARACTERS]
+            trace.request.user_api_key = digest
+            trace.request.request_id = f"{trace.request.request_id}@{digest}"
+        post(trace)
+
+    def trace_stats(self) -> PosterStats | None:
+        """What became of traces; None if none are posted."""
+        return None if self._poster is None else self._poster.stats()
+
+    def close(self, limit_s: float) -> None:
+        """Send what waits for at most *limit_s*; blocks."""
+        if self._poster is not None:
+            self._poster.close(limit_s)
