@@ -11,7 +11,7 @@ import pytest
 import kqview.ingest
 from kqview.trace import Trace, final_ids
 from tests.support.browser import needs_browser, open_tab
-from tests.support.traces import SHORT, long_trace, short_trace
+from tests.support.traces import SHORT, cut, long_trace, short_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,16 +82,6 @@ def test_ids_after_every_event_of_long_traces_are_those_of_the_replay(page: Any)
         for n_events in range(1, len(found) + 1, 7):
             trace = Trace.from_payload(cut(payload, n_events))
             assert found[n_events - 1] == final_ids(trace)
-
-
-def cut(payload: dict[str, Any], n_events: int) -> dict[str, Any]:
-    """The trace as it was after *n_events* events."""
-    calls = [c for c in payload["mod_calls"] if c["event_sequence_order"] < n_events]
-    return payload | {
-        "events": payload["events"][:n_events],
-        "mod_calls": calls,
-        "actions": [a for a in payload["actions"] if a["mod_call_sequence"] < len(calls)],
-    }
 
 
 def test_backtracks_tokens_come_once_whatever_event_it_answers(page: Any):

@@ -50,6 +50,16 @@ def long_trace(n_steps: int, *, request_id: str = "long", seed: int = 0) -> dict
     return made.payload
 
 
+def cut(payload: dict[str, Any], n_events: int) -> dict[str, Any]:
+    """The trace as it was after *n_events* events."""
+    calls = [c for c in payload["mod_calls"] if c["event_sequence_order"] < n_events]
+    return payload | {
+        "events": payload["events"][:n_events],
+        "mod_calls": calls,
+        "actions": [a for a in payload["actions"] if a["mod_call_sequence"] < len(calls)],
+    }
+
+
 def _forward(made: _Maker, step: int, n_columns: int, random_: random.Random) -> int:
     token = random_.randrange(len(_WORDS))
     p = random_.uniform(0.1, 0.95)

@@ -18,7 +18,8 @@ async function get(path, options = {}) {
     if (error.name === "AbortError") throw error;
     throw new Error("The receiver does not answer.");
   }
-  if (reply.status === 401 || reply.status === 403) throw new KeyNeeded(await refusal(reply));
+  if (reply.status === 401) throw new KeyNeeded("This receiver shows traces to whoever has a key.");
+  if (reply.status === 403) throw new KeyNeeded(await refusal(reply));
   if (!reply.ok) throw new Error(await refusal(reply));
   return reply;
 }

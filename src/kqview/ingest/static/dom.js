@@ -15,7 +15,7 @@ function fill(made, attributes, children) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== undefined && child !== null && child !== false));
+  made.append(...children.flat().filter((child) => child !== undefined && child !== null && child !== false && child !== ""));
   return made;
 }
 

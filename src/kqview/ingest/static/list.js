@@ -1,8 +1,8 @@
 // The list of traces: newest first, filtered by the receiver, kept up to date while it is open.
 
-import { fetchTraces, fetchValues, listen } from "./api.js";
+import { fetchTraces, fetchValues, key, listen } from "./api.js";
 import { count, element, milliseconds } from "./dom.js";
-import { problem } from "./problem.js";
+import { keyForm, problem } from "./problem.js";
 import { traceAddress } from "./trace.js";
 
 const TYPING_MS = 250; // a search begins when typing pauses
@@ -30,7 +30,10 @@ class List {
     const field = (name, input) => element("label", {}, name, input);
     this.nodes = [
       element("div", { class: "bar filters" }, field("Search", this.search), field("Model", this.model), field("Mod", this.mod)),
-      element("div", { class: "bar" }, this.live, this.state), this.failure, this.rows, this.older,
+      element("div", { class: "bar" }, this.live, this.state,
+        // Any key is taken, one of nobody's as well: whoever sees too little gives another.
+        key.get() && element("button", { class: "quiet", onclick: () => this.failure.replaceChildren(keyForm("Read with another key.")) }, "Change key")),
+      this.failure, this.rows, this.older,
     ];
   }
 

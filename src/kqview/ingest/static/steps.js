@@ -116,7 +116,7 @@ class Steps {
 
   inside(step) {
     return step.events.map((event) => element("div", { class: "event" },
-      element("h3", {}, event.event_type),
+      element("h2", {}, event.event_type),
       ...about(event, step),
       event.calls.map((call) => callCard(call))));
   }
@@ -146,7 +146,7 @@ function about(event, step) {
 
 function callCard(call) {
   return element("div", { class: call.exception_occurred ? "call failed" : "call" },
-    element("h4", {}, call.mod_name, element("span", { class: "note" }, milliseconds(call.execution_time_ms))),
+    element("h3", {}, call.mod_name, element("span", { class: "note" }, milliseconds(call.execution_time_ms))),
     call.exception_occurred && element("p", { class: "bad" }, call.exception_message || "An exception without a message."),
     call.exception_traceback && element("details", {}, element("summary", {}, "Traceback"), element("pre", { tabindex: 0 }, call.exception_traceback)),
     call.logs.length > 0 && element("ul", { class: "logs" }, call.logs.map((log) => element("li", { class: log.log_level?.toLowerCase() },

@@ -3,7 +3,7 @@
 import { fetchTrace } from "./api.js";
 import { count, element, milliseconds } from "./dom.js";
 import { metricsView } from "./metrics.js";
-import { problem } from "./problem.js";
+import { problem, reload } from "./problem.js";
 import { rawView } from "./raw.js";
 import { stepsView } from "./steps.js";
 import { timelineOf } from "./timeline.js";
@@ -32,7 +32,7 @@ export async function showTrace(main, id, signal) {
     main.replaceChildren(back, ...summary(timeline), tabs.bar, tabs.panel);
     return tabs;
   } catch (error) {
-    if (!signal.aborted) main.replaceChildren(back, problem(error, () => dispatchEvent(new Event("hashchange"))));
+    if (!signal.aborted) main.replaceChildren(back, problem(error, reload));
     return undefined;
   }
 }
