@@ -49,6 +49,7 @@ def create_app(settings: IngestSettings) -> IngestApp:
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
+        receiver.open()
         try:
             yield
         finally:
@@ -62,7 +63,7 @@ def create_app(settings: IngestSettings) -> IngestApp:
             for path in (one.path, *one.also)
         ],
         lifespan=lifespan,
-        exception_handlers={HTTPException: no_route},
+        exception_handlers={HTTPException: no_route("/openapi.json")},
     )
     router.router.redirect_slashes = False
     log = AccessLog(router, settings.web, metrics.requests, paths)

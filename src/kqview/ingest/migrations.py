@@ -131,7 +131,22 @@ CREATE TABLE counter (revision BIGINT NOT NULL);
 INSERT INTO counter (revision) VALUES (0);
 """
 
-STEPS: Final = (_TRACES,)
+# Filtering by the calls themselves would read all of them; retention adds up sizes.
+_MODS_AND_SIZES: Final = """
+CREATE TABLE request_mods (
+    trace BIGINT NOT NULL REFERENCES requests (id) ON DELETE CASCADE,
+    sequence INTEGER NOT NULL,
+    mod_name TEXT NOT NULL,
+    PRIMARY KEY (trace, sequence)
+) {clustered};
+INSERT INTO request_mods (trace, sequence, mod_name)
+    SELECT trace, MIN(sequence), mod_name FROM mod_calls GROUP BY trace, mod_name;
+DROP INDEX mod_calls_mod_name;
+DROP INDEX requests_revision;
+CREATE INDEX requests_revision ON requests (revision, n_bytes);
+"""
+
+STEPS: Final = (_TRACES, _MODS_AND_SIZES)
 """The i-th leads from version i to i + 1."""
 
 # Where the databases differ.

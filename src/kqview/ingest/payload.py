@@ -241,10 +241,10 @@ def microseconds(value: datetime | float, name: str) -> int:
     """
     if isinstance(value, datetime):
         return (value - EPOCH) // _MICROSECOND
-    micros = value * 10**6 if isinstance(value, int) else round(value * 1e6)
-    if not _LEAST_MICROSECONDS <= micros <= _MOST_MICROSECONDS:
-        raise Unprocessable(f"{name} is {value} seconds since 1970; use a time of years 1 to 9999")
-    return micros
+    # Compared first: an int may have thousands of digits, a float none to round.
+    if not _LEAST_MICROSECONDS <= value * 10**6 <= _MOST_MICROSECONDS:
+        raise Unprocessable(f"{name} is out of range; use a time of the years 1 to 9999")
+    return round(value * 10**6)
 
 
 def moment(micros: int | None) -> datetime | None:

@@ -31,6 +31,7 @@ _N_WRITERS: Final = 4  # on PostgreSQL
 _OFFLOAD_BYTES: Final = 64 * 1024
 _POLL_S: Final = 1.0  # other processes may write to the database too
 _ALIVE_S: Final = 15.0  # between signs of life on a quiet feed
+_PRUNE_S: Final = 60.0
 _MOST_NEWS: Final = 100  # summaries in one query of a feed
 
 
@@ -52,6 +53,7 @@ class Receiver:
         self._n_posts = 0
         self._news = asyncio.Event()
         self._is_closing = False
+        self._pruning: asyncio.Task[None] | None = None
 
     @property
     def settings(self) -> Settings:
@@ -63,9 +65,18 @@ class Receiver:
         """Posts that are being received or stored."""
         return self._n_posts
 
+    def open(self) -> None:
+        """Begin to delete what is kept too long, if there is a limit."""
+        options = self.options
+        if options.max_traces or options.max_stored_bytes or options.max_age_s:
+            self._pruning = asyncio.create_task(self._prune())
+
     async def close(self) -> None:
         """End what runs and close the database."""
         self.end_feeds()
+        if self._pruning is not None:
+            self._pruning.cancel()
+            await asyncio.gather(self._pruning, return_exceptions=True)
         loop = asyncio.get_running_loop()
         for pool in (self._writers, self._readers):
             await loop.run_in_executor(None, pool.shutdown)
@@ -110,6 +121,28 @@ class Receiver:
 
     async def _write(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
+
+    async def _prune(self) -> None:
+        """Keep what is stored within its limits: now, after posts, and as traces grow old."""
+        options = self.options
+        while True:
+            news = self._news
+            older_than = time.time_ns() // 1000 - int(options.max_age_s * 10**6)
+            try:
+                n_deleted = await self._write(
+                    self.store.prune,
+                    options.max_traces,
+                    options.max_stored_bytes,
+                    older_than if options.max_age_s else None,
+                )
+                if n_deleted:
+                    _log.info("deleted %d traces, to keep within the limits", n_deleted)
+            except KqviewError as error:
+                _log.error("old traces were not deleted: %s", error)
+            await asyncio.sleep(_POLL_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PRUNE_S):
+                    await news.wait()
 
     # ---- feeds
 

@@ -131,13 +131,13 @@ def operations(
     whoever_may_delete: Access = "admin" if has_keys else "open"
     return [
         _operation("POST", "/ingest", ingest, "Store a trace, in place of an older one of its id.",
-                   also=("/v1/ingest",), access="user", body=Upload),
+                   also=("/v1/ingest",), access="user", body=Upload, upload=Trace, status=201),
         _operation("GET", "/v1/traces", list_traces, "Traces, newest first.",
                    reply=TraceList, query=_FILTERS),
         _operation("GET", "/v1/traces/{request_id:path}", trace, "One trace, as it was posted.",
                    reply=Trace),
         _operation("DELETE", "/v1/traces/{request_id:path}", delete, "Delete a trace.",
-                   access=whoever_may_delete),
+                   access=whoever_may_delete, status=204),
         _operation("GET", "/v1/stream", stream, "A summary of each trace when it is stored.",
                    streams=True),
         _operation("GET", "/v1/values", values, "What lists can be filtered by.", reply=Values),

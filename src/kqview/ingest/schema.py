@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta, Raw
 
 I32 = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
-Name = Annotated[str, Meta(min_length=1)]
+RequestId = Annotated[str, Meta(min_length=1, max_length=512)]
+"""No longer than an index of PostgreSQL takes; other texts may be of any length."""
 Time = Annotated[datetime, Meta(tz=True)] | int | float | None
 """RFC 3339 with an offset, or seconds since 1970; always a datetime in replies."""
 
@@ -36,7 +37,7 @@ def _info() -> LogLevel:
 class Request(msgspec.Struct, omit_defaults=True):
     """What was asked for, and what came of it."""
 
-    request_id: Name
+    request_id: RequestId
     created_at: Time = None
     completed_at: Time = None
     model: str | None = None

@@ -7,9 +7,10 @@ may be called from any thread; on SQLite one transaction writes at a time, other
 import base64
 import contextlib
 import logging
+import sqlite3
 import threading
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
@@ -32,8 +33,9 @@ _log: Final = logging.getLogger("kqview.server")
 
 _SLICE: Final = 500  # rows in one statement
 _BUSY_S: Final = 30.0  # that a writer waits for another process
-_FILE_ERRORS: Final = ("unable to open database file", "file is not a database", "readonly")
+_TRY_AGAIN_S: Final = 0.05
 _MOST_VALUES: Final = 1000
+_PRUNED: Final = 20  # traces deleted in one transaction
 _PARTS: Final = (
     ("events", tables.events, tables.events.c.sequence_order, Event),
     ("mod_calls", tables.mod_calls, tables.mod_calls.c.sequence, ModCall),
@@ -129,6 +131,11 @@ class Store:
             ):
                 for some in _slices(rows):
                     db.execute(sa.insert(table), [{**row, "trace": trace} for row in some])
+            if mods := posted.counts.mods:
+                rows = [
+                    {"trace": trace, "sequence": i, "mod_name": name} for i, name in enumerate(mods)
+                ]
+                db.execute(sa.insert(tables.request_mods), rows)
             # The row of the counter stays locked until the commit, which is next.
             db.execute(sa.update(tables.counter).values(revision=tables.counter.c.revision + 1))
             revision: int = db.execute(sa.select(tables.counter.c.revision)).scalar_one()
@@ -157,8 +164,9 @@ class Store:
         trace: int = db.execute(
             sa.select(requests.c.id).where(requests.c.request_id == row["request_id"])
         ).scalar_one()
-        # The rest goes with them.
-        db.execute(sa.delete(tables.events).where(tables.events.c.trace == trace))
+        # Calls, logs and actions go with the events.
+        for table in (tables.events, tables.request_mods):
+            db.execute(sa.delete(table).where(table.c.trace == trace))
         return trace
 
     def delete(self, request_id: str) -> bool:
@@ -167,6 +175,51 @@ class Store:
         with self._transaction() as db:
             done = db.execute(sa.delete(requests).where(requests.c.request_id == request_id))
             return done.rowcount > 0
+
+    def prune(self, max_traces: int, max_bytes: int, older_than: int | None) -> int:
+        """Delete the traces stored first, until no more is stored than this; 0 is no limit.
+
+        Args:
+            max_traces: Traces to keep.
+            max_bytes: Bytes of traces, as they were posted, to keep.
+            older_than: Microseconds since 1970; what was stored before goes too.
+
+        Returns:
+            How many traces it has deleted.
+        """
+        requests = tables.requests
+        newest = requests.c.revision.desc()
+        with self._reading() as db:
+            kept: list[Any] = []
+            if max_traces:
+                query = sa.select(requests.c.revision).order_by(newest).offset(max_traces).limit(1)
+                kept.append(db.execute(query).scalar())
+            if max_bytes:
+                total = sa.func.sum(requests.c.n_bytes).over(order_by=newest).label("total")
+                sums = sa.select(requests.c.revision, total).subquery()
+                query = sa.select(sa.func.max(sums.c.revision)).where(sums.c.total > max_bytes)
+                kept.append(db.execute(query).scalar())
+            if older_than is not None:
+                query = sa.select(sa.func.max(requests.c.revision))
+                kept.append(db.execute(query.where(requests.c.stored_at < older_than)).scalar())
+        last = max((one for one in kept if one is not None), default=0)
+        n_deleted = 0
+        # A few at a time, so that posts get in between.
+        while some := self._oldest(last):
+            with self._transaction() as db:
+                n_deleted += db.execute(
+                    sa.delete(requests).where(
+                        requests.c.revision.between(some[0], some[-1]),
+                    )
+                ).rowcount
+        return n_deleted
+
+    def _oldest(self, last: int) -> Sequence[int]:
+        """Revisions of the traces to delete next, of those up to *last*."""
+        requests = tables.requests
+        query = sa.select(requests.c.revision).where(requests.c.revision <= last)
+        with self._reading() as db:
+            return db.execute(query.order_by(requests.c.revision).limit(_PRUNED)).scalars().all()
 
     # ---- reading
 
@@ -248,7 +301,7 @@ class Store:
 
     def values(self, reader: Reader) -> Values:
         """What the traces that *reader* may see can be filtered by."""
-        requests, calls = tables.requests, tables.mod_calls
+        requests, mods = tables.requests, tables.request_mods
         visible = _conditions(reader, Filter())
 
         def distinct(db: sa.Connection, column: sa.Column[Any], *conditions: Any) -> list[str]:
@@ -259,7 +312,7 @@ class Store:
         with self._reading() as db:
             return Values(
                 models=distinct(db, requests.c.model),
-                mods=distinct(db, calls.c.mod_name, calls.c.trace == requests.c.id),
+                mods=distinct(db, mods.c.mod_name, mods.c.trace == requests.c.id),
                 finish_reasons=distinct(db, requests.c.finish_reason),
             )
 
@@ -322,8 +375,20 @@ def _prepare_sqlite(connection: Any, _record: object) -> None:
     connection.isolation_level = None
     connection.execute("PRAGMA foreign_keys = ON")
     # Readers do not wait for the writer; commits are on the disk before they are answered.
-    connection.execute("PRAGMA journal_mode = WAL")
+    _use_wal(connection)
     connection.execute("PRAGMA synchronous = FULL")
+
+
+def _use_wal(connection: Any) -> None:
+    """Readers beside a writer; a property of the file, which its first connection sets."""
+    end_s = time.monotonic() + _BUSY_S
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+        except sqlite3.OperationalError:  # another process does the same; this does not wait
+            if time.monotonic() > end_s:
+                raise
+            time.sleep(_TRY_AGAIN_S)
 
 
 def _begin_sqlite(db: sa.Connection) -> None:
@@ -363,7 +428,7 @@ def _slices(rows: Iterable[Row]) -> Iterator[list[Row]]:
 
 
 def _conditions(reader: Reader, chosen: Filter) -> list[sa.ColumnElement[bool]]:
-    requests, calls = tables.requests, tables.mod_calls
+    requests, mods = tables.requests, tables.request_mods
     conditions: list[sa.ColumnElement[bool]] = []
     if not reader.sees_all:
         conditions.append(requests.c.user_key_sha256 == reader.owner)
@@ -379,8 +444,8 @@ def _conditions(reader: Reader, chosen: Filter) -> list[sa.ColumnElement[bool]]:
         text = chosen.text.casefold()
         conditions.append(requests.c.search_text.contains(text, autoescape=True))
     if chosen.mod:
-        named = sa.select(calls.c.trace).where(
-            calls.c.mod_name == chosen.mod, calls.c.trace == requests.c.id
+        named = sa.select(mods.c.trace).where(
+            mods.c.mod_name == chosen.mod, mods.c.trace == requests.c.id
         )
         conditions.append(named.exists())
     return conditions

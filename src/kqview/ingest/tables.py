@@ -81,6 +81,15 @@ events: Final = Table(
     Column("details", Text),
 )
 
+# Each mod of a trace once, in the order of their first calls.
+request_mods: Final = Table(
+    "request_mods",
+    metadata,
+    Column("trace", BigInteger, ForeignKey("requests.id", ondelete="CASCADE"), primary_key=True),
+    Column("sequence", Integer, primary_key=True),
+    Column("mod_name", Text, nullable=False),
+)
+
 mod_calls: Final = Table(
     "mod_calls",
     metadata,

@@ -9,11 +9,12 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, Final
 
 import msgspec
 import prometheus_client
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -79,7 +80,7 @@ def _connection(send: Send) -> Connection:
 
 def with_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     """*app* with the headers that let pages of the allowed origins call it."""
-    return CORSMiddleware(
+    return _Cors(
         app,
         allow_origins=[one for one in settings.cors_origins if one != "loopback"],
         allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
@@ -91,21 +92,32 @@ def with_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
     )
 
 
-async def no_route(request: Request, error: Exception) -> Response:
-    """Answer what the router refused: 404, or 405 with the methods that there are."""
-    assert isinstance(error, HTTPException)
-    path = request.scope["path"]
-    if error.status_code != 405:
-        return _failure(NotFound(f"there is nothing at {path}; see /docs"))
-    # Starlette names the methods of one row of the table; a path may have several.
-    routes = [
-        one for one in request.app.routes if isinstance(one, Route) and one.path_regex.match(path)
-    ]
-    methods = ", ".join(sorted({"OPTIONS"}.union(*(one.methods or () for one in routes))))
-    if request.method == "OPTIONS":
-        return Response(None, 204, {"allow": methods})
-    wrong = MethodNotAllowed(f"{path} has no method {request.method}; use {methods}, see /docs")
-    return _failure(wrong, {"allow": methods})
+def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """What answers requests that the router refuses: 404, or 405 with the methods that there are.
+
+    Messages point to *guide*, a path that tells what there is.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        path = request.scope["path"]
+        if error.status_code != 405:
+            return _failure(NotFound(f"there is nothing at {path}; see {guide}"))
+        # Starlette names the methods of one row of the table; a path may have several.
+        routes = [
+            one
+            for one in request.app.routes
+            if isinstance(one, Route) and one.path_regex.match(path)
+        ]
+        methods = ", ".join(sorted({"OPTIONS"}.union(*(one.methods or () for one in routes))))
+        if request.method == "OPTIONS":
+            return Response(None, 204, {"allow": methods})
+        wrong = MethodNotAllowed(
+            f"{path} has no method {request.method}; use {methods}, see {guide}"
+        )
+        return _failure(wrong, {"allow": methods})
+
+    return answer
 
 
 def _failure(error: Exception, headers: dict[str, str] | None = None) -> Response:
@@ -113,6 +125,18 @@ def _failure(error: Exception, headers: dict[str, str] | None = None) -> Respons
     return Response(
         reply.body, reply.status, {**(headers or {}), **reply.headers}, reply.media_type
     )
+
+
+class _Cors(CORSMiddleware):
+    """Answers preflights as other OPTIONS are answered: 204 without a body, unless it refuses."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        reply = super().preflight_response(request_headers)
+        if reply.status_code != 200:
+            return reply
+        names = ("content-length", "content-type")
+        kept = {name: value for name, value in reply.headers.items() if name not in names}
+        return Response(None, 204, kept)
 
 
 class AccessLog:

@@ -89,7 +89,7 @@ def create_app(
     router = Starlette(
         routes=list(_routes(operations, service, Gate(settings))),
         lifespan=lifespan,
-        exception_handlers={HTTPException: no_route},
+        exception_handlers={HTTPException: no_route("/docs")},
     )
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]

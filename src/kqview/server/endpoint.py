@@ -19,7 +19,7 @@ import contextlib
 import logging
 import re
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -119,7 +119,7 @@ class Feed:
     reply's head.
     """
 
-    events: AsyncIterator[Frames]
+    events: AsyncGenerator[Frames]
 
 
 UPLOADS: Final = ("application/json", "application/octet-stream")
@@ -221,7 +221,9 @@ class Operation:
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON. With `Upload`
             the handler gets one, and reads the body itself.
+        upload: Type of the JSON in an `Upload`, for the description; None if it may be anything.
         reply: Type of the JSON reply, for the description.
+        status: Of success, for the description.
         error_body: The dialect's body for a failure.
         access: As `Gate.check` takes it.
         query: Names of parameters in the URL's query, for the description.
@@ -237,7 +239,9 @@ class Operation:
     summary: str
     error_body: Callable[[Answer], Any]
     body: Any = None
+    upload: Any = None
     reply: Any = None
+    status: int = 200
     access: Access = "user"
     query: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
@@ -426,8 +430,9 @@ class Endpoint:
             return
         if isinstance(reply, Feed):
             response.event_head = b""
-            async for frames in reply.events:
-                await response.event(frames)
+            async with contextlib.aclosing(reply.events):
+                async for frames in reply.events:
+                    await response.event(frames)
             await response.finish()
             return
         if isinstance(reply, LongReply):

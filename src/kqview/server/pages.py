@@ -180,7 +180,7 @@ def describe(
     types = [
         kind
         for one in operations
-        for kind in (one.body, one.reply)
+        for kind in (one.body, one.upload, one.reply)
         if kind is not None and kind is not Upload
     ]
     schemas, components = msgspec.json.schema_components(
@@ -225,7 +225,7 @@ def _operation(
         "operationId": f"{one.method.lower()}_{name}",
         "summary": one.summary,
         "tags": [one.tag],
-        "responses": {"200": _reply(one, by_type), **_errors(one)},
+        "responses": {str(one.status): _reply(one, by_type), **_errors(one)},
     }
     parameters = [(part, "path") for part in re.findall(r"{(\w+)}", path)]
     parameters += [(part, "query") for part in one.query]
@@ -234,12 +234,12 @@ def _operation(
             {"name": part, "in": where, "required": where == "path", "schema": {"type": "string"}}
             for part, where in parameters
         ]
-    if one.body is Upload:
+    if one.body is Upload and one.upload is None:
         described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
     elif one.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": by_type[id(one.body)]}},
+            "content": {"application/json": {"schema": by_type[id(one.upload or one.body)]}},
         }
     if has_keys and one.access != "open":
         described["security"] = [{"bearer": []}, {"header": []}]
