@@ -15,6 +15,7 @@ from kqview._core import Model as CoreModel
 from kqview.arguments import checked_ids, encode, whole_number
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
+from kqview.lora import LoraScales
 from kqview.submission import Submission
 from kqview.text_batch import Requests, Text, in_turn, items_of
 from kqview.types import ModelInfo, PromptBlock, Score
@@ -28,6 +29,7 @@ class ScoreOptions(TypedDict, total=False):
     last: int | Sequence[int] | None
     top_logprobs: int | None
     priority: int
+    lora: LoraScales | None
     add_special: bool
     parse_special: bool
 
@@ -75,6 +77,7 @@ class Scoring:
         last: int | Sequence[int] | None = None,
         top_logprobs: int | None = None,
         priority: int = 0,
+        lora: LoraScales | None = None,
         add_special: bool = True,
         parse_special: bool = True,
     ) -> Score | list[Score]:
@@ -92,6 +95,7 @@ class Scoring:
             top_logprobs: Number of most probable tokens to return for each place, at most 1000;
                 None for none.
             priority: As in `Engine.generate`.
+            lora: As in `Engine.generate`.
             add_special: As in `tokenize`. With a token that starts the text, every token of the
                 text itself has a score.
             parse_special: As in `tokenize`.
@@ -111,7 +115,7 @@ class Scoring:
             QueueFull: Too many other requests wait for a slot.
             ClosedError: The engine is closed.
         """
-        work = self._to_score(texts, last, top_logprobs, priority, add_special, parse_special)
+        work = self._to_score(texts, last, top_logprobs, priority, lora, add_special, parse_special)
         with closing(work.requests):
             for i, one in work.requests:
                 while (block := one.next_block()) is not None:
@@ -146,6 +150,7 @@ class Scoring:
         last: int | Sequence[int] | None = None,
         top_logprobs: int | None = None,
         priority: int = 0,
+        lora: LoraScales | None = None,
         add_special: bool = True,
         parse_special: bool = True,
     ) -> _Work:
@@ -173,7 +178,7 @@ class Scoring:
         n_last = _counts("last", last, ids)
 
         def submit(i: int) -> Generation:
-            wanted = self._submission.options(ids[i], request_id=None, priority=priority)
+            wanted = self._submission.options(ids[i], request_id=None, priority=priority, lora=lora)
             wanted.only_attends = True
             wanted.n_scores = n_last[i]
             wanted.n_top_scores = n_top or 0

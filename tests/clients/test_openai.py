@@ -63,6 +63,22 @@ def test_chat_whole_and_streamed(client: Any):
     assert whole.usage.prompt_tokens_details.cached_tokens >= 0
 
 
+def test_echo_gives_the_logprobs_of_the_prompt(client: Any):
+    asked: dict[str, Any] = {"model": "demo", "prompt": "Anna is a", "temperature": 0}
+    [choice] = client.completions.create(**asked, max_tokens=0, echo=True, logprobs=1).choices
+    assert choice.text == "Anna is a"
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(value < 0 for value in choice.logprobs.token_logprobs[1:])
+    with client.completions.create(
+        **asked, max_tokens=3, echo=True, logprobs=1, stream=True
+    ) as stream:
+        parts = [chunk.choices[0].logprobs for chunk in stream if chunk.choices]
+    tokens = [token for part in parts if part for token in part.tokens]
+    n = len(choice.logprobs.tokens)
+    assert tokens[:n] == choice.logprobs.tokens
+    assert len(tokens) == n + 3
+
+
 async def test_chat_with_the_async_client(base_url: str):
     async with openai.AsyncOpenAI(base_url=base_url, api_key=KEY, max_retries=0) as client:
         whole = await client.chat.completions.create(**PLAIN)

@@ -68,6 +68,7 @@ def test_id_outside_the_vocabulary_is_refused_in_llama_cpps_form(client: httpx.C
     assert error["code"] == 400
     assert error["type"] == "invalid_request_error"
     assert str(10**6) in error["message"]
+    assert error["message"].startswith("tokens ")
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"content": 1}', b'{"content": [null]}'])

@@ -33,7 +33,7 @@ from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
 from kqview.server.slots import Slots
 from kqview.server.workers import Workers
-from kqview.types import EngineStats
+from kqview.types import EngineStats, Score
 
 _T = TypeVar("_T")
 _Raw = TypeVar("_Raw", bound=Sized)
@@ -53,6 +53,7 @@ DECODED_TIMES: Final = 17
 # The same for a character and its ids, and for an id with its text.
 _ID_BYTES: Final = 40
 _PIECE_BYTES: Final = 240
+_SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
 
 
 class Service:
@@ -293,12 +294,15 @@ class Service:
             return list(map(tokenize, texts))
         return await self._tokenizers.run(hold.client, lambda: list(map(tokenize, texts)))
 
-    async def detokenize(self, ids: Sequence[int], *, client: str = "") -> str:
-        """Text of *ids*."""
+    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str = "") -> str:
+        """Text of *ids*, which errors call *name*."""
         engine = self.engine
-        if len(ids) < _OFFLOAD_ITEMS:
-            return engine.detokenize(ids)
-        return await self._tokenizers.run(client, engine.detokenize, ids)
+        try:
+            if len(ids) < _OFFLOAD_ITEMS:
+                return engine.detokenize(ids)
+            return await self._tokenizers.run(client, engine.detokenize, ids)
+        except RequestError as error:
+            raise renamed(error, {"ids": name}) from None
 
     # ---- generation
 
@@ -352,6 +356,26 @@ class Service:
             run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(_late(limit_s)))
         return run
 
+    async def scores(
+        self, request: GenerateRequest, caller: Caller, *, top_logprobs: int, hold: Hold
+    ) -> list[Score]:
+        """How the model judges each prompt of *request*; `start` finds them in the cache then.
+
+        Raises:
+            RequestError: As `start`, like the other errors.
+        """
+        prompts = (request.prompt, *request.more_prompts)
+        try:
+            self._check_limits(request, caller)
+            ids = [await self._prompt_ids(self.engine, prompt, hold) for prompt in prompts]
+            for one in ids:
+                self._check_prompt(one, request)
+            hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
+            async with self.working() as engine:
+                return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
+        except RequestError as error:
+            raise renamed(error, {"texts": "prompt", **request.names}) from None
+
     async def _generations(
         self, engine: Engine, request: GenerateRequest, caller: Caller, hold: Hold
     ) -> list[Generation]:
@@ -392,15 +416,8 @@ class Service:
         is_gone: threading.Event,
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
-        limit = min(self.max_context, request.max_context or self.max_context)
         for ids in prompts:
-            if len(ids) > limit:
-                raise PromptTooLong(
-                    f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
-                    parameter="prompt",
-                    n_tokens=len(ids),
-                    n_max=limit,
-                )
+            self._check_prompt(ids, request)
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
         steered = partial(
@@ -435,6 +452,16 @@ class Service:
             for generation in generations:
                 generation.cancel()
         return generations
+
+    def _check_prompt(self, ids: Sequence[int], request: GenerateRequest) -> None:
+        limit = min(self.max_context, request.max_context or self.max_context)
+        if len(ids) > limit:
+            raise PromptTooLong(
+                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+                parameter="prompt",
+                n_tokens=len(ids),
+                n_max=limit,
+            )
 
     async def _prompt_ids(
         self, engine: Engine, prompt: str | Sequence[int], hold: Hold

@@ -101,6 +101,7 @@ def test_detokenize_of_an_unknown_id_is_refused(demo: Served, client: httpx.Clie
     reply = client.post("/api/v1/detokenize", json={"token_ids": [n_vocab]})
     assert reply.status_code == 400
     assert reply.json()["error_code"] == "INVALID_TOKEN"
+    assert "token_ids" in reply.text
 
 
 @pytest.mark.parametrize("path", ["/api/extra/tokencount", "/api/extra/tokenize"])

@@ -131,7 +131,7 @@ def test_impossible_value_is_refused_by_the_name_of_its_field(
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": [True]}, "prompt"),
         ({"logprobs": -1}, "logprobs"),
-        ({"logprobs": 1, "echo": True}, "echo"),
+        ({"logprobs": 1001, "echo": True}, "logprobs"),
     ],
 )
 def test_impossible_completion_is_refused_by_the_name_of_its_field(

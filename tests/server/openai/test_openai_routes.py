@@ -276,6 +276,66 @@ def test_logprobs_of_a_completion_have_both_forms(demo: Served):
     assert streamed == starts
 
 
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 4])
+def test_echo_has_the_logprobs_of_the_prompt(demo: Served, max_tokens: int, as_ids: bool):
+    text = "Anna is a. \N{SNOWMAN} Tom"
+    ids = demo.engine.tokenize(text, add_special=True)
+    score = demo.engine.score(ids, top_logprobs=2)
+    given = ids if as_ids else text
+    fields: dict[str, Any] = {"prompt": given, "echo": True, "logprobs": 2}
+    choice = api.text(demo, **fields, max_tokens=max_tokens)["choices"][0]
+    logprobs, n = choice["logprobs"], len(ids)
+    assert len(logprobs["tokens"]) == n + max_tokens
+    assert logprobs["token_logprobs"][0] is None
+    assert logprobs["top_logprobs"][0] is None
+    assert logprobs["token_logprobs"][1:n] == pytest.approx(score.logprobs[1:].tolist(), abs=0.02)
+    assert [len(top) for top in logprobs["top_logprobs"][1:]] == [2] * (n + max_tokens - 1)
+    # The first token is the one that starts every text.
+    shown = demo.engine.detokenize(ids) if as_ids else text
+    assert choice["text"].startswith(shown)
+    offsets = logprobs["text_offset"]
+    for i in range(2, n + max_tokens):
+        piece = choice["text"][offsets[i - 1] : offsets[i]]
+        assert piece == logprobs["tokens"][i - 1] or "\ufffd" in logprobs["tokens"][i - 1]
+    assert offsets[n - 1] < len(shown)
+    if max_tokens:
+        assert offsets[n] == len(shown)
+    else:
+        assert choice["text"] == shown
+        assert choice["finish_reason"] == "length"
+    joined: dict[str, list[Any]] = {}
+    streamed = ""
+    for chunk in api.text_chunks(demo, **fields, max_tokens=max_tokens):
+        for one in chunk["choices"]:
+            streamed += one["text"]
+            for name, values in (one["logprobs"] or {}).items():
+                joined.setdefault(name, []).extend(values)
+    assert streamed == choice["text"]
+    assert joined["tokens"] == logprobs["tokens"]
+    assert joined["text_offset"] == offsets
+    assert joined["token_logprobs"][1:] == pytest.approx(logprobs["token_logprobs"][1:], abs=0.02)
+
+
+def test_echo_of_several_prompts_has_the_logprobs_of_each(demo: Served):
+    prompts = ["Anna is a", "Tom"]
+    fields: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": 2, "n": 2}
+    choices = api.text(demo, prompt=prompts, **fields)["choices"]
+    for i, choice in enumerate(choices):
+        ids = demo.engine.tokenize(prompts[i // 2], add_special=True)
+        assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 2
+        assert choice["logprobs"]["top_logprobs"][1] == {}
+
+
+def test_echo_beyond_the_context_is_refused_by_the_name_of_the_field(demo: Served):
+    body = {"prompt": [[1, 2], [5] * 100_000], "echo": True, "logprobs": 1}
+    reply = httpx.post(f"{demo.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 400, reply.text
+    body = {"prompt": [[1, 10**6]], "echo": True, "logprobs": 1}
+    reply = httpx.post(f"{demo.url}/v1/completions", json=body, timeout=60)
+    assert (reply.status_code, reply.json()["error"]["message"][:6]) == (400, "prompt")
+
+
 # ---- errors
 
 

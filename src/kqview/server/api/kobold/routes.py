@@ -56,7 +56,9 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokenized:
     """Text of ids."""
     ids = convert.ids_of(body)
-    return schema.Detokenized(await call.service.detokenize(ids, client=call.hold.client))
+    name = "tokens" if body.token_ids is None else "token_ids"
+    text = await call.service.detokenize(ids, name=name, client=call.hold.client)
+    return schema.Detokenized(text)
 
 
 async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:

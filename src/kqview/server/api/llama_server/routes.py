@@ -55,7 +55,8 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
     """Text of ids."""
     ids = body.tokens or []
-    return schema.Content(await call.service.detokenize(ids, client=call.hold.client))
+    text = await call.service.detokenize(ids, name="tokens", client=call.hold.client)
+    return schema.Content(text)
 
 
 # ---- completions

@@ -24,6 +24,7 @@ from kqview.server.api.llama_fields import (
 )
 from kqview.server.api.openai import schema
 from kqview.server.api.tool_format import object_of
+from kqview.server.errors import renamed
 from kqview.server.kept import Rows
 from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
@@ -49,6 +50,8 @@ class Plan:
         has_usage: Whether a stream ends with the usage.
         has_timings: Whether each chunk of a stream has timings.
         echoes: Text of each prompt, which precedes the generated one; () without ``echo``.
+        echo_logprobs: Number of most probable tokens to show with those of the prompt; None if it
+            is not shown, or without logprobs.
     """
 
     request: GenerateRequest
@@ -59,6 +62,7 @@ class Plan:
     has_usage: bool
     has_timings: bool
     echoes: Sequence[str] = ()
+    echo_logprobs: int | None = None
 
     def echo(self, sample: int) -> str:
         """What precedes the text of a sample."""
@@ -72,6 +76,7 @@ def _plan(
     model: str,
     reading: Reading | None = None,
     echoes: Sequence[str] = (),
+    echo_logprobs: int | None = None,
 ) -> Plan:
     return Plan(
         request=request,
@@ -82,6 +87,7 @@ def _plan(
         has_usage=body.stream_options is not None and bool(body.stream_options.include_usage),
         has_timings=bool(body.timings_per_token),
         echoes=echoes,
+        echo_logprobs=echo_logprobs,
     )
 
 
@@ -255,21 +261,21 @@ def completion_plan(
         names={**names_of(body), **_NAMES},
         **options_of(body, settings),
     )
-    echoes: list[str] = []
-    if body.echo:
-        echoes = [one if isinstance(one, str) else engine.detokenize(one) for one in prompts]
-    return _plan(body, request, model=model, echoes=echoes)
+    echoes = [_text_of(prompt, engine) for prompt in prompts] if body.echo else []
+    n_shown = n_logprobs if body.echo else None
+    return _plan(body, request, model=model, echoes=echoes, echo_logprobs=n_shown)
+
+
+def _text_of(prompt: Prompt, engine: Engine) -> str:
+    try:
+        return prompt if isinstance(prompt, str) else engine.detokenize(prompt)
+    except RequestError as error:
+        raise renamed(error, {"ids": "prompt"}) from None
 
 
 def _text_logprobs(body: schema.CompletionBody) -> int | None:
     if body.logprobs is None or body.logprobs is False:
         return None
-    if body.echo:
-        raise RequestError(
-            "logprobs are those of generated tokens, and echo asks for the prompt's too; "
-            "leave one of them out",
-            parameter="echo",
-        )
     return _n_logprobs("logprobs", int(body.logprobs))
 
 

@@ -6,12 +6,14 @@ moment; without it, chunks are pieces of text.
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Final
 
 import msgspec
 
 from kqview import __version__
+from kqview.generation.text import TextStream
 from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.attention_protocol import (
     LOGPROB_BYTES,
@@ -28,7 +30,7 @@ from kqview.server.api.tool_format import CallDelta
 from kqview.server.budget import Hold
 from kqview.server.errors import Answer
 from kqview.server.run import Run, Step, TokenLogprobs
-from kqview.types import PromptBlock
+from kqview.types import PromptBlock, Score
 
 Object = dict[str, Any]
 
@@ -73,17 +75,69 @@ class Sample:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class EchoedLogprobs:
+    """Logprobs of a prompt's tokens in OpenAI's older form.
+
+    The first token has nothing before it, so its logprobs are null.
+    """
+
+    lists: Mapping[str, Sequence[msgspec.Raw]]
+    whole: msgspec.Raw
+    """The same as one object."""
+
+
+def echoed_logprobs(score: Score, text: str, bytes_of: Callable[[int], bytes]) -> EchoedLogprobs:
+    """Logprobs of a prompt whose text is *text*; any thread, because there may be many.
+
+    Offsets are counted from its end: ids that the tokenizer put before it are no part of the text.
+    """
+    stream = TextStream()
+    lengths = [len(stream.feed(bytes_of(id_))) for id_ in score.ids]
+    lengths[-1] += len(stream.flush())
+    n_left = [*accumulate(reversed(lengths))][::-1]
+    tops = score.top_logprobs or [[] for _ in score.ids]
+    lists: dict[str, list[msgspec.Raw]] = {
+        name: [] for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    for id_, logprob, rank, top, n in zip(
+        score.ids, score.logprobs.tolist(), score.ranks.tolist(), tops, n_left, strict=True
+    ):
+        one = token_logprob(TokenLogprobs(id_, logprob, tuple(top)), bytes_of)
+        shown = {other.token: other.logprob for other in one.top_logprobs}
+        is_scored = rank >= 0
+        lists["tokens"].append(_json(one.token))
+        lists["token_logprobs"].append(_json(one.logprob if is_scored else None))
+        lists["top_logprobs"].append(_json(shown if is_scored else None))
+        lists["text_offset"].append(_json(max(0, len(text) - n)))
+    return EchoedLogprobs(lists, _json(lists))
+
+
+def _json(value: object) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(value))
+
+
 class Parts:
     """What is written of a token besides its text: logprobs and attention."""
 
     def __init__(
-        self, plan: Plan, bytes_of: Callable[[int], bytes], attention: AttentionWriter
+        self,
+        plan: Plan,
+        bytes_of: Callable[[int], bytes],
+        attention: AttentionWriter,
+        echoed: Sequence[EchoedLogprobs] = (),
     ) -> None:
-        """Write what *plan* asks for."""
+        """Write what *plan* asks for; *echoed* are the logprobs of each prompt that is shown."""
         self._plan = plan
         self._bytes_of = bytes_of
+        self._echoed = echoed
         self.attention = attention
         self._n_text: dict[int, int] = {}  # characters before the next token, by choice
+
+    def echoed(self, sample: int) -> EchoedLogprobs | None:
+        """Logprobs of the prompt before a choice; None if there are none."""
+        i = sample // self._plan.request.n_samples
+        return self._echoed[i] if self._echoed else None
 
     def logprobs(self, step: Step) -> Object | None:
         """Logprobs of a token; None if there are none."""
@@ -192,8 +246,11 @@ class Chunks:
         sample.has_begun = True
         if sample.reader is not None:
             return [self._choice(sample, {"role": "assistant", "content": None}, None)]
-        echo = self._plan.echo(sample.index)
-        return [self._choice(sample, {"text": echo}, None)] if echo else []
+        echo, echoed = self._plan.echo(sample.index), self._parts.echoed(sample.index)
+        if not echo and echoed is None:
+            return []
+        logprobs = None if echoed is None else echoed.whole
+        return [{**self._choice(sample, {"text": echo}, None), "logprobs": logprobs}]
 
     def _choice(self, sample: Sample, new: Object, reason: str | None) -> Object:
         body = new if sample.reader is None else {"delta": new}
@@ -267,6 +324,14 @@ class Whole:
     def n_bytes(self) -> int:
         """Bytes of the lists so far."""
         return self._lists.n_bytes
+
+    def echo(self, n_samples: int) -> None:
+        """Add the logprobs of the prompts that are shown."""
+        for i in range(n_samples):
+            if (echoed := self._parts.echoed(i)) is not None:
+                for name, elements in echoed.lists.items():
+                    for element in elements:
+                        self._lists.add(i, f"logprobs.{name}", element)
 
     def prompt(self, run: Run, block: PromptBlock) -> None:
         """Add rows of the prompt."""

@@ -11,6 +11,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.llama_fields import error_body, with_defaults
@@ -52,14 +53,17 @@ async def _completed(
             _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
             model=service.model_name,
         )  # fmt: skip
+        echoed = await _echoed(call, plan, engine)
         run = await service.start(plan.request, call.caller, call.hold)
     attention = AttentionWriter(run, engine.model, service.kept if plan.keeps else None)
-    parts = events.Parts(plan, engine.token_bytes, attention)
+    parts = events.Parts(plan, engine.token_bytes, attention, echoed)
     created_s = int(time.time())
     if body.stream:
         return Events(run, events.Chunks(plan, parts, created_s), events.HEAD)
     whole = events.Whole(plan, parts, created_s, call.hold, settings.max_reply_bytes)
     async with run:
+        if echoed:
+            await service.offload(_LARGE, whole.echo, plan.request.n_generations)
         async for block in run.prompt_blocks():
             await service.offload(_LARGE, whole.prompt, run, block)
             del block  # the pool wants its memory back
@@ -67,6 +71,23 @@ async def _completed(
             await service.offload(step.n_bytes, whole.token, run, step)
             del step
     return HttpReply(await service.offload(whole.n_bytes, whole.body, run))
+
+
+async def _echoed(call: Call, plan: convert.Plan, engine: Engine) -> list[events.EchoedLogprobs]:
+    """Logprobs of each prompt that the reply shows, before they are continued."""
+    if plan.echo_logprobs is None:
+        return []
+    scores = await call.service.scores(
+        plan.request, call.caller, top_logprobs=plan.echo_logprobs, hold=call.hold
+    )
+
+    def written() -> list[events.EchoedLogprobs]:
+        return [
+            events.echoed_logprobs(score, text, engine.token_bytes)
+            for score, text in zip(scores, plan.echoes, strict=True)
+        ]
+
+    return await call.service.converted(_LARGE, call.hold, written)
 
 
 # ---- attention that is kept
