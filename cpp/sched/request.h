@@ -91,6 +91,7 @@ struct request_options {
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
     int priority = 0;                                // larger first, then in order of arrival
+    bool cache_prompt = true;  // false: nothing of the prompt comes from a cache
     // Shortest run of tokens that a shift keeps: equal in cache and prompt, after tokens that
     // differ. 0: only the common prefix is reused.
     int n_reuse_min = 0;

@@ -19,9 +19,9 @@ bool may_run_in(const slot& one, const request& wanted) {
 
 // Number of prompt tokens that may come from a cache. Excludes the last token and those before
 // scored ones, whose logits are wanted, and tokens whose rows are wanted, because no cache keeps
-// their queries. 0 for an embedding.
+// their queries. 0 for an embedding, and for a request that wants no cache.
 std::size_t n_usable(const request& wanted) {
-    if (wanted.embeds) return 0;
+    if (wanted.embeds || !wanted.cache_prompt) return 0;
     return wanted.prompt.size() -
            std::max(static_cast<std::size_t>(std::max(1, wanted.n_prompt_rows)),
                     wanted.n_scores + 1);
@@ -49,7 +49,7 @@ bool slot_table::can_admit(const request& wanted) const {
 reuse_plan slot_table::plan_of(const slot& candidate, const request& wanted) const {
     try {
         const auto& cached = candidate.cache.tokens();
-        if (candidate.cache.lora() != wanted.lora) return {};
+        if (!wanted.cache_prompt || candidate.cache.lora() != wanted.lora) return {};
         if (wanted.n_reuse_min > 0) {
             const auto n_run_min = static_cast<std::size_t>(wanted.n_reuse_min);
             auto shifted = plan_shift(cached, wanted.prompt, n_run_min);

@@ -135,6 +135,8 @@ class RequestOptions:
     """Number of best tokens that come with each score."""
     run_ahead: int
     priority: int
+    cache_prompt: bool
+    """Whether tokens of the prompt may come from a cache."""
     n_reuse_min: int
     """Shortest run of tokens that a shift reuses; 0 turns shifts off."""
     n_discard: int

@@ -374,6 +374,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         priority: int = 0,
         reuse: Reuse = "exact",
         reuse_min_tokens: int = 16,
+        cache_prompt: bool = True,
         context_shift: bool = False,
         n_keep: int = 0,
         n_discard: int | None = None,
@@ -404,6 +405,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 visible.
             reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
                 shorter runs count as coincidence.
+            cache_prompt: False evaluates every token of the prompt, whatever *reuse* and the slots say.
             context_shift: When the slot is full, discard old tokens and continue instead of ending
                 with finish reason "length". As approximate as "shift". Columns then refer to the
                 tokens that remain, see ``token.discarded``.
@@ -465,6 +467,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             n_prompt=len(ids),
             reuse=reuse,
             reuse_min_tokens=reuse_min_tokens,
+            cache_prompt=cache_prompt,
             context_shift=context_shift,
             n_keep=n_keep,
             n_discard=n_discard,

@@ -50,6 +50,7 @@ class GenerateOptions(SamplingOptions, total=False):
     priority: int
     reuse: Reuse
     reuse_min_tokens: int
+    cache_prompt: bool
     context_shift: bool
     n_keep: int
     n_discard: int | None
@@ -282,11 +283,12 @@ def set_shift(
     n_prompt: int,
     reuse: object,
     reuse_min_tokens: object,
+    cache_prompt: object,
     context_shift: object,
     n_keep: object,
     n_discard: object,
 ) -> None:
-    """Fill in the options of `Engine.generate` that move positions.
+    """Fill in the options of `Engine.generate` that reuse and move cached tokens.
 
     Raises:
         RequestError: An option has the wrong type or is out of range.
@@ -294,6 +296,8 @@ def set_shift(
     """
     if not isinstance(reuse, str) or reuse not in get_args(Reuse):
         raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
+    if not isinstance(cache_prompt, bool):
+        raise invalid("cache_prompt", "True or False", shown(cache_prompt))
     if not isinstance(context_shift, bool):
         raise invalid("context_shift", "True or False", shown(context_shift))
     n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
@@ -303,6 +307,7 @@ def set_shift(
             f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
             "and send the ids to keep as the prompt"
         )
+    options.cache_prompt = cache_prompt
     # No run is as long as the largest number: nothing is moved.
     options.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
     n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)

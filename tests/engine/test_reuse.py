@@ -597,6 +597,23 @@ def test_chat_takes_the_option(demo_engine: Engine) -> None:
     assert generation.usage.cached_tokens == n_prompt - 1
 
 
+def test_request_without_a_cache_evaluates_its_whole_prompt(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_slots=2, **F32)
+    first = text_of(engine.generate(LONG_PROMPT, max_tokens=8, top_logprobs=0, **GREEDY))
+    ways: list[dict[str, Any]] = [{}, {"slot": 0}, {"slot": 1}, {"reuse": "prefix"}]
+    for options in [*ways, {"reuse": "shift"}]:
+        again = engine.generate(
+            LONG_PROMPT, max_tokens=8, top_logprobs=0, cache_prompt=False, **GREEDY, **options
+        )
+        assert text_of(again) == first  # to the last bit, where a cached prompt may round otherwise
+        assert again.usage.cached_tokens == 0
+    cached = engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY)
+    cached.read()
+    assert cached.usage.cached_tokens == len(LONG_PROMPT) - 1
+
+
 @pytest.fixture
 def demo_engine(make_engine: MakeEngine) -> Engine:
     pytest.importorskip("jinja2")
@@ -611,6 +628,8 @@ def demo_engine(make_engine: MakeEngine) -> Engine:
         {"reuse": "other"},
         {"reuse": None},
         {"reuse": True},
+        {"cache_prompt": None},
+        {"cache_prompt": "no"},
         {"reuse_min_tokens": 0},
         {"reuse_min_tokens": -1},
         {"reuse_min_tokens": 2**31},
@@ -621,7 +640,7 @@ def test_options_out_of_range_are_refused(
     make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any]
 ) -> None:
     engine = make_engine(tiny_llama)
-    with pytest.raises(errors.RequestError, match="reuse"):
+    with pytest.raises(errors.RequestError, match=next(iter(options))):
         engine.generate([1, 2, 3], **options)
     assert engine.stats().n_requests == 0
 

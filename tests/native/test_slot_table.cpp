@@ -401,6 +401,29 @@ TEST_CASE("scheduler: rows that are wanted of the prompt are not taken over") {
     CHECK(taker.usage().cached_tokens == 60);
 }
 
+TEST_CASE("scheduler: a request without a cache evaluates its whole prompt") {
+    test_engine engine(slots(2));
+    const auto prompt = make_prompt(1, 100);
+    CHECK(consumer(engine.submit(prompt, 3)).rest() == continuation(prompt, 3));
+    for (const slot_id slot : {-1, 0, 1}) {
+        for (const int n_reuse_min : {0, 4}) {
+            consumer taker(engine.submit(prompt, 3, [&](request& r) {
+                r.cache_prompt = false;
+                r.n_reuse_min = n_reuse_min;
+                r.wanted_slot = slot;
+            }));
+            CHECK(taker.rest() == continuation(prompt, 3));
+            CHECK(taker.usage().cached_tokens == 0);
+        }
+    }
+    CHECK(n_decoded(engine) == 7 * 100);
+    CHECK(engine.model->copies().empty());
+    // What it leaves behind is as good as anything.
+    consumer taker(engine.submit(prompt, 3));
+    taker.rest();
+    CHECK(taker.usage().cached_tokens == 99);
+}
+
 TEST_CASE("scheduler: caches that cannot be cut are not copied") {
     auto options = slots(2);
     options.can_truncate = false;

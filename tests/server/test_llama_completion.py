@@ -113,6 +113,17 @@ def test_prompt_is_only_evaluated_if_nothing_is_to_be_predicted(demo: Served, cl
     assert again["timings"]["prompt_n"] == 1
 
 
+def test_without_cache_prompt_the_whole_prompt_is_evaluated(demo: Served, client: httpx.Client):
+    n_prompt = len(demo.engine.tokenize(PROMPT, add_special=True))
+    for options, n_cached in (({}, n_prompt - 1), ({"cache_prompt": False}, 0)):
+        complete(client, n_predict=2, id_slot=0)
+        timings = complete(client, n_predict=2, id_slot=0, **options)["timings"]
+        assert (timings["cache_n"], timings["prompt_n"]) == (n_cached, n_prompt - n_cached)
+    # Its samples share one evaluation.
+    replies = complete(client, n_predict=2, n=2, cache_prompt=False)
+    assert replies[0]["timings"]["cache_n"] == 0
+
+
 def test_stop_word_is_named_and_not_shown(client: httpx.Client):
     whole = complete(client, n_predict=40)["content"]
     word = whole[len(whole) // 2 :][:5]

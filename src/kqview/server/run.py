@@ -60,6 +60,7 @@ class GenerateRequest:
         n_keep: Tokens at the start that it keeps, -1 for the prompt.
         n_discard: Tokens after them that it drops, None for half.
         n_reuse_min: Least tokens in a row to reuse by moving them, 0 for none.
+        cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
         mods: Mods that steer it, in their order.
     """
@@ -80,6 +81,7 @@ class GenerateRequest:
     n_keep: int = 0
     n_discard: int | None = None
     n_reuse_min: int = 0
+    cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
     mods: Sequence[ModWanted] = ()
 

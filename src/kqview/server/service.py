@@ -438,6 +438,7 @@ class Service:
                         sampling=_for_sample(request, i_sample),
                         capture=rows,
                         slot=request.slot if i == 0 else None,
+                        cache_prompt=request.cache_prompt or i_sample > 0,
                         lora=request.lora,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,

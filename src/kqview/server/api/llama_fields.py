@@ -7,7 +7,7 @@ numbers out of their range are moved to its nearest end (`_CLAMPED`); the others
 What kqview's sampler does not have is refused by name if the request turns it on, because the text
 would be another one: ``top_n_sigma``, ``dynatemp_range``, ``adaptive_target``, ``min_keep``. The
 order of ``samplers`` is fixed; those left out are off. Fields that change only how llama.cpp
-computes (``backend_sampling``, ``cache_prompt``) are ignored.
+computes (``backend_sampling``) are ignored.
 """
 
 import math
@@ -250,6 +250,7 @@ def options_of(fields: LlamaFields, settings: Settings) -> dict[str, Any]:
         "n_keep": first(fields.n_keep, 0),
         "n_discard": fields.n_discard or None,
         "n_reuse_min": first(fields.n_cache_reuse, 0),
+        "cache_prompt": fields.cache_prompt is not False,
         "mods": mods_of_model(
             fields.mods, getattr(fields, "model", None), has_mods=settings.mods_dir is not None
         ),

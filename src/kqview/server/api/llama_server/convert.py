@@ -11,17 +11,16 @@ from kqview.server.api.llama_fields import (
     LlamaFields,
     active_samplers,
     first,
-    lora_of,
     max_tokens_of,
     n_samples_of,
     names_of,
+    options_of,
     sampling_of,
-    slot_of,
 )
 from kqview.server.api.llama_server import schema
-from kqview.server.api.mods_field import mods_of
 from kqview.server.errors import NotSupported
 from kqview.server.run import GenerateRequest
+from kqview.server.settings import Settings
 from kqview.types import ModelInfo, Sampling
 
 Parts = list[int | str]
@@ -136,8 +135,7 @@ def plan_of(
     request_id: str,
     model: str,
     n_ctx: int,
-    most_tokens: int,
-    shifts: bool,
+    settings: Settings,
     tokenize: Callable[[str], Sequence[int]],
 ) -> Plan:
     """What *body* asks for.
@@ -148,16 +146,16 @@ def plan_of(
         request_id: Its name.
         model: Name of the model.
         n_ctx: Tokens that a slot holds.
-        most_tokens: Most tokens that the server generates for a request.
-        shifts: Whether a full slot drops old tokens.
+        settings: Those of the server.
         tokenize: As in `sampling_of`.
 
     Raises:
         RequestError: Or one of its kinds: it cannot work.
         NotSupported: As `sampling_of`.
     """
-    wanted = first(max_tokens_of(body), most_tokens if shifts else n_ctx)
-    n = min(wanted, most_tokens)
+    endless = settings.max_tokens if settings.context_shift else n_ctx
+    wanted = first(max_tokens_of(body), endless)
+    n = min(wanted, settings.max_tokens)
     sampling = sampling_of(body, tokenize=tokenize)
     (ids, _), *more = prompts
     request = GenerateRequest(
@@ -168,13 +166,7 @@ def plan_of(
         request_id=request_id,
         n_samples=n_samples_of(body),
         names=names_of(body),
-        slot=slot_of(body),
-        context_shift=shifts,
-        n_keep=first(body.n_keep, 0),
-        n_discard=body.n_discard or None,
-        n_reuse_min=first(body.n_cache_reuse, 0),
-        lora=lora_of(body),
-        mods=mods_of(body.mods),
+        **options_of(body, settings),
     )
     return Plan(
         body=body,

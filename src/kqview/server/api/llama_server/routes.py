@@ -113,7 +113,7 @@ async def _complete(
     plan = await service.converted(
         call.n_body_bytes, call.hold, convert.plan_of, body, shown,
         request_id=call.request_id, model=service.model_name, n_ctx=engine.n_ctx,
-        most_tokens=settings.max_tokens, shifts=settings.context_shift,
+        settings=settings,
         tokenize=partial(engine.tokenize, add_special=False, parse_special=False),
     )  # fmt: skip
     run = await service.start(plan.request, call.caller, call.hold)
