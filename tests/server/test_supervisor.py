@@ -128,7 +128,8 @@ def test_crashed_worker_is_replaced_on_the_same_port_and_its_requests_are_named(
             "POST", url + "/api/extra/generate/stream", json=body,
             headers={"x-request-id": "the-poison"}, timeout=30,
         ) as stream:  # fmt: skip
-            next(stream.iter_raw())
+            rows = stream.iter_raw()
+            next(rows)  # kept: an iterator that is dropped closes the connection
             os.kill(worker, signal.SIGSEGV)
             assert until(lambda: parent.workers() != [worker])
             refused = httpx.get(url + "/health", timeout=30)
