@@ -19,10 +19,9 @@ constexpr float float_max = std::numeric_limits<float>::max();
 // llama.cpp allocates the whole window at once, and no context is longer than this.
 constexpr std::int32_t window_max_tokens = 1 << 20;
 
-constexpr float best_logit = 10.0F;
-
-// Below this, exp() is 0 in float32, for which llama.cpp's typical_p computes 0 * log(0).
-constexpr float logit_of_zero = best_logit - 103.0F;
+// Logits further than this below the best have a probability of 0 in float32, for which llama.cpp's
+// typical_p computes 0 * log(0).
+constexpr float lowest_depth = 103.0F;
 
 // Below this, only equally likely tokens remain; dividing by it cannot overflow.
 constexpr float temperature_min = 1e-30F;
@@ -44,6 +43,10 @@ llama_token_data_array as_array(std::vector<llama_token_data>& candidates, bool 
 
 bool is_better(const llama_token_data& a, const llama_token_data& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+bool is_likelier(const llama_token_data& a, const llama_token_data& b) {
+    return a.p > b.p || (a.p == b.p && a.id < b.id);
 }
 
 [[noreturn]] void throw_nothing_left() {
@@ -211,12 +214,14 @@ void sampler::build_choice() {
         add(llama_sampler_init_temp(temperature));
         add(llama_sampler_init_mirostat_v2(seed, params_.mirostat_tau, params_.mirostat_eta));
     } else {
-        // top_k is done by logit_scan before any candidate is built.
-        add(llama_sampler_init_typical(params_.typical_p, 0));
-        add(llama_sampler_init_top_p(params_.top_p, 0));
-        add(llama_sampler_init_min_p(params_.min_p, 0));
-        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, 0, seed));
-        add(llama_sampler_init_temp(temperature));
+        // top_n_sigma and top_k come before the candidates are built, or in narrow().
+        const auto n_keep = static_cast<std::size_t>(params_.min_keep);
+        add(llama_sampler_init_typical(params_.typical_p, n_keep));
+        add(llama_sampler_init_top_p(params_.top_p, n_keep));
+        add(llama_sampler_init_min_p(params_.min_p, n_keep));
+        add(llama_sampler_init_xtc(params_.xtc_probability, params_.xtc_threshold, n_keep, seed));
+        add(llama_sampler_init_temp_ext(temperature, params_.dynatemp_range,
+                                        params_.dynatemp_exponent));
         add(llama_sampler_init_dist(seed));
     }
 }
@@ -225,24 +230,41 @@ picked_token sampler::pick(float* logits) {
     const std::span row(logits, static_cast<std::size_t>(n_vocab_));
     const bool has_logprobs = params_.top_logprobs.has_value();
     if (filter_) limit_.restart();
-    if (has_logprobs) logprobs_.read(logits, n_vocab_, *params_.top_logprobs);
+    if (has_logprobs && !params_.post_sampling_probs)
+        logprobs_.read(logits, n_vocab_, *params_.top_logprobs);
 
     editor_.edit(row);
     picked_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
     editor_.accept({&token.id, 1});
     if (filter_) filter_->accept(token.id, limit_);
     if (filter_) limit_.pause();
-    if (has_logprobs) {
-        token.logprob = logprobs_.of(editor_.raw(token.id, row));
-        token.top = logprobs_.top();
-    }
+    if (has_logprobs) report(token, row);
     return token;
+}
+
+// The log-probabilities of a token and of those beside it.
+void sampler::report(picked_token& token, std::span<const float> logits) const {
+    if (!params_.post_sampling_probs) {
+        token.logprob = logprobs_.of(editor_.raw(token.id, logits));
+        token.top = logprobs_.top();
+        return;
+    }
+    if (is_greedy()) {  // the choice is certain
+        token.logprob = 0.0F;
+        if (*params_.top_logprobs > 0) token.top.emplace_back(token.id, 0.0F);
+        return;
+    }
+    token.logprob = std::log(last_p_);
+    for (const llama_token_data& entry : likeliest_) {
+        if (entry.p > 0.0F) token.top.emplace_back(entry.id, std::log(entry.p));
+    }
 }
 
 token_id sampler::choose(std::span<const float> logits) {
     scan_.read(logits.data(), n_vocab_);
     if (scan_.max() == minus_inf) throw_nothing_left();
-    const bool needs_all = params_.mirostat != 0 || params_.top_k <= 0 || params_.top_k >= n_vocab_;
+    const bool needs_all = has_mirostat() || params_.top_n_sigma > 0.0F || params_.top_k <= 0 ||
+                           params_.top_k >= n_vocab_;
     if (is_greedy() && !filter_) return scan_.argmax();
     if (!is_greedy() && needs_all) return choose_of_all(logits);
 
@@ -259,7 +281,7 @@ token_id sampler::choose(std::span<const float> logits) {
 // more than choosing twice.
 token_id sampler::choose_of_all(std::span<const float> logits) {
     fill_all(logits);
-    const token_id id = run_choice(false);
+    const token_id id = run_choice(narrow());
     if (!filter_) return id;
     candidates_.assign(1, {id, 0.0F, 0.0F});
     apply_filter();
@@ -268,17 +290,53 @@ token_id sampler::choose_of_all(std::span<const float> logits) {
     fill_all(logits);
     apply_filter();
     if (candidates_.empty()) throw_nothing_left();
-    return run_choice(false);
+    return run_choice(narrow());
+}
+
+// Leaves what top_n_sigma and top_k allow; returns whether the candidates are sorted. Mirostat
+// replaces both.
+bool sampler::narrow() {
+    if (has_mirostat() || params_.top_n_sigma == 0.0F) return false;  // and top_k has no effect
+    const auto n = static_cast<double>(candidates_.size());
+    double sum = 0.0;
+    double best = minus_inf;
+    for (const llama_token_data& entry : candidates_) {
+        sum += static_cast<double>(entry.logit);
+        best = std::max(best, static_cast<double>(entry.logit));
+    }
+    double sum_of_squares = 0.0;
+    for (const llama_token_data& entry : candidates_) {
+        const double distance = static_cast<double>(entry.logit) - sum / n;
+        sum_of_squares += distance * distance;
+    }
+    const double deviation = std::sqrt(sum_of_squares / n);
+    const double lowest = best - static_cast<double>(params_.top_n_sigma) * deviation;
+    std::erase_if(candidates_, [lowest](const llama_token_data& entry) {
+        return static_cast<double>(entry.logit) < lowest;
+    });
+    if (params_.top_k <= 0) return false;
+    keep_best(static_cast<std::size_t>(params_.top_k));
+    return true;
+}
+
+// Sorts the `n` best candidates and drops the others.
+void sampler::keep_best(std::size_t n) {
+    n = std::min(n, candidates_.size());
+    const auto end = candidates_.begin() + static_cast<std::ptrdiff_t>(n);
+    std::partial_sort(candidates_.begin(), end, candidates_.end(), is_better);
+    candidates_.resize(n);
 }
 
 // Requires at least one candidate, all above -inf.
 token_id sampler::run_choice(bool is_sorted) {
     // Shifts the best logit to 10: nothing overflows, the probabilities stay the same, and
-    // llama.cpp's sort, which is fast from -10 to 10, can tell the likely tokens apart.
+    // llama.cpp's sort, which is fast from -10 to 10, can tell the likely tokens apart. A dynamic
+    // temperature may be so small that only 0 can be divided by it.
+    const float wanted = params_.dynatemp_range > 0.0F ? 0.0F : 10.0F;
     float best = candidates_.front().logit;
     for (const llama_token_data& entry : candidates_) best = std::max(best, entry.logit);
-    for (llama_token_data& entry : candidates_) entry.logit = entry.logit - best + best_logit;
-    const float lowest = params_.typical_p < 1.0F ? logit_of_zero : -float_max;
+    for (llama_token_data& entry : candidates_) entry.logit = entry.logit - best + wanted;
+    const float lowest = params_.typical_p < 1.0F ? wanted - lowest_depth : -float_max;
     std::erase_if(candidates_, [=](const llama_token_data& e) { return !(e.logit >= lowest); });
 
     llama_token_data_array array = as_array(candidates_, is_sorted);
@@ -286,6 +344,13 @@ token_id sampler::run_choice(bool is_sorted) {
     if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
         throw error(errc::internal, "the samplers chose no token of " + std::to_string(array.size) +
                                         ", one is needed; report this");
+    }
+    if (params_.post_sampling_probs) {
+        last_p_ = array.data[array.selected].p;
+        const auto n_top = static_cast<std::size_t>(params_.top_logprobs.value_or(0));
+        likeliest_.resize(std::min(n_top, array.size));
+        std::partial_sort_copy(array.data, array.data + array.size, likeliest_.begin(),
+                               likeliest_.end(), is_likelier);
     }
     return array.data[array.selected].id;
 }
@@ -323,11 +388,7 @@ void sampler::fill_top_allowed(std::span<const float> logits, std::int32_t k) {
     fill_all(logits);
     apply_filter();
     if (candidates_.empty()) throw_nothing_left();
-    const std::size_t n_kept = std::min(candidates_.size(), n_wanted);
-    std::partial_sort(candidates_.begin(),
-                      candidates_.begin() + static_cast<std::ptrdiff_t>(n_kept), candidates_.end(),
-                      is_better);
-    candidates_.resize(n_kept);
+    keep_best(n_wanted);
 }
 
 void sampler::apply_filter() {

@@ -88,11 +88,15 @@ public:
     void stop() noexcept override { limit_.stop(); }
 
 private:
-    bool is_greedy() const { return params_.temperature == 0.0F; }
+    bool is_greedy() const { return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F; }
+    bool has_mirostat() const { return params_.mirostat != 0; }
     void build_choice();
     token_id choose(std::span<const float> logits);
     token_id choose_of_all(std::span<const float> logits);
     token_id run_choice(bool is_sorted);
+    bool narrow();
+    void keep_best(std::size_t n);
+    void report(picked_token& token, std::span<const float> logits) const;
     void fill_all(std::span<const float> logits);
     void fill_top(std::int32_t k);
     void fill_top_allowed(std::span<const float> logits, std::int32_t k);
@@ -109,6 +113,9 @@ private:
     logprob_scan logprobs_;
     std::vector<scored_token> top_;
     std::vector<llama_token_data> candidates_;
+    // Probabilities of the last choice and of the likeliest candidates; if those are reported.
+    float last_p_ = 0.0F;
+    std::vector<llama_token_data> likeliest_;
 };
 
 }  // namespace kqview

@@ -22,6 +22,11 @@ struct sampling_params {
     float top_p = 0.95F;       // 1 = off
     float min_p = 0.05F;       // 0 = off
     float typical_p = 1.0F;    // 1 = off
+    float top_n_sigma = 0.0F;  // 0 = off
+    std::int32_t min_keep = 0;
+
+    float dynatemp_range = 0.0F;  // 0 = off
+    float dynatemp_exponent = 1.0F;
 
     float repeat_penalty = 1.0F;      // 1 = off
     std::int32_t repeat_last_n = 64;  // 0 = off, -1 = the model's context
@@ -55,6 +60,7 @@ struct sampling_params {
 
     // 0 = only the chosen token's logprob, k = also those of the k most probable tokens.
     std::optional<std::int32_t> top_logprobs;
+    bool post_sampling_probs = false;  // they are those of the last candidates, not of the model
 };
 
 // The allowed range of a number, within the limits of its type.
@@ -83,6 +89,10 @@ inline constexpr std::tuple sampling_options{
     sampling_option{"top_p", &sampling_params::top_p, {0, 1, true}},
     sampling_option{"min_p", &sampling_params::min_p, {0, 1}},
     sampling_option{"typical_p", &sampling_params::typical_p, {0, 1, true}},
+    sampling_option{"top_n_sigma", &sampling_params::top_n_sigma, {.low = 0}},
+    sampling_option{"min_keep", &sampling_params::min_keep, {.low = 0}},
+    sampling_option{"dynatemp_range", &sampling_params::dynatemp_range, {0, 1000}},
+    sampling_option{"dynatemp_exponent", &sampling_params::dynatemp_exponent, {0, 1000}},
     sampling_option{
         "repeat_penalty", &sampling_params::repeat_penalty, {.low = 0, .low_excluded = true}},
     sampling_option{"repeat_last_n", &sampling_params::repeat_last_n, {.low = -1}},
@@ -109,6 +119,7 @@ inline constexpr std::tuple sampling_options{
     sampling_option{"json_schema", &sampling_params::json_schema},
     sampling_option{"regex", &sampling_params::regex},
     sampling_option{"top_logprobs", &sampling_params::top_logprobs, {.low = 0}},
+    sampling_option{"post_sampling_probs", &sampling_params::post_sampling_probs},
 };
 
 // Calls `visit` with each option, in order.

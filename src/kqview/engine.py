@@ -405,7 +405,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 visible.
             reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
                 shorter runs count as coincidence.
-            cache_prompt: False evaluates every token of the prompt, whatever *reuse* and the slots say.
+            cache_prompt: False evaluates every token of the prompt, whatever *reuse* says.
             context_shift: When the slot is full, discard old tokens and continue instead of ending
                 with finish reason "length". As approximate as "shift". Columns then refer to the
                 tokens that remain, see ``token.discarded``.

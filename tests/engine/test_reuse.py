@@ -602,11 +602,10 @@ def test_request_without_a_cache_evaluates_its_whole_prompt(
 ) -> None:
     engine = make_engine(tiny_llama, n_slots=2, **F32)
     first = text_of(engine.generate(LONG_PROMPT, max_tokens=8, top_logprobs=0, **GREEDY))
-    ways: list[dict[str, Any]] = [{}, {"slot": 0}, {"slot": 1}, {"reuse": "prefix"}]
-    for options in [*ways, {"reuse": "shift"}]:
-        again = engine.generate(
-            LONG_PROMPT, max_tokens=8, top_logprobs=0, cache_prompt=False, **GREEDY, **options
-        )
+    ways = ({}, {"slot": 0}, {"slot": 1}, {"reuse": "prefix"}, {"reuse": "shift"})
+    for way in ways:
+        options: dict[str, Any] = {"top_logprobs": 0, **GREEDY, **way}
+        again = engine.generate(LONG_PROMPT, max_tokens=8, cache_prompt=False, **options)
         assert text_of(again) == first  # to the last bit, where a cached prompt may round otherwise
         assert again.usage.cached_tokens == 0
     cached = engine.generate(LONG_PROMPT, max_tokens=1, **GREEDY)

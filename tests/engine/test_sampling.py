@@ -200,6 +200,134 @@ def test_logprobs_of_the_whole_vocabulary_sum_to_one(engine: Engine) -> None:
         assert dict(token.top_logprobs)[token.id] == token.logprob
 
 
+# ---- probabilities after the samplers, against the formulas
+
+
+def drawn_from(logits: np.ndarray, options: dict[str, Any]) -> np.ndarray:
+    """Probabilities that llama.cpp's chain draws from, in float64; 0 for what it has cut off."""
+    order = np.argsort(-logits, kind="stable")
+    order = order[np.isfinite(logits[order])]
+    if n_sigma := options.get("top_n_sigma"):
+        lowest = logits[order].max() - n_sigma * logits[order].std()
+        order = order[logits[order] >= lowest]
+    order = order[: options["top_k"] or None]
+    n_keep = options.get("min_keep", 0)
+
+    def weights(temperature: float = 1.0) -> np.ndarray:
+        exponents = np.exp((logits[order] - logits[order[0]]) / temperature)
+        return exponents / exponents.sum()
+
+    if options["top_p"] < 1:
+        n = int(np.argmax(np.cumsum(weights()) >= options["top_p"])) + 1
+        order = order[: max(n, n_keep)]
+    if options["min_p"] > 0:
+        n = int((weights() >= options["min_p"] * weights()[0]).sum())
+        order = order[: max(n, n_keep)]
+    temperature = options["temperature"]
+    if spread := options.get("dynatemp_range"):
+        shares = weights()
+        shares = shares[shares > 0]
+        entropy = -float((shares * np.log(shares)).sum()) / math.log(len(order))
+        low, high = max(0.0, temperature - spread), temperature + spread
+        temperature = low + (high - low) * entropy ** options.get("dynatemp_exponent", 1.0)
+    found = np.zeros(len(logits))
+    found[order] = weights(temperature)
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+        {"top_n_sigma": 1.0},
+        {"top_n_sigma": 1.5, "top_k": 5},
+        {"top_n_sigma": 2.0, "top_p": 0.7, "temperature": 0.6},
+        {"top_n_sigma": 1e30},
+        {"dynatemp_range": 0.5, "temperature": 1.0},
+        {"dynatemp_range": 0.5, "temperature": 1.0, "dynatemp_exponent": 8.0},
+        {"dynatemp_range": 3.0, "temperature": 0.8, "top_k": 10},
+        {"dynatemp_range": 1.0, "temperature": 0.0},
+        {"top_p": 0.05},
+        {"top_p": 0.05, "min_keep": 7},
+        {"min_p": 0.9, "min_keep": 4},
+        {"min_p": 0.9, "min_keep": 10**9},
+    ],
+    ids=str,
+)
+def test_probabilities_after_the_samplers_are_those_of_the_formulas(
+    engine: Engine, options: dict[str, Any]
+) -> None:
+    options = OPEN | options
+    (raw,) = tokens_of(engine, 1, seed=1, top_logprobs=320, **options)
+    (token,) = tokens_of(engine, 1, seed=1, top_logprobs=320, post_sampling_probs=True, **options)
+    assert raw.top_logprobs is not None
+    assert token.top_logprobs is not None
+    logits = np.array([dict(raw.top_logprobs)[id_] for id_ in range(320)], dtype=np.float64)
+    logits[[END_OF_TEXT, IM_END]] = -np.inf  # ignored
+    want = drawn_from(logits, options)
+    found = dict(token.top_logprobs)
+    assert set(found) == set(np.flatnonzero(want > 1e-30).tolist())
+    for id_, logprob in found.items():
+        assert math.exp(logprob) == pytest.approx(want[id_], rel=1e-3)
+    values = [logprob for _, logprob in token.top_logprobs]
+    assert values == sorted(values, reverse=True)
+    assert token.id == raw.id  # what is reported does not change what is drawn
+    assert token.logprob == found[token.id]
+
+
+def test_probabilities_after_the_samplers_of_greedy_mirostat_and_grammars(engine: Engine) -> None:
+    for options in (
+        {"temperature": 0},
+        {"temperature": 0, "grammar": "root ::= [a-c]+"},
+        OPEN | {"top_k": 1},
+    ):
+        for token in tokens_of(engine, 5, top_logprobs=3, post_sampling_probs=True, **options):
+            assert (token.logprob, token.top_logprobs) == (0, [(token.id, 0)])
+    for options in (
+        {"mirostat": 1},
+        {"mirostat": 2},
+        {"grammar": "root ::= [a-c]+"},
+        {"grammar": "root ::= [a-c]+", "top_k": 2},
+        {"grammar": "root ::= [a-c]+", "top_n_sigma": 0.5},
+    ):
+        options = OPEN | {"top_logprobs": 320, "post_sampling_probs": True, "seed": 3} | options
+        for token in tokens_of(engine, 10, **options):
+            assert token.top_logprobs is not None
+            assert token.logprob == dict(token.top_logprobs)[token.id]
+            assert sum(math.exp(p) for _, p in token.top_logprobs) == pytest.approx(1, abs=1e-4)
+    (token,) = tokens_of(engine, 1, top_logprobs=0, post_sampling_probs=True, **OPEN)
+    assert token.top_logprobs == []
+
+
+def test_grammar_holds_where_no_likely_token_is_allowed(engine: Engine) -> None:
+    options = OPEN | {"top_n_sigma": 0.01, "grammar": "root ::= [a-c] [0-9] [0-9]"}
+    text = engine.generate(PROMPT, max_tokens=9, seed=1, **options).read()
+    assert len(text) == 3
+    assert text[0] in "abc"
+    assert text[1:].isdecimal()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dynatemp_range": 1000, "dynatemp_exponent": 1000},
+        {"dynatemp_range": 1e-38, "temperature": 1e-38},
+        {"dynatemp_range": 1000, "temperature": 3e38},
+        {"dynatemp_range": 1, "logit_bias": {5: 3e38}},
+        {"dynatemp_range": 1, "logit_bias": dict.fromkeys(range(300), -3e38)},
+        {"top_n_sigma": 3e38, "logit_bias": {5: 3e38, 6: -3e38}},
+        {"top_n_sigma": 1e-38},
+        {"top_n_sigma": 1, "dynatemp_range": 1, "mirostat": 2},
+    ],
+    ids=str,
+)
+def test_extreme_options_choose_a_token(engine: Engine, options: dict[str, Any]) -> None:
+    for token in tokens_of(engine, 5, top_logprobs=5, post_sampling_probs=True, **(OPEN | options)):
+        assert token.logprob is not None
+        assert math.isfinite(token.logprob)
+
+
 # ---- out of range
 
 BAD_SAMPLING: dict[str, list[Any]] = {
@@ -208,6 +336,10 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "top_p": [-0.1, 1.1, math.nan],
     "min_p": [-0.1, 1.1, math.nan],
     "typical_p": [-0.1, 1.1, math.nan],
+    "top_n_sigma": [-1.0, math.nan, math.inf],
+    "min_keep": [-1, 1.5, 2**31],
+    "dynatemp_range": [-0.1, 1001, math.nan],
+    "dynatemp_exponent": [-0.1, 1001, math.nan],
     "repeat_penalty": [0.0, -1.0, math.inf],
     "repeat_last_n": [-2, 1.5],
     "presence_penalty": [math.nan, math.inf],
@@ -228,6 +360,7 @@ BAD_SAMPLING: dict[str, list[Any]] = {
     "stop": [[""], [5]],
     "stop_tokens": [[-1], [2**31], ["1"]],
     "top_logprobs": [-1, 1.5, 321],
+    "post_sampling_probs": [1, None, "yes"],
 }
 
 

@@ -50,6 +50,7 @@ GENERATE_DEFAULTS = {
     "priority": 0,
     "reuse": "exact",
     "reuse_min_tokens": 16,
+    "cache_prompt": True,
     "context_shift": False,
     "n_keep": 0,
     "n_discard": None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -213,6 +214,49 @@ def test_sampler_that_is_left_out_is_off(client: httpx.Client):
     ]
 
 
+def test_samplers_have_all_their_names(client: httpx.Client):
+    for names in (
+        ["topk", "top-n-sigma", "typ", "temp"],
+        ["top-k", "topnsigma", "typ_p", "t-e_mp"],
+    ):
+        used = complete(client, n_predict=1, samplers=names)["generation_settings"]["samplers"]
+        assert used == ["top_n_sigma", "top_k", "typ_p", "temperature"]
+    letters = complete(client, n_predict=1, samplers="edskypmxt")["generation_settings"]
+    assert letters["samplers"] == complete(client, n_predict=1)["generation_settings"]["samplers"]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_probabilities_after_the_samplers(demo: Served, client: httpx.Client, is_streamed: bool):
+    fields: dict[str, Any] = {
+        "temperature": 0.9, "top_k": 6, "top_n_sigma": 9.0, "min_keep": 2, "dynatemp_range": 0.3,
+        "dynatemp_exponent": 2.0, "seed": 5,
+    }  # fmt: skip
+    body = {**fields, "n_predict": 4, "n_probs": 10, "post_sampling_probs": True}
+    if is_streamed:
+        *tokens, reply = stream(client, **body)
+        found = [one["completion_probabilities"][0] for one in tokens]
+    else:
+        reply = complete(client, **body)
+        found = reply["completion_probabilities"]
+    used = reply["generation_settings"]
+    assert {name: used[name] for name in fields} == {**fields}
+    assert used["post_sampling_probs"] is True
+    expected = list(
+        demo.engine.generate(
+            PROMPT, max_tokens=4, top_logprobs=10, post_sampling_probs=True, **fields
+        )
+    )
+    for one, token in zip(found, expected, strict=True):
+        assert one.keys() == {"id", "token", "bytes", "prob", "top_probs"}
+        assert (one["id"], one["prob"]) == (token.id, math.exp(token.logprob or 0))
+        assert token.top_logprobs is not None
+        assert [(top["id"], top["prob"]) for top in one["top_probs"]] == [
+            (id_, math.exp(logprob)) for id_, logprob in token.top_logprobs
+        ]
+        assert len(one["top_probs"]) <= 6
+    assert max(len(one["top_probs"]) for one in found) > 1
+
+
 def test_operator_decides_what_a_request_leaves_open():
     settings = Settings(sampling=("temperature=0", "seed=42", "top_k=5"), max_tokens=7)
     with serving(settings) as served, served.client() as client:
@@ -350,10 +394,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, tuple[str, ...]]] = [
         ({"logit_bias": {"1" * 5000: 1}}, 400, "invalid_request_error", ("logit_bias", "1111")),
         ({"response_fields": ["x" * 1001]}, 400, "invalid_request_error", ("response_fields",)),
         ({"dry_sequence_breakers": []}, 400, "invalid_request_error", ("dry_sequence_breakers",)),
-        ({"top_n_sigma": 1.5}, 501, "not_supported_error", ("top_n_sigma",)),
-        ({"dynatemp_range": 0.5}, 501, "not_supported_error", ("dynatemp_range",)),
         ({"adaptive_target": 0.5}, 501, "not_supported_error", ("adaptive_target",)),
-        ({"min_keep": 3}, 501, "not_supported_error", ("min_keep",)),
         ({"n_indent": 3}, 501, "not_supported_error", ("n_indent",)),
     ]  # fmt: skip
 
@@ -381,7 +422,7 @@ def test_prompt_that_is_too_long_is_answered_with_both_sizes(client: httpx.Clien
         {"typical_p": 2}, {"xtc_probability": 9}, {"xtc_threshold": -1}, {"mirostat": 9},
         {"dry_base": 0.5}, {"seed": -1}, {"seed": 2**32 - 1}, {"stop": None}, {"stop": ""},
         {"grammar": ""}, {"logit_bias": []}, {"logit_bias": {}}, {"samplers": ["unknown"]},
-        {"min_keep": 0}, {"top_n_sigma": -1}, {"dynatemp_range": 0}, {"adaptive_target": -1},
+        {"min_keep": 0}, {"top_n_sigma": -1}, {"dynatemp_range": -1}, {"adaptive_target": -1},
         {"cache_prompt": False}, {"backend_sampling": True}, {"unknown": [1]}, {"n_probs": 0},
         {"logprobs": 1}, {"max_tokens": 1}, {"max_completion_tokens": 1}, {"n_indent": 0},
     ],

@@ -75,7 +75,7 @@ def test_worker_does_not_repeat_what_its_supervisor_said():
 
 
 def test_unknown_flags_stay_for_the_command_to_refuse():
-    assert of("--top-nsigma 2 --mmproj a.gguf")[0] == "--top-nsigma 2 --mmproj a.gguf"
+    assert of("--adaptive-target 2 --mmproj a.gguf")[0] == "--adaptive-target 2 --mmproj a.gguf"
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path):

@@ -37,6 +37,8 @@ _LISTS: Final[Mapping[str, str]] = {
 # How tokens are chosen if a request does not say.
 _SAMPLING: Final[Mapping[str, str]] = {
     "--temp": "temperature", "--temperature": "temperature", "--top-k": "top_k",
+    "--top-nsigma": "top_n_sigma", "--top-n-sigma": "top_n_sigma",
+    "--dynatemp-range": "dynatemp_range", "--dynatemp-exp": "dynatemp_exponent",
     "--top-p": "top_p", "--min-p": "min_p", "--typical": "typical_p", "--typical-p": "typical_p",
     "--xtc-probability": "xtc_probability", "--xtc-threshold": "xtc_threshold",
     "--repeat-last-n": "repeat_last_n", "--repeat-penalty": "repeat_penalty",

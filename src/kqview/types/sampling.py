@@ -212,6 +212,10 @@ class SamplingOptions(TypedDict, total=False):
     top_p: float
     min_p: float
     typical_p: float
+    top_n_sigma: float
+    min_keep: int
+    dynatemp_range: float
+    dynatemp_exponent: float
     repeat_penalty: float
     repeat_last_n: int
     presence_penalty: float
@@ -236,6 +240,7 @@ class SamplingOptions(TypedDict, total=False):
     json_schema: str | Mapping[str, object] | None
     regex: str | None
     top_logprobs: int | None
+    post_sampling_probs: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +266,27 @@ class Sampling:
     typical_p: float = _number(
         1.0, "Locally typical sampling; 1 is off.", low=0, low_excluded=True, high=1
     )
+    top_n_sigma: float = _number(
+        0.0,
+        "Drop tokens whose logit is more than this many standard deviations of all logits below "
+        "the best, before the truncations above; 0 is off.",
+        low=0,
+    )
+    min_keep: int = _integer(
+        0,
+        "Tokens that top-p, min-p, typical and XTC sampling leave at least, if there are so many.",
+    )
+    dynatemp_range: float = _number(
+        0.0,
+        "The temperature moves this far below and above ``temperature``, the higher the entropy of "
+        "the tokens that are left; 0 is off.",
+        low=0, high=1000,
+    )  # fmt: skip
+    dynatemp_exponent: float = _number(
+        1.0,
+        "Power of the entropy, from 0 to 1, by which the temperature moves.",
+        low=0, high=1000,
+    )  # fmt: skip
     repeat_penalty: float = _number(
         1.0, "Divides the logits of tokens seen before; 1 is off.", low=0, low_excluded=True
     )
@@ -340,6 +366,12 @@ class Sampling:
         None,
         "How many of the most probable tokens to report with their logprobs; 0 reports only the "
         "chosen token's logprob, None reports nothing.",
+    )
+    post_sampling_probs: bool = _row(
+        False,
+        _to_flag,
+        "Report the probabilities from which a token was drawn, after all options above, instead "
+        "of the model's own.",
     )
 
     def __post_init__(self) -> None:

@@ -83,6 +83,13 @@ def test_request_without_a_name_gets_ours():
     assert convert_request({"prompt": "x", "request_id": ""}).request_id == "ours"
 
 
+def test_samplers_of_koboldcpp_go_to_the_engine():
+    fields = {"nsigma": 1.5, "dynatemp_range": 0.4, "dynatemp_exponent": 2.0, "typical": 0.9}
+    sampling = convert_request({"prompt": "x", **fields}).sampling
+    assert (sampling.top_n_sigma, sampling.typical_p) == (1.5, 0.9)
+    assert (sampling.dynatemp_range, sampling.dynatemp_exponent) == (0.4, 2.0)
+
+
 @pytest.mark.parametrize("negative", [-1, -2])
 def test_negative_seed_is_a_random_one(negative: int):
     assert convert_request({"prompt": "x", "sampler_seed": negative}).sampling.seed is None
@@ -97,6 +104,7 @@ def test_negative_seed_is_a_random_one(negative: int):
         ({"prompt": "x", "rep_pen": -1}, InvalidSampling, "^rep_pen must be"),
         ({"prompt": "x", "repetition_penalty": -1}, InvalidSampling, "^repetition_penalty must be"),
         ({"prompt": "x", "typical": 2}, InvalidSampling, "^typical must be"),
+        ({"prompt": "x", "nsigma": -2}, InvalidSampling, "^nsigma must be"),
         ({"prompt": "x", "stop_sequence": [""]}, InvalidSampling, "stop_sequence must be"),
         ({"prompt": "x", "banned_tokens": ["two words"]}, InvalidToken, "two words"),
         ({"prompt": "x", "logit_bias": {"word": 1}}, InvalidToken, "logit_bias"),
@@ -250,7 +258,7 @@ def test_logprobs_have_both_forms():
 
 
 def test_every_sampling_option_has_a_field():
-    not_offered = {"json_schema", "regex"}
+    not_offered = {"json_schema", "regex", "min_keep", "post_sampling_probs"}
     assert set(SAMPLING_FIELDS) == set(OPTIONS) - not_offered
     fields = {field.name for field in msgspec.structs.fields(schema.StreamBody)}
     assert {name for names in SAMPLING_FIELDS.values() for name in names} <= fields

@@ -2,7 +2,7 @@
 
 Pure. A body becomes the neutral parts of a `GenerateRequest`; each protocol accepts the other's
 names. Absent and null fields take the defaults in `DEFAULTS`. Unknown names are ignored, as are
-samplers that llama.cpp does not have (``tfs``, ``top_a``, ``smoothing_factor``, ``dynatemp_*``) and
+samplers that llama.cpp does not have (``tfs``, ``top_a``, ``smoothing_factor``) and
 ``sampler_order``: llama.cpp's order is fixed.
 
 The values of an attention object may be megabytes of base64, so they stay a separate piece from the
@@ -84,6 +84,9 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     top_k: int | None = None
     min_p: float | None = None
     typical: float | None = None
+    nsigma: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
     rep_pen: float | None = None
     repetition_penalty: float | None = None
     rep_pen_range: int | None = None
@@ -133,7 +136,8 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         **{
             name: (name,)
             for name in (
-                "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+                "temperature", "top_p", "top_k", "min_p", "dynatemp_range", "dynatemp_exponent",
+                "presence_penalty", "frequency_penalty",
                 "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base",
                 "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
                 "xtc_probability", "xtc_threshold", "grammar", "logit_bias", "banned_tokens",
@@ -141,6 +145,7 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
             )
         },
         "typical_p": ("typical",),
+        "top_n_sigma": ("nsigma",),
         "repeat_penalty": ("rep_pen", "repetition_penalty"),
         "repeat_last_n": ("rep_pen_range",),
         "seed": ("sampler_seed", "seed"),

@@ -5,9 +5,8 @@ absent fields take the defaults of `OPTIONS`, which are llama.cpp's. As in llama
 numbers out of their range are moved to its nearest end (`_CLAMPED`); the others are refused.
 
 What kqview's sampler does not have is refused by name if the request turns it on, because the text
-would be another one: ``top_n_sigma``, ``dynatemp_range``, ``adaptive_target``, ``min_keep``. The
-order of ``samplers`` is fixed; those left out are off. Fields that change only how llama.cpp
-computes (``backend_sampling``) are ignored.
+would be another one: ``adaptive_target``, ``n_indent``. The order of ``samplers`` is fixed; those
+left out are off. Fields that change only how llama.cpp computes (``backend_sampling``) are ignored.
 """
 
 import math
@@ -130,7 +129,7 @@ _OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
 _CLAMPED: Final = frozenset(
     {
         "temperature", "top_k", "top_p", "min_p", "typical_p", "xtc_probability", "xtc_threshold",
-        "mirostat",
+        "mirostat", "top_n_sigma", "min_keep", "dynatemp_range", "dynatemp_exponent",
     }
 )  # fmt: skip
 _CONSTRAINTS: Final = frozenset({"grammar", "json_schema", "regex"})  # at most one may be given
@@ -142,21 +141,31 @@ SAMPLERS: Final[Mapping[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
         "dry": {"dry_multiplier": 0.0},
+        "top_n_sigma": {"top_n_sigma": 0.0},
         "top_k": {"top_k": 0},
         "typ_p": {"typical_p": 1.0},
         "top_p": {"top_p": 1.0},
         "min_p": {"min_p": 0.0},
         "xtc": {"xtc_probability": 0.0},
-        "temperature": {"temperature": 1.0},
+        "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
     }
 )
 """Sampler -> the options that turn it off; in the order in which the engine applies them."""
 
-_SAMPLER_NAMES: Final = MappingProxyType({"top-k": "top_k", "top-p": "top_p", "min-p": "min_p",
-    "nucleus": "top_p", "typical": "typ_p", "typical-p": "typ_p", "typ-p": "typ_p", "typ": "typ_p",
-    "typical_p": "typ_p", "temp": "temperature"})  # fmt: skip
-_SAMPLER_LETTERS: Final = MappingProxyType({"e": "penalties", "d": "dry", "k": "top_k",
-    "y": "typ_p", "p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature"})  # fmt: skip
+_SAMPLER_NAMES: Final = MappingProxyType(
+    {
+        **{name.replace("_", ""): name for name in SAMPLERS},
+        "nucleus": "top_p", "typ": "typ_p", "typical": "typ_p", "typicalp": "typ_p",
+        "temp": "temperature",
+    }
+)  # fmt: skip
+"""A sampler's names, without dashes and underscores, which llama.cpp's server takes or leaves."""
+_SAMPLER_LETTERS: Final = MappingProxyType(
+    {
+        "e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p",
+        "m": "min_p", "x": "xtc", "t": "temperature",
+    }
+)  # fmt: skip
 
 
 def first(*values: Any) -> Any:
@@ -286,11 +295,7 @@ def _given(fields: LlamaFields, names: Sequence[str]) -> str:
 def _check_lacking(fields: LlamaFields) -> None:
     """Refuse what would change the text and is not here."""
     lacking = {
-        "top_n_sigma": first(fields.top_n_sigma, 0) > 0,
-        "dynatemp_range": first(fields.dynatemp_range, 0) != 0,
         "adaptive_target": first(fields.adaptive_target, -1) >= 0,
-        "min_keep": first(fields.min_keep, 0) > 1,
-        "post_sampling_probs": bool(fields.post_sampling_probs),
         "n_indent": first(fields.n_indent, 0) > 0,
     }
     wanted = [name for name, is_on in lacking.items() if is_on]
@@ -391,7 +396,8 @@ def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | Non
         return None
     if isinstance(samplers, str):
         return frozenset(_SAMPLER_LETTERS.get(letter, letter) for letter in samplers)
-    return frozenset(_SAMPLER_NAMES.get(name, name) for name in samplers)
+    plain = (name.replace("-", "").replace("_", "") for name in samplers)
+    return frozenset(_SAMPLER_NAMES.get(name, name) for name in plain)
 
 
 # ---- replies

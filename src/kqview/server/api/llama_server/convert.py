@@ -194,14 +194,13 @@ def generation_settings(
         "temperature", "top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold", "typical_p",
         "repeat_last_n", "repeat_penalty", "presence_penalty", "frequency_penalty",
         "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "mirostat",
-        "mirostat_tau", "mirostat_eta", "ignore_eos",
+        "mirostat_tau", "mirostat_eta", "ignore_eos", "dynatemp_range", "dynatemp_exponent",
+        "min_keep", "post_sampling_probs",
     )  # fmt: skip
     settings: dict[str, Any] = {
         "seed": first(sampling.seed, 2**32 - 1),
         **{name: getattr(sampling, name) for name in names},
-        "dynatemp_range": 0.0,
-        "dynatemp_exponent": 1.0,
-        "top_n_sigma": -1.0,
+        "top_n_sigma": sampling.top_n_sigma or -1.0,
         "adaptive_target": -1.0,
         "adaptive_decay": 0.9,
         "max_tokens": n_predict,
@@ -210,7 +209,6 @@ def generation_settings(
         "n_discard": first(body.n_discard, 0),
         "stream": bool(body.stream),
         "n_probs": first(sampling.top_logprobs, 0),
-        "min_keep": 0,
         "samplers": active_samplers(body),
         "chat_format": "Content-only",
         "reasoning_format": "none",
@@ -218,7 +216,6 @@ def generation_settings(
         "generation_prompt": "",
         "speculative.types": "none",
         "timings_per_token": bool(body.timings_per_token),
-        "post_sampling_probs": False,
         "backend_sampling": False,
         "lora": [{"id": one.id, "scale": one.scale} for one in body.lora or ()],
     }

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import exp
 from typing import Any, Final
 
 import msgspec
@@ -201,12 +202,16 @@ class CompletionEvents:
         return -1 if slot is None else slot
 
     def _logprob(self, token: Token) -> schema.TokenLogprob:
-        top = [
-            schema.TopLogprob(id_, *self._written(id_), logprob)
-            for id_, logprob in token.top_logprobs or ()
-        ]
         assert token.logprob is not None
-        return schema.TokenLogprob(token.id, *self._written(token.id), token.logprob, top)
+        one = schema.TokenLogprob(token.id, *self._written(token.id))
+        top, of = token.top_logprobs or (), schema.TopLogprob
+        if self._plan.request.sampling.post_sampling_probs:
+            one.prob = exp(token.logprob)
+            one.top_probs = [of(id_, *self._written(id_), prob=exp(p)) for id_, p in top]
+        else:
+            one.logprob = token.logprob
+            one.top_logprobs = [of(id_, *self._written(id_), p) for id_, p in top]
+        return one
 
     def _written(self, id_: int) -> tuple[str, list[int]]:
         data = self._bytes_of(id_)

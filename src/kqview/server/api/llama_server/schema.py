@@ -99,22 +99,20 @@ class InfillBody(LlamaFields):
 
 
 class TopLogprob(Struct):
-    """A token that could have been chosen."""
+    """A token that could have been chosen; its ``prob`` with ``post_sampling_probs``."""
 
     id: int
     token: str
     bytes: list[int]
-    logprob: float
+    logprob: float | UnsetType = UNSET
+    prob: float | UnsetType = UNSET
 
 
-class TokenLogprob(Struct):
+class TokenLogprob(TopLogprob):
     """A token that was chosen, and those that could have been."""
 
-    id: int
-    token: str
-    bytes: list[int]
-    logprob: float
-    top_logprobs: list[TopLogprob]
+    top_logprobs: list[TopLogprob] | UnsetType = UNSET
+    top_probs: list[TopLogprob] | UnsetType = UNSET
 
 
 class Progress(Struct):
