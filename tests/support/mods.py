@@ -1,32 +1,17 @@
-"""A vocabulary and a model of a few lines for tests of mods, and a driver that follows the rules.
-
-The driver applies what one mod answers as an engine does, so that a test can say what the text is
-afterwards. It decodes greedily.
-"""
+"""A vocabulary and a model of a few lines for tests of mods, and `drive`, which runs a request."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kqview.mods import (
-    ActionBuilder,
-    Added,
-    AdjustedLogits,
-    Backtrack,
-    ContextInfo,
-    ForceOutput,
-    ForceTokens,
-    ForwardPass,
-    ModTokenizer,
-    Noop,
-    Prefilled,
-    RequestEnd,
-    Sampled,
-    ToolCalls,
-)
+from kqview.mods import ModTokenizer
+from kqview.mods.calls import Caller
+from kqview.mods.decorator import begin
+from kqview.mods.steering import Decision, Steering, Steps
+from kqview.trace import TraceRecorder, TraceRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,106 +61,118 @@ class Words:
         )
 
 
+class _Picked(NamedTuple):
+    id: int
+    logprob: float | None = None
+    top_logprobs: list[tuple[int, float]] | None = None
+
+
+@dataclass
+class _Forward:
+    """A forward pass, as the core hands one out."""
+
+    logits: NDArray[np.float32]
+    n_tokens: int
+    n_left: int
+    n_removable: int
+    attention: NDArray[np.float32] | None
+    positions: Any = None
+    hidden: Any = None
+
+    def pick(self, logits: Any = None, temperature: float | None = None) -> _Picked:
+        return _Picked(int(np.argmax(self.logits if logits is None else logits)))
+
+    def ends(self, id: int) -> str | None:
+        return "stop" if id == 0 else None
+
+
 @dataclass
 class Driven:
-    """What a mod made of a request."""
+    """What mods made of a request.
+
+    *forced* are the tokens of each Added that were forced; *mods* are the copies that worked;
+    *logs* is what they printed and logged.
+    """
 
     text: str
     ids: list[int]
-    events: list[Any] = field(default_factory=list[Any])
-    finish_reason: str = "stop"
-    tool_calls: Any = None
+    forced: list[list[int]]
+    mods: list[Any]
+    finish_reason: str | None
+    tool_calls: Any
+    logs: list[str]
 
 
 def drive(
-    mod: Any,
+    *mods: Any,
     words: Words,
     model: Callable[[str], Sequence[str]],
-    *,
     prompt: str = "",
     max_tokens: int = 200,
     request_id: str = "r",
     attention: Callable[[str, int], NDArray[np.float32] | None] = lambda text, n: None,
     messages: Sequence[Any] | None = None,
+    may_fail: bool = False,
 ) -> Driven:
-    """Run one request with one mod.
+    """Run one request, as an engine does that decodes greedily.
 
-    *model* names the tokens that it likes after a text, best first; all others are worse, in the
-    order of their ids. *attention* is the row for the text and the number of tokens before it.
+    Args:
+        *mods: Its mods.
+        words: The vocabulary.
+        model: Names the tokens that it likes after a text, best first; all others are worse, in the
+            order of their ids.
+        prompt: Text before what is generated.
+        max_tokens: Limit of tokens to generate.
+        request_id: The request.
+        attention: The row of the query, by the text and the number of tokens before the next one.
+        messages: The conversation.
+        may_fail: Whether a mod may raise.
     """
     tokenizer = words.tokenizer()
+    ids: list[int] = []
+    recorder = TraceRecorder(TraceRequest(request_id=request_id), text_of=str)
+    steering = Steering(
+        request_id,
+        begin(mods, request_id, tokenizer),
+        Caller(tokenizer),
+        n_vocab=words.n_vocab,
+        ids=ids,
+        text=lambda: tokenizer.decode(ids),
+        recorder=recorder,
+        check_prompt=lambda prompt: None,
+        detokenize=tokenizer.decode,
+        is_end=lambda id: id == 0,
+        attention=lambda event: None,
+    )
+
+    def take(steps: Steps) -> Decision:
+        decision = steering.run(steps)
+        assert decision is not None
+        del ids[len(ids) - decision.n_removed :]
+        ids.extend(decision.ids)
+        return decision
+
     prompt_ids = words.tokenize(prompt, False)
-    done = Driven("", [])
-    if hasattr(mod, "begin"):
-        mod.begin(request_id, tokenizer)
-
-    def ask(event: Any) -> Any:
-        done.events.append(event)
-        return mod(event, ActionBuilder(event), tokenizer) or Noop()
-
-    def finish(reason: str, tool_calls: Any = None) -> Driven:
-        if getattr(mod, "on_end", None) is not None:
-            mod.on_end(RequestEnd(request_id, reason, tuple(done.ids)))
-        done.finish_reason, done.tool_calls = reason, tool_calls
-        done.text = tokenizer.decode(done.ids, skip_special_tokens=True)
-        return done
-
-    info = ContextInfo(np.array(prompt_ids, np.int32), messages)
-    first = ask(Prefilled(request_id, 0, max_tokens, info))
-    if isinstance(first, ForceOutput):
-        done.ids = first.tokens
-        return finish("stop")
-    for step in range(1, 1000):
-        text = tokenizer.decode([*prompt_ids, *done.ids])
+    decision = take(steering.prefill(prompt_ids, max_tokens=max_tokens, messages=messages))
+    while decision.end is None:
+        text = tokenizer.decode([*prompt_ids, *ids])
         liked = [words.id(word) for word in model(text)]
         logits = np.linspace(-1, -2, words.n_vocab, dtype=np.float32)
         logits[liked] = np.linspace(2, 1, len(liked), dtype=np.float32)
-        n_tokens = len(prompt_ids) + len(done.ids)
-        row = attention(text, n_tokens)
-        sampled: int | None = None
-        forced: list[int] | None = None
-        removed = False
-        for kind in ("forward", "sampled", "added"):
-            if kind == "forward":
-                event: Any = ForwardPass(request_id, step, logits, n_tokens, row)
-            elif kind == "sampled":
-                assert sampled is not None
-                event = Sampled(request_id, step, sampled)
-            else:
-                assert sampled is not None
-                new = [sampled] if forced is None else forced
-                done.ids += new
-                event = Added(request_id, step, new, forced is not None)
-            action = ask(event)
-            if kind == "forward":
-                adjusted = action.logits if isinstance(action, AdjustedLogits) else logits
-                sampled = int(adjusted.argmax())
-            match action:
-                case ForceOutput():
-                    done.ids = action.tokens
-                    return finish("stop")
-                case ToolCalls():
-                    done.ids = []
-                    return finish("tool_calls", action.tool_calls)
-                case ForceTokens() if kind == "added":
-                    done.ids += action.tokens
-                case ForceTokens() if forced is None:
-                    forced = action.tokens
-                case Backtrack():
-                    done.ids = done.ids[: max(0, len(done.ids) - action.n)]
-                    removed = True
-                    if action.tokens and kind != "added":
-                        forced = action.tokens
-                    elif action.tokens:
-                        done.ids += action.tokens
-                case _:
-                    pass
-            if removed and (forced is None or kind == "added"):
-                break
-        if 0 in done.ids:
-            del done.ids[done.ids.index(0) + 1 :]
-            return finish("stop")
-        if len(done.ids) >= max_tokens:
-            del done.ids[max_tokens:]
-            return finish("length")
-    raise AssertionError("the request does not end")
+        n_tokens = len(prompt_ids) + len(ids)
+        n_left, row = max_tokens - len(ids), attention(text, n_tokens)
+        forward = _Forward(logits, n_tokens, n_left, len(ids), row)
+        decision = take(steering.step(forward, lambda n_removed, added: None))
+    steering.finish(decision.end)
+    trace = recorder.trace
+    failed = [call.exception_message for call in trace.mod_calls if call.exception_occurred]
+    assert may_fail or not failed, failed
+    return Driven(
+        tokenizer.decode(ids),
+        ids,
+        [event.added_tokens or [] for event in trace.events if event.forced],
+        [one.mod for one in steering.mods],
+        decision.end,
+        decision.tool_calls,
+        [log.log_message for log in trace.mod_logs],
+    )

@@ -8,8 +8,6 @@ from kqview.mods import Prefilled, mod
 from kqview.mods.kit import get_conversation, tool_call_pairs
 from tests.support.mods import END, Words, drive
 
-WORDS = Words()
-
 
 def call(id_: str | None, name: str) -> dict[str, Any]:
     function = {"name": name, "arguments": "{}"}
@@ -60,10 +58,7 @@ def test_conversation_is_a_copy_of_the_messages_of_the_request():
             seen.append(get_conversation(event))
             seen[-1][0]["parts"].append(2)
 
-    def ask(event: Any, actions: Any, tokenizer: Any) -> Any:
-        return reads(event)
-
-    drive(ask, WORDS, lambda text: [END], messages=messages)
-    drive(ask, WORDS, lambda text: [END], messages=messages)
+    for _ in range(2):
+        drive(reads, words=Words(), model=lambda text: [END], messages=messages)
     assert [one[0]["parts"] for one in seen] == [[1, 2], [1, 2]]
     assert get_conversation(Prefilled("r", 0, 1)) == []

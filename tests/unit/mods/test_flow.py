@@ -23,7 +23,8 @@ from kqview.mods.kit import (
     route_summary,
     route_tool,
 )
-from tests.support.mods import END, Words, drive
+from tests.support.mods import END, Driven, Words
+from tests.support.mods import drive as drive_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -35,6 +36,10 @@ def story(text: str) -> Sequence[str]:
     """Answers yes, and blue; else counts."""
     last = {"?": ["yes", "blue"], "e": [" two"], "o": [END]}
     return last.get(text[-1:], [" one"])
+
+
+def drive(given: Any, **options: Any) -> Driven:
+    return drive_words(given, words=WORDS, model=story, **options)
 
 
 def ok(**options: Any) -> FlowQuestion:
@@ -50,9 +55,8 @@ def make_color(state: FlowState) -> FlowQuestion:
 
 
 def run(engine: FlowEngine, **options: Any) -> tuple[str, dict[str, str]]:
-    flow = engine.as_mod()
-    done = drive(flow, WORDS, story, **options)
-    return done.text, flow.state.answers
+    done = drive(engine.as_mod(), **options)
+    return done.text, done.mods[0].state.answers
 
 
 def test_answers_lead_from_question_to_question_to_a_summary():
@@ -96,7 +100,7 @@ def test_tool_route_ends_with_calls_of_the_answers():
     def call(actions: ActionBuilder, state: FlowState, tokenizer: Any) -> Any:
         return actions.tool_calls({"name": "paint", "arguments": state.answers})
 
-    done = drive(FlowEngine(color().then(route_tool(call))).as_mod(), WORDS, story)
+    done = drive(FlowEngine(color().then(route_tool(call))).as_mod())
     assert done.finish_reason == "tool_calls"
     assert done.tool_calls == {"name": "paint", "arguments": {"color": "blue"}}
 
@@ -143,7 +147,7 @@ def test_flow_in_a_function_mod_begins_anew_and_frees_each_request():
         return answer
 
     for _ in range(2):
-        assert drive(flow, WORDS, story).text == " one two"
+        assert drive(flow).text == " one two"
         assert engine.state("r") is None
     begun = [state for state in states if state is not None]
     assert begun[0] is not begun[-1]

@@ -21,12 +21,17 @@ from kqview.mods.kit import (
     UntilStrat,
     self_prompt_mod,
 )
-from tests.support.mods import END, Words, drive
+from tests.support.mods import END, Driven, Words
+from tests.support.mods import drive as drive_words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 WORDS = Words("yes", "no", " ok?", " one", " two", ".", "hi", "hit")
+
+
+def drive(given: Any, model: Callable[[str], Sequence[str]], **options: Any) -> Driven:
+    return drive_words(given, words=WORDS, model=model, **options)
 
 
 def story(text: str) -> Sequence[str]:
@@ -49,15 +54,15 @@ def story(text: str) -> Sequence[str]:
 @pytest.mark.parametrize("form", [" ok?", {"text": " ok?"}, {"tokens": [WORDS.id(" ok?")]}])
 def test_erase_mode_decides_what_stays(erase: EraseMode, text: str, form: Any):
     asks = self_prompt_mod(form, ChoicesStrat(["yes", "no"]), ".", erase)
-    done = drive(asks, WORDS, story, prompt="Once")
+    done = drive(asks, story, prompt="Once")
     assert done.text == text
-    assert (asks.is_complete, asks.answer) == (True, "yes")
+    assert (done.mods[0].is_complete, done.mods[0].answer) == (True, "yes")
 
 
 def test_answer_is_the_best_of_the_allowed_ones():
     asks = self_prompt_mod(" ok?", ChoicesStrat(["no", "never"]), erase=EraseMode.ALL)
-    drive(asks, WORDS, story)
-    assert asks.answer == "no"
+    done = drive(asks, story)
+    assert done.mods[0].answer == "no"
 
 
 @pytest.mark.parametrize(
@@ -74,53 +79,52 @@ def test_longer_choice_with_a_shorter_one_as_its_beginning_is_reached(
         return [END]
 
     asks = self_prompt_mod(" ok?", ChoicesStrat(["hi", "hit"]))
-    done = drive(asks, WORDS, model)
-    assert asks.answer == answer
+    done = drive(asks, model)
+    assert done.mods[0].answer == answer
     assert done.text.startswith(f" ok?{answer}")
 
 
 def test_only_answer_left_is_forced_as_one_chunk():
     asks = self_prompt_mod(" ok?", ChoicesStrat(["yes or no", "maybe so"]))
-    done = drive(asks, WORDS, lambda text: ["m"] if text.endswith("?") else [END])
-    forced = [event.added_tokens for event in done.events if getattr(event, "forced", False)]
-    assert asks.answer == "maybe so"
-    assert forced == [WORDS.tokenize(" ok?", False), WORDS.tokenize("aybe so", False)]
+    done = drive(asks, lambda text: ["m"] if text.endswith("?") else [END])
+    assert done.mods[0].answer == "maybe so"
+    assert done.forced == [WORDS.tokenize(" ok?", False), WORDS.tokenize("aybe so", False)]
 
 
 def test_list_without_wrap_and_close_ends_where_the_model_goes_on():
     likes = {"?": "yes", "s": ",", " ": "no", "o": "."}
     asks = self_prompt_mod(" ok?", ListStrat(["yes", "no"]))
-    done = drive(asks, WORDS, lambda text: [likes.get(text[-1:], END)])
-    assert asks.is_complete
-    assert asks.answer == "yes, no"
+    done = drive(asks, lambda text: [likes.get(text[-1:], END)])
+    assert done.mods[0].is_complete
+    assert done.mods[0].answer == "yes, no"
     assert done.text == " ok?yes, no."
 
 
 def test_list_without_close_completes_at_its_largest_number():
     asks = self_prompt_mod(" ok?", ListStrat(["yes"], wrap='"', min=2, max=2))
-    drive(asks, WORDS, lambda text: [END])
-    assert asks.answer == '"yes", "yes"'
+    done = drive(asks, lambda text: [END])
+    assert done.mods[0].answer == '"yes", "yes"'
 
 
 def test_end_of_the_text_is_no_answer():
     asks = self_prompt_mod(" ok?", UntilStrat("", UntilEndType.ANYCHAR, "!"), erase=EraseMode.ALL)
-    done = drive(asks, WORDS, lambda text: [END, "a", "!"] if "?" in text else [END], max_tokens=9)
+    done = drive(asks, lambda text: [END, "a", "!"] if "?" in text else [END], max_tokens=9)
     # The end is masked, so that the second best token is taken for as long as there is room.
     assert done.finish_reason == "length"
-    assert asks.answer.startswith("aaa")
+    assert done.mods[0].answer.startswith("aaa")
 
 
 def test_completion_is_left_out_after_a_list_with_its_own_end():
     asks = self_prompt_mod(" ok?", ListStrat(["yes"], max=1, end_with=";"), completion="\n")
-    done = drive(asks, WORDS, story)
+    done = drive(asks, story)
     assert done.text.startswith(" ok?yes; one")
 
 
 def test_answer_of_characters_ends_where_the_model_leaves_them():
     asks = self_prompt_mod(" ok?", CharsStrat(CharsMode.NUMERIC))
     likes = {"?": "4", "4": "2"}
-    done = drive(asks, WORDS, lambda text: [likes.get(text[-1:], END)])
-    assert (asks.answer, done.text) == ("42", " ok?42")
+    done = drive(asks, lambda text: [likes.get(text[-1:], END)])
+    assert (done.mods[0].answer, done.text) == ("42", " ok?42")
 
 
 def test_question_that_another_mod_kept_out_is_asked_in_the_next_step():
@@ -134,7 +138,7 @@ def test_question_that_another_mod_kept_out_is_asked_in_the_next_step():
         return answer
 
     asks.begin("r", WORDS.tokenizer())
-    assert drive(first, WORDS, story).text.startswith(" one ok?yes. one")
+    assert drive(first, story).text.startswith(" one ok?yes. one")
 
 
 @pytest.mark.parametrize(("limit", "text"), [(3, " ok?yes. one two"), (4, " ok? two")])
@@ -152,7 +156,7 @@ def test_tokens_of_another_mod_within_an_answer_are_taken_back_three_times(limit
         return answer
 
     asks.begin("r", WORDS.tokenizer())
-    assert drive(disturbed, WORDS, story).text == text
+    assert drive(disturbed, story).text == text
     assert asks.is_complete
 
 
@@ -171,7 +175,7 @@ def test_handlers_in_a_function_mod_ask_and_free_their_state():
             return answer
         return None
 
-    assert drive(asks, WORDS, story, request_id="a").text == " one two"
+    assert drive(asks, story, request_id="a").text == " one two"
     assert seen[1] == (True, "yes", [WORDS.id("yes")])
     assert question.answer_tokens("a") == []
     assert question.is_complete("a") is False
@@ -187,7 +191,7 @@ def test_state_of_a_request_is_freed_at_its_end():
         kept.append(weakref.ref(question._askings[event.request_id]))  # pyright: ignore[reportPrivateUsage]
         return answer
 
-    drive(asks, WORDS, lambda text: ["."] if text[-1:] == "?" else [END])
+    drive(asks, lambda text: ["."] if text[-1:] == "?" else [END])
     gc.collect()
     assert kept
     assert all(one() is None for one in kept)
@@ -213,12 +217,11 @@ def test_responses_can_be_changed_for_one_request():
             question.refresh_responses(["hi"], event.request_id, tokenizer)
         return answer
 
-    assert drive(asks, WORDS, story).text.startswith(" ok?hi")
+    assert drive(asks, story).text.startswith(" ok?hi")
 
 
-def test_nothing_is_printed(capsys: pytest.CaptureFixture[str]):
-    drive(self_prompt_mod(" ok?", ChoicesStrat(["yes", "no"])), WORDS, story)
-    assert capsys.readouterr() == ("", "")
+def test_nothing_is_printed_or_logged():
+    assert drive(self_prompt_mod(" ok?", ChoicesStrat(["yes", "no"])), story).logs == []
 
 
 @pytest.mark.parametrize(

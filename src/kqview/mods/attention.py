@@ -1,0 +1,426 @@
+"""Mods that see attention: they act on where the model looks while it writes.
+
+Each needs ``capture="probs"``, or a Capture of kind "probs" that names fewer layers or heads, with
+``reduce`` or with ``top_k``; without attention they end the request with an error that says so.
+Columns are positions, so that they do not go with ``context_shift``.
+
+- `AlignAtt` stops when the model has come to the end of a source that is still growing.
+  Papi, Turchi, Negri: AlignAtt, Interspeech 2023, https://arxiv.org/abs/2305.11408
+- `LookbackGuard` holds the model to its source.
+  Chuang et al.: Lookback Lens, EMNLP 2024, https://arxiv.org/abs/2407.07071
+- `ReRead` writes an instruction again when attention to it has faded.
+  Li et al.: Measuring and Controlling Instruction (In)Stability, COLM 2024,
+  https://arxiv.org/abs/2402.10962
+
+Removing what the model does not look at is `kqview.mods.pruning`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.arguments import invalid, to_number, whole_number
+from kqview.errors import InvalidCapture, RequestError, shown
+from kqview.mods.actions import Action
+from kqview.mods.decorator import Mod
+from kqview.mods.events import Added, ForwardPass, Prefilled
+from kqview.types.token import Attention, Positions
+
+if TYPE_CHECKING:
+    from kqview.mods.actions import ActionBuilder
+    from kqview.mods.tokenizer import ModTokenizer
+
+Row = NDArray[np.float32]
+Span = tuple[int, int]
+"""Positions ``start .. stop - 1`` of the prompt."""
+
+
+def head_rows(
+    attention: Attention | None,
+    n_context: int,
+    *,
+    positions: Positions | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+) -> Row:
+    """Rows of single heads of a captured attention, float32 of shape ``(n_rows, n_context)``.
+
+    Args:
+        attention: As in a ForwardPass or a Token, in any of its shapes.
+        n_context: Number of columns: the tokens before the next one.
+        positions: As in the same event, for captures with ``top_k``; other columns are 0.
+        layers: Indices of captured layers; None for all.
+        heads: Indices of captured heads; None for all.
+
+    Raises:
+        InvalidCapture: There is no attention, or *layers* or *heads* are not in it.
+    """
+    if attention is None:
+        raise InvalidCapture("there is no attention; pass capture='probs' to generate")
+    values, places = list(attention), None if positions is None else list(positions)
+    if isinstance(attention, np.ndarray) and attention.ndim == 1:  # of all layers and heads
+        values, places = [attention], None if positions is None else [np.asarray(positions)]
+    try:
+        chosen = range(len(values)) if layers is None else layers
+        rows = [_full(values[i], None if places is None else places[i], n_context) for i in chosen]
+        return np.concatenate(rows if heads is None else [row[list(heads)] for row in rows])
+    except IndexError:
+        raise InvalidCapture(
+            f"layers={layers} and heads={heads} are not all in the capture; these are indices of "
+            "what is captured"
+        ) from None
+
+
+def _full(values: NDArray[Any], positions: NDArray[np.int32] | None, n_context: int) -> Row:
+    """*values* of one layer as whole rows."""
+    values = np.atleast_2d(values).astype(np.float32)
+    if positions is None:
+        return values
+    rows = np.zeros((len(values), n_context), np.float32)
+    np.put_along_axis(rows, np.atleast_2d(positions).astype(np.int64), values, axis=1)
+    return rows
+
+
+def _span(name: str, given: object) -> Span:
+    places = tuple(cast("Sequence[object]", given)) if isinstance(given, Sequence) else ()
+    if len(places) != 2:
+        raise invalid(
+            name, "two positions (start, stop) in the prompt", shown(cast("object", given))
+        )
+    start = whole_number(f"start of {name}", places[0], low=0)
+    stop = whole_number(f"stop of {name}", places[1])
+    if start >= stop:
+        raise RequestError(f"{name} is {start, stop}, which is empty", parameter=name)
+    return start, stop
+
+
+def _fraction(name: str, given: object) -> float:
+    value = to_number(given)
+    if value is None or not 0 <= value <= 1:
+        raise invalid(name, "a number from 0 to 1", shown(given))
+    return value
+
+
+class _AttentionMod(Mod):
+    """A mod that reads the rows of every forward pass, of some layers and heads.
+
+    It follows the generated tokens. Other mods may take tokens back or add some unseen; the number
+    of tokens in each ForwardPass says what there is.
+    """
+
+    def __init__(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> None:
+        self._layers = layers
+        self._heads = heads
+
+    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+        """See Mod."""
+        self._n_prompt = 0
+        self._ids: list[int | None] = []  # None for those that were added unseen
+        self._prompt: NDArray[np.int32] = np.empty(0, np.int32)
+
+    def on_prefilled(
+        self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Note the prompt."""
+        self._prompt = event.context_info.tokens
+        return None
+
+    def on_forward_pass(
+        self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Read the rows, and act on them."""
+        if event.step == 1:
+            self._n_prompt = event.n_tokens
+        n_generated = event.n_tokens - self._n_prompt
+        self._ids = [*self._ids[:n_generated], *[None] * (n_generated - len(self._ids))]
+        try:
+            rows = head_rows(
+                event.attention,
+                event.n_tokens,
+                positions=event.attention_positions,
+                layers=self._layers,
+                heads=self._heads,
+            )
+        except InvalidCapture as error:
+            return actions.emit_error(f"{self.name}: {error}")
+        return self.on_rows(rows, event, actions, tokenizer)
+
+    def on_added(
+        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Follow the tokens."""
+        self._ids += event.added_tokens
+        return None
+
+    def on_rows(
+        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Answer to the rows of a forward pass, shape ``(n_rows, n_context)``."""
+        raise NotImplementedError
+
+
+class AlignAtt(_AttentionMod):
+    """Stops before a token that looks at the end of the source.
+
+    For a source that is still arriving, as in simultaneous translation: what the model would write
+    next depends on what is not there yet. Call `generate` again with a longer source and the text
+    so far.
+
+    Args:
+        source: Where the source is in the prompt.
+        frontier: Number of positions at the end of the source that are too close to it.
+        layers: Indices of captured layers whose rows are averaged; None for all.
+        heads: Indices of captured heads whose rows are averaged; None for all.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        source: Span,
+        frontier: int = 1,
+        *,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layers, heads)
+        self._start, self._stop = _span("source", source)
+        self._frontier = whole_number("frontier", frontier)
+
+    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+        """See Mod.
+
+        Raises:
+            RequestError: The model has no id that ends a text.
+        """
+        super().begin(request_id, tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise RequestError("AlignAtt ends the text, but this model has no end-of-text id")
+        self._end_id: int = tokenizer.eos_token_id
+        self.alignment: list[int] = []
+        """Position in the source that each token looked at most, that of the last one included."""
+        self.is_stopped = False
+        """Whether the frontier was reached."""
+
+    def on_rows(
+        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """See Mod."""
+        seen = rows[:, self._start : self._stop].mean(axis=0)
+        if not seen.size:
+            return None
+        place = self._start + int(seen.argmax())
+        self.alignment.append(place)
+        if place < self._stop - self._frontier:
+            return None
+        self.is_stopped = True
+        return actions.force_tokens([self._end_id])
+
+
+def lookback_ratio(rows: Row, source: Span, n_prompt: int) -> float:
+    """How far *rows* look at the source instead of at what is newly written; 1.0 for nothing else.
+
+    The mean weight of a source token, divided by that plus the mean weight of a generated token;
+    averaged over the rows, as in Lookback Lens.
+
+    Args:
+        rows: Attention of shape ``(n_rows, n_context)``, kind "probs".
+        source: Positions of the source.
+        n_prompt: Position of the first generated token.
+    """
+    if rows.shape[1] <= n_prompt:
+        return 1.0
+    looked_back = rows[:, slice(*source)].mean(axis=1)
+    looked_at_new = rows[:, n_prompt:].mean(axis=1)
+    both = looked_back + looked_at_new
+    return float(np.divide(looked_back, both, out=np.ones_like(both), where=both > 0).mean())
+
+
+class LookbackGuard(_AttentionMod):
+    """Acts when the model looks away from its source while it writes.
+
+    With "damp", tokens that are not in the source become less likely for as long as the ratio of
+    the pass is below the floor; special tokens, such as the end of the text, do not. With
+    "resample", a window of tokens whose mean ratio is below the floor is taken back and written
+    another way: each attempt at a place begins with another token.
+
+    Args:
+        source: Where the source is in the prompt.
+        floor: The smallest `lookback_ratio` that is let be, from 0 to 1.
+        then: What to do below it.
+        penalty: With "damp": what is subtracted from the logits, in nats.
+        window: With "resample": number of tokens judged together.
+        retries: With "resample": number of attempts more at one place; then the text stays.
+        layers: Indices of captured layers; None for all.
+        heads: Indices of captured heads; None for all.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        source: Span,
+        floor: float,
+        then: Literal["damp", "resample"] = "damp",
+        *,
+        penalty: float = 4.0,
+        window: int = 8,
+        retries: int = 2,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layers, heads)
+        self._source = _span("source", source)
+        self._floor = _fraction("floor", floor)
+        if then not in ("damp", "resample"):
+            raise invalid("then", "'damp' or 'resample'", shown(then))
+        self._then = then
+        self._penalty = np.float32(penalty)
+        self._window = whole_number("window", window)
+        self._retries = whole_number("retries", retries, low=0)
+
+    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+        """See Mod."""
+        super().begin(request_id, tokenizer)
+        self.ratios: list[float] = []
+        """`lookback_ratio` of each generated token that is left."""
+        self.n_damped = 0
+        """Number of steps whose logits were changed."""
+        self.n_taken_back = 0
+        """Number of tokens taken back."""
+        self._banned: dict[int, list[int]] = {}  # first ids of windows taken back, by their place
+        self._n_kept = 0  # tokens that stay, whatever comes
+
+    def on_rows(
+        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """See Mod."""
+        n_generated = len(self._ids)
+        ratio = lookback_ratio(rows, self._source, self._n_prompt)
+        # Tokens that were added unseen are not judged.
+        self.ratios = [*self.ratios[:n_generated], *[1.0] * (n_generated - len(self.ratios)), ratio]
+        if self._then == "resample":
+            banned = self._banned.get(n_generated)
+            if not banned:
+                return None
+            logits = event.logits.copy()
+            logits[banned] = -np.inf
+            return actions.adjust_logits(logits)
+        if ratio >= self._floor:
+            return None
+        self.n_damped += 1
+        logits = event.logits - self._penalty
+        spared = [*self._prompt[slice(*self._source)], *tokenizer.all_special_ids]
+        logits[spared] = event.logits[spared]
+        return actions.adjust_logits(logits)
+
+    def on_added(
+        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Judge a window that is full."""
+        super().on_added(event, actions, tokenizer)
+        n_generated = len(self._ids)
+        if self._then == "damp" or event.forced or n_generated - self._n_kept < self._window:
+            return None
+        place = n_generated - self._window
+        first = self._ids[place]
+        banned = self._banned.setdefault(place, [])
+        is_good = float(np.mean(self.ratios[place:n_generated])) >= self._floor
+        if is_good or first is None or len(banned) >= self._retries:
+            self._n_kept = n_generated
+            return None
+        banned.append(first)
+        self.n_taken_back += self._window
+        del self._ids[place:]
+        return actions.backtrack(self._window)
+
+
+class ReRead(_AttentionMod):
+    """Writes an instruction again when the model has stopped looking at it.
+
+    Args:
+        instruction: Where the instruction is in the prompt.
+        floor: The smallest share of attention, from 0 to 1, that the instruction and what was
+            written of it again get together, as a mean over the heads and over *window* tokens.
+        reminder: What to write; None for the instruction itself.
+        window: Number of tokens over which the share is averaged.
+        gap: Number of tokens from one reminder to the next, at least.
+        most: The largest number of reminders.
+        layers: Indices of captured layers; None for all.
+        heads: Indices of captured heads; None for all.
+
+    Raises:
+        RequestError: An argument is out of range.
+    """
+
+    def __init__(
+        self,
+        instruction: Span,
+        floor: float,
+        *,
+        reminder: str | None = None,
+        window: int = 8,
+        gap: int = 32,
+        most: int = 4,
+        layers: Sequence[int] | None = None,
+        heads: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(layers, heads)
+        self._instruction = _span("instruction", instruction)
+        self._floor = _fraction("floor", floor)
+        if reminder is not None and (not isinstance(reminder, str) or not reminder):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("reminder", "a text that is not empty, or None", shown(reminder))
+        self._reminder = reminder
+        self._window = whole_number("window", window)
+        self._gap = whole_number("gap", gap)
+        self._most = whole_number("most", most)
+
+    def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
+        """See Mod."""
+        super().begin(request_id, tokenizer)
+        self.shares: list[float] = []
+        """Share of attention that the instruction got, for each step."""
+        self.reminded_at: list[int] = []
+        """Positions of the reminders."""
+        self._spans = [self._instruction]
+        self._latest: deque[float] = deque(maxlen=self._window)
+        self._due: list[int] = []  # ids that the last answer asked for
+
+    def on_rows(
+        self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """See Mod."""
+        row = rows.mean(axis=0)
+        share = float(sum(row[start:stop].sum() for start, stop in self._spans))
+        self.shares.append(share)
+        self._latest.append(share)
+        self._due = []
+        since = event.n_tokens - (self._spans[-1][1] if self.reminded_at else self._n_prompt)
+        is_late = self.reminded_at and since < self._gap
+        if is_late or len(self._latest) < self._window or len(self.reminded_at) >= self._most:
+            return None
+        if float(np.mean(self._latest)) >= self._floor:
+            return None
+        ids = self._prompt[slice(*self._instruction)].tolist()
+        if self._reminder is not None:
+            ids = tokenizer.encode(self._reminder, add_special_tokens=False)
+        self._due = ids
+        self._at = event.n_tokens
+        return actions.force_tokens(ids)
+
+    def on_added(
+        self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
+    ) -> Action | None:
+        """Note the reminder, unless another mod has written in its place."""
+        super().on_added(event, actions, tokenizer)
+        if self._due and event.forced and event.added_tokens == self._due:
+            self.reminded_at.append(self._at)
+            self._spans.append((self._at, self._at + len(self._due)))
+            self._latest.clear()
+        self._due = []
+        return None

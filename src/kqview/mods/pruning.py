@@ -1,0 +1,256 @@
+"""Pruning while generating: what the model looks at least is removed from its context.
+
+`generate_pruned` generates in parts. Each part is a request that captures attention; between two
+of them, the spans with the least attention are left out of the next prompt, and ``reuse="shift"``
+moves the rest of the cache together: all gaps close in one shift, and only the last token is
+evaluated again. What is kept was computed while the removed tokens were visible, so that the result
+is approximate, as after `Slot.shift`.
+
+The score of a token is the attention that later queries have paid to it, as in H2O (Zhang et al.,
+NeurIPS 2023, https://arxiv.org/abs/2306.14048); the first tokens stay because they are attention
+sinks (Xiao et al., ICLR 2024, https://arxiv.org/abs/2309.17453), the latest because little has
+looked at them yet.
+"""
+
+import codecs
+from collections.abc import Generator, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import numpy as np
+
+from kqview.arguments import invalid, to_number, whole_number
+from kqview.errors import RequestError, shown
+from kqview.mods.attention import head_rows
+from kqview.types import Capture, Token
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Their state would begin anew with each part.
+_REFUSED: Final = ("grammar", "json_schema", "regex", "stop", "mods", "context_shift", "slot")
+_TAKEN: Final = ("reuse", "reuse_min_tokens", "max_tokens", "sampling")
+
+
+class Part(Protocol):
+    """A generation; `Generation` is one."""
+
+    def __iter__(self) -> Iterator[Token]: ...
+    def close(self) -> None: ...
+    @property
+    def slot(self) -> int | None: ...
+    @property
+    def finish_reason(self) -> str | None: ...
+
+
+class Generates(Protocol):
+    """What is needed of an engine; `Engine` is one."""
+
+    @property
+    def n_ctx(self) -> int: ...
+    def tokenize(self, text: str, *, add_special: bool) -> list[int]: ...
+    def token_bytes(self, id: int) -> bytes: ...
+    def generate(self, prompt: Sequence[int], **options: Any) -> Part: ...
+
+
+class PrunedGeneration:
+    """Iterator of Token whose context stays within a limit; see `generate_pruned`.
+
+    Attributes:
+        ids: All ids: the prompt, then what was generated.
+        places: Index in *ids* of each token in the context, ascending.
+        removed: Each pruning: the indices in *ids* that it removed.
+        finish_reason: As of a Generation; None while it runs.
+    """
+
+    def __init__(
+        self,
+        engine: Generates,
+        prompt: list[int],
+        *,
+        max_context: int,
+        max_tokens: int,
+        n_prune: int,
+        span_tokens: int,
+        n_first: int,
+        n_last: int,
+        capture: Capture,
+        options: dict[str, Any],
+    ) -> None:
+        self._engine = engine
+        self._max_context = max_context
+        self._n_left = max_tokens
+        self._n_prune = n_prune
+        self._span_tokens = span_tokens
+        self._n_first = n_first
+        self._n_last = n_last
+        self._capture = capture
+        self._options = options
+        self._seed: int | None = options.get("seed")
+        self._scores: NDArray[np.float32] = np.zeros(len(prompt), np.float32)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens = self._generate()
+        self._n_prompt = len(prompt)
+        self.ids = list(prompt)
+        self.places = list(range(len(prompt)))
+        self.removed: list[list[int]] = []
+        self.finish_reason: str | None = None
+
+    def __iter__(self) -> "PrunedGeneration":
+        return self
+
+    def __next__(self) -> Token:
+        return next(self._tokens)
+
+    def close(self) -> None:
+        """End the generation."""
+        self._tokens.close()
+
+    def __enter__(self) -> "PrunedGeneration":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids generated so far."""
+        return self.ids[self._n_prompt :]
+
+    def _generate(self) -> Generator[Token]:
+        slot: int | None = None
+        part: Part | None = None
+        try:
+            while self.finish_reason is None:
+                if len(self.places) >= self._max_context:
+                    self._prune()
+                n_tokens = min(self._n_left, self._max_context - len(self.places))
+                seed = {} if self._seed is None else {"seed": self._seed + len(self.removed)}
+                part = self._engine.generate(
+                    [self.ids[place] for place in self.places],
+                    max_tokens=n_tokens,
+                    capture=self._capture,
+                    slot=slot,
+                    reuse="shift",
+                    reuse_min_tokens=self._span_tokens,
+                    **{**self._options, **seed},
+                )
+                for token in part:
+                    self._note(token)
+                    yield token
+                slot = part.slot
+                if part.finish_reason != "length" or self._n_left == 0:
+                    self.finish_reason = part.finish_reason
+        finally:
+            if part is not None:
+                part.close()
+            self.finish_reason = self.finish_reason or "cancelled"
+
+    def _note(self, token: Token) -> None:
+        rows = head_rows(token.attention, len(self.places), positions=token.attention_positions)
+        self._scores += rows.mean(axis=0)
+        self._scores = np.append(self._scores, np.float32(0))
+        token.index = len(self.ids) - self._n_prompt
+        # A character may begin in one part and end in the next.
+        token.text = self._decoder.decode(self._engine.token_bytes(token.id))
+        self.places.append(len(self.ids))
+        self.ids.append(token.id)
+        self._n_left -= 1
+
+    def _prune(self) -> None:
+        """Remove the spans with the smallest mean score."""
+        stop = len(self.places) - self._n_last
+        starts = np.arange(self._n_first, stop - self._span_tokens + 1, self._span_tokens)
+        spans = starts[:, None] + np.arange(self._span_tokens)
+        n_spans = -(-self._n_prune // self._span_tokens)
+        worst = np.argsort(self._scores[spans].mean(axis=1), kind="stable")[:n_spans]
+        gone = np.sort(spans[worst].reshape(-1))
+        self.removed.append([self.places[i] for i in gone.tolist()])
+        self._scores = np.delete(self._scores, gone)
+        self.places = np.delete(self.places, gone).tolist()
+
+
+def generate_pruned(
+    engine: Generates,
+    prompt: str | Sequence[int],
+    *,
+    max_context: int | None = None,
+    max_tokens: int = 256,
+    prune: float = 0.25,
+    span_tokens: int = 8,
+    n_first: int = 4,
+    n_last: int = 16,
+    capture: Capture | str = "probs",
+    **options: Any,
+) -> PrunedGeneration:
+    """Generate with a context that is pruned whenever it is full.
+
+    Args:
+        engine: The engine; its model's positions must be movable, see `Slot.shift`.
+        prompt: Text or ids, as in `generate`.
+        max_context: The largest number of tokens in the context; None for the size of a slot.
+        max_tokens: Maximum number of tokens to generate.
+        prune: Share of *max_context* that each pruning removes, above 0 and at most 0.75.
+        span_tokens: Number of neighbouring tokens that are kept or removed together.
+        n_first: Number of tokens at the beginning that stay.
+        n_last: Number of latest tokens that stay, at least *span_tokens*.
+        capture: What decides: a Capture of kind "probs" without ``reduce`` to fewer layers, or
+            ``top_k`` for less memory.
+        **options: Further options of `generate`, which hold for each part. Not among them: stop
+            strings, grammars, JSON schemas, regular expressions, mods and slots.
+
+    Returns:
+        An iterator of Token. The columns of ``token.attention`` are the context at that token: the
+        first of ``places``. Its ``index`` counts over all parts.
+
+    Raises:
+        RequestError: An option is out of range or does not go with pruning; also any error of
+            `generate`, while iterating.
+    """
+    refused = [name for name in (*_REFUSED, *_TAKEN) if name in options]
+    if refused:
+        raise RequestError(
+            f"{', '.join(refused)} cannot be given: the text is generated in parts, which set or "
+            "would not share them",
+            parameter=refused[0],
+        )
+    span_tokens = whole_number("span_tokens", span_tokens)
+    n_first = whole_number("n_first", n_first, low=0)
+    n_last = whole_number("n_last", n_last)
+    if n_last < span_tokens:
+        raise RequestError(
+            f"n_last is {n_last}, but spans have {span_tokens} tokens; raise n_last",
+            parameter="n_last",
+        )
+    limit = engine.n_ctx if max_context is None else whole_number("max_context", max_context)
+    limit = min(limit, engine.n_ctx)
+    share = to_number(prune)
+    if share is None or not 0 < share <= 0.75:
+        raise invalid("prune", "a number above 0 and at most 0.75", shown(prune))
+    ids = engine.tokenize(prompt, add_special=True) if isinstance(prompt, str) else list(prompt)
+    n_prune = max(span_tokens, int(limit * share))
+    n_removable = (limit - n_first - n_last) // span_tokens * span_tokens
+    if n_removable < n_prune:
+        raise RequestError(
+            f"a context of {limit} tokens has {n_removable} that can be removed, but a pruning "
+            f"removes {n_prune}; raise max_context, or lower n_first, n_last or prune",
+            parameter="max_context",
+        )
+    if len(ids) > limit:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens, but max_context is {limit}; raise it or shorten "
+            "the prompt",
+            parameter="prompt",
+        )
+    wanted = Capture.of(capture) or Capture("probs")
+    return PrunedGeneration(
+        engine,
+        ids,
+        max_context=limit,
+        max_tokens=whole_number("max_tokens", max_tokens),
+        n_prune=n_prune,
+        span_tokens=span_tokens,
+        n_first=n_first,
+        n_last=n_last,
+        capture=wanted,
+        options=options,
+    )
