@@ -97,8 +97,8 @@ def test_example_of_the_format_is_read_and_written_back_key_for_key():
 
 def test_trace_survives_json_unchanged():
     notes = recorder()
-    notes.set_prompt([1, 2], "<1><2>")
     event = notes.prefilled(prompt_length=2, max_steps=9)
+    notes.set_prompt([1, 2], "<1><2>")
     call = notes.call(event, "mod")
     notes.action(call, "AdjustedPrefill", tokens=[1, 2], new_prompt="<1><2>", new_length=2)
     notes.end_call(call, time_ms=1.5, error="ValueError: no", traceback="Traceback ...")
@@ -115,6 +115,7 @@ def test_trace_survives_json_unchanged():
     assert Trace.from_json(trace.to_json()) == trace
     payload = trace.to_payload()
     assert [one["sequence_order"] for one in payload["events"]] == [0, 1, 2, 3]
+    assert payload["events"][0]["details"] == {"tokens_as_text": ["<1>", "<2>"]}
     assert payload["events"][1]["input_text"] == "x" * 70
     [top] = payload["events"][1]["top_tokens"]
     assert top == {"token": 5, "token_str": "<5>", "logprob": -0.25, "prob": math.exp(-0.25)}

@@ -110,7 +110,8 @@ class TraceEvent:
         forced: Added: whether a mod gave them.
         details: Whatever else is known. ForwardPass: ``attention``, see
             `kqview.trace.attention.top_columns`; ``entropy`` in nats. Added: ``tokens_as_text``;
-            ``n_kept`` if not all ids became output, such as the end-of-text token.
+            ``n_kept`` if not all ids became output, such as the end-of-text token. Prefilled:
+            ``tokens_as_text`` of the prompt that was evaluated, unless it is long.
     """
 
     event_type: EventType

@@ -33,6 +33,7 @@ MAX_BYTES: Final = 32 * 2**20
 INPUT_CHARACTERS: Final = 70
 """Length of ``input_text``."""
 _PREVIEW_TOKENS: Final = 10
+_MOST_PROMPT_TEXTS: Final = 4096  # a few milliseconds of work
 # Estimates of what a record adds to the JSON, besides its texts.
 _RECORD_BYTES: Final = 200
 _ID_BYTES: Final = 8
@@ -80,10 +81,13 @@ class TraceRecorder:
             request.created_at = now()
 
     def set_prompt(self, ids: Sequence[int], text: str) -> None:
-        """Note the prompt that is evaluated; one that is larger than the limit is left out."""
-        if self._takes(len(ids) * _ID_BYTES + len(text)):
+        """Note the prompt that is evaluated, after Prefilled; one above the limit is left out."""
+        if self._takes(2 * (len(ids) * _ID_BYTES + len(text))):
             self.trace.request.user_prompt = text
             self.trace.request.user_prompt_token_ids = list(ids)
+            for event in self.trace.events[:1]:
+                if event.event_type == "Prefilled" and len(ids) <= _MOST_PROMPT_TEXTS:
+                    event.details = {"tokens_as_text": [self._text_of(one) for one in ids]}
         else:
             self._note_cut()
 

@@ -8,7 +8,8 @@ import { topTokens } from "./timeline.js";
 
 // What a colour shows: no colour at the first end of the scale, full colour at the second.
 const COLOURS = {
-  probability: ["Probability", (token) => 1 - token.probability, () => ["1", "0"]],
+  // A token beyond the top tokens that a trace keeps counts as one that nobody expected.
+  probability: ["Probability", (token) => 1 - (token.probability ?? (token.nTop > 0 ? 0 : NaN)), () => ["1", "0"]],
   entropy: ["Entropy", (token) => token.entropy, (most) => ["0", `${most.toFixed(1)} nats`]],
   attention: ["Attention received", (token) => token.received || undefined, (most) => ["0", most.toFixed(2)]],
   none: ["Nothing", () => undefined, () => []],
@@ -214,7 +215,7 @@ class Tokens {
     if (!token.isPrompt) {
       facts.unshift(["Step", element("a", { href: this.address("steps", token.step) }, String(token.step))]);
       facts.push(["Came as", token.isForced ? `forced${by(token)}` : "sampled"]);
-      if (token.probability !== undefined) facts.push(["Probability", share(token.probability)], ["Rank", `${token.rank} of ${token.nTop}+`]);
+      if (token.probability !== undefined) facts.push(["Probability", share(token.probability)], ["Rank", token.rank]);
       else if (token.nTop) facts.push(["Probability", `not among the top ${token.nTop}`]);
       if (token.entropy !== undefined) facts.push(["Entropy", `${token.entropy.toFixed(2)} nats`]);
       if (!token.isOutput) facts.push(["Output", "no: it ended the text, or was beyond a limit"]);
