@@ -327,3 +327,22 @@ def test_moving_through_a_long_trace_lays_out_once_a_move(page: Any, served: Rec
         return 200;
     }""")
     assert n_layouts() - before <= 2 * n_moves
+
+
+def test_strange_details_break_nothing(page: Any, received: Receiving):
+    payload = short_trace("backtrack_with_tokens") | {"request": {"request_id": "strange"}}
+    strange: list[Any] = ["text", 7, [None, {}], {"positions": "no", "weights": {}}, True]
+    names = ("tokens", "tokens_as_text", "attention", "entropy", "n_kept", "tool_calls")
+    for i, one in enumerate(payload["events"] + payload["actions"]):
+        value = strange[i % len(strange)]
+        one["details"] = value if i % 2 else dict.fromkeys(names, value)
+        if one.get("event_type") == "ForwardPass":
+            one["top_tokens"] = value
+        if one.get("action_type") == "Backtrack":
+            del one["tokens"], one["tokens_as_text"]
+    payload["events"][0]["prompt_length"] = 2**31 - 1  # no prompt that a page could list
+    post(received, payload)
+    for tab in ("tokens", "steps", "metrics", "raw"):
+        show(page, received, "strange", tab)
+        if tab == "tokens":
+            page.locator(".sequence .token").first.hover()

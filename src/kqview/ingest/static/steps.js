@@ -5,6 +5,7 @@ import { count, element, milliseconds, quoted, share } from "./dom.js";
 import { topTokens } from "./timeline.js";
 
 const PER_PAGE = 100;
+const N_TEXTS = 20; // tokens of one step that are written out
 const SHOWN = [
   ["all", "All steps", () => true],
   ["active", "With mod activity", (step) => step.isActive],
@@ -96,9 +97,7 @@ class Steps {
     const names = [...new Set(step.acts.map((action) => action.action_type))];
     const summary = element("summary", {},
       element("span", { class: "number" }, String(step.step)),
-      element("span", { class: "made" }, step.tokens.map((token) => element("code",
-        { class: token.died < Infinity ? "erased" : token.isForced ? "forced" : undefined },
-        token.text === undefined ? `⟨${token.id}⟩` : quoted(token.text)))),
+      element("span", { class: "made" }, codes(step.tokens)),
       names.map((name) => element("span", { class: "badge" }, name)),
       step.calls.some((call) => call.exception_occurred) && element("span", { class: "badge failed" }, "exception"),
       step.calls.length > 0 && element("span", { class: "note" }, milliseconds(time)));
@@ -132,16 +131,25 @@ function about(event, step) {
     return [
       event.input_text && element("p", { class: "input" }, element("code", {}, quoted(event.input_text))),
       top.length > 0 && element("p", {}, top.map((one) => element("span", { class: "chance" },
-        element("code", {}, one.text === undefined ? `⟨${one.id}⟩` : quoted(one.text)), ` ${share(one.probability)}`))),
+        element("code", {}, named(one)), ` ${share(one.probability)}`))),
     ];
   }
   if (event.event_type === "Sampled") {
     return [element("p", {}, element("code", {}, quoted(event.token_text ?? "")), ` id ${event.sampled_token}`)];
   }
   const ids = event.added_tokens ?? [];
-  const texts = step.tokens.filter((token) => token.born === event.at).slice(0, ids.length);
-  return [element("p", {}, `${count(ids.length, "token")}${event.forced ? ", forced" : ""}: `,
-    texts.map((token) => element("code", {}, token.text === undefined ? `⟨${token.id}⟩` : quoted(token.text))))];
+  const tokens = step.tokens.filter((token) => token.born === event.at).slice(0, ids.length);
+  return [element("p", {}, `${count(ids.length, "token")}${event.forced ? ", forced" : ""}: `, codes(tokens))];
+}
+
+function codes(tokens) {
+  const some = tokens.slice(0, N_TEXTS).map((token) => element("code",
+    { class: token.died < Infinity ? "erased" : token.isForced ? "forced" : undefined }, named(token)));
+  return tokens.length > N_TEXTS ? [...some, element("span", { class: "note" }, ` and ${count(tokens.length - N_TEXTS, "more", "more")}`)] : some;
+}
+
+function named({ text, id }) {
+  return text === undefined ? `⟨${id}⟩` : quoted(text);
 }
 
 function callCard(call) {

@@ -8,6 +8,8 @@
 // - ForceTokens at an Added event appends its tokens; at others an Added event brings them.
 // - ForceOutput replaces everything with its tokens, ToolCalls and EmitError with nothing.
 // - Tokens beyond `n_kept` of an event or an action are no output, but a Backtrack counts them.
+//
+// The receiver has checked every field but `details` and `top_tokens`, which may be any JSON.
 
 const ENDS = new Set(["ForceOutput", "ToolCalls", "EmitError"]);
 
@@ -41,17 +43,19 @@ function joined(payload) {
 
 function replayed({ request, events, steps }) {
   const texts = knownTexts(request, events);
-  const prompt = promptOf(request, events, texts);
+  const { length, ids } = promptOf(request, events);
+  // Filled where the ids are known, otherwise with what is looked at.
+  const prompt = ids.map((id, position) => promptToken(position, id, texts.get(id)));
   const tokens = [];
   const erasures = [];
   const live = []; // the tokens that are not taken back
   const stood = []; // position behind the prompt -> the tokens that ever stood there
 
   function append(from, event, isForced) {
-    for (const [i, id] of (from.tokens ?? from.added_tokens ?? []).entries()) {
+    for (const [i, id] of list(from.tokens ?? from.added_tokens).entries()) {
       const token = {
         index: tokens.length, id, text: texts.get(id), step: event.step, isForced,
-        born: event.at, died: Infinity, position: prompt.length + live.length, received: 0,
+        born: event.at, died: Infinity, position: length + live.length, received: 0,
         isOutput: i < (from.details?.n_kept ?? Infinity),
         mod: from.mod ?? (isForced ? forcer(steps.get(event.step)) : undefined),
       };
@@ -74,15 +78,15 @@ function replayed({ request, events, steps }) {
     const isAdded = event.event_type === "Added";
     if (isAdded) append(event, event, event.forced === true);
     for (const action of applied(event)) {
-      if (action.action_type === "Backtrack") takeBack(action.backtrack_steps ?? 0, action, event);
+      if (action.action_type === "Backtrack") takeBack(number(action.backtrack_steps) ?? 0, action, event);
       if (ENDS.has(action.action_type)) takeBack(live.length, action, event);
       const isOwn = isAdded && ["Backtrack", "ForceTokens"].includes(action.action_type);
       if (isOwn || action.action_type === "ForceOutput") append(action, event, true);
     }
   }
 
-  const occupant = (position, reader) => (position < prompt.length ? prompt[position]
-    : stood[position - prompt.length]?.findLast((token) => token.index < reader.index));
+  const occupant = (position, reader) => (position < length ? (prompt[position] ??= promptToken(position))
+    : stood[position - length]?.findLast((token) => token.index < reader.index));
   for (const token of tokens) {
     token.attention = attentionOf(token.forward)?.map(([position, weight]) => ({ token: occupant(position, token), weight }))
       .filter((one) => one.token);
@@ -104,15 +108,17 @@ function forcer(step) {
   return actions.findLast((action) => ["ForceTokens", "Backtrack"].includes(action.action_type))?.mod;
 }
 
-function promptOf(request, events, texts) {
+// Of the prompt that was evaluated.
+function promptOf(request, events) {
   const adjusted = events.flatMap(applied).find((action) => action.action_type === "AdjustedPrefill");
   const prefilled = events.find((event) => event.event_type === "Prefilled");
   const ids = request.user_prompt_token_ids ?? [];
   const length = adjusted?.new_length ?? prefilled?.prompt_length ?? ids.length;
-  const known = ids.length === length ? ids : adjusted?.tokens?.length === length ? adjusted.tokens : [];
-  return Array.from({ length }, (_, position) => ({
-    id: known[position], text: texts.get(known[position]), position, isPrompt: true, received: 0,
-  }));
+  return { length, ids: [ids, list(adjusted?.tokens)].find((some) => some.length === length) ?? [] };
+}
+
+function promptToken(position, id, text) {
+  return { id, text, position, isPrompt: true, received: 0 };
 }
 
 // The forward pass of a step and what it said of a token. After a Backtrack it was of another text,
@@ -124,17 +130,16 @@ function odds(step, id, isForced) {
   const top = topTokens(forward);
   const rank = top.findIndex((one) => one.id === id) + 1;
   return {
-    forward, nTop: top.length, entropy: forward.details?.entropy ?? entropyOf(top),
+    forward, nTop: top.length, entropy: number(forward.details?.entropy) ?? entropyOf(top),
     ...(rank > 0 ? { rank, probability: top[rank - 1].probability } : {}),
   };
 }
 
 // The likeliest tokens of a forward pass, best first: [{id, text, probability}].
 export function topTokens(forward) {
-  const top = Array.isArray(forward?.top_tokens) ? forward.top_tokens : [];
-  return top.map((one) => ({
-    id: one.token, text: one.token_str ?? undefined,
-    probability: one.prob ?? Math.exp(one.logprob ?? -Infinity),
+  return list(forward?.top_tokens).filter((one) => one?.token !== undefined).map((one) => ({
+    id: one.token, text: typeof one.token_str === "string" ? one.token_str : undefined,
+    probability: number(one.prob) ?? Math.exp(number(one.logprob) ?? -Infinity),
   })).sort((a, b) => b.probability - a.probability);
 }
 
@@ -150,7 +155,8 @@ export function entropyOf(top) {
 // [[position, weight]], the most attended first; undefined where the trace has none.
 function attentionOf(forward) {
   const { positions, weights } = forward?.details?.attention ?? {};
-  return Array.isArray(positions) ? positions.map((position, i) => [position, weights?.[i] ?? 0]) : undefined;
+  if (!Array.isArray(positions)) return undefined;
+  return positions.map((position, i) => [position, number(weights?.[i]) ?? 0]).filter(([position]) => position >= 0);
 }
 
 // id -> text, from wherever the trace tells it.
@@ -168,6 +174,14 @@ function knownTexts(request, events) {
     for (const one of topTokens(event)) learn([one.id], [one.text]);
   }
   return texts;
+}
+
+function list(value) {
+  return Array.isArray(value) ? value : [];
+}
+
+function number(value) {
+  return typeof value === "number" ? value : undefined;
 }
 
 function withoutNulls(object) {

@@ -16,6 +16,7 @@ const COLOURS = {
 };
 const N_SEEN = 12; // tokens of an attention row that the panel lists
 const N_OTHERS = 5;
+const N_SHOWN = 30_000; // more would make the browser slow; an engine's traces have fewer
 
 export function tokensView(context) {
   const view = new Tokens(context);
@@ -36,6 +37,9 @@ class Tokens {
     if (timeline.events.length > 0) {
       const player = new Player(timeline.events, (from, to) => this.seek(from, to), signal);
       this.node.append(player.node);
+    }
+    if (timeline.tokens.length > N_SHOWN) {
+      this.node.append(element("p", { class: "note" }, `The first ${N_SHOWN.toLocaleString("en")} of ${count(timeline.tokens.length, "token")}.`));
     }
     this.node.append(element("div", { class: "beside" }, this.list, this.about));
     const hasOdds = timeline.tokens.some((token) => token.probability !== undefined);
@@ -59,7 +63,7 @@ class Tokens {
     const mark = (until) => {
       while (marks.length > 0 && marks[0].before <= until) made.push(this.mark(marks.shift()));
     };
-    for (const token of tokens) {
+    for (const token of tokens.slice(0, N_SHOWN)) {
       mark(token.index);
       const node = this.option(token, tokenNode(token));
       this.changes[token.born].push([node, "future", false]);
@@ -69,7 +73,7 @@ class Tokens {
       }
       made.push(node);
     }
-    mark(Infinity);
+    if (tokens.length <= N_SHOWN) mark(Infinity);
     const groups = [["Prompt", before], ["Generated tokens", made]].filter(([, nodes]) => nodes.length > 0);
     this.list = element("div", {
       role: "listbox", class: "sequence", tabindex: 0, "aria-label": "Tokens",
