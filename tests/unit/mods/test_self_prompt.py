@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.errors import RequestError
-from kqview.mods import Added, ForwardPass, mod
+from kqview.mods import Added, ForceTokens, ForwardPass, mod
 from kqview.mods.kit import (
     CharsMode,
     CharsStrat,
@@ -21,11 +21,15 @@ from kqview.mods.kit import (
     UntilStrat,
     self_prompt_mod,
 )
+from kqview.mods.kit.strategies import ChoicesState, ChoicesStrategy
+from kqview.mods.kit.token_table import TokenTable
 from tests.support.mods import END, Driven, Words
 from tests.support.mods import drive as drive_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from kqview.mods import ModTokenizer
 
 WORDS = Words("yes", "no", " ok?", " one", " two", ".", "hi", "hit")
 
@@ -89,6 +93,35 @@ def test_only_answer_left_is_forced_as_one_chunk():
     done = drive(asks, lambda text: ["m"] if text.endswith("?") else [END])
     assert done.mods[0].answer == "maybe so"
     assert done.forced == [WORDS.tokenize(" ok?", False), WORDS.tokenize("aybe so", False)]
+
+
+def test_completion_follows_an_answer_whose_end_was_forced():
+    asks = self_prompt_mod(" ok?", ChoicesStrat(["yes or no", "maybe so"]), ".")
+    done = drive(asks, lambda text: ["m"] if text.endswith("?") else [END])
+    assert done.text == " ok?maybe so."
+    assert done.mods[0].is_complete
+
+
+class Dictated(ChoicesStrategy):
+    """Writes " two" itself after each answer."""
+
+    def step(self, state: ChoicesState, token_id: int, tokenizer: ModTokenizer) -> Any:
+        asked_for = super().step(state, token_id, tokenizer)
+        return asked_for or ForceTokens([WORDS.id(" two")])
+
+
+class DictatedStrat(ChoicesStrat):
+    def into_strategy(self, tokenizer: ModTokenizer) -> Dictated:
+        return Dictated(self.choices, TokenTable.of(tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("erase", "text"), [(EraseMode.NONE, " ok?yes two."), (EraseMode.PROMPT, "yes two")]
+)
+def test_tokens_that_a_strategy_asks_for_are_part_of_the_answer(erase: EraseMode, text: str):
+    done = drive(self_prompt_mod(" ok?", DictatedStrat(["yes", "no"]), ".", erase), story)
+    assert done.mods[0].answer == "yes two"
+    assert done.text.startswith(text)
 
 
 def test_list_without_wrap_and_close_ends_where_the_model_goes_on():

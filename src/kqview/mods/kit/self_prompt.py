@@ -170,6 +170,7 @@ class SelfPrompt:
 class _Phase(Enum):
     PROMPT = auto()
     ANSWER = auto()
+    COMPLETION = auto()
     DONE = auto()
 
 
@@ -198,14 +199,15 @@ class Asking:
         self._phase = _Phase.PROMPT if self.prompt else _Phase.ANSWER
         self._state = self.strategy.start(self.tokenizer)
         self._n_taken_back = 0
+        self._due: list[int] = []  # what the strategy asked to be written next
         self._end_ids = TokenTable.of(self.tokenizer).end_ids
 
     @property
     def is_complete(self) -> bool:
-        """Whether the answer is over.
+        """Whether the question is over, completion included.
 
-        It is whole then, except after three tokens that the strategy refused: other mods of the
-        request have written them.
+        The answer is whole then, unless other mods of the request wrote what the strategy refuses
+        more than three times.
         """
         return self._phase is _Phase.DONE
 
@@ -218,8 +220,12 @@ class Asking:
         """Force the question; then mask the logits, until the answer is whole."""
         if self._phase is _Phase.PROMPT:
             return actions.force_tokens(self.prompt)
+        if self._phase is _Phase.COMPLETION:
+            return actions.force_tokens(self.completion)
         if self._phase is _Phase.DONE:
             return None
+        if self._due:
+            return actions.force_tokens(self._due)
         strategy, state = self.strategy, self._state
         if text := strategy.forced_text(state):
             return actions.force_tokens(tokenize(text, self.tokenizer))
@@ -227,7 +233,8 @@ class Asking:
         # The end of an answer is not the end of the text.
         allowed = allowed[~np.isin(allowed, self._end_ids)]
         if strategy.can_end(state) and int(event.logits.argmax()) not in allowed:
-            return self._finish(actions, [])
+            action = self._finish(actions, [])
+            return action or self.on_forward_pass(event, actions)
         banned = np.asarray(strategy.disallowed_tokens(state, self.tokenizer), np.int64)
         if not allowed.size and not banned.size:
             return None
@@ -235,13 +242,26 @@ class Asking:
         return actions.adjust_logits(row, 0.0 if self.argmax_sampling else None)
 
     def on_added(self, event: Added, actions: "ActionBuilder") -> Action | None:
-        """Advance by the tokens that were added."""
+        """Advance by the tokens that were added.
+
+        Where they are not what was asked for, another mod has written, and the next step tries
+        again.
+        """
+        forced = event.added_tokens if event.forced else None
         if self._phase is _Phase.PROMPT:
-            if event.forced and event.added_tokens == self.prompt:
+            if forced == self.prompt:
                 self._phase = _Phase.ANSWER
-            return None  # else another mod has written, and the question comes in the next step
+            return None
+        if self._phase is _Phase.COMPLETION:
+            if forced == self.completion:
+                self._phase = _Phase.DONE
+            return None
         if self._phase is _Phase.DONE:
             return None
+        if self._due and forced == self._due:
+            self.answer_ids += self._due
+            self._due = []
+            return self._finish(actions, []) if self.strategy.is_complete(self._state) else None
         for i, token_id in enumerate(event.added_tokens):
             behind = event.added_tokens[i + 1 :]
             asked_for = self.strategy.step(self._state, token_id, self.tokenizer)
@@ -249,8 +269,8 @@ class Asking:
             if isinstance(asked_for, Backtrack):
                 return self._take_back(asked_for, actions, len(behind))
             if asked_for is not None:
-                self.answer_ids += asked_for.tokens
-                return asked_for
+                self._due = asked_for.tokens
+                return None
             if self.strategy.is_complete(self._state):
                 return self._finish(actions, behind)
         return None
@@ -270,8 +290,10 @@ class Asking:
         """End the answer; *behind* are tokens that another mod has added after it."""
         self._phase = _Phase.DONE
         if self.erase is EraseMode.NONE:
-            has_completion = self.completion and not self.strategy.has_end
-            return actions.force_tokens(self.completion) if has_completion else None
+            if self.completion and not self.strategy.has_end:
+                # With the next logits: a step that has forced tokens forces no others.
+                self._phase = _Phase.COMPLETION
+            return None
         kept = [] if self.erase is EraseMode.ALL else self.answer_ids
         n_written = len(self.prompt) + len(self.answer_ids) + len(behind)
         return actions.backtrack(n_written, [*kept, *behind] or None)

@@ -58,8 +58,9 @@ class Strategy(ABC, Generic[State]):
         """Advance *state* by a token that was added.
 
         Returns:
-            None; or, for a token that cannot come here, the Backtrack that takes it back: *state*
-            is then as before.
+            None; or ForceTokens to write next, for which *state* is advanced as well; or, for a
+            token that cannot come here, the Backtrack that takes it back: *state* is then as
+            before.
         """
 
     @abstractmethod
