@@ -27,6 +27,7 @@ bool batch_builder::fill() {
     tokens_.clear();
     rows_.clear();
     parts_.clear();
+    ++n_fills_;
     return is_prefill_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
 }
 
@@ -53,41 +54,44 @@ bool batch_builder::may_join(slot& target) const {
            (model_.can_mix_embeddings() || part.n_tokens == before.n_tokens);
 }
 
-// Slots with different LoRA scales never share a step. Each slot leads a turn in its order, so that
-// none is left out; the others with its scales come along.
+// Slots with different LoRA scales never share a step: those of one take a turn of a few steps, then
+// a slot with others has waited longest.
 bool batch_builder::fill_decode() {
     if (n_left_ > 0 && fill_decode(&slots_[i_leader_].cache.lora())) {
         --n_left_;
         return true;
     }
-    if (is_mixed_) i_next_slot_ = i_leader_ + 1;
     if (!fill_decode(nullptr)) return false;
     const auto& leader = *parts_.front().target;
     i_leader_ = static_cast<std::size_t>(leader.id());
-    is_mixed_ = std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
+    const bool is_mixed = std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return one.active && one.cache.lora() != leader.cache.lora();
     });
-    n_left_ = is_mixed_ ? n_steps_alike - 1 : 0;
+    n_left_ = is_mixed ? n_steps_alike - 1 : 0;
     return true;
 }
 
-// `only`: slots with these scales; null: any, but those of one step alike.
+// The slot that has waited longest for a token, and the ready slots behind it without a gap: none is
+// left out, whatever arrives. `only`: slots with these scales; null: any, but those of one step
+// alike.
 bool batch_builder::fill_decode(const lora_scales* only) {
-    const auto is_generating = [](const slot& one) {
-        return one.active && !one.is_in_prompt() && one.state != slot_state::sampling;
+    const auto may_decode = [](const slot& one, const lora_scales* scales) {
+        return one.active && !one.is_in_prompt() && one.state != slot_state::sampling &&
+               (!scales || one.cache.lora() == *scales);
     };
+    by_wait_.clear();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-        auto next = (i_next_slot_ + i) % slots_.size();
-        const auto* alike = only;
-        // The first ready slot, and the ready slots adjacent to it.
-        for (; next < slots_.size() && is_generating(slots_[next]); ++next) {
-            const auto& lora = slots_[next].cache.lora();
-            if (alike && lora != *alike) break;
-            if (!try_add(slots_[next], &batch_builder::add_token)) break;
-            alike = &lora;
+        if (may_decode(slots_[i], only)) by_wait_.push_back(i);
+    }
+    std::sort(by_wait_.begin(), by_wait_.end(), [this](std::size_t left, std::size_t right) {
+        return std::pair(served_at_[left], left) < std::pair(served_at_[right], right);
+    });
+    for (const auto first : by_wait_) {
+        const auto& lora = slots_[first].cache.lora();
+        for (auto i = first; i < slots_.size() && may_decode(slots_[i], &lora); ++i) {
+            if (!try_add(slots_[i], &batch_builder::add_token)) break;
         }
         if (!tokens_.empty()) {
-            i_next_slot_ = next % slots_.size();
             is_prefill_ = false;
             return true;
         }
@@ -144,6 +148,7 @@ bool batch_builder::add_token(slot& target) {
 
 void batch_builder::add_rows(const batch_part& part) {
     const auto& target = *part.target;
+    if (part.samples) served_at_[static_cast<std::size_t>(target.id())] = n_fills_;
     const int n_columns = tokens_.back().position + 1;
     if (const auto& rows = target.prompt_rows; rows.block) {
         const int n_visible = model_.has_cache() ? n_columns - part.n_rows + 1 : n_columns;

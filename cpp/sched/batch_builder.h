@@ -37,7 +37,14 @@ class batch_builder {
 public:
     batch_builder(runner& model, block_pool& pool, slot_table& slots, delivery& out,
                   engine_counters& counters)
-        : model_(model), pool_(pool), slots_(slots), out_(out), counters_(counters) {}
+        : model_(model),
+          pool_(pool),
+          slots_(slots),
+          out_(out),
+          counters_(counters),
+          served_at_(slots.size()) {
+        by_wait_.reserve(slots.size());
+    }
 
     // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
     // the other slots. If a request fails here it ends, and the others stay in the step. False: no
@@ -76,10 +83,11 @@ private:
     std::vector<step_rows> rows_;
     std::vector<batch_part> parts_;
     bool is_prefill_ = false;
-    std::size_t i_next_slot_ = 0;  // first slot of the next decode step
+    std::uint64_t n_fills_ = 0;
+    std::vector<std::uint64_t> served_at_;  // the fill in which each slot last got a token
+    std::vector<std::size_t> by_wait_;      // slots that may decode; scratch
     // The turn of a slot's LoRA scales, while slots with others wait.
     std::size_t i_leader_ = 0;
-    bool is_mixed_ = false;
     int n_left_ = 0;  // decode steps of the turn
 };
 

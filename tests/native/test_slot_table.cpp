@@ -198,6 +198,35 @@ TEST_CASE("scheduler: a running text and a long prompt take turns") {
     }
 }
 
+TEST_CASE("scheduler: prompts that arrive one after the other leave no running text out") {
+    constexpr int n_slots = 8;
+    test_engine engine({.n_slots = n_slots});
+    engine.model->allow(0);
+    std::vector<consumer> takers;
+    for (token_id i = 0; i < n_slots; ++i) {
+        takers.emplace_back(
+            engine.submit(make_prompt(i + 1, 7), 12, [](request& r) { r.run_ahead = 12; }));
+    }
+    engine.model->allow_all();
+    for (token_id i = 0; i < n_slots; ++i) {
+        CHECK(takers[static_cast<std::size_t>(i)].rest() ==
+              continuation(make_prompt(i + 1, 7), 12));
+    }
+    // Between two steps of a running text there is at most one of a prompt.
+    std::vector<int> last(n_slots, -1), n_tokens(n_slots, 0);
+    const auto batches = engine.model->decodes();
+    for (int i = 0; i < static_cast<int>(batches.size()); ++i) {
+        for (const auto& token : batches[static_cast<std::size_t>(i)]) {
+            if (!token.wants_logits) continue;
+            const auto slot = static_cast<std::size_t>(token.slot);
+            CAPTURE(slot);
+            CAPTURE(i);
+            if (n_tokens[slot]++ > 0) CHECK(i - last[slot] <= 2);
+            last[slot] = i;
+        }
+    }
+}
+
 TEST_CASE("scheduler: a paused slot in the middle makes two steps of the others") {
     test_engine engine(four_slots());
     std::vector<std::shared_ptr<request>> all;
