@@ -142,6 +142,7 @@ class Submission:
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
             capture.check_columns(has_all=self._has_all_columns)
+            _check_indices(capture)
             try:
                 options.set_capture(self._core, capture)
             except InvalidCapture as error:
@@ -194,6 +195,16 @@ class Submission:
         if waker is None:
             waker = self._wakers[loop] = LoopWaker()
         return waker
+
+
+def _check_indices(capture: Capture) -> None:
+    """Refuse what the core has no number for, by its value; the core knows the model's."""
+    for name in ("layers", "heads", "hidden"):
+        for index in getattr(capture, name) or ():
+            if index > INT32_MAX:
+                raise InvalidCapture(
+                    f"{name} has {shown(index)}, which no model has; leave it out", parameter=name
+                )
 
 
 # ---- options of a generation

@@ -285,6 +285,16 @@ def test_last_message_of_the_assistant_is_continued(engine: Engine):
     [
         ({"messages": []}, RequestError, "messages is empty"),
         (
+            {"messages": [{"role": "assistant", "content": "Hi"}]},
+            RequestError,
+            "messages has a message of the assistant alone",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": "Hi"}], "names": {"messages": "input"}},
+            RequestError,
+            "input has a message of the assistant alone",
+        ),
+        (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             RequestError,
             r"messages\[0\].content\[0\] is of type image_url.*text only",

@@ -104,6 +104,8 @@ class Models:
 
     def name_of(self, engine: Engine) -> str:
         """The model's name, from its metadata or else its file."""
+        if self._owns_engine and self._path is None:
+            return "demo"  # as the option that serves it
         return engine.model.name or (Path(self._path).stem if self._path else "demo")
 
     def stats(self) -> list[EngineStats]:

@@ -110,6 +110,7 @@ def test_options_of_the_template_are_read():
         ({"presence_penalty": float("nan")}, "presence_penalty"),
         ({"seed": -7}, "seed"),
         ({"attention": {"format": "viz", "reduce": "mean"}}, "attention"),
+        ({"attention": {"format": "sparse", "top_k": 0}}, "attention.top_k"),
         ({"attention": {"delivery": "id", "prompt": True}}, "attention"),
     ],
 )  # fmt: skip

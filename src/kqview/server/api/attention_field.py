@@ -67,6 +67,7 @@ ATTENTION_NAMES: Final[Mapping[str, str]] = {
     "kind": "attention.values",
     "layers": "attention.layers",
     "heads": "attention.heads",
+    "layer_weights": "attention.layer_weights",
 }
 """Parameter of the core -> the field, for `GenerateRequest.names`."""
 
@@ -90,6 +91,10 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
             f"attention.reduce is {given.reduce!r}, which makes rows of the format {implied}, and "
             f"attention.format is {form!r}; leave one of them out",
             parameter="attention",
+        )
+    if given.top_k is not None and given.top_k < 1:
+        raise RequestError(
+            f"attention.top_k is {given.top_k}, the least is 1", parameter="attention.top_k"
         )
     if given.delivery == "id" and given.prompt:
         raise RequestError(

@@ -25,6 +25,7 @@ from kqview.server.api.reasoning import (
 )
 from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.server.attention import AttentionWanted
+from kqview.server.errors import renamed
 from kqview.server.run import GenerateRequest, Run
 from kqview.types import Sampling
 
@@ -149,6 +150,13 @@ def prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     Raises:
         RequestError: As `prepare`.
     """
+    try:
+        return _prompt_of(engine, chat)
+    except RequestError as error:
+        raise renamed(error, chat.names) from None
+
+
+def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     source = template_of(engine, chat.chat_template)
     messages = _messages(chat.messages, source)
     tools: Sequence[Tool] | None = _tools(chat) or None
@@ -223,7 +231,13 @@ def _continued(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str 
         if chat.continues is None:
             return None
         raise RequestError("an assistant's message with tool calls cannot be continued")
-    if len(messages) > 1 and messages[-2].get("role") == "assistant":
+    if len(messages) == 1:
+        raise RequestError(
+            "messages has a message of the assistant alone, which answers nothing; put the user's "
+            "before it",
+            parameter="messages",
+        )
+    if messages[-2].get("role") == "assistant":
         raise RequestError(
             "the last two messages are the assistant's; join them, or end with the user's"
         )

@@ -210,6 +210,7 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
         parallel_calls=body.parallel_tool_calls is not False and name is None,
         schema=schema_of(body),
         template_options=template_options_of(body),
+        names={"messages": "input"},
     )
 
 
@@ -236,13 +237,16 @@ def request_of(
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
-    names = {**names_of(body), **ATTENTION_NAMES, "top_logprobs": "top_logprobs"}
+    chat = chat_of(body, request_id=request_id)
+    names = {
+        **chat.names, **names_of(body), **ATTENTION_NAMES, "top_logprobs": "top_logprobs"
+    }  # fmt: skip
     n_most = max_tokens_of(body)
     if body.max_output_tokens is not None:
         n_most, names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
     tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
     return replace(
-        chat_of(body, request_id=request_id),
+        chat,
         sampling=sampling_of(body, tokenize=tokenize, top_logprobs=n_top),
         max_tokens=n_most,
         attention=attention_of(body.attention, settings),
