@@ -203,7 +203,8 @@ def _check_indices(capture: Capture) -> None:
         for index in getattr(capture, name) or ():
             if index > INT32_MAX:
                 raise InvalidCapture(
-                    f"{name} has {shown(index)}, which no model has; leave it out", parameter=name
+                    f"{name} has {shown(index)}, which no model has; leave it out",
+                    parameter="capture",
                 )
 
 

@@ -53,6 +53,11 @@ HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
 )
+BEGIN, END, ONE, ONE_END, SEP = (
+    f"<\uff5ctool\u2581{words}\uff5c>"
+    for words in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")
+)
+XML = "<tool_call>\n<function=%s>\n%s</function>\n</tool_call>"
 CALLS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>",
     "[TOOL_CALLS]", "[ARGS]")  # fmt: skip
 
@@ -97,6 +102,9 @@ TEMPLATES = {
     "mistral_named": "{{ messages[0].content }}{# tools [TOOL_CALLS] [ARGS] #}",
     "llama": "{{ messages[0].content }}{# tools <|python_tag|> #}",
     "harmony": HARMONY + "{# tools #}",
+    "xml": "{{ messages[0].content }}{# tools <tool_call> <function= <parameter= #}",
+    "deepseek": "{{ messages[0].content }}{# tools " + ONE + " #}",
+    "deepseek_fenced": "{{ messages[0].content }}{# tools " + ONE + " ```json #}",
     "none": "{% for m in messages %}{{ m.role + ':' + m.content }}{% endfor %}",
 }
 
@@ -195,6 +203,21 @@ def test_grammar_of_harmony_has_its_channels():
     assert [accepts(answer, one) for one in (final, thoughts + final, call)] == [True, True, False]
     calls = grammar(Wanted(calls=TOOLS, needs_call=True), "harmony", literal)
     assert [accepts(calls, one) for one in (call, thoughts + call, final)] == [True, True, False]
+
+
+def test_grammar_of_elements_and_of_deepseek_have_their_marks():
+    call = XML % ("look_up", "<parameter=word>\na <b\n</parameter>\n")
+    elements = grammar(Wanted(calls=TOOLS, needs_call=True), "xml", literal)
+    good = [call, XML % ("stop", ""), f"{call}\n{call}"]
+    bad = [XML % ("look_up", ""), XML % ("other", ""), "text"]
+    assert [accepts(elements, one) for one in good] == [True] * 3
+    assert [accepts(elements, one) for one in bad] == [False] * 3
+    one = f"{ONE}stop{SEP}{{}}{ONE_END}"
+    fenced = f"{ONE}function{SEP}stop\n```json\n{{}}\n```{ONE_END}"
+    for form, text in (("deepseek", one), ("deepseek_fenced", fenced)):
+        calls = grammar(Wanted(calls=TOOLS, needs_call=True), form, literal)
+        assert accepts(calls, f"{BEGIN}{text}{text}{END}")
+        assert not accepts(calls, text)
 
 
 def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
@@ -332,11 +355,12 @@ HERMES = Reading(calls="hermes")
 MARKED = (
     "<tool_call>", "</tool_call>", '\n{"name": "f", "arguments": ', '{"a": "}</tool_call>"}', "}",
     "<think>", "</think>", "{", '"', "\\", " ", "\n", "END", "text", "<tool", "[TOOL_CALLS]",
-    '[{"name": "g", "arguments": {}}]',
+    '[{"name": "g", "arguments": {}}]', "<function=", "f>", "</function>", "<parameter=", "a>",
+    "</parameter>", BEGIN, END, ONE, ONE_END, SEP, "[ARGS]", "function", "```json", '{"a": 1}',
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["hermes", "mistral", "llama", None])
+@pytest.mark.parametrize("form", ["hermes", "mistral", "llama", "xml", "deepseek", None])
 @settings(max_examples=40, deadline=None)
 @given(
     text=st.lists(st.sampled_from(MARKED) | st.text(max_size=2), max_size=10).map("".join),
@@ -385,13 +409,29 @@ def test_any_cutting_of_an_answer_reads_the_same(form: Any, text: str, cuts: lis
         ("llama", '{"name": "f", "parameters": {"b": 1}}', "", [("f", {"b": 1})]),
         ("llama", '{"no": "call"}', '{"no": "call"}', []),
         ("llama", "Hello {", "Hello {", []),
+        ("mistral_named", 'a[TOOL_CALLS]f[ARGS]{"b": 1}[TOOL_CALLS]g[CALL_ID]1[ARGS]{}', "a",
+         [("f", {"b": 1}), ("g", {})]),
+        ("llama", '<|python_tag|>{"name": "f", "parameters": {"b": 1}}', "", [("f", {"b": 1})]),
+        ("xml", "Hi.\n" + XML % ("f", "<parameter=a>\n[1]\n</parameter>\n") + "\n"
+         + XML % ("g", '<parameter=b>\n[1]\n</parameter>\n<parameter=c>\n"x\n</parameter>\n'),
+         "Hi.\n", [("f", {"a": "[1]"}), ("g", {"b": [1], "c": '"x'})]),
+        ("xml", "<function=f>\n<parameter=a>one\ntwo</parameter></function> Done.", " Done.",
+         [("f", {"a": "one\ntwo"})]),
+        ("xml", "<tool_call>no call</tool_call>", "<tool_call>no call</tool_call>", []),
+        ("deepseek", f'Hi.{BEGIN}{ONE}f{SEP}{{"b": "{END}"}}{ONE_END}{ONE}g{SEP}{{}}{ONE_END}{END}',
+         "Hi.", [("f", {"b": END}), ("g", {})]),
+        ("deepseek", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>', "", [("f", {})]),
+        ("deepseek_fenced",
+         f'{BEGIN}{ONE}function{SEP}f\n```json\n{{"b": 1}}\n```{ONE_END}{END}', "",
+         [("f", {"b": 1})]),
+        ("deepseek", f"{ONE}no call{ONE_END}", f"{ONE}no call{ONE_END}", []),
         (None, "<tool_call>{}</tool_call>", "<tool_call>{}</tool_call>", []),
     ],
 )  # fmt: skip
 def test_calls_are_read_and_everything_else_stays_text(
     form: Any, text: str, content: str, calls: list[tuple[str, Any]]
 ):
-    answer = answer_of(Reading(calls=form), text)
+    answer = answer_of(Reading(calls=form, texts={"f": frozenset("a")}), text)
     assert [(one.name, json.loads(one.arguments)) for one in answer.calls] == calls
     assert answer.content == content
     assert len({one.id for one in answer.calls}) == len(calls)
@@ -422,6 +462,24 @@ def test_arguments_come_while_they_are_written():
     assert first.call is not None
     assert first.call.arguments == '{"a": "x'
     assert reader.has_calls
+
+
+def test_elements_become_json_while_they_are_written():
+    reader = Reading(calls="xml", texts={"f": frozenset("a")}).reader()
+    reader.feed("<think>Hm.</think><tool_call>\n<function=f>\n<parameter=a>\n")
+    [piece] = reader.feed('one "two"')
+    assert piece.call is not None
+    assert piece.call.arguments == r"one \"two\""
+    [piece] = reader.feed("\nthree</parameter>")[:1]
+    assert piece.call is not None
+    assert piece.call.arguments == r"\nthree"
+
+
+def test_template_without_tools_reads_its_own_calls_and_those_it_was_told_of(engine: Engine):
+    source = "{{ messages[0].content }}{# " + ONE + " #}"
+    work = prepare(engine, chat(tools=TOOLS, chat_template=source))
+    for text in (f"{BEGIN}{ONE}stop{SEP}{{}}{ONE_END}{END}", CALL):
+        assert [one.name for one in answer_of(work.reading, text).calls] == ["stop"]
 
 
 def test_calls_of_harmony_have_channels_of_their_own():

@@ -332,7 +332,7 @@ async def test_model_outside_of_the_folder_or_missing_is_refused_and_the_old_one
     try:
         with pytest.raises(error):
             await service.switch_model(name)
-        assert service.model_name == "kqview demo"
+        assert service.model_name == "demo"
     finally:
         await service.close()
 
@@ -399,7 +399,7 @@ async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
         with pytest.raises(ModelLoadError):
             await service.switch_model("broken.gguf")
         assert (service.engine is engine) is not is_own
-        assert service.model_name == "kqview demo"
+        assert service.model_name == "demo"
         assert service.engine.n_ctx == (512 if is_own else engine.n_ctx)
         async with await service.start(request(max_tokens=3)) as run:
             assert len([step async for step in run]) == 3

@@ -116,7 +116,9 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     # What the answer continues decides whether it begins inside of reasoning.
     end = engine.detokenize(ids[-_N_END:]) if ids else ""
     opened = _opened_in(begun) if begun else opened_by(end)
-    form = tool_format.format_of(source)
+    native = tool_format.format_of(source)
+    # A template that has no place for tools shows them in Hermes' format.
+    form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
     is_harmony = form == "harmony"
     splits: Literal["no", "think", "harmony"] = "harmony" if is_harmony else "think"
     if chat.reasoning == "none" and not (is_harmony and tools):
@@ -136,7 +138,8 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         **chat.options,
     )
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
-    return ChatWork(request, Reading(splits, opened, form if tools else None, stops))
+    texts = tool_format.text_parameters(tools)
+    return ChatWork(request, Reading(splits, opened, native if tools else None, stops, texts))
 
 
 def template_of(engine: Engine, given: str | None = None) -> str:
@@ -351,12 +354,14 @@ class Reading:
         opened: The mark with which the prompt has opened reasoning.
         calls: Format of its calls, None if there are no tools.
         stops: Sequences that end it.
+        texts: Parameters of each function that are text, as `tool_format.text_parameters`.
     """
 
     splits: Literal["no", "think", "harmony"] = "think"
     opened: str | None = None
     calls: Format | None = None
     stops: tuple[str, ...] = ()
+    texts: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
 
     def reader(self) -> "AnswerReader":
         """A reader for one sample."""
@@ -374,7 +379,7 @@ class AnswerReader:
             self._splitter = ThinkSplitter(opened_by=reading.opened)
         # A call in a channel of its own needs no tools to be one.
         form = "harmony" if reading.splits == "harmony" else reading.calls
-        self._calls = CallReader(form) if form is not None else None
+        self._calls = CallReader(form, reading.texts) if form is not None else None
         self._held = HeldText(reading.stops)
         self._n_shown = 0
         self._space = ""  # after a call: line ends between calls are no content

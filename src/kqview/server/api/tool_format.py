@@ -15,34 +15,50 @@ from kqview.chat import parse_tool_calls
 from kqview.server.api.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
 
 Tool = Mapping[str, Any]
-Format = Literal["hermes", "mistral", "mistral_named", "llama", "harmony"]
+Format = Literal[
+    "hermes", "mistral", "mistral_named", "llama", "harmony", "xml", "deepseek", "deepseek_fenced"
+]
 Mark = Callable[[str], str]
 """Text of a mark in an answer -> how a grammar says it."""
 
 _OPEN: Final = "<tool_call>"
 _CLOSE: Final = "</tool_call>"
 _MISTRAL: Final = "[TOOL_CALLS]"
+_ARGS: Final = "[ARGS]"
+_FUNCTION: Final = "<function="
+_PARAMETER: Final = "<parameter="
+# DeepSeek's marks, with its own vertical bars and spaces.
+_CALLS_BEGIN: Final = "<\uff5ctool\u2581calls\u2581begin\uff5c>"
+_CALLS_END: Final = "<\uff5ctool\u2581calls\u2581end\uff5c>"
+_CALL_BEGIN: Final = "<\uff5ctool\u2581call\u2581begin\uff5c>"
+_CALL_END: Final = "<\uff5ctool\u2581call\u2581end\uff5c>"
+_SEP: Final = "<\uff5ctool\u2581sep\uff5c>"
 _PYTHON_TAG: Final = "<|python_tag|>"
 _RESULTS: Final = ("tool", "function")
 _CONSTRAIN: Final = "<|constrain|>"
-# The value of a call's arguments follows. A name with escapes is read with the whole call.
-_HEAD: Final = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
-)
 _SPACE: Final = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # as json_schema of `Sampling`
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
 
 
+# What a template shows -> the format of its model; the first row that is shown as a whole.
+_SHOWN: Final[Sequence[tuple[Sequence[str], Format]]] = (
+    ((CHANNEL, MESSAGE), "harmony"),
+    ((_MISTRAL, _ARGS), "mistral_named"),
+    ((_MISTRAL,), "mistral"),
+    ((_FUNCTION, _PARAMETER), "xml"),
+    ((_CALL_BEGIN, "```json"), "deepseek_fenced"),
+    ((_CALL_BEGIN,), "deepseek"),
+    ((_OPEN,), "hermes"),
+    ((_PYTHON_TAG,), "llama"),
+    (('"parameters"', "ipython"), "llama"),
+)
+
+
 def format_of(template: str) -> Format:
     """The format of the model with this chat template; Hermes' if it shows none."""
-    if is_harmony(template):
-        return "harmony"
-    if _MISTRAL in template:
-        return "mistral_named" if "[ARGS]" in template else "mistral"
-    if _OPEN in template:
-        return "hermes"
-    if _PYTHON_TAG in template or ('"parameters"' in template and "ipython" in template):
-        return "llama"
+    for marks, form in _SHOWN:
+        if all(mark in template for mark in marks):
+            return form
     return "hermes"
 
 
@@ -218,6 +234,9 @@ def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
     for i, tool in enumerate(wanted.calls):
         function = object_of(tool["function"])
         schema = object_of(function.get("parameters"))
+        if form == "xml":
+            rules.append(f"call_{i}: {_xml_call(i, function['name'], schema, mark, rules)}")
+            continue
         rules.append(f"arguments_{i}: {_json({'type': 'object', **schema})}")
         rules.append(f"call_{i}: {_call(function['name'], f'arguments_{i}', form, mark)}")
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(wanted.calls))))
@@ -226,9 +245,11 @@ def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
         more = f' (", " call){{0,{most}}}' if wanted.is_parallel else ""
         return f'{mark(_MISTRAL)} "[" call{more} "]"'
     if not wanted.is_parallel or form == "harmony":  # whose turn ends with a call
-        return "call"
-    between = {"hermes": '"\\n"', "llama": '"; "', "mistral_named": ""}[form]
-    return f"call ({between} call){{0,{most}}}"
+        is_framed = "deepseek" in form
+        return f"{mark(_CALLS_BEGIN)} call {mark(_CALLS_END)}" if is_framed else "call"
+    between = {"hermes": '"\\n"', "xml": '"\\n"', "llama": '"; "'}.get(form, "")
+    calls = f"call ({between} call){{0,{most}}}"
+    return f"{mark(_CALLS_BEGIN)} {calls} {mark(_CALLS_END)}" if "deepseek" in form else calls
 
 
 def _call(name: str, arguments: str, form: Format, mark: Mark) -> str:
@@ -237,7 +258,16 @@ def _call(name: str, arguments: str, form: Format, mark: Mark) -> str:
         to = literal(f"commentary to=functions.{name} ")
         return f"{mark(CHANNEL)} {to} {json_mark} {mark(MESSAGE)} {arguments}"
     if form == "mistral_named":
-        return f"{mark(_MISTRAL)} {literal(name)} {mark('[ARGS]')} {arguments}"
+        return f"{mark(_MISTRAL)} {literal(name)} {mark(_ARGS)} {arguments}"
+    if form == "deepseek":
+        return f"{mark(_CALL_BEGIN)} {literal(name)} {mark(_SEP)} {arguments} {mark(_CALL_END)}"
+    if form == "deepseek_fenced":
+        head = literal(f"{name}\n```json\n")
+        end = literal("\n```")
+        return (
+            f'{mark(_CALL_BEGIN)} "function" {mark(_SEP)} {head} {arguments} {end} '
+            f"{mark(_CALL_END)}"
+        )
     key = "parameters" if form == "llama" else "arguments"
     head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
     if form == "hermes":
@@ -245,6 +275,46 @@ def _call(name: str, arguments: str, form: Format, mark: Mark) -> str:
         head = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "{key}": ')
         return f'{mark(_OPEN)} {head} {arguments} "}}" {line} {mark(_CLOSE)}'
     return f'{head} {arguments} "}}"'
+
+
+def _xml_call(i: int, name: str, schema: Mapping[str, Any], mark: Mark, rules: list[str]) -> str:
+    """A call whose arguments are elements, in the order of the schema."""
+    required = schema.get("required")
+    needed = cast("list[object]", required) if isinstance(required, list) else []
+    head = literal(f"\n{_FUNCTION}{name}>\n")
+    parts = [f"{mark(_OPEN)} {head}"]
+    for j, (key, given) in enumerate(object_of(schema.get("properties")).items()):
+        kind, rule = object_of(given), f"value_{i}_{j}"
+        end = literal("\n</parameter>\n")
+        if not _is_text(kind):
+            rules.append(f"{rule}: {_json(kind)} {end}")
+        elif isinstance(kind.get("enum"), list):
+            choices = " | ".join(literal(str(one)) for one in kind["enum"])
+            rules.append(f"{rule}: ({choices}) {end}")
+        else:
+            rules.append(f"{rule}[suffix={end}]: /(?s:.*)/")
+        begun = literal(f"{_PARAMETER}{key}>\n")
+        element = f"{begun} {rule}"
+        parts.append(element if key in needed else f"({element})?")
+    return " ".join([*parts, literal("</function>\n"), mark(_CLOSE)])
+
+
+def text_parameters(tools: Sequence[Tool]) -> Mapping[str, frozenset[str]]:
+    """Names of each function's parameters that are text, whatever a model writes for them."""
+    found: dict[str, frozenset[str]] = {}
+    for tool in tools:
+        function = object_of(tool.get("function"))
+        properties = object_of(object_of(function.get("parameters")).get("properties"))
+        names = (key for key, given in properties.items() if _is_text(object_of(given)))
+        found[str(function.get("name"))] = frozenset(names)
+    return found
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    kind = schema.get("type")
+    if kind is None and isinstance(schema.get("enum"), list):
+        return all(isinstance(one, str) for one in schema["enum"])
+    return kind == "string"
 
 
 # ---- reading calls
@@ -267,18 +337,76 @@ class CallDelta:
     name: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Syntax:
+    """How a call is written whose name precedes its arguments.
+
+    Attributes:
+        marks: Each begins a call.
+        head: What is between mark and arguments; its groups are names of the function.
+        close: What ends the call; "" if its arguments do.
+        silent: Marks around all calls, which are no text.
+        family: As `parse_tool_calls` takes it, for calls that are not written as usual; None if it
+            knows none.
+    """
+
+    marks: Sequence[str]
+    head: re.Pattern[str]
+    close: str = ""
+    silent: Sequence[str] = ()
+    family: Literal["hermes", "mistral"] | None = None
+
+
+# The value of a call's arguments follows. A name with escapes is read with the whole call.
+_HERMES: Final = _Syntax(
+    (_OPEN,),
+    re.compile(
+        r'\s*\{\s*"name"\s*:\s*"([^"\\\x00-\x1f]+)"\s*,'
+        r'\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+    ),
+    _CLOSE,
+    family="hermes",
+)
+_DEEPSEEK: Final = _Syntax(
+    (_CALL_BEGIN,),
+    re.compile(rf"\s*(?:function{_SEP}([^\s<`]+)\s*```json\s*|([^\s<]+){_SEP}\s*)(?=\{{)"),
+    _CALL_END,
+    silent=(_CALLS_BEGIN, _CALLS_END),
+)
+_NAMED: Final = _Syntax(
+    (_MISTRAL,),
+    re.compile(r"\s*([^\s\[{]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]\s*(?=\{)"),
+    family="mistral",
+)
+# An answer's calls are known by their marks, so a reader may look for those of several syntaxes: a
+# model whose template has no place for tools was told of Hermes' form.
+_SYNTAXES: Final[Mapping[Format, Sequence[_Syntax]]] = {
+    "hermes": (_HERMES,),
+    "mistral": (_NAMED,),
+    "mistral_named": (_NAMED,),
+    "deepseek": (_DEEPSEEK, _HERMES),
+    "deepseek_fenced": (_DEEPSEEK, _HERMES),
+}
+
+
 class CallReader:
     """Takes calls out of an answer's content while it comes; what is no call stays text."""
 
-    def __init__(self, form: Format) -> None:
-        """Read calls of this format."""
+    def __init__(self, form: Format, texts: Mapping[str, frozenset[str]] | None = None) -> None:
+        """Read calls of this format; *texts* as from `text_parameters`."""
         self._form = form
         self._n_calls = 0
         self._state: Literal["text", "head", "value", "tail", "held"] = "text"
-        self._marks = Marks([_OPEN] if form == "hermes" else [_MISTRAL])
+        self._syntaxes = {
+            mark: syntax for syntax in _SYNTAXES.get(form, ()) for mark in syntax.marks
+        }
+        self._silent = {mark for syntax in self._syntaxes.values() for mark in syntax.silent}
+        self._marks = Marks([*self._syntaxes, *self._silent])
+        self._mark = ""  # of the call that is read
         self._buffer = ""
         self._value = _JsonEnd()
         self._has_begun = False  # whether a word of the answer came, for Llama's
+        self._elements = _XmlCalls(self, texts or {}) if form == "xml" else None
 
     def begin(self, name: str) -> CallDelta:
         """A call whose function is known; `arguments` follow."""
@@ -293,53 +421,57 @@ class CallReader:
 
     def feed(self, text: str) -> list[str | CallDelta]:
         """Add content; returns text and calls in their order."""
-        if self._form == "hermes":
-            return self._hermes(text)
+        if self._elements is not None:
+            return self._elements.feed(text)
+        if self._form == "llama":
+            return self._llama(text)
         if self._form == "harmony":  # calls have channels of their own
             return [text] if text else []
-        return self._whole(text)
+        return self._marked(text)
 
-    def _whole(self, text: str) -> list[str | CallDelta]:
-        """Calls that are read when the answer is complete."""
+    def _llama(self, text: str) -> list[str | CallDelta]:
+        """Calls without marks around them are read when the answer is complete."""
+        self._buffer += text
         if self._state == "held":
-            self._buffer += text
             return []
-        if self._form == "llama":
-            self._buffer += text
-            begun = self._buffer.lstrip()
-            if not self._has_begun and (
-                begun.startswith(("{", _PYTHON_TAG)) or _PYTHON_TAG.startswith(begun)
-            ):
-                return []
-            self._has_begun = True
-            text, self._buffer = self._buffer, ""
-            return [text] if text else []
-        before, mark = self._marks.feed(text)
-        if mark is not None:
-            self._state = "held"
-            self._buffer = mark + self._marks.take()
-        return [before] if before else []
+        begun = self._buffer.lstrip()
+        if not self._has_begun and (
+            begun.startswith(("{", _PYTHON_TAG)) or _PYTHON_TAG.startswith(begun)
+        ):
+            return []
+        self._has_begun = True
+        text, self._buffer = self._buffer, ""
+        return [text] if text else []
 
-    def _hermes(self, text: str) -> list[str | CallDelta]:
+    def _marked(self, text: str) -> list[str | CallDelta]:
         found: list[str | CallDelta] = []
         while True:
+            if self._state == "held":  # until the answer is complete
+                self._buffer += text
+                return found
             if self._state == "text":
                 before, mark = self._marks.feed(text)
                 found += [before] if before else []
                 if mark is None:
                     return found
-                self._state, self._buffer = "head", ""
                 text = self._marks.take()
-            elif self._state == "head":
+                if mark not in self._silent:
+                    self._state, self._buffer, self._mark = "head", "", mark
+                continue
+            syntax = self._syntaxes[self._mark]
+            if self._state == "head":
                 self._buffer += text
-                head = _HEAD.match(self._buffer)
+                head = syntax.head.match(self._buffer)
                 if head is not None:
-                    found.append(self.begin(head[1]))
+                    found.append(self.begin(head[head.lastindex or 1]))
                     self._state, self._value = "value", _JsonEnd()
                     text = self._buffer[head.end() :]
-                elif (at := self._buffer.find(_CLOSE)) >= 0:  # not written as usual
-                    found += self._parsed(f"{_OPEN}{self._buffer[:at]}{_CLOSE}", "hermes")
-                    text = self._leave(self._buffer[at + len(_CLOSE) :])
+                elif self._mark == _MISTRAL and self._buffer.lstrip().startswith(("[", "{")):
+                    self._state, self._buffer, text = "held", self._mark + self._buffer, ""
+                elif syntax.close and (at := self._buffer.find(syntax.close)) >= 0:
+                    end = at + len(syntax.close)  # not written as usual
+                    found += self._parsed(self._mark + self._buffer[:end], syntax)
+                    text = self._leave(self._buffer[end:])
                 else:
                     return found
             elif self._state == "value":
@@ -351,16 +483,19 @@ class CallReader:
                 text, self._state, self._buffer = text[n:], "tail", ""
             else:  # the brace of the call, and its closing mark
                 self._buffer += text
-                at = self._buffer.find(_CLOSE)
+                at = self._buffer.find(syntax.close)
                 if at < 0:
                     return found
-                text = self._leave(self._buffer[at + len(_CLOSE) :])
+                text = self._leave(self._buffer[at + len(syntax.close) :])
 
     def _leave(self, rest: str) -> str:
         self._state, self._buffer = "text", ""
         return rest
 
-    def _parsed(self, text: str, family: Any) -> list[str | CallDelta]:
+    def _parsed(self, text: str, syntax: _Syntax | None) -> list[str | CallDelta]:
+        family = "llama" if syntax is None else syntax.family
+        if family is None:
+            return [text]
         reply = parse_tool_calls(text, family)
         # A lone surrogate in a name has no UTF-8.
         if not reply.tool_calls or not all(_is_utf8(call.name) for call in reply.tool_calls):
@@ -378,15 +513,154 @@ class CallReader:
 
     def flush(self) -> list[str | CallDelta]:
         """What is clear only when the answer is complete."""
+        if self._elements is not None:
+            return self._elements.flush()
         text = self._marks.take()
         buffer, self._buffer = self._buffer, ""
-        if self._form == "hermes":
-            if self._state == "head":  # the answer ended before the closing mark
-                return self._parsed(_OPEN + buffer, "hermes")
-            return [text] if text else []
-        if buffer:
-            return self._parsed(buffer, "llama" if self._form == "llama" else "mistral")
+        if self._form == "llama":
+            return self._parsed(buffer, None) if buffer else []
+        if self._state == "held":
+            return self._parsed(buffer, self._syntaxes[self._mark])
+        if self._state == "head":  # the answer ended before the closing mark
+            return self._parsed(self._mark + buffer, self._syntaxes[self._mark])
         return [text] if text else []
+
+
+_XML_NAME: Final = re.compile(r"([^<>\n]+)>\n?")
+_WORDS: Final[Mapping[str, object]] = {"True": True, "False": False, "None": None}
+
+
+class _XmlCalls:
+    """Reads calls written as ``<function=NAME><parameter=KEY>VALUE</parameter></function>``.
+
+    The arguments become JSON while they come. What is text by the function's schema stays so; other
+    values are JSON if they can be read as such.
+    """
+
+    # What may come next in each state.
+    _AHEAD: Final[Mapping[str, Sequence[str]]] = {
+        "text": (_OPEN, "<seed:tool_call>", _FUNCTION),
+        "opened": (_FUNCTION, _CLOSE, "</seed:tool_call>"),
+        "call": (_PARAMETER, "</function>", _CLOSE, "</seed:tool_call>"),
+        "value": ("\n</parameter>", "</parameter>"),
+        "closing": (_CLOSE, "</seed:tool_call>", _OPEN, "<seed:tool_call>", _FUNCTION),
+    }
+
+    def __init__(self, calls: CallReader, texts: Mapping[str, frozenset[str]]) -> None:
+        self._calls = calls
+        self._texts = texts
+        self._state: Literal["text", "opened", "call", "value", "closing"] = "text"
+        self._marks = Marks(self._AHEAD["text"])
+        self._named = ""  # the mark before a name that is being read
+        self._name = ""
+        self._buffer = ""
+        self._function = ""
+        self._is_text = False
+        self._n_arguments = 0
+
+    def feed(self, text: str) -> list[str | CallDelta]:
+        """As `CallReader.feed`."""
+        found: list[str | CallDelta] = []
+        while True:
+            if self._named:
+                self._buffer += text
+                name = _XML_NAME.match(self._buffer)
+                # A line end behind the name belongs to the mark.
+                if name is None or (name.end() == len(self._buffer) and name[0][-1] == ">"):
+                    return found
+                text, named = self._buffer[name.end() :], self._named
+                self._buffer = self._named = ""
+                found += self._begin(named, name[1])
+                continue
+            state = self._state
+            before, mark = self._marks.feed(text)
+            text = self._marks.take()
+            found += self._between(before)
+            if self._state != state:  # which looks for other marks
+                text = (mark or "") + text
+                continue
+            if mark is None:
+                self._marks.feed(text)  # it is still held back
+                return found
+            if mark in (_FUNCTION, _PARAMETER):
+                self._named, self._buffer = mark, ""
+            else:
+                found += self._pass(mark)
+
+    def _go(self, state: Literal["text", "opened", "call", "value", "closing"]) -> None:
+        self._state, self._marks = state, Marks(self._AHEAD[state])
+
+    def _between(self, text: str) -> list[str | CallDelta]:
+        """Text before the next mark."""
+        if not text:
+            return []
+        if self._state == "value":
+            if not self._is_text:
+                self._buffer += text
+                return []
+            return [self._calls.arguments(json.dumps(text, ensure_ascii=False)[1:-1])]
+        if self._state in ("opened", "closing"):
+            self._buffer += text
+            if self._state == "opened" or self._buffer.isspace():
+                return []
+            text, self._buffer = self._buffer, ""
+            self._go("text")
+        return [text] if self._state == "text" else []
+
+    def _begin(self, mark: str, name: str) -> list[str | CallDelta]:
+        if mark == _FUNCTION:
+            self._function, self._n_arguments = name.strip(), 0
+            self._go("call")
+            return [self._calls.begin(self._function)]
+        key = name.strip()
+        self._is_text = key in self._texts.get(self._function, ())
+        between = ", " if self._n_arguments else "{"
+        self._n_arguments += 1
+        self._buffer = ""
+        self._go("value")
+        shown = json.dumps(key, ensure_ascii=False)
+        quote = '"' if self._is_text else ""
+        return [self._calls.arguments(f"{between}{shown}: {quote}")]
+
+    def _pass(self, mark: str) -> list[str | CallDelta]:
+        """A mark without a name."""
+        if self._state == "value":
+            self._go("call")
+            value, self._buffer = self._buffer, ""
+            return [self._calls.arguments('"' if self._is_text else _as_json(value))]
+        if self._state == "call":
+            self._go("closing" if mark == "</function>" else "text")
+            return [self._calls.arguments("}" if self._n_arguments else "{}")]
+        if mark in (_OPEN, "<seed:tool_call>"):
+            self._go("opened")
+            self._buffer = mark
+            return []
+        # Nothing was called between the marks.
+        kept: list[str | CallDelta] = [self._buffer + mark] if self._state == "opened" else []
+        self._go("text")
+        self._buffer = ""
+        return kept
+
+    def flush(self) -> list[str | CallDelta]:
+        """As `CallReader.flush`; a call that is not complete stays so."""
+        rest = self._marks.take()
+        if self._named:
+            return [self._named + self._buffer] if self._named == _FUNCTION else []
+        if self._state in ("opened", "closing"):
+            return [self._buffer + rest] if self._buffer + rest else []
+        return self._between(rest)
+
+
+def _as_json(text: str) -> str:
+    """What a model wrote for a value that need not be text."""
+    word = text.strip()
+    if word in _WORDS:
+        return json.dumps(_WORDS[word])
+    try:
+        value = json.loads(word)
+    except (ValueError, RecursionError):
+        value = text.removesuffix("\n")
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _is_utf8(text: str) -> bool:
