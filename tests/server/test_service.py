@@ -399,7 +399,7 @@ async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
         with pytest.raises(ModelLoadError):
             await service.switch_model("broken.gguf")
         assert (service.engine is engine) is not is_own
-        assert service.model_name == "demo"
+        assert service.model_name == ("demo" if is_own else "kqview demo")
         assert service.engine.n_ctx == (512 if is_own else engine.n_ctx)
         async with await service.start(request(max_tokens=3)) as run:
             assert len([step async for step in run]) == 3
