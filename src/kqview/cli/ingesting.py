@@ -1,7 +1,9 @@
 """Runs the receiver under uvicorn until a signal ends it: running posts are stored, feeds end."""
 
 import logging
+import os
 import socket
+from types import FrameType
 from typing import Final
 
 import uvicorn
@@ -55,6 +57,12 @@ class ReceiverServer(uvicorn.Server):
                 f"at {scheme}://{shown}:{port}/; press Ctrl-C to stop",
                 flush=True,
             )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End with status 0, at a second signal at once."""
+        if self.should_exit:
+            os._exit(128 + sig)
+        self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Wait for running requests, but not for feeds."""

@@ -92,6 +92,8 @@ class Store:
             StorageFailed: The database fails.
         """
         self._engine = _engine(url)
+        self.url = self._engine.url
+        """What was opened, for another engine of SQLAlchemy."""
         self.kind = self._engine.dialect.name
         """``sqlite`` or ``postgresql``."""
         self._insert: Any = (sqlite if self.kind == "sqlite" else postgresql).insert
@@ -99,8 +101,11 @@ class Store:
         try:
             with self._transaction() as db:
                 self.schema_version = migrate(db)
-        except StorageFailed as error:
-            raise RequestError(f"{error}; name another database (--database)") from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, StorageFailed):
+                raise RequestError(f"{error}; name another database (--database)") from error
+            raise
 
     def close(self) -> None:
         """Close its connections; idempotent."""

@@ -1,0 +1,416 @@
+"""Many at once, full disks, killed receivers, two processes: nothing is half stored."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+import sqlalchemy as sa
+from sqlalchemy import event
+
+from kqview.errors import RequestError
+from kqview.ingest import IngestSettings, migrations, tables
+from kqview.ingest.store import Filter, Reader, Store
+from tests.support.receiving import Receiving, receiving, sqlite_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+BECOMES_WITHIN_S = 60.0
+
+
+def wait_until(condition: Any) -> None:
+    end_s = time.monotonic() + BECOMES_WITHIN_S
+    while not condition():
+        assert time.monotonic() < end_s, "the condition did not become true"
+        time.sleep(0.01)
+
+
+def trace_of(request_id: str, n_events: int = 3) -> dict[str, Any]:
+    """A trace whose events each have a call of a mod."""
+    return {
+        "request": {"request_id": request_id},
+        "events": [
+            {"event_type": "Added", "step": i, "sequence_order": i, "added_tokens": [i]}
+            for i in range(n_events)
+        ],
+        "mod_calls": [
+            {"event_sequence_order": i, "mod_name": "m", "event_type": "Added", "step": i}
+            for i in range(n_events)
+        ],
+    }
+
+
+def is_whole(store: Store, request_id: str) -> bool:
+    """Whether the trace is stored with as many parts as its summary says; False if it is not."""
+    read = store.trace(request_id, Reader())
+    if read is None:
+        return False
+    trace = json.loads(read)
+    [summary] = store.summaries(Reader(), Filter(text=request_id), limit=1)[0]
+    assert summary.n_events == len(trace["events"]) == len(trace["mod_calls"])
+    return True
+
+
+def test_200_posts_at_once_are_all_stored_whole(stored: Receiving) -> None:
+    ids = [f"trace-{i:03}-" for i in range(200)]
+    with stored.client(limits=httpx.Limits(max_connections=200)) as client:
+        with ThreadPoolExecutor(200) as pool:
+            replies = list(pool.map(lambda i: client.post("/ingest", json=trace_of(i)), ids))
+    assert [one.status_code for one in replies] == [201] * 200
+    assert all(is_whole(stored.store, one) for one in ids)
+
+
+def test_posts_of_one_id_at_once_leave_one_of_them(stored: Receiving) -> None:
+    with stored.client() as client, ThreadPoolExecutor(20) as pool:
+        bodies = [trace_of("same", n_events=i + 1) for i in range(40)]
+        replies = list(pool.map(lambda body: client.post("/ingest", json=body), bodies))
+    assert [one.status_code for one in replies] == [201] * 40
+    assert stored.store.totals().n_traces == 1
+    assert is_whole(stored.store, "same")
+
+
+def test_trace_that_turns_out_wrong_at_its_end_leaves_the_older_one(stored: Receiving) -> None:
+    older, newer = trace_of("a", n_events=3), trace_of("a", n_events=2000)
+    newer["mod_calls"][-1]["event_sequence_order"] = 2000
+    with stored.client() as client:
+        assert client.post("/ingest", json=older).status_code == 201
+        assert client.post("/ingest", json=newer).status_code == 400
+    [summary] = stored.store.summaries(Reader(), Filter(), limit=9)[0]
+    assert summary.n_events == 3
+    assert is_whole(stored.store, "a")
+
+
+# ---- the disk
+
+
+@pytest.fixture
+def few_pages() -> Iterator[None]:
+    """Databases of this process have no more than 100 pages of 4 KiB."""
+
+    def limit(connection: Any, _record: object) -> None:
+        with contextlib.suppress(AttributeError):
+            connection.execute("PRAGMA max_page_count = 100")
+
+    event.listen(sa.Engine, "connect", limit)
+    yield
+    event.remove(sa.Engine, "connect", limit)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A folder on a disk of 400 KiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("no mount here")
+    if done.returncode != 0:
+        pytest.skip(f"no small disk can be mounted: {done.stderr.strip()}")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def check_full(folder: Path, log: pytest.LogCaptureFixture) -> None:
+    with receiving(IngestSettings(database=sqlite_url(folder / "traces.db"))) as received:
+        with received.client() as client:
+            assert client.post("/ingest", json=trace_of("before")).status_code == 201
+            with log.at_level(logging.CRITICAL, "kqview.server"):
+                full = client.post("/ingest", json=trace_of("large", n_events=10_000))
+            assert full.status_code == 500
+            assert "full" in full.json()["error"]
+            assert client.get("/health").status_code == 200
+            assert is_whole(received.store, "before")
+            assert not is_whole(received.store, "large")
+            assert client.delete("/v1/traces/before").status_code == 204
+            assert client.post("/ingest", json=trace_of("after")).status_code == 201
+        assert is_whole(received.store, "after")
+
+
+@pytest.mark.usefixtures("few_pages")
+def test_full_database_refuses_and_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    check_full(tmp_path, caplog)
+
+
+def test_full_disk_refuses_and_goes_on(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    check_full(small_disk, caplog)
+
+
+# ---- processes
+
+
+class Process:
+    """``kqview ingest`` in a process of its own."""
+
+    def __init__(self, database: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kqview", "ingest", "--port", "0", "--database", str(database)],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        found = re.search(r"http://(127\.0\.0\.1:\d+)/ingest", line)
+        assert found, line
+        self.address = found[1]
+        self.url = f"http://{self.address}"
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill it as ``kill -9`` does."""
+        self.process.kill()
+        self.process.wait(BECOMES_WITHIN_S)
+        if self.process.stdout is not None:
+            self.process.stdout.close()
+
+
+def test_killed_receiver_has_stored_nothing_by_halves(tmp_path: Path) -> None:
+    database = tmp_path / "traces.db"
+    log = tmp_path / "traces.db-wal"
+    body = json.dumps(trace_of("large", n_events=30_000)).encode()
+    with Process(database) as first:
+        httpx.post(f"{first.url}/ingest", json=trace_of("before"), timeout=60).raise_for_status()
+        host, _, port = first.address.partition(":")
+        head = (
+            f"POST /ingest HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port)), timeout=60) as half:
+            half.sendall(head.encode() + body[:1000])  # one in the middle of its body
+            with socket.create_connection((host, int(port)), timeout=60) as client:
+                client.sendall(head.encode() + body)
+                # Its rows are being written once they no longer fit into SQLite's cache.
+                wait_until(lambda: log.stat().st_size > 2**20)
+                first.kill()
+    with Process(database) as second:
+        store = Store(sqlite_url(database))
+        assert is_whole(store, "before")
+        is_whole(store, "large")  # not there, or, if the kill came late, whole
+        with httpx.Client(base_url=second.url, timeout=60) as client:
+            again = client.post(
+                "/ingest", content=body, headers={"content-type": "application/json"}
+            )
+            assert again.status_code == 201
+        assert is_whole(store, "large")
+        store.close()
+
+
+def test_two_processes_share_a_file_and_see_what_the_other_stores(tmp_path: Path) -> None:
+    database = tmp_path / "traces.db"
+    with (
+        Process(database) as other,
+        receiving(IngestSettings(database=sqlite_url(database))) as own,
+        own.client() as client,
+        client.stream("GET", "/v1/stream") as stream,
+        ThreadPoolExecutor(8) as pool,
+    ):
+        ids = [f"id-{i:02}-" for i in range(20)]
+        urls = [own.url, other.url]
+
+        def post(i: int) -> int:
+            return httpx.post(
+                f"{urls[i % 2]}/ingest", json=trace_of(ids[i]), timeout=60
+            ).status_code
+
+        assert list(pool.map(post, range(20))) == [201] * 20
+        seen: set[str] = set()
+        for line in stream.iter_lines():
+            if line.startswith("data: "):
+                seen.add(json.loads(line[6:])["request_id"])
+            if len(seen) == 20:
+                break
+        assert seen == set(ids)
+        assert all(is_whole(own.store, one) for one in ids)
+
+
+def test_signal_ends_the_receiver_and_its_feeds(tmp_path: Path) -> None:
+    with Process(tmp_path / "traces.db") as receiver:
+        with httpx.stream("GET", f"{receiver.url}/v1/stream", timeout=60) as stream:
+            receiver.process.send_signal(signal.SIGTERM)
+            assert list(stream.iter_lines()) == []
+        assert receiver.process.wait(BECOMES_WITHIN_S) == 0
+
+
+# ---- feeds
+
+
+def events_of(stream: httpx.Response) -> Iterator[dict[str, str]]:
+    fields: dict[str, str] = {}
+    for line in stream.iter_lines():
+        name, _, value = line.partition(": ")
+        if line:
+            fields[name] = value
+        elif fields:
+            yield fields
+            fields = {}
+
+
+def test_feed_goes_on_after_the_last_event_that_a_client_has(received: Receiving) -> None:
+    with received.client() as client:
+        for name in ("a", "b", "c"):
+            client.post("/ingest", json=trace_of(name))
+        with client.stream("GET", "/v1/stream", headers={"last-event-id": "1"}) as stream:
+            found = events_of(stream)
+            got = [next(found), next(found)]
+    assert [json.loads(one["data"])["request_id"] for one in got] == ["b", "c"]
+    assert [(one["event"], one["id"]) for one in got] == [("trace", "2"), ("trace", "3")]
+
+
+# ---- limits of what is kept
+
+
+@pytest.mark.parametrize(
+    ("limits", "left"),
+    [
+        ({"max_traces": 2}, ["d", "e"]),
+        ({"max_traces": 9}, ["a", "b", "c", "d", "e"]),
+        ({"max_bytes": 500}, ["c", "d", "e"]),
+        ({"older_than": 2**62}, []),
+        ({"older_than": 0}, ["a", "b", "c", "d", "e"]),
+        ({"max_traces": 3, "max_bytes": 200}, ["e"]),
+    ],
+)
+def test_what_was_stored_first_is_deleted_first(
+    database: str, limits: dict[str, int], left: list[str]
+) -> None:
+    store = Store(database)
+    for name in ("a", "b", "c", "d", "e"):
+        store.put(json.dumps({"request": {"request_id": name}}).encode().ljust(150))
+    n_deleted = store.prune(
+        limits.get("max_traces", 0), limits.get("max_bytes", 0), limits.get("older_than")
+    )
+    kept = store.summaries(Reader(), Filter(), limit=9)[0]
+    store.close()
+    assert sorted(one.request_id for one in kept) == left
+    assert n_deleted == 5 - len(left)
+
+
+def test_receiver_keeps_its_limits_by_itself(tmp_path: Path) -> None:
+    settings = IngestSettings(database=sqlite_url(tmp_path / "traces.db"), max_traces=3)
+    with receiving(settings) as received, received.client() as client:
+        for i in range(10):
+            client.post("/ingest", json=trace_of(f"{i}"))
+        wait_until(lambda: received.store.totals().n_traces == 3)
+        kept = {one["request_id"] for one in client.get("/v1/traces").json()["traces"]}
+    assert kept == {"7", "8", "9"}
+
+
+# ---- schemas
+
+
+def columns(engine: sa.Engine) -> dict[str, set[str]]:
+    inspector = sa.inspect(engine)
+    return {
+        name: {column["name"] for column in inspector.get_columns(name)}
+        for name in inspector.get_table_names()
+    }
+
+
+def test_migrations_make_the_tables_that_the_store_uses(database: str) -> None:
+    store = Store(database)
+    store.close()
+    engine = sa.create_engine(store.url)
+    wanted = {table.name: {c.name for c in table.c} for table in tables.metadata.sorted_tables}
+    assert columns(engine) == {**wanted, "schema_version": {"version"}}
+    foreign = {
+        (name, key["referred_table"])
+        for name in wanted
+        for key in sa.inspect(engine).get_foreign_keys(name)
+    }
+    engine.dispose()
+    assert foreign == {
+        ("events", "requests"), ("request_mods", "requests"), ("mod_calls", "events"),
+        ("mod_logs", "mod_calls"), ("actions", "mod_calls"),
+    }  # fmt: skip
+
+
+def test_older_schema_is_migrated_with_what_it_holds(
+    database: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(migrations, "STEPS", migrations.STEPS[:1])
+        old = Store(database)
+        assert old.schema_version == 1
+        old.close()
+    engine = sa.create_engine(old.url)
+    row = {c.name: 0 for c in tables.requests.c if not c.nullable}
+    row |= {"id": 1, "request_id": "a", "mods": '["m", "n"]', "search_text": "a"}
+    call = {"trace": 1, "event_sequence_order": 0, "event_type": "Added", "step": 0}
+    call |= {"exception_occurred": False}
+    with engine.begin() as db:
+        db.execute(sa.insert(tables.requests).values(row))
+        added = {"trace": 1, "sequence_order": 0, "event_type": "Added", "step": 0}
+        db.execute(sa.insert(tables.events).values(added))
+        names = ["n", "m", "n"]
+        rows = [{**call, "sequence": i, "mod_name": name} for i, name in enumerate(names)]
+        db.execute(sa.insert(tables.mod_calls), rows)
+    engine.dispose()
+    store = Store(database)
+    assert store.schema_version == len(migrations.STEPS)
+    assert store.values(Reader()).mods == ["m", "n"]
+    assert [one.request_id for one in store.summaries(Reader(), Filter(mod="m"), limit=9)[0]] == [
+        "a"
+    ]
+    store.close()
+
+
+def test_newer_schema_is_refused(database: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as newer:
+        newer.setattr(migrations, "STEPS", (*migrations.STEPS, "CREATE TABLE t (x INTEGER)"))
+        Store(database).close()
+    with pytest.raises(RequestError, match="upgrade"):
+        Store(database)
+
+
+def test_stores_that_open_an_empty_database_at_once_make_it_once(database: str) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        stores = list(pool.map(Store, [database] * 4))
+    assert {one.schema_version for one in stores} == {len(migrations.STEPS)}
+    for one in stores:
+        one.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("sqlite:////no/such/folder/x.db", "unable to open"),
+        ("sqlite://", "file"),
+        ("mysql://localhost/x", "mysql"),
+        ("nonsense", "sqlite:///FILE"),
+        ("postgresql://localhost:1/x", "refused"),
+    ],
+)
+def test_database_that_cannot_be_opened_is_named(url: str, named: str) -> None:
+    with pytest.raises(RequestError, match="--database") as error:
+        Store(url)
+    assert named in str(error.value)
+
+
+def test_file_that_is_no_database_is_refused_and_kept(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("my notes " * 200)
+    with pytest.raises(RequestError, match="not a database"):
+        Store(sqlite_url(path))
+    assert path.read_text() == "my notes " * 200
+    assert os.listdir(tmp_path) == ["notes.txt"]

@@ -1,0 +1,182 @@
+"""Who may post, read and delete, and what is stored of a key."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.errors import RequestError
+from kqview.ingest import IngestSettings
+from kqview.ingest.settings import web_settings
+from tests.support.receiving import Receiving, receiving, sqlite_url
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+OPERATOR, POSTER, ANN, BOB = "operator-key", "post-key", "ann-key", "bob-key"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Receiving]:
+    """A receiver with keys that has a trace of Ann, and one of nobody."""
+    settings = IngestSettings(
+        database=sqlite_url(tmp_path_factory.mktemp("keys") / "traces.db"),
+        web=web_settings(keys=(OPERATOR,), post_keys=(POSTER,)),
+    )
+    with receiving(settings) as received, received.client(headers={"x-api-key": POSTER}) as client:
+        for body in (
+            {"request_id": "ann", "user_api_key": ANN, "model": "of ann"},
+            {"request_id": "nobody", "model": "of nobody"},
+        ):
+            assert client.post("/ingest", json={"request": body}).status_code == 201
+        yield received
+
+
+def get(guarded: Receiving, path: str, key: str | None) -> Any:
+    with guarded.client() as client:
+        return client.get(path, headers={} if key is None else {"x-api-key": key})
+
+
+@pytest.mark.parametrize(
+    ("path", "key", "status"),
+    [
+        ("/v1/traces/ann", None, 401),
+        ("/v1/traces/ann", BOB, 403),
+        ("/v1/traces/ann", ANN, 200),
+        ("/v1/traces/ann", OPERATOR, 200),
+        ("/v1/traces/ann", POSTER, 403),
+        ("/v1/traces/nobody", ANN, 403),
+        ("/v1/traces/nobody", OPERATOR, 200),
+        ("/v1/traces/none", ANN, 404),
+        ("/v1/traces", None, 401),
+        ("/v1/values", None, 401),
+        ("/v1/stream", None, 401),
+        ("/metrics", ANN, 401),
+        ("/metrics", POSTER, 403),
+        ("/metrics", OPERATOR, 200),
+        ("/health", None, 200),
+        ("/openapi.json", None, 200),
+    ],
+)
+def test_key_decides_what_is_read(
+    guarded: Receiving, path: str, key: str | None, status: int
+) -> None:
+    assert get(guarded, path, key).status_code == status
+
+
+@pytest.mark.parametrize(
+    ("key", "ids", "models"),
+    [
+        (ANN, ["ann"], ["of ann"]),
+        (BOB, [], []),
+        (OPERATOR, ["nobody", "ann"], ["of ann", "of nobody"]),
+    ],
+)
+def test_lists_have_what_the_key_may_see(
+    guarded: Receiving, key: str, ids: list[str], models: list[str]
+) -> None:
+    found = get(guarded, "/v1/traces", key).json()["traces"]
+    assert [one["request_id"] for one in found] == ids
+    assert get(guarded, "/v1/values", key).json()["models"] == models
+
+
+def test_key_is_shown_to_its_owner_and_to_nobody_else(guarded: Receiving) -> None:
+    own = get(guarded, "/v1/traces/ann", ANN).json()["request"]["user_api_key"]
+    others = get(guarded, "/v1/traces/ann", OPERATOR).json()["request"]["user_api_key"]
+    assert own == ANN
+    assert others.startswith("sha256:")
+    assert ANN not in others
+
+
+def test_bearer_token_is_a_key_too(guarded: Receiving) -> None:
+    with guarded.client(headers={"authorization": f"Bearer {ANN}"}) as client:
+        assert client.get("/v1/traces/ann").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("key", "status"), [(None, 401), (ANN, 401), (POSTER, 201), (OPERATOR, 201)]
+)
+def test_posting_needs_a_key_where_there_are_some(
+    guarded: Receiving, key: str | None, status: int
+) -> None:
+    with guarded.client() as client:
+        reply = client.post(
+            "/ingest",
+            json={"request": {"request_id": "nobody", "model": "of nobody"}},
+            headers={} if key is None else {"x-api-key": key},
+        )
+    assert reply.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("key", "status"), [(None, 401), (ANN, 401), (POSTER, 403), (OPERATOR, 404)]
+)
+def test_only_the_operator_deletes(guarded: Receiving, key: str | None, status: int) -> None:
+    with guarded.client() as client:
+        reply = client.delete("/v1/traces/none", headers={} if key is None else {"x-api-key": key})
+    assert reply.status_code == status
+
+
+def test_key_is_stored_as_its_digest(tmp_path: Path) -> None:
+    with receiving(IngestSettings(database=sqlite_url(tmp_path / "traces.db"))) as received:
+        with received.client() as client:
+            body = {"request": {"request_id": "a", "user_api_key": "a-secret-of-mine"}}
+            assert client.post("/ingest", json=body).status_code == 201
+            # A trace that was read is posted again with the digest, and has the same owner.
+            read = client.get("/v1/traces/a").json()
+            assert client.post("/ingest", json=read).status_code == 201
+            mine = client.get("/v1/traces/a", headers={"x-api-key": "a-secret-of-mine"}).json()
+    assert mine["request"]["user_api_key"] == "a-secret-of-mine"
+    stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"user_key_sha256" in stored
+    assert b"a-secret-of-mine" not in stored
+
+
+def test_key_outside_ascii_finds_its_traces(tmp_path: Path) -> None:
+    settings = IngestSettings(
+        database=sqlite_url(tmp_path / "traces.db"), web=web_settings(keys=(OPERATOR,))
+    )
+    with receiving(settings) as received, received.client() as client:
+        client.post("/ingest", json={"request": {"request_id": "a", "user_api_key": "käse"}})
+        read = client.get("/v1/traces/a", headers={"x-api-key": "käse".encode()})
+    assert read.json()["request"]["user_api_key"] == "käse"
+
+
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ({}, "--key for reading and --post-key for posting"),
+        ({"keys": (OPERATOR,)}, "--post-key for posting"),
+    ],
+)
+def test_address_that_others_reach_needs_keys(given: dict[str, Any], missing: str) -> None:
+    settings = IngestSettings(database="sqlite:///x", web=web_settings(host="0.0.0.0", **given))
+    with pytest.raises(RequestError, match=missing):
+        settings.check_bind()
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"host": "127.0.0.1"},
+        {"host": "0.0.0.0", "public": True},
+        {"host": "0.0.0.0", "keys": (OPERATOR,), "post_keys": (POSTER,)},
+    ],
+)
+def test_address_that_nobody_else_reaches_or_that_has_keys_is_fine(given: dict[str, Any]) -> None:
+    IngestSettings(database="sqlite:///x", web=web_settings(**given)).check_bind()
+
+
+def test_post_keys_alone_are_refused() -> None:
+    with pytest.raises(RequestError, match="--key"):
+        IngestSettings(database="sqlite:///x", web=web_settings(post_keys=(POSTER,)))
+
+
+def test_settings_show_neither_keys_nor_the_database() -> None:
+    settings = IngestSettings(
+        database="postgresql://me:password@host/x", web=web_settings(keys=(OPERATOR,))
+    )
+    assert OPERATOR not in repr(settings)
+    assert "password" not in repr(settings)
