@@ -67,7 +67,9 @@ export async function listen(signal, on) {
     }
     if (signal.aborted) return;
     on.state(false);
-    await new Promise((resolve) => setTimeout(resolve, AGAIN_MS[Math.min(n_failed, AGAIN_MS.length - 1)]));
+    await new Promise((resolve) =>
+      setTimeout(resolve, AGAIN_MS[Math.min(n_failed, AGAIN_MS.length - 1)]),
+    );
   }
 }
 

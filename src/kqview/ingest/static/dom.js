@@ -15,14 +15,36 @@ function fill(made, attributes, children) {
     if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
     else made.setAttribute(key, value === true ? "" : value);
   }
-  made.append(...children.flat().filter((child) => child !== undefined && child !== null && child !== false && child !== ""));
+  made.append(
+    ...children
+      .flat()
+      .filter((child) => child !== undefined && child !== null && child !== false && child !== ""),
+  );
   return made;
+}
+
+export const note = (...children) => element("span", { class: "note" }, ...children);
+export const field = (label, input) => element("label", {}, label, input);
+export const button = (title, onclick, attributes = {}) =>
+  element("button", { onclick, ...attributes }, title);
+export const quietButton = (title, onclick, attributes = {}) =>
+  button(title, onclick, { class: "quiet", ...attributes });
+
+// A select of [value, title] pairs.
+export function choice(pairs, onchange) {
+  return element(
+    "select",
+    { onchange },
+    pairs.map(([value, title]) => element("option", { value }, title)),
+  );
 }
 
 // A text whose spaces and control characters can be seen, in quotation marks.
 export function quoted(text) {
-  return JSON.stringify(text).replace(/[\u007f-\u009f\u2028\u2029\ufeff\u200b-\u200f\u202a-\u202e]/g,
-    (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`);
+  return JSON.stringify(text).replace(
+    /[\u007f-\u009f\u2028\u2029\ufeff\u200b-\u200f\u202a-\u202e]/g,
+    (c) => `\\u${c.charCodeAt(0).toString(16).padStart(4, "0")}`,
+  );
 }
 
 export function count(n, one, many = `${one}s`) {

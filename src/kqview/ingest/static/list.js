@@ -1,7 +1,7 @@
 // The list of traces: newest first, filtered by the receiver, kept up to date while it is open.
 
 import { fetchTraces, fetchValues, key, listen } from "./api.js";
-import { count, element, milliseconds } from "./dom.js";
+import { choice, count, element, field, milliseconds, note, quietButton } from "./dom.js";
 import { keyForm, problem } from "./problem.js";
 import { traceAddress } from "./trace.js";
 
@@ -19,28 +19,49 @@ class List {
   constructor(signal) {
     this.signal = signal;
     this.query = new AbortController(); // of the filters as they are
-    this.search = element("input", { type: "search", placeholder: "Id, prompt or text", oninput: () => this.typed() });
-    this.model = element("select", { onchange: () => this.load() }, element("option", { value: "" }, "Any"));
-    this.mod = element("select", { onchange: () => this.load() }, element("option", { value: "" }, "Any"));
+    this.search = element("input", {
+      type: "search",
+      placeholder: "Id, prompt or text",
+      oninput: () => this.typed(),
+    });
+    this.model = choice([["", "Any"]], () => this.load());
+    this.mod = choice([["", "Any"]], () => this.load());
     this.live = element("span", { class: "note", role: "status" });
     this.state = element("span", { class: "note", role: "status" });
     this.failure = element("div");
     this.rows = element("ul", { class: "traces", "aria-label": "Traces" });
-    this.older = element("button", { class: "quiet", hidden: true, onclick: () => this.loadOlder() }, "Older traces");
-    const field = (name, input) => element("label", {}, name, input);
+    this.older = quietButton("Older traces", () => this.loadOlder(), { hidden: true });
     this.nodes = [
-      element("div", { class: "bar filters" }, field("Search", this.search), field("Model", this.model), field("Mod", this.mod)),
-      element("div", { class: "bar" }, this.live, this.state,
+      element(
+        "div",
+        { class: "bar filters" },
+        field("Search", this.search),
+        field("Model", this.model),
+        field("Mod", this.mod),
+      ),
+      element(
+        "div",
+        { class: "bar" },
+        this.live,
+        this.state,
         // Any key is taken, one of nobody's as well: whoever sees too little gives another.
-        key.get() && element("button", { class: "quiet", onclick: () => this.failure.replaceChildren(keyForm("Read with another key.")) }, "Change key")),
-      this.failure, this.rows, this.older,
+        key.get() &&
+          quietButton("Change key", () =>
+            this.failure.replaceChildren(keyForm("Read with another key.")),
+          ),
+      ),
+      this.failure,
+      this.rows,
+      this.older,
     ];
   }
 
   open() {
-    this.load();
+    this.loading = this.load();
     listen(this.signal, {
-      trace: () => { this.timer ??= setTimeout(() => this.refresh(), REFRESH_MS); },
+      trace: () => {
+        this.timer ??= setTimeout(() => this.refresh(), REFRESH_MS);
+      },
       state: (isOn) => {
         this.live.className = `note dot ${isOn ? "on" : "off"}`;
         this.live.textContent = isOn ? "Live" : "Not live, trying again";
@@ -68,42 +89,57 @@ class List {
     this.query.abort();
     this.query = new AbortController();
     this.state.textContent = "Loading …";
-    await this.attempt(async (signal) => {
-      const [page, values] = await Promise.all([fetchTraces(this.filters(), undefined, signal), fetchValues(signal)]);
-      choices(this.model, values.models);
-      choices(this.mod, values.mods);
-      this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
-      this.endsAt(page.next_cursor);
-    }, () => this.load());
+    await this.attempt(
+      async (signal) => {
+        const [page, values] = await Promise.all([
+          fetchTraces(this.filters(), undefined, signal),
+          fetchValues(signal),
+        ]);
+        choices(this.model, values.models);
+        choices(this.mod, values.mods);
+        this.rows.replaceChildren(...page.traces.map((trace) => row(trace)));
+        this.endsAt(page.next_cursor);
+      },
+      () => this.load(),
+    );
   }
 
   // Puts what has come since in front; what is there already stays where it is.
   async refresh() {
     clearTimeout(this.timer);
     this.timer = undefined;
-    await this.attempt(async (signal) => {
-      const page = await fetchTraces(this.filters(), undefined, signal);
-      const known = new Map([...this.rows.children].map((node) => [node.dataset.id, node]));
-      const isGap = !page.traces.some((trace) => known.has(trace.request_id));
-      const fresh = page.traces.map((trace) => {
-        const made = row(trace, !known.has(trace.request_id));
-        known.get(trace.request_id)?.remove();
-        return made;
-      });
-      if (isGap) this.rows.replaceChildren();
-      if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
-      this.rows.prepend(...fresh);
-      this.tell();
-    }, () => this.load());
+    await this.loading;
+    await this.attempt(
+      async (signal) => {
+        const page = await fetchTraces(this.filters(), undefined, signal);
+        const known = new Map([...this.rows.children].map((node) => [node.dataset.id, node]));
+        const isGap = !page.traces.some((trace) => known.has(trace.request_id));
+        const fresh = page.traces.map((trace) => {
+          const made = row(trace, known.size > 0 && !known.has(trace.request_id));
+          known.get(trace.request_id)?.remove();
+          return made;
+        });
+        if (isGap) this.rows.replaceChildren();
+        if (isGap || this.rows.childElementCount === 0) this.endsAt(page.next_cursor);
+        this.rows.prepend(...fresh);
+        this.tell();
+      },
+      () => this.load(),
+    );
   }
 
   async loadOlder() {
-    await this.attempt(async (signal) => {
-      const page = await fetchTraces(this.filters(), this.cursor, signal);
-      const known = new Set([...this.rows.children].map((node) => node.dataset.id));
-      this.rows.append(...page.traces.filter((trace) => !known.has(trace.request_id)).map((trace) => row(trace)));
-      this.endsAt(page.next_cursor);
-    }, () => this.loadOlder());
+    await this.attempt(
+      async (signal) => {
+        const page = await fetchTraces(this.filters(), this.cursor, signal);
+        const known = new Set([...this.rows.children].map((node) => node.dataset.id));
+        this.rows.append(
+          ...page.traces.filter((trace) => !known.has(trace.request_id)).map((trace) => row(trace)),
+        );
+        this.endsAt(page.next_cursor);
+      },
+      () => this.loadOlder(),
+    );
   }
 
   // Does *work* unless the filters change meanwhile; shows what went wrong with a way to try again.
@@ -128,29 +164,51 @@ class List {
   tell() {
     const n = this.rows.childElementCount;
     const isFiltered = Object.values(this.filters()).some(Boolean);
-    this.state.textContent = n > 0 ? `${count(n, "trace")}${this.cursor ? ", and older ones" : ""}`
-      : isFiltered ? "No trace matches." : "No traces yet. Whatever is posted to /ingest appears here.";
+    this.state.textContent =
+      n > 0
+        ? `${count(n, "trace")}${this.cursor ? ", and older ones" : ""}`
+        : isFiltered
+          ? "No trace matches."
+          : "No traces yet. Whatever is posted to /ingest appears here.";
   }
 }
 
 // Offers *values*, and keeps what is chosen.
 function choices(select, values) {
   const chosen = select.value;
-  select.replaceChildren(element("option", { value: "" }, "Any"), ...values.map((value) => element("option", { value }, value)));
+  select.replaceChildren(
+    ...choice([["", "Any"], ...values.map((value) => [value, value])]).children,
+  );
   select.value = values.includes(chosen) ? chosen : "";
 }
 
 function row(trace, isNew = false) {
   const facts = [
-    trace.model, count(trace.n_added_tokens, "token"),
+    trace.model,
+    count(trace.n_added_tokens, "token"),
     trace.n_forced_tokens > 0 && `${trace.n_forced_tokens.toLocaleString("en")} forced`,
     trace.n_actions > 0 && count(trace.n_actions, "action"),
-    trace.mods.join(", "), trace.finish_reason, typeof trace.duration_ms === "number" && milliseconds(trace.duration_ms),
-  ].filter(Boolean).join(" · ");
-  return element("li", { "data-id": trace.request_id, class: isNew && "new" },
-    element("a", { href: traceAddress(trace.request_id) },
+    trace.mods.join(", "),
+    trace.finish_reason,
+    typeof trace.duration_ms === "number" && milliseconds(trace.duration_ms),
+  ]
+    .filter(Boolean)
+    .join(" · ");
+  return element(
+    "li",
+    { "data-id": trace.request_id, class: isNew && "new" },
+    element(
+      "a",
+      { href: traceAddress(trace.request_id) },
       element("span", { class: "title" }, trace.text || trace.request_id),
-      element("time", { class: "note", datetime: trace.created_at }, new Date(trace.created_at).toLocaleString()),
-      element("span", { class: "note" }, trace.text ? `${trace.request_id} · ${facts}` : facts),
-      trace.n_exceptions > 0 && element("span", { class: "badge failed" }, count(trace.n_exceptions, "exception"))));
+      element(
+        "time",
+        { class: "note", datetime: trace.created_at },
+        new Date(trace.created_at).toLocaleString(),
+      ),
+      note(trace.text ? `${trace.request_id} · ${facts}` : facts),
+      trace.n_exceptions > 0 &&
+        element("span", { class: "badge failed" }, count(trace.n_exceptions, "exception")),
+    ),
+  );
 }

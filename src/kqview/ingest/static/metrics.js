@@ -1,4 +1,4 @@
-// Figures of one trace: a line for each token, how tokens came, what mods did and how long they took.
+// Figures of one trace: of each token, how tokens came, what mods did and how long they took.
 
 import { count, element, milliseconds, share, svg } from "./dom.js";
 
@@ -10,32 +10,91 @@ export function metricsView({ timeline, address }) {
   const { tokens, calls, actions } = timeline;
   const sampled = tokens.filter((token) => !token.isForced);
   const erased = tokens.filter((token) => token.died < Infinity);
-  const came = [["Sampled", sampled.length], ["Forced", tokens.length - sampled.length]];
-  const kept = [["Kept", tokens.length - erased.length], ["Taken back", erased.length]];
+  const came = [
+    ["Sampled", sampled.length],
+    ["Forced", tokens.length - sampled.length],
+  ];
+  const kept = [
+    ["Kept", tokens.length - erased.length],
+    ["Taken back", erased.length],
+  ];
   return {
-    node: element("div", { class: "metrics" },
-      lineChart("Probability of each sampled token", sampled, (token) => token.probability, 1, share, address),
-      lineChart("Entropy before each sampled token, in nats", sampled, (token) => token.entropy, undefined, (v) => v.toFixed(2), address),
-      element("div", { class: "pair" },
-        barChart("How tokens came", came), barChart("What became of them", kept),
-        barChart("Actions", counted(actions.map((action) => action.action_type)), "No mod was called.")),
-      modTable(calls)),
+    node: element(
+      "div",
+      { class: "metrics" },
+      lineChart(
+        "Probability of each sampled token",
+        sampled,
+        (token) => token.probability,
+        1,
+        share,
+        address,
+      ),
+      lineChart(
+        "Entropy before each sampled token, in nats",
+        sampled,
+        (token) => token.entropy,
+        undefined,
+        (v) => v.toFixed(2),
+        address,
+      ),
+      element(
+        "div",
+        { class: "pair" },
+        barChart("How tokens came", came),
+        barChart("What became of them", kept),
+        barChart(
+          "Actions",
+          counted(actions.map((action) => action.action_type)),
+          "No mod was called.",
+        ),
+      ),
+      modTable(calls),
+    ),
   };
 }
 
 function lineChart(title, tokens, of, most, format, address) {
-  const points = tokens.map((token) => ({ token, value: of(token) })).filter(({ value }) => value !== undefined);
-  if (points.length === 0) return element("figure", {}, element("figcaption", {}, title), element("p", { class: "note" }, "The trace has no probabilities of sampled tokens."));
+  const points = tokens
+    .map((token) => ({ token, value: of(token) }))
+    .filter(({ value }) => value !== undefined);
+  if (points.length === 0)
+    return element(
+      "figure",
+      {},
+      element("figcaption", {}, title),
+      element("p", { class: "note" }, "The trace has no probabilities of sampled tokens."),
+    );
   const values = points.map(({ value }) => value);
-  const top = most ?? Math.max(values.reduce((a, b) => Math.max(a, b)), 1e-9);
+  const top =
+    most ??
+    Math.max(
+      values.reduce((a, b) => Math.max(a, b)),
+      1e-9,
+    );
   const mean = values.reduce((a, b) => a + b) / values.length;
   const low = values.reduce((a, b) => Math.min(a, b));
   const high = values.reduce((a, b) => Math.max(a, b));
   const facts = `mean ${format(mean)}, lowest ${format(low)}, highest ${format(high)}, ${count(values.length, "token")}`;
   const cursor = svg("line", { y1: 0, y2: HEIGHT, class: "cursor", visibility: "hidden" });
-  const chart = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img", "aria-label": `${title}: ${facts}` },
-    svg("line", { x1: 0, x2: WIDTH, y1: HEIGHT * (1 - mean / top), y2: HEIGHT * (1 - mean / top), class: "mean" }),
-    curves(values, top), cursor);
+  const chart = svg(
+    "svg",
+    {
+      viewBox: `0 0 ${WIDTH} ${HEIGHT}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": `${title}: ${facts}`,
+    },
+    svg("line", {
+      x1: 0,
+      x2: WIDTH,
+      y1: HEIGHT * (1 - mean / top),
+      y2: HEIGHT * (1 - mean / top),
+      class: "mean",
+    }),
+    curves(values, top),
+    cursor,
+  );
   const here = element("output", { class: "note" }, facts);
   const pointAt = (event) => {
     const box = chart.getBoundingClientRect();
@@ -54,9 +113,26 @@ function lineChart(title, tokens, of, most, format, address) {
     cursor.setAttribute("visibility", "hidden");
     here.value = facts;
   });
-  chart.addEventListener("click", (event) => { location.hash = address("tokens", pointAt(event).token.step); });
-  return element("figure", {}, element("figcaption", {}, title),
-    element("div", { class: "chart" }, element("div", { class: "note", "aria-hidden": "true" }, element("span", {}, format(top)), element("span", {}, "0")), chart), here);
+  chart.addEventListener("click", (event) => {
+    location.hash = address("tokens", pointAt(event).token.step);
+  });
+  return element(
+    "figure",
+    {},
+    element("figcaption", {}, title),
+    element(
+      "div",
+      { class: "chart" },
+      element(
+        "div",
+        { class: "note", "aria-hidden": "true" },
+        element("span", {}, format(top)),
+        element("span", {}, "0"),
+      ),
+      chart,
+    ),
+    here,
+  );
 }
 
 // The mean of each column as a line; where several tokens share a column, their range behind it.
@@ -67,7 +143,10 @@ function curves(values, top) {
   const upper = [];
   const lower = [];
   for (let i = 0; i < n_columns; i++) {
-    const some = values.slice(Math.floor((i * values.length) / n_columns), Math.floor(((i + 1) * values.length) / n_columns));
+    const some = values.slice(
+      Math.floor((i * values.length) / n_columns),
+      Math.floor(((i + 1) * values.length) / n_columns),
+    );
     const x = (((i + 0.5) / n_columns) * WIDTH).toFixed(1);
     line.push(`${x} ${y(some.reduce((a, b) => a + b) / some.length)}`);
     upper.push(`${x} ${y(Math.max(...some))}`);
@@ -75,17 +154,35 @@ function curves(values, top) {
   }
   if (n_columns === 1) line.push(`${WIDTH} ${line[0].split(" ")[1]}`);
   const isShared = values.length > n_columns;
-  return [isShared && svg("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z` }), svg("path", { d: `M${line.join("L")}` })];
+  return [
+    isShared && svg("path", { class: "range", d: `M${[...upper, ...lower].join("L")}Z` }),
+    svg("path", { d: `M${line.join("L")}` }),
+  ];
 }
 
 function barChart(title, rows, none) {
   const most = rows.reduce((a, [, n]) => Math.max(a, n), 0);
-  return element("figure", {}, element("figcaption", {}, title), rows.length === 0 ? element("p", { class: "note" }, none)
-    : element("ol", { class: "bars" }, rows.map(([name, n]) => {
-      const row = element("li", {}, element("span", { class: "name" }, name), element("span", { class: "value" }, n.toLocaleString("en")));
-      row.style.setProperty("--part", `${(100 * n) / (most || 1)}%`);
-      return row;
-    })));
+  return element(
+    "figure",
+    {},
+    element("figcaption", {}, title),
+    rows.length === 0
+      ? element("p", { class: "note" }, none)
+      : element(
+          "ol",
+          { class: "bars" },
+          rows.map(([name, n]) => {
+            const row = element(
+              "li",
+              {},
+              element("span", { class: "name" }, name),
+              element("span", { class: "value" }, n.toLocaleString("en")),
+            );
+            row.style.setProperty("--part", `${(100 * n) / (most || 1)}%`);
+            return row;
+          }),
+        ),
+  );
 }
 
 function counted(names) {
@@ -102,16 +199,49 @@ function modTable(calls) {
   }
   if (mods.size === 0) return undefined;
   const rows = [...mods].map(([name, some]) => {
-    const times = some.map((call) => call.execution_time_ms).filter((ms) => typeof ms === "number").sort((a, b) => a - b);
+    const times = some
+      .map((call) => call.execution_time_ms)
+      .filter((ms) => typeof ms === "number")
+      .sort((a, b) => a - b);
     const total = times.reduce((a, b) => a + b, 0);
     const at = (part) => times[Math.min(times.length - 1, Math.floor(part * times.length))];
-    const cells = [some.length, milliseconds(total), milliseconds(at(0.5)), milliseconds(at(0.95)), milliseconds(times.at(-1)),
-      some.filter((call) => call.exception_occurred).length];
-    return element("tr", {}, element("th", { scope: "row" }, name), cells.map((cell) => element("td", {}, String(cell))));
+    const cells = [
+      some.length,
+      milliseconds(total),
+      milliseconds(at(0.5)),
+      milliseconds(at(0.95)),
+      milliseconds(times.at(-1)),
+      some.filter((call) => call.exception_occurred).length,
+    ];
+    return element(
+      "tr",
+      {},
+      element("th", { scope: "row" }, name),
+      cells.map((cell) => element("td", {}, String(cell))),
+    );
   });
   const heads = ["Mod", "Calls", "Total", "Median", "95 %", "Longest", "Exceptions"];
-  return element("figure", {}, element("figcaption", { id: "mod-times" }, "Time of each mod"),
-    element("div", { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "mod-times" }, element("table", {},
-      element("thead", {}, element("tr", {}, heads.map((head) => element("th", { scope: "col" }, head)))),
-      element("tbody", {}, rows))));
+  return element(
+    "figure",
+    {},
+    element("figcaption", { id: "mod-times" }, "Time of each mod"),
+    element(
+      "div",
+      { class: "scroll", tabindex: 0, role: "region", "aria-labelledby": "mod-times" },
+      element(
+        "table",
+        {},
+        element(
+          "thead",
+          {},
+          element(
+            "tr",
+            {},
+            heads.map((head) => element("th", { scope: "col" }, head)),
+          ),
+        ),
+        element("tbody", {}, rows),
+      ),
+    ),
+  );
 }

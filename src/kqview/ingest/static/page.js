@@ -1,5 +1,5 @@
-// Which view is shown: "#/" is the list, "#/trace/ID/TAB/STEP" one trace. A view gets an abort signal
-// that ends its requests and timers when another view takes its place.
+// Which view is shown: "#/" is the list, "#/trace/ID/TAB/STEP" one trace. A view gets an abort
+// signal, which ends its requests and timers when another view takes its place.
 
 import { showList } from "./list.js";
 import { showTrace } from "./trace.js";
@@ -8,7 +8,10 @@ let leave = new AbortController();
 let shown;
 
 async function show() {
-  const [kind, id, tab, step] = location.hash.replace(/^#\//, "").split("/").map(decodeURIComponent);
+  const [kind, id, tab, step] = location.hash
+    .replace(/^#\//, "")
+    .split("/")
+    .map(decodeURIComponent);
   const main = document.getElementById("main");
   if (kind === "trace" && shown?.id === id) return shown.open(tab, step);
   leave.abort();

@@ -1,6 +1,6 @@
 // Moves through the events of a trace, by hand or by itself.
 
-import { element } from "./dom.js";
+import { button, choice, element, quietButton } from "./dom.js";
 
 const SPEEDS = [5, 20, 100, 500]; // events per second
 
@@ -12,17 +12,29 @@ export class Player {
     this.at = events.length - 1;
     this.timer = undefined;
     this.range = element("input", {
-      type: "range", min: 0, max: this.at, value: this.at, "aria-label": "Event",
+      type: "range",
+      min: 0,
+      max: this.at,
+      value: this.at,
+      "aria-label": "Event",
       oninput: () => this.go(Number(this.range.value)),
     });
-    this.button = element("button", { class: "play", onclick: () => (this.timer ? this.stop() : this.play()) });
-    const back = element("button", { class: "quiet", "aria-label": "One event back", onclick: () => this.step(-1) }, "‹");
-    const on = element("button", { class: "quiet", "aria-label": "One event on", onclick: () => this.step(1) }, "›");
-    this.speed = element("select", {}, SPEEDS.map((n) => element("option", { value: n }, `${n} events/s`)));
+    this.button = button("", () => (this.timer ? this.stop() : this.play()), { class: "play" });
+    const back = quietButton("‹", () => this.step(-1), { "aria-label": "One event back" });
+    const on = quietButton("›", () => this.step(1), { "aria-label": "One event on" });
+    this.speed = choice(SPEEDS.map((n) => [n, `${n} events/s`]));
     this.speed.value = SPEEDS.find((n) => events.length / n <= 30) ?? SPEEDS.at(-1);
     this.where = element("output", { class: "note" });
-    this.node = element("div", { class: "player bar", role: "group", "aria-label": "Playback" },
-      this.button, back, on, this.range, element("label", { class: "inline" }, "Speed ", this.speed), this.where);
+    this.node = element(
+      "div",
+      { class: "player bar", role: "group", "aria-label": "Playback" },
+      this.button,
+      back,
+      on,
+      this.range,
+      element("label", { class: "inline" }, "Speed ", this.speed),
+      this.where,
+    );
     signal.addEventListener("abort", () => this.stop());
     this.stop();
     this.tell();

@@ -2,16 +2,24 @@
 // the chosen token is and what it looked at. Tokens are laid out once; time and the mouse change
 // classes only.
 
-import { count, element, quoted, share } from "./dom.js";
+import { choice, count, element, note, quoted, share } from "./dom.js";
 import { Player } from "./player.js";
 import { topTokens } from "./timeline.js";
 
 // What a colour shows: no colour at the first end of the scale, full colour at the second.
 const COLOURS = {
   // A token beyond the top tokens that a trace keeps counts as one that nobody expected.
-  probability: ["Probability", (token) => 1 - (token.probability ?? (token.nTop > 0 ? 0 : NaN)), () => ["1", "0"]],
+  probability: [
+    "Probability",
+    (token) => 1 - (token.probability ?? (token.nTop > 0 ? 0 : NaN)),
+    () => ["1", "0"],
+  ],
   entropy: ["Entropy", (token) => token.entropy, (most) => ["0", `${most.toFixed(1)} nats`]],
-  attention: ["Attention received", (token) => token.received || undefined, (most) => ["0", most.toFixed(2)]],
+  attention: [
+    "Attention received",
+    (token) => token.received || undefined,
+    (most) => ["0", most.toFixed(2)],
+  ],
   none: ["Nothing", () => undefined, () => []],
 };
 const N_SEEN = 12; // tokens of an attention row that the panel lists
@@ -29,17 +37,33 @@ class Tokens {
     this.address = address;
     this.chosen = undefined; // by keyboard or click: {item, node}
     this.seen = []; // nodes of the tokens that the shown one looked at
-    this.about = element("aside", { class: "about", "aria-label": "About the token", "aria-live": "polite" });
+    this.about = element("aside", {
+      class: "about",
+      "aria-label": "About the token",
+      "aria-live": "polite",
+    });
     this.legend = element("span", { class: "legend note" });
     this.layOut();
-    const toolbar = element("div", { class: "bar" }, this.colourChoice(), this.legend, marksLegend());
+    const toolbar = element(
+      "div",
+      { class: "bar" },
+      this.colourChoice(),
+      this.legend,
+      marksLegend(),
+    );
     this.node = element("div", { class: "tokens" }, toolbar);
     if (timeline.events.length > 0) {
       const player = new Player(timeline.events, (from, to) => this.seek(from, to), signal);
       this.node.append(player.node);
     }
     if (timeline.tokens.length > N_SHOWN) {
-      this.node.append(element("p", { class: "note" }, `The first ${N_SHOWN.toLocaleString("en")} of ${count(timeline.tokens.length, "token")}.`));
+      this.node.append(
+        element(
+          "p",
+          { class: "note" },
+          `The first ${N_SHOWN.toLocaleString("en")} of ${count(timeline.tokens.length, "token")}.`,
+        ),
+      );
     }
     this.node.append(element("div", { class: "beside" }, this.list, this.about));
     const hasOdds = timeline.tokens.some((token) => token.probability !== undefined);
@@ -74,14 +98,30 @@ class Tokens {
       made.push(node);
     }
     if (tokens.length <= N_SHOWN) mark(Infinity);
-    const groups = [["Prompt", before], ["Generated tokens", made]].filter(([, nodes]) => nodes.length > 0);
-    this.list = element("div", {
-      role: "listbox", class: "sequence", tabindex: 0, "aria-label": "Tokens",
-      onkeydown: (event) => this.key(event),
-      onclick: (event) => this.choose(this.optionOf(event.target)),
-      onpointerover: (event) => this.tell(this.optionOf(event.target) ?? this.chosen),
-      onpointerleave: () => this.tell(this.chosen),
-    }, groups.map(([name, nodes]) => element("div", { role: "group", "aria-label": name, class: name === "Prompt" && "prompt" }, nodes)));
+    const groups = [
+      ["Prompt", before],
+      ["Generated tokens", made],
+    ].filter(([, nodes]) => nodes.length > 0);
+    this.list = element(
+      "div",
+      {
+        role: "listbox",
+        class: "sequence",
+        tabindex: 0,
+        "aria-label": "Tokens",
+        onkeydown: (event) => this.key(event),
+        onclick: (event) => this.choose(this.optionOf(event.target)),
+        onpointerover: (event) => this.tell(this.optionOf(event.target) ?? this.chosen),
+        onpointerleave: () => this.tell(this.chosen),
+      },
+      groups.map(([name, nodes]) =>
+        element(
+          "div",
+          { role: "group", "aria-label": name, class: name === "Prompt" && "prompt" },
+          nodes,
+        ),
+      ),
+    );
     if (groups.length === 0) this.list = element("p", { class: "note" }, "No token was added.");
   }
 
@@ -106,16 +146,21 @@ class Tokens {
   }
 
   colourChoice() {
-    this.select = element("select", { onchange: () => this.colour() },
-      Object.entries(COLOURS).map(([value, [title]]) => element("option", { value }, title)));
+    this.select = choice(
+      Object.entries(COLOURS).map(([value, [title]]) => [value, title]),
+      () => this.colour(),
+    );
     if (!this.timeline.hasAttention) this.select.querySelector("[value=attention]").disabled = true;
     return element("label", { class: "inline" }, "Colour by ", this.select);
   }
 
   colour() {
     const [, of, ends] = COLOURS[this.select.value];
-    const values = this.options.map(({ item }) => of(item)).map((v) => (Number.isFinite(v) ? v : 0));
-    const most = this.select.value === "probability" ? 1 : values.reduce((a, b) => Math.max(a, b), 0) || 1;
+    const values = this.options
+      .map(({ item }) => of(item))
+      .map((v) => (Number.isFinite(v) ? v : 0));
+    const most =
+      this.select.value === "probability" ? 1 : values.reduce((a, b) => Math.max(a, b), 0) || 1;
     this.options.forEach(({ node }, i) => {
       const heat = `heat${Math.round((10 * values[i]) / most)}`;
       if (this.heats[i] === heat) return;
@@ -124,7 +169,9 @@ class Tokens {
       this.heats[i] = heat;
     });
     const [low, high] = ends(most);
-    this.legend.replaceChildren(...(low === undefined ? [] : [low, element("span", { class: "scale" }), high]));
+    this.legend.replaceChildren(
+      ...(low === undefined ? [] : [low, element("span", { class: "scale" }), high]),
+    );
   }
 
   // Moves from after event `from` to after event `to`.
@@ -134,7 +181,7 @@ class Tokens {
     for (let at = Math.min(from, to) + 1; at <= Math.max(from, to); at++) {
       for (const [node, name, isSet] of this.changes[at]) {
         node.classList.toggle(name, isSet !== isBack);
-        last = isBack ? last ?? node : node;
+        last = isBack ? (last ?? node) : node;
       }
     }
     if (Math.abs(to - from) < 50) last?.scrollIntoView({ block: "nearest" });
@@ -144,8 +191,12 @@ class Tokens {
     const at = this.chosen ? this.options.indexOf(this.chosen) : -1;
     const last = this.options.length - 1;
     const to = {
-      ArrowRight: Math.min(at + 1, last), ArrowLeft: Math.max(at - 1, 0), Home: 0, End: last,
-      ArrowDown: () => this.vertical(at, 1), ArrowUp: () => this.vertical(at, -1),
+      ArrowRight: Math.min(at + 1, last),
+      ArrowLeft: Math.max(at - 1, 0),
+      Home: 0,
+      End: last,
+      ArrowDown: () => this.vertical(at, 1),
+      ArrowUp: () => this.vertical(at, -1),
       Enter: () => this.openStep(),
     }[event.key];
     if (to === undefined) return;
@@ -166,7 +217,8 @@ class Tokens {
       if (Math.abs(box.top - here.top) < 4) continue;
       line ??= box.top;
       if (Math.abs(box.top - line) >= 4) break;
-      if (Math.abs(box.left - here.left) < distance) [best, distance] = [i, Math.abs(box.left - here.left)];
+      if (Math.abs(box.left - here.left) < distance)
+        [best, distance] = [i, Math.abs(box.left - here.left)];
     }
     return best;
   }
@@ -198,12 +250,20 @@ class Tokens {
     this.seen = [];
     if (!option) {
       const how = this.timeline.hasAttention ? "what it is and what it looked at" : "what it is";
-      this.about.replaceChildren(element("p", { class: "note" }, `Point at a token, or move with the arrow keys, to see ${how}.`),
-        ...(this.timeline.hasAttention ? [] : [noAttention()]));
+      this.about.replaceChildren(
+        element(
+          "p",
+          { class: "note" },
+          `Point at a token, or move with the arrow keys, to see ${how}.`,
+        ),
+        ...(this.timeline.hasAttention ? [] : [noAttention()]),
+      );
       return;
     }
     const { item } = option;
-    this.about.replaceChildren(...(item.n === undefined ? this.aboutToken(item) : this.aboutErasure(item)));
+    this.about.replaceChildren(
+      ...(item.n === undefined ? this.aboutToken(item) : this.aboutErasure(item)),
+    );
     const most = item.attention?.[0]?.weight ?? 1;
     for (const { token, weight } of item.attention ?? []) {
       const node = this.nodes.get(token);
@@ -215,22 +275,44 @@ class Tokens {
   }
 
   aboutToken(token) {
-    const facts = [["Id", token.id ?? "unknown"], ["Position", token.position]];
+    const facts = [
+      ["Id", token.id ?? "unknown"],
+      ["Position", token.position],
+    ];
     if (!token.isPrompt) {
-      facts.unshift(["Step", element("a", { href: this.address("steps", token.step) }, String(token.step))]);
+      facts.unshift([
+        "Step",
+        element("a", { href: this.address("steps", token.step) }, String(token.step)),
+      ]);
       facts.push(["Came as", token.isForced ? `forced${by(token)}` : "sampled"]);
-      if (token.probability !== undefined) facts.push(["Probability", share(token.probability)], ["Rank", token.rank]);
+      if (token.probability !== undefined)
+        facts.push(["Probability", share(token.probability)], ["Rank", token.rank]);
       else if (token.nTop) facts.push(["Probability", `not among the top ${token.nTop}`]);
       if (token.entropy !== undefined) facts.push(["Entropy", `${token.entropy.toFixed(2)} nats`]);
       if (!token.isOutput) facts.push(["Output", "no: it ended the text, or was beyond a limit"]);
-      if (token.died < Infinity) facts.push(["Taken back", `at step ${this.timeline.events[token.died].step}`]);
+      if (token.died < Infinity)
+        facts.push(["Taken back", `at step ${this.timeline.events[token.died].step}`]);
     }
     if (this.timeline.hasAttention) facts.push(["Attention received", token.received.toFixed(3)]);
     const others = topTokens(token.forward).slice(0, N_OTHERS);
     return [
       element("h2", {}, token.text === undefined ? `token ${token.id}` : quoted(token.text)),
-      element("dl", {}, facts.map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value)))),
-      ...(others.length > 0 ? [element("h3", {}, "Likeliest here"), bars(others.map((one) => [one.text, one.id, one.probability]), 1)] : []),
+      element(
+        "dl",
+        {},
+        facts.map(([name, value]) =>
+          element("div", {}, element("dt", {}, name), element("dd", {}, value)),
+        ),
+      ),
+      ...(others.length > 0
+        ? [
+            element("h3", {}, "Likeliest here"),
+            bars(
+              others.map((one) => [one.text, one.id, one.probability]),
+              1,
+            ),
+          ]
+        : []),
       ...this.lookedAt(token),
     ];
   }
@@ -238,8 +320,11 @@ class Tokens {
   lookedAt(token) {
     if (!this.timeline.hasAttention) return [noAttention()];
     if (token.isPrompt) return [];
-    if (!token.attention) return [element("p", { class: "note" }, "The trace has no attention of this token.")];
-    const rows = token.attention.slice(0, N_SEEN).map((one) => [one.token.text, one.token.id, one.weight, `at ${one.token.position}`]);
+    if (!token.attention)
+      return [element("p", { class: "note" }, "The trace has no attention of this token.")];
+    const rows = token.attention
+      .slice(0, N_SEEN)
+      .map((one) => [one.token.text, one.token.id, one.weight, `at ${one.token.position}`]);
     return [element("h3", {}, "Looked at"), bars(rows, rows[0]?.[2])];
   }
 
@@ -247,25 +332,39 @@ class Tokens {
     const event = this.timeline.events[at];
     return [
       element("h2", {}, `${markName(action)} ${n}`),
-      element("p", {}, `${count(n, "token")} taken back${by(action)}, after ${event.event_type} of `,
-        element("a", { href: this.address("steps", event.step) }, `step ${event.step}`), "."),
+      element(
+        "p",
+        {},
+        `${count(n, "token")} taken back${by(action)}, after ${event.event_type} of `,
+        element("a", { href: this.address("steps", event.step) }, `step ${event.step}`),
+        ".",
+      ),
     ];
   }
 }
 
 function tokenNode(token) {
-  const kind = ["token", token.isForced && "forced", token.isOutput === false && "dropped"].filter(Boolean).join(" ");
+  const kind = ["token", token.isForced && "forced", token.isOutput === false && "dropped"]
+    .filter(Boolean)
+    .join(" ");
   return element("span", { class: kind }, visible(token));
 }
 
 // Line ends and control characters as signs; a token without text by its id.
 function visible({ text, id }) {
   if (text === undefined || text === "") return `⟨${id ?? "?"}⟩`;
-  return text.replace(/\n/g, "↵\n").replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
+  return text
+    .replace(/\n/g, "↵\n")
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (c) => String.fromCharCode(0x2400 + c.charCodeAt(0)));
 }
 
 function markName(action) {
-  return { Backtrack: "backtrack", ForceOutput: "replaced", ToolCalls: "tool call, dropped", EmitError: "error, dropped" }[action.action_type];
+  return {
+    Backtrack: "backtrack",
+    ForceOutput: "replaced",
+    ToolCalls: "tool call, dropped",
+    EmitError: "error, dropped",
+  }[action.action_type];
 }
 
 function by({ mod }) {
@@ -273,19 +372,36 @@ function by({ mod }) {
 }
 
 function bars(rows, most) {
-  return element("ol", { class: "bars" }, rows.map(([text, id, value, note]) => {
-    const row = element("li", {}, element("span", { class: "name" }, text === undefined ? `⟨${id}⟩` : quoted(text)),
-      note && element("span", { class: "note" }, note), element("span", { class: "value" }, share(value)));
-    row.style.setProperty("--part", `${(100 * value) / (most || 1)}%`);
-    return row;
-  }));
+  return element(
+    "ol",
+    { class: "bars" },
+    rows.map(([text, id, value, where]) => {
+      const row = element(
+        "li",
+        {},
+        element("span", { class: "name" }, text === undefined ? `⟨${id}⟩` : quoted(text)),
+        where && note(where),
+        element("span", { class: "value" }, share(value)),
+      );
+      row.style.setProperty("--part", `${(100 * value) / (most || 1)}%`);
+      return row;
+    }),
+  );
 }
 
 function noAttention() {
-  return element("p", { class: "note" }, "This trace has no attention: its request did not capture any.");
+  return element(
+    "p",
+    { class: "note" },
+    "This trace has no attention: its request did not capture any.",
+  );
 }
 
 function marksLegend() {
-  return element("span", { class: "legend note", "aria-hidden": "true" },
-    element("span", { class: "token forced" }, "forced"), element("span", { class: "token erased" }, "taken back"));
+  return element(
+    "span",
+    { class: "legend note", "aria-hidden": "true" },
+    element("span", { class: "token forced" }, "forced"),
+    element("span", { class: "token erased" }, "taken back"),
+  );
 }

@@ -1,7 +1,7 @@
 // One trace: its facts and its tabs. A tab is drawn when it is first opened.
 
 import { fetchTrace } from "./api.js";
-import { count, element, milliseconds } from "./dom.js";
+import { count, element, milliseconds, note } from "./dom.js";
 import { metricsView } from "./metrics.js";
 import { problem, reload } from "./problem.js";
 import { rawView } from "./raw.js";
@@ -53,13 +53,31 @@ function summary({ request, tokens, finalIds, calls, actions }) {
     ["Actions", n_actions],
     ["Exceptions", n_failed, n_failed > 0 ? "bad" : undefined],
   ].filter(([, value]) => value !== undefined && value !== null && value !== "");
-  const list = element("dl", { class: "facts" }, facts.map(([name, value, kind]) =>
-    element("div", {}, element("dt", {}, name), element("dd", { class: kind }, value.toLocaleString("en")))));
-  const texts = [["Prompt", request.user_prompt], ["Final text", request.final_text]]
+  const list = element(
+    "dl",
+    { class: "facts" },
+    facts.map(([name, value, kind]) =>
+      element(
+        "div",
+        {},
+        element("dt", {}, name),
+        element("dd", { class: kind }, value.toLocaleString("en")),
+      ),
+    ),
+  );
+  const texts = [
+    ["Prompt", request.user_prompt],
+    ["Final text", request.final_text],
+  ]
     .filter(([, text]) => text)
-    .map(([name, text]) => element("details", { class: "text" },
-      element("summary", {}, name, element("span", { class: "note" }, count(text.length, "character"))),
-      element("pre", { tabindex: 0 }, text)));
+    .map(([name, text]) =>
+      element(
+        "details",
+        { class: "text" },
+        element("summary", {}, name, note(count(text.length, "character"))),
+        element("pre", { tabindex: 0 }, text),
+      ),
+    );
   return [element("h1", { class: "id" }, request.request_id), list, ...texts];
 }
 
@@ -74,11 +92,18 @@ class Tabs {
     this.id = id;
     this.context = { ...context, address: (tab, step) => traceAddress(id, tab, step) };
     this.views = new Map();
-    this.buttons = TABS.map(([name, title]) => element("button", {
-      role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => this.go(name),
-    }, title));
-    this.bar = element("div", { role: "tablist", "aria-label": "Views of this trace", onkeydown: (e) => this.key(e) },
-      this.buttons);
+    this.buttons = TABS.map(([name, title]) =>
+      element(
+        "button",
+        { role: "tab", id: `tab-${name}`, "aria-controls": "panel", onclick: () => this.go(name) },
+        title,
+      ),
+    );
+    this.bar = element(
+      "div",
+      { role: "tablist", "aria-label": "Views of this trace", onkeydown: (e) => this.key(e) },
+      this.buttons,
+    );
     this.panel = element("section", { role: "tabpanel", id: "panel", tabindex: 0 });
   }
 
@@ -89,7 +114,12 @@ class Tabs {
   key(event) {
     const at = this.buttons.indexOf(document.activeElement);
     const last = TABS.length - 1;
-    const to = { ArrowRight: at === last ? 0 : at + 1, ArrowLeft: at === 0 ? last : at - 1, Home: 0, End: last }[event.key];
+    const to = {
+      ArrowRight: at === last ? 0 : at + 1,
+      ArrowLeft: at === 0 ? last : at - 1,
+      Home: 0,
+      End: last,
+    }[event.key];
     if (to === undefined) return;
     event.preventDefault();
     this.buttons[to].focus();
