@@ -1,6 +1,7 @@
 // The consumer's side of a request: taking events, waiting, and the end.
 #include "bind/bind_generation.h"
 
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -58,6 +59,62 @@ struct taken_token {
     bool has_logprob() const { return !std::isnan(token.logprob); }
 };
 
+// A forward pass for the consumer to answer. Mods may keep it: neither the generation nor the engine
+// lives for its sake.
+struct taken_pass {
+    forward_event event;
+    std::weak_ptr<engine> core;
+    std::weak_ptr<request> wanted;
+
+    // `act` runs without the GIL. Raises closed if the generation is gone.
+    template <typename Act>
+    auto with(Act act) const {
+        const auto owner = core.lock();
+        const auto of = wanted.lock();
+        if (!owner || !of) throw error(errc::closed, "the generation of this forward pass is gone");
+        owner->sched().check_not_forked();
+        const nb::gil_scoped_release release;
+        return act(*owner, of);
+    }
+};
+
+using adjusted_logits = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+picked_token pick(const taken_pass& self, const std::optional<adjusted_logits>& logits,
+                  std::optional<float> temperature) {
+    std::span<const float> adjusted;
+    if (logits) adjusted = {logits->data(), logits->size()};
+    if (logits && adjusted.empty()) throw error(errc::request, "logits has no values");
+    return self.with([&](engine&, const std::shared_ptr<request>& of) {
+        return self.event.pass->pick(*of, adjusted, temperature);
+    });
+}
+
+const char* ends(const taken_pass& self, token_id id) {
+    const auto reason = self.with(
+        [&](engine& core, const std::shared_ptr<request>& of) { return core.end_by(*of, id); });
+    return reason ? name_of_reason(*reason) : nullptr;
+}
+
+finish_reason reason_named(const std::string& name) {
+    using enum finish_reason;
+    for (const auto reason : {stop, length, stop_token, error}) {
+        if (name == name_of_reason(reason)) return reason;
+    }
+    throw kqview::error(errc::request, "end is '" + name +
+                                           "', allowed are 'stop', 'length', 'stop_token', "
+                                           "'error' and None; to cancel, close the generation");
+}
+
+void answer(const taken_pass& self, int n_removed, std::vector<token_id> ids,
+            const std::optional<std::string>& end) {
+    pass_answer given{n_removed, std::move(ids), {}};
+    if (end) given.end = reason_named(*end);
+    self.with([&](engine& core, const std::shared_ptr<request>& of) {
+        core.answer(of, *self.event.pass, std::move(given));
+    });
+}
+
 // Nothing has arrived yet.
 struct wait_event {
     std::vector<request_id> holders;
@@ -66,6 +123,7 @@ struct wait_event {
 nb::object to_python(generation_handle& self, mailbox::item item) {
     if (item.end && !self.end) self.end = item.end;
     if (item.prompt) return nb::cast(std::move(*item.prompt));
+    if (item.forward) return nb::cast(taken_pass{std::move(*item.forward), self.core, self.wanted});
     if (item.token) return nb::cast(taken_token{std::move(*item.token), std::move(item.end)});
     if (item.end->failure) throw *item.end->failure;
     return nb::cast(std::move(*item.end));
@@ -212,6 +270,72 @@ void bind_events(nb::module_& module) {
             "written_at", [](const taken_token& self) { return written_at(self.token); },
             "For tests: the address to which the CPU wrote the first row; 0 without one.");
 
+    nb::class_<picked_token>(module, "PickedToken", "A choice of a request's own sampler.")
+        .def_ro("id", &picked_token::id)
+        .def_prop_ro("logprob",
+                     [](const picked_token& self) {
+                         return std::isnan(self.logprob) ? std::nullopt
+                                                         : std::optional(self.logprob);
+                     })
+        .def_prop_ro(
+            "top_logprobs",
+            [](const picked_token& self) {
+                return std::isnan(self.logprob) ? std::nullopt : std::optional(self.top);
+            },
+            "Both None unless logprobs were requested.");
+
+    nb::class_<taken_pass>(module, "ForwardEvent",
+                           "A forward pass of a steered request, which waits for `answer`.")
+        .def_prop_ro(
+            "logits", [](const taken_pass& self) { return logits_view(self.event.pass->logits()); },
+            nb::sig("def logits(self) -> typing.Any"),
+            "Read-only float32 view of shape (n_vocab,), valid for as long as it is held.")
+        .def_prop_ro(
+            "attention",
+            [](const taken_pass& self) { return attention_view(self.event.rows, false); },
+            nb::sig("def attention(self) -> typing.Any"))
+        .def_prop_ro(
+            "positions",
+            [](const taken_pass& self) { return positions_view(self.event.rows, false); },
+            nb::sig("def positions(self) -> typing.Any"))
+        .def_prop_ro(
+            "hidden", [](const taken_pass& self) { return hidden_view(self.event.rows); },
+            nb::sig("def hidden(self) -> typing.Any"))
+        .def_prop_ro(
+            "n_discarded", [](const taken_pass& self) { return self.event.n_discarded; },
+            "As in TokenEvent.")
+        .def_prop_ro(
+            "n_tokens", [](const taken_pass& self) { return self.event.pass->known().n_tokens; },
+            "Number of tokens in the slot, all of them evaluated.")
+        .def_prop_ro(
+            "n_removable",
+            [](const taken_pass& self) { return self.event.pass->known().n_removable; },
+            "Number of generated ids that can be taken back: all, unless some were discarded.")
+        .def_prop_ro(
+            "n_left", [](const taken_pass& self) { return self.event.pass->known().n_left; },
+            "Number of ids that the generation may still get, by max_tokens and its slot.")
+        .def("pick", &pick, nb::arg("logits") = nb::none(), nb::arg("temperature") = nb::none(),
+             nb::sig("def pick(self, logits: typing.Any = None, temperature: float | None = None) "
+                     "-> PickedToken"),
+             "Choose a token as the request would, once, from these or other logits; without the "
+             "GIL.\n\nA temperature is for this choice alone, 0 is greedy. Nothing is changed by "
+             "it.")
+        .def("ends", &ends, nb::arg("id"), nb::sig("def ends(self, id: int) -> str | None"),
+             "The finish reason, if this id ends the text instead of becoming part of it.")
+        .def("answer", &answer, nb::arg("n_removed") = 0, nb::arg("ids") = std::vector<token_id>{},
+             nb::arg("end") = nb::none(),
+             nb::sig("def answer(self, n_removed: int = 0, ids: collections.abc.Sequence[int] = "
+                     "[], end: str | None = None) -> None"),
+             "Decide what follows, once; returns at once.\n\nTakes back the last n_removed "
+             "generated ids, then appends `ids` as one chunk. Without ids,\nthe last token is "
+             "evaluated again. With `end` the text ends there; it also ends before the\nfirst of "
+             "`ids` that `ends`, and when nothing is left. Raises without effect: RequestError,\n"
+             "InvalidToken, InvalidSampling for an id that the grammar does not allow; ClosedError "
+             "once\nthe generation has ended, whose next event says how.")
+        .def_prop_ro(
+            "written_at", [](const taken_pass& self) { return written_at(self.event); },
+            "As in TokenEvent.");
+
     nb::class_<token_score>(module, "TokenScore", "How the model judged a token of the prompt.")
         .def_ro("logprob", &token_score::logprob)
         .def_ro("rank", &token_score::rank, "Number of tokens that the model preferred.")
@@ -265,14 +389,14 @@ void bind_generation(nb::module_& module) {
             "Slot index; -1 while the request is queued.")
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
-                     "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
+                     "-> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent"),
              "Take the next event; blocks, without the GIL. Raises the error that ended the "
              "request.\n\nReturns a WaitEvent after wait_s, and while the request is queued if "
              "every slot waits\nfor its consumer. With `goes_on`, the latter only if the holders "
              "have changed.")
         .def("try_next", &try_next_item, nb::arg("goes_on") = false,
              nb::sig("def try_next(self, goes_on: bool = False) "
-                     "-> TokenEvent | PromptEvent | EndEvent | WaitEvent"),
+                     "-> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent"),
              "Like next(), without blocking.")
         .def(
             "arm",

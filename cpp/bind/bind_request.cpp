@@ -122,6 +122,8 @@ void bind_request(nb::module_& module) {
                 "Number of last prompt tokens to score, fewer than there are; needs only_attends.")
         .def_rw("n_top_scores", &request_options::n_top_scores,
                 "Number of best tokens that come with each score.")
+        .def_rw("is_steered", &request_options::is_steered,
+                "Whether the consumer gets a ForwardEvent for each forward pass, and answers it.")
         .def_rw("run_ahead", &request_options::run_ahead)
         .def_rw("priority", &request_options::priority)
         .def_rw("cache_prompt", &request_options::cache_prompt,

@@ -1,4 +1,5 @@
-// The only file that creates ndarrays: zero-copy views of leased blocks, and embeddings.
+// The only file that creates ndarrays: zero-copy views of leased blocks and of a forward pass's
+// logits, and embeddings.
 // Owner:   each view's capsule shares the lease; the block goes back to the pool when the last view
 //          of it, slices included, is gone. The data pointer is the block's own: nothing is copied.
 //          An embedding belongs to the event that carries it.
@@ -16,11 +17,11 @@ namespace kqview::bind {
 
 namespace {
 
-nb::capsule owner_of(const std::shared_ptr<lease>& block) {
-    auto share = std::make_unique<std::shared_ptr<lease>>(block);
-    nb::capsule owner(share.get(), [](void* held) noexcept {
-        delete static_cast<std::shared_ptr<lease>*>(held);
-    });
+template <typename T>
+nb::capsule owner_of(const std::shared_ptr<T>& owned) {
+    auto share = std::make_unique<std::shared_ptr<T>>(owned);
+    nb::capsule owner(share.get(),
+                      [](void* held) noexcept { delete static_cast<std::shared_ptr<T>*>(held); });
     (void)share.release();
     return owner;
 }
@@ -32,8 +33,8 @@ nb::dlpack::dtype dtype_of(row_type type) {
 }
 
 // Read-only, C-contiguous.
-nb::object view_of(const std::byte* data, const std::vector<std::size_t>& shape,
-                   nb::dlpack::dtype dtype, const nb::capsule& owner) {
+nb::object view_of(const void* data, const std::vector<std::size_t>& shape, nb::dlpack::dtype dtype,
+                   const nb::capsule& owner) {
     using array = nb::ndarray<nb::numpy, nb::ro, nb::c_contig>;
     return nb::cast(array(data, shape.size(), shape.data(), owner, nullptr, dtype));
 }
@@ -88,6 +89,10 @@ nb::object hidden_view(const captured_rows& rows) {
     return view_of(rows.block->data() + rows.layout.hidden_offset,
                    {plan.hidden().size(), static_cast<std::size_t>(plan.n_embd())},
                    nb::dtype<float>(), owner_of(rows.block));
+}
+
+nb::object logits_view(const std::shared_ptr<const std::vector<float>>& logits) {
+    return view_of(logits->data(), {logits->size()}, nb::dtype<float>(), owner_of(logits));
 }
 
 nb::object embedding_array(std::vector<float>& values, int n_rows, nb::handle owner) {

@@ -66,6 +66,9 @@ public:
 
     int n_vocab() const { return words_.size(); }
     bool has_vocab() const { return words_.exists(); }
+    bool is_end_of_generation(token_id id) const {
+        return has_vocab() && llama_vocab_is_eog(vocab(), id);
+    }
     // False for recurrent state, which cannot drop its newest tokens: the slot is prefilled again.
     bool can_truncate() const;
 

@@ -49,6 +49,22 @@ bool is_likelier(const llama_token_data& a, const llama_token_data& b) {
     return a.p > b.p || (a.p == b.p && a.id < b.id);
 }
 
+// Places in the chain of sampler::build_choice, without mirostat.
+constexpr std::int32_t i_xtc = 3;
+constexpr std::int32_t i_temperature = 4;
+constexpr std::int32_t i_dist = 5;
+
+llama_sampler_handle copy_of(const llama_sampler_handle& one) {
+    return llama_sampler_handle(one ? llama_sampler_clone(one.get()) : nullptr);
+}
+
+[[noreturn]] void throw_not_allowed(const std::string& what, token_id id) {
+    throw error(errc::invalid_sampling, "ids contains " + std::to_string(id) + ", which the " +
+                                            what +
+                                            " does not allow there; force what it allows, "
+                                            "or generate without it");
+}
+
 [[noreturn]] void throw_nothing_left() {
     throw error(errc::decode,
                 "no token is left to choose; loosen banned_tokens, logit_bias, ignore_eos or the "
@@ -134,6 +150,13 @@ void logit_editor::accept(std::span<const token_id> ids) {
     for (const token_id id : ids.last(std::min(ids.size(), n_recent_max_))) remember(id);
 }
 
+void logit_editor::restart() {
+    if (penalties_) llama_sampler_reset(penalties_.get());
+    if (dry_) llama_sampler_reset(dry_.get());
+    recent_.clear();
+    i_recent_oldest_ = 0;
+}
+
 void logit_editor::remember(token_id id) {
     llama_sampler_accept(penalties_.get(), id);
     llama_sampler_accept(dry_.get(), id);
@@ -205,6 +228,7 @@ void sampler::build_choice() {
     choice_.reset(llama_sampler_chain_init(chain_params));
     const auto add = [this](llama_sampler* link) { llama_sampler_chain_add(choice_.get(), link); };
     const float temperature = std::max(params_.temperature, temperature_min);
+    // skip_choice() and apply_choice() know the places of these.
     if (params_.mirostat == 1) {
         add(llama_sampler_init_temp(temperature));
         // 100 tokens to estimate the slope from, as in llama.cpp's tools.
@@ -226,19 +250,35 @@ void sampler::build_choice() {
     }
 }
 
+void sampler::accept_prompt(std::span<const token_id> ids, bool is_steered) {
+    editor_.accept(ids);
+    if (!is_steered) return;
+    history_.assign(ids.begin(), ids.end());
+    n_prompt_ = ids.size();
+}
+
 picked_token sampler::pick(float* logits) {
     const std::span row(logits, static_cast<std::size_t>(n_vocab_));
-    const bool has_logprobs = params_.top_logprobs.has_value();
     if (filter_) limit_.restart();
-    if (has_logprobs && !params_.post_sampling_probs)
-        logprobs_.read(logits, n_vocab_, *params_.top_logprobs);
-
+    read_logprobs(logits);
     editor_.edit(row);
-    picked_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
+    auto token = choose_from(row);
     editor_.accept({&token.id, 1});
     if (filter_) filter_->accept(token.id, limit_);
     if (filter_) limit_.pause();
-    if (has_logprobs) report(token, row);
+    return token;
+}
+
+// The model's own log-probabilities, before anything is changed.
+void sampler::read_logprobs(const float* logits) {
+    if (params_.top_logprobs && !params_.post_sampling_probs)
+        logprobs_.read(logits, n_vocab_, *params_.top_logprobs);
+}
+
+// `row`: the edited logits.
+picked_token sampler::choose_from(std::span<const float> row) {
+    picked_token token{choose(row), std::numeric_limits<float>::quiet_NaN(), {}};
+    if (params_.top_logprobs) report(token, row);
     return token;
 }
 
@@ -340,7 +380,7 @@ token_id sampler::run_choice(bool is_sorted) {
     std::erase_if(candidates_, [=](const llama_token_data& e) { return !(e.logit >= lowest); });
 
     llama_token_data_array array = as_array(candidates_, is_sorted);
-    llama_sampler_apply(choice_.get(), &array);
+    apply_choice(array);
     if (array.selected < 0 || static_cast<std::size_t>(array.selected) >= array.size) {
         throw error(errc::internal, "the samplers chose no token of " + std::to_string(array.size) +
                                         ", one is needed; report this");
@@ -396,6 +436,106 @@ void sampler::apply_filter() {
     std::erase_if(candidates_, [this](const llama_token_data& candidate) {
         return !(candidate.logit > minus_inf) || !filter_->allows(candidate.id, limit_);
     });
+}
+
+// ---- a steered request
+
+picked_token sampler::propose(std::span<const float> logits, std::optional<float> temperature) {
+    own_temperature_ = temperature;
+    if (!is_greedy() && !choice_) build_choice();
+    states_.push_back(copy_of(choice_));
+    try {
+        if (filter_) limit_.restart();
+        read_logprobs(logits.data());
+        if (editor_.has_edits()) {
+            edited_.assign(logits.begin(), logits.end());
+            editor_.edit(edited_);
+            logits = edited_;
+        }
+        auto token = choose_from(logits);
+        if (is_greedy()) skip_choice();
+        if (filter_) limit_.pause();
+        proposed_ = token.id;
+        return token;
+    } catch (...) {
+        withdraw();
+        throw;
+    }
+}
+
+void sampler::revise(std::size_t n_removed, std::span<const token_id> ids) {
+    const auto n_kept = history_.size() - n_removed;
+    if (filter_) revise_filter(n_kept, ids);  // first: it may refuse
+    revise_choice(n_removed, ids);
+    history_.resize(n_kept);
+    history_.insert(history_.end(), ids.begin(), ids.end());
+    if (n_removed > 0) editor_.restart();
+    editor_.accept(n_removed > 0 ? history_ : ids);
+}
+
+void sampler::revise_filter(std::size_t n_kept, std::span<const token_id> ids) {
+    const auto generated = std::span<const token_id>(history_).subspan(n_prompt_);
+    const auto replay = [&](std::span<const token_id> accepted) {
+        limit_.restart();
+        filter_->restart();
+        for (const token_id id : accepted) filter_->accept(id, limit_);
+    };
+    try {
+        if (n_kept < history_.size()) replay(generated.first(n_kept - n_prompt_));
+        limit_.restart();
+        for (const token_id id : ids) {
+            filter_->prepare(1, limit_);
+            if (!filter_->allows(id, limit_)) throw_not_allowed(limit_.what(), id);
+            filter_->accept(id, limit_);
+        }
+    } catch (...) {
+        replay(generated);
+        limit_.pause();
+        throw;
+    }
+    limit_.pause();
+}
+
+// Undoes the choices of what is removed, and draws for each id that was not chosen as a choice
+// would have: what comes next then depends on the seed and the number of ids alone. Mirostat's
+// target does not move for such an id, whose surprise is not known.
+void sampler::revise_choice(std::size_t n_removed, std::span<const token_id> ids) {
+    const bool stands = n_removed == 0 && proposed_ && !ids.empty() && ids.front() == *proposed_;
+    if (proposed_ && !stands) withdraw();
+    proposed_.reset();
+    for (auto n = std::min(n_removed, states_.size()); n > 0; --n) withdraw();
+    for (std::size_t i = stands ? 1 : 0; i < ids.size(); ++i) {
+        states_.push_back(copy_of(choice_));
+        skip_choice();
+    }
+    while (states_.size() > n_states_max) states_.pop_front();
+}
+
+// Back to before the last choice.
+void sampler::withdraw() {
+    choice_ = std::move(states_.back());
+    states_.pop_back();
+    proposed_.reset();
+}
+
+void sampler::skip_choice() {
+    if (!choice_ || has_mirostat()) return;
+    for (const std::int32_t i : {i_xtc, i_dist}) {
+        llama_token_data two[] = {{0, 0.0F, 0.0F}, {1, 0.0F, 0.0F}};
+        llama_token_data_array array{two, 2, -1, true};
+        llama_sampler_apply(llama_sampler_chain_get(choice_.get(), i), &array);
+    }
+}
+
+void sampler::apply_choice(llama_token_data_array& candidates) {
+    if (!own_temperature_) return llama_sampler_apply(choice_.get(), &candidates);
+    const llama_sampler_handle heat(
+        llama_sampler_init_temp(std::max(*own_temperature_, temperature_min)));
+    const std::int32_t i_heat = has_mirostat() ? 0 : i_temperature;
+    for (std::int32_t i = 0; i < llama_sampler_chain_n(choice_.get()); ++i) {
+        auto* const link = i == i_heat ? heat.get() : llama_sampler_chain_get(choice_.get(), i);
+        llama_sampler_apply(link, &candidates);
+    }
 }
 
 }  // namespace kqview

@@ -10,7 +10,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <memory>
+#include <optional>
 #include <span>
 #include <utility>
 #include <vector>
@@ -38,7 +40,11 @@ public:
 
     // Adds tokens that penalties and DRY look back on.
     void accept(std::span<const token_id> ids);
+    // Forgets them all.
+    void restart();
 
+    // False: edit() changes nothing, whatever the logits are.
+    bool has_edits() const { return !bias_.empty() || !banned_.empty() || !recent_.empty(); }
     void edit(std::span<float> logits);
     // This token's logit before edit(); only if `params` request log-probabilities.
     float raw(token_id id, std::span<const float> edited) const;
@@ -72,25 +78,37 @@ public:
     static constexpr double filter_limit_s = 2.0;
     static constexpr double filter_average_s = 0.1;
 
+    // Choices that can be taken back exactly. What is older keeps its place in the text, but the
+    // random generator goes back no further: its states are 5 KB each.
+    static constexpr std::size_t n_states_max = 4096;
+
     // Raises what check() raises, and invalid_sampling for DRY without a vocabulary, which must
     // outlive this object. A penalty window of -1 means n_ctx_train tokens. `filter` is the one
     // that token_filters made from `params`.
     sampler(const llama_vocab* vocab, const sampling_params& params, std::int32_t n_ctx_train,
             std::unique_ptr<token_filter> filter);
 
-    // Penalties and DRY look back on the prompt; the grammar does not.
-    void accept_prompt(std::span<const token_id> ids) { editor_.accept(ids); }
+    // Call once, before the first choice. Penalties and DRY look back on the prompt; the grammar
+    // does not. `is_steered`: propose() and revise() will be called, which need a history.
+    void accept_prompt(std::span<const token_id> ids, bool is_steered = false);
 
     // Chooses from the logits and accepts the token. Raises decode if a logit is NaN or infinite, or
     // if nothing is left to choose; invalid_sampling if the filter takes too much time or memory.
     picked_token pick(float* logits) override;
+    picked_token propose(std::span<const float> logits, std::optional<float> temperature) override;
+    void revise(std::size_t n_removed, std::span<const token_id> ids) override;
     bool is_slow() const override { return filter_ != nullptr; }
     void stop() noexcept override { limit_.stop(); }
 
 private:
+<<<<<<< HEAD
     bool is_greedy() const { return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F; }
     bool has_mirostat() const { return params_.mirostat != 0; }
+=======
+    bool is_greedy() const { return temperature_ == 0.0F; }
+>>>>>>> 0b75a17 (Steered requests: the consumer gets each forward pass, picks from it, and says what is removed, forced or ended)
     void build_choice();
+    picked_token choose_from(std::span<const float> row);
     token_id choose(std::span<const float> logits);
     token_id choose_of_all(std::span<const float> logits);
     token_id run_choice(bool is_sorted);
@@ -101,8 +119,14 @@ private:
     void fill_top(std::int32_t k);
     void fill_top_allowed(std::span<const float> logits, std::int32_t k);
     void apply_filter();
+    void apply_choice(llama_token_data_array& candidates);
+    void revise_filter(std::size_t n_kept, std::span<const token_id> ids);
+    void revise_choice(std::size_t n_removed, std::span<const token_id> ids);
+    void withdraw();
+    void skip_choice();
 
     sampling_params params_;
+    float temperature_;     // of the current choice
     std::int32_t n_vocab_;  // of the vocabulary
     logit_editor editor_;
     llama_sampler_handle choice_;  // null when greedy
@@ -113,9 +137,20 @@ private:
     logprob_scan logprobs_;
     std::vector<scored_token> top_;
     std::vector<llama_token_data> candidates_;
+<<<<<<< HEAD
     // Probabilities of the last choice and of the likeliest candidates; if those are reported.
     float last_p_ = 0.0F;
     std::vector<llama_token_data> likeliest_;
+=======
+
+    // ---- of a steered request
+    std::vector<token_id> history_;  // the prompt, and the ids accepted since
+    std::size_t n_prompt_ = 0;
+    // What choice_ was before each of the last accepted ids, and before the proposed one.
+    std::deque<llama_sampler_handle> states_;
+    std::optional<token_id> proposed_;
+    std::vector<float> edited_;
+>>>>>>> 0b75a17 (Steered requests: the consumer gets each forward pass, picks from it, and says what is removed, forced or ended)
 };
 
 }  // namespace kqview

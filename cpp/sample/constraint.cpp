@@ -75,6 +75,7 @@ struct llguidance {
         find(library, "llg_matcher_compute_mask", matcher_compute_mask);
         find(library, "llg_matcher_get_mask", matcher_get_mask);
         find(library, "llg_matcher_consume_token", matcher_consume_token);
+        find(library, "llg_matcher_reset", matcher_reset);
     }
 
     LlgTokenizer* (*new_tokenizer_v2)(const llg_tokenizer_init*, char* message, std::size_t n);
@@ -86,6 +87,7 @@ struct llguidance {
     std::int32_t (*matcher_compute_mask)(LlgMatcher*);
     const std::uint32_t* (*matcher_get_mask)(LlgMatcher*);  // one bit per token
     std::int32_t (*matcher_consume_token)(LlgMatcher*, std::uint32_t);
+    std::int32_t (*matcher_reset)(LlgMatcher*);
 };
 
 constexpr std::size_t n_bytes_max = std::size_t{1} << 20;
@@ -183,6 +185,11 @@ public:
         const auto token = static_cast<std::uint32_t>(id);
         if (library_.matcher_consume_token(handle_.get(), token) != 0) raise();
         limit.check();
+    }
+
+    void restart() override {
+        mask_ = nullptr;
+        if (library_.matcher_reset(handle_.get()) != 0) raise();
     }
 
     [[noreturn]] void raise() const {

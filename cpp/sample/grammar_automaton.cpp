@@ -70,7 +70,7 @@ grammar_automaton::grammar_automaton(std::shared_ptr<const grammar> rules, work_
     for (auto i = rules_->first_start[root]; i < rules_->first_start[root + 1]; ++i) {
         push({rules_->starts[i], root_frame});
     }
-    current_ = close(limit);
+    first_ = current_ = close(limit);
 }
 
 // Code points that every element of the grammar treats alike form one class.
@@ -342,12 +342,18 @@ void grammar_automaton::set_current(state next) {
     check_size(n_bytes_max);
 }
 
-// Keeps only the current state and the frames reachable from it, with new numbers.
+// Keeps only the first and the current state and the frames reachable from them, with new numbers.
 void grammar_automaton::forget() {
-    std::vector<grammar_item> kept(states_[current_].begin(), states_[current_].end());
+    const auto items_of = [this](state id) {
+        return std::vector<grammar_item>(states_[id].begin(), states_[id].end());
+    };
+    auto first = items_of(first_);
+    auto current = items_of(current_);
     std::vector<bool> is_needed(frames_.size());
     is_needed[root_frame] = true;
-    for (const grammar_item& item : kept) is_needed[item.frame] = true;
+    for (const auto* const kept : {&first, &current}) {
+        for (const grammar_item& item : *kept) is_needed[item.frame] = true;
+    }
     for (std::size_t id = frames_.size(); id-- > 1;) {  // a frame leads to older ones only
         if (!is_needed[id]) continue;
         for (const grammar_item& item : frames_[static_cast<std::uint32_t>(id)])
@@ -363,13 +369,17 @@ void grammar_automaton::forget() {
         make_unique(items);
         renamed[id] = frames_.add(items);
     }
-    for (grammar_item& item : kept) item.frame = renamed[item.frame];
     states_.clear();
     states_of_.clear();
     n_tables_ = 0;
     states_.add({});
     states_of_.emplace_back();
-    current_ = add_state(kept);
+    const auto add = [&](std::vector<grammar_item>& kept) {
+        for (grammar_item& item : kept) item.frame = renamed[item.frame];
+        return add_state(kept);
+    };
+    first_ = add(first);
+    current_ = add(current);
     ++n_forgotten_;
 }
 

@@ -5,8 +5,8 @@
 // tails: a frame represents every way to continue after a rule that began at a given place is
 // complete, so an ambiguous grammar has few frames although it has exponentially many stacks. Equal
 // frames share one number, and so do equal states.
-// Owner:   owns its frames and states, up to n_bytes_max; beyond that it drops all but the current
-//          state.
+// Owner:   owns its frames and states, up to n_bytes_max; beyond that it drops all but the first
+//          state and the current one.
 // Threads: one at a time.
 #pragma once
 
@@ -66,6 +66,8 @@ public:
 
     // The state before the next token. Other states are valid until the next set_current().
     state current() const { return current_; }
+    // The state before any text.
+    state first() const { return first_; }
     void set_current(state next);
 
     // All of these raise invalid_sampling when the limit is exhausted or a limit above is reached.
@@ -118,6 +120,7 @@ private:
     grammar_item_sets states_;
     std::vector<state_facts> states_of_;
     std::size_t n_tables_ = 0;
+    state first_ = dead;
     state current_ = dead;
     std::size_t n_forgotten_ = 0;
 

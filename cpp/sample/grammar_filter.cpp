@@ -187,8 +187,14 @@ void grammar_filter::accept(token_id id, work_limit& limit) {
         throw error(errc::internal, "the grammar does not allow the chosen token " +
                                         std::to_string(id) + ", only those come; report this");
     }
+    go_to(next, at.part);
+}
+
+void grammar_filter::restart() { go_to(automaton_.first(), {}); }
+
+void grammar_filter::go_to(grammar_automaton::state next, partial_character part) {
     current_mask_ = nullptr;
-    partial_ = at.part;
+    partial_ = part;
     automaton_.set_current(next);
     if (n_forgotten_ != automaton_.n_forgotten()) {
         n_forgotten_ = automaton_.n_forgotten();

@@ -53,6 +53,7 @@ public:
     void prepare(std::size_t n_calls, work_limit& limit) override;
     bool allows(token_id id, work_limit& limit) override;
     void accept(token_id id, work_limit& limit) override;
+    void restart() override;
 
     const grammar_automaton& automaton() const { return automaton_; }
 
@@ -74,6 +75,7 @@ private:
     bool is_whole(std::string_view text) const;
     bool allows_as_token(token_id id, std::string_view text) const;
     mask make_mask(work_limit& limit);
+    void go_to(grammar_automaton::state next, partial_character part);
 
     const std::shared_ptr<const token_texts> texts_;
     grammar_automaton automaton_;

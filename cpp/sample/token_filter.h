@@ -30,6 +30,8 @@ public:
     virtual bool allows(token_id id, work_limit& limit) = 0;
     // Advances by this token, which must be allowed.
     virtual void accept(token_id id, work_limit& limit) = 0;
+    // Back to where nothing had been accepted.
+    virtual void restart() = 0;
 };
 
 // Creates filters, and caches what all filters of a model share. Threads: any.

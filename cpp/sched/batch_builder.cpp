@@ -76,8 +76,7 @@ bool batch_builder::fill_decode() {
 // alike.
 bool batch_builder::fill_decode(const lora_scales* only) {
     const auto may_decode = [](const slot& one, const lora_scales* scales) {
-        return one.active && !one.is_in_prompt() && one.state != slot_state::sampling &&
-               (!scales || one.cache.lora() == *scales);
+        return one.is_generating() && (!scales || one.cache.lora() == *scales);
     };
     by_wait_.clear();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
@@ -119,9 +118,10 @@ bool batch_builder::try_add(slot& target, bool (batch_builder::*add)(slot&)) {
 
 bool batch_builder::add_prompt(slot& target) {
     if (slots_.await_fork(target) || !target.is_in_prompt()) return false;
+    if (!target.text.empty()) slots_.make_room(target);
     auto part = next_chunk(target);
     if (!make_ready(part)) return false;
-    const auto& prompt = target.active->prompt;
+    const auto& prompt = target.prompt();
     const auto n_done = target.cache.size();
     const auto n = static_cast<std::size_t>(part.n_tokens);
     target.cache.make_place(n);
@@ -165,14 +165,15 @@ void batch_builder::add_rows(const batch_part& part) {
 // consumer can hold some blocks while others are filled.
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
-    const auto n_prompt = static_cast<int>(active.prompt.size());
+    const auto n_prompt = static_cast<int>(target.prompt().size());
     const auto n_done = static_cast<int>(target.cache.size());
+    const int n_room = model_.n_ctx() - n_done;  // a steered text may have to discard tokens first
     // A pooled embedding must be one step.
     const bool is_whole = active.embeds && !model_.can_split_embedding();
     const int n_most = !is_whole && is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
-    batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk()}), 0, false,
-                    false};
-    if (active.n_prompt_rows > 0) {
+    batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk(), n_room}), 0,
+                    false, false};
+    if (active.n_prompt_rows > 0 && target.text.empty()) {
         // Number of tokens in this chunk before the first one with captured rows.
         const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
         part.n_rows = std::max(0, part.n_tokens - n_before);
@@ -199,7 +200,8 @@ batch_part batch_builder::next_chunk(slot& target) const {
 bool batch_builder::is_shared_step(const slot& target) const {
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return one.id() != target.id() &&
-               (one.state == slot_state::decode || one.state == slot_state::sampling);
+               (one.state == slot_state::decode || one.state == slot_state::sampling ||
+                one.state == slot_state::steered);
     });
 }
 
@@ -222,7 +224,7 @@ bool batch_builder::make_ready(const batch_part& part) {
         return false;
     }
     if (!is_prompt) slots_.make_room(target);
-    const auto n_columns = is_prompt ? active.prompt.size() : target.cache.size() + 1;
+    const auto n_columns = is_prompt ? target.prompt().size() : target.cache.size() + 1;
     if (part.n_rows > 0 &&
         !take_rows(target, prompt_layout(active, part.n_rows), target.prompt_rows)) {
         return false;

@@ -37,10 +37,20 @@ command_queue::cancelling command_queue::cancel(const std::shared_ptr<request>& 
         const std::lock_guard lock(mutex_);
         if (std::erase(waiting_, wanted) > 0) return cancelling::withdrawn;
         if (is_closed_) return cancelling::closed;
-        commands_.push_back({.what = command::kind::cancel, .cancelled = wanted});
+        commands_.push_back({.what = command::kind::cancel, .of = wanted});
     }
     engine_->ring();
     return cancelling::ordered;
+}
+
+void command_queue::answer(const std::shared_ptr<request>& wanted, pass_answer given) {
+    {
+        const std::lock_guard lock(mutex_);
+        check_open();
+        commands_.push_back(
+            {.what = command::kind::answer, .of = wanted, .answer = std::move(given)});
+    }
+    engine_->ring();
 }
 
 bool command_queue::run_on_slot(slot_id slot, const slot_work& work,

@@ -1,5 +1,5 @@
-// One queue of commands from callers to the engine thread: run a request, cancel one, work on an
-// idle slot, close. Commands run in order, except that closing goes first. A submitted request
+// One queue of commands from callers to the engine thread: run a request, cancel one, go on with a
+// steered one, work on an idle slot, close. Commands run in order, except that closing goes first. A submitted request
 // waits here, by priority, until a slot is free.
 // Owner:   the scheduler.
 // Threads: see the sections of the class.
@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "sched/forward_pass.h"
 #include "sched/request.h"
 #include "sched/slot_cache.h"
 #include "sched/wakeup.h"
@@ -33,8 +34,9 @@ public:
         std::optional<error> failure{};
     };
     struct command {
-        enum class kind { none, cancel, work, close } what = kind::none;
-        std::shared_ptr<request> cancelled{};
+        enum class kind { none, cancel, answer, work, close } what = kind::none;
+        std::shared_ptr<request> of{};  // which is cancelled, or gets its answer
+        pass_answer answer{};
         order* work = nullptr;
     };
     enum class cancelling {
@@ -55,6 +57,9 @@ public:
 
     cancelling cancel(const std::shared_ptr<request>& wanted);
 
+    // What a steered request goes on with. Raises closed.
+    void answer(const std::shared_ptr<request>& wanted, pass_answer given);
+
     // Queues the work and blocks until it is done; raises what the work raised. Raises closed. Call
     // without the GIL. `goes_on` is called each time a signal handler has run on the waiting
     // thread. If it returns false, run_on_slot returns false: either the work never began, or it
@@ -69,7 +74,7 @@ public:
 
     // ---- engine thread
 
-    // The next cancellation or work, or `close`.
+    // The next cancellation, answer or work, or `close`.
     command take();
     void finish(order& one, std::optional<error> failure);
     // The first waiting request that `may_run` accepts. A request that waits for a certain slot

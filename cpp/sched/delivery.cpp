@@ -30,10 +30,7 @@ void delivery::put(slot& target, prompt_event rows) {
 }
 
 void delivery::put(slot& target, picked_token picked) {
-    const auto& stops = target.active->stop_tokens;
-    if (std::binary_search(stops.begin(), stops.end(), picked.id))
-        return finish(target, finish_reason::stop_token);
-    if (model_.is_end_of_generation(picked.id)) return finish(target, finish_reason::stop);
+    if (const auto reason = end_by(*target.active, picked.id)) return finish(target, *reason);
 
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
@@ -42,7 +39,7 @@ void delivery::put(slot& target, picked_token picked) {
                       std::exchange(target.rows, {}), target.last.n_discarded};
     if (token.rows.block) counters_.n_attention_bytes += token.rows.layout.size_bytes;
     auto to = target.active;
-    if (n_left(target) > 0) {
+    if (n_left(target, target.cache.size() + 1) > 0) {
         target.pending = picked.id;
         change(target.state, slot_state::decode);
         return send({std::move(to), std::move(token), {}}, transfer);
@@ -54,12 +51,53 @@ void delivery::put(slot& target, picked_token picked) {
     send({std::move(to), std::move(token), std::move(end)}, transfer);
 }
 
-// Number of tokens that the request may still get.
-int delivery::n_left(const slot& target) const {
+void delivery::put(slot& target, std::span<const float> logits) {
+    const auto n_tokens = target.cache.size();
+    int n_removable = target.usage.completion_tokens;
+    if (target.last.n_discarded > 0) {  // perhaps of what was generated
+        const auto n_before = static_cast<std::size_t>(std::max(1, target.last.n_keep));
+        n_removable = std::min(n_removable, static_cast<int>(n_tokens - n_before));
+    }
+    const forward_pass::limits known{static_cast<int>(n_tokens), n_removable,
+                                     n_left(target, n_tokens)};
+    forward_event event{std::make_shared<forward_pass>(logits, known),
+                        std::exchange(target.rows, {}), target.last.n_discarded};
+    if (event.rows.block) counters_.n_attention_bytes += event.rows.layout.size_bytes;
+    change(target.state, slot_state::steered);
+    send({target.active, std::move(event), {}}, target.transfer);
+}
+
+void delivery::take(slot& target, pass_answer answer) {
+    auto& ids = answer.ids;
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+        const auto reason = end_by(*target.active, ids[i]);
+        if (!reason) continue;
+        ids.resize(i);
+        answer.end = reason;
+    }
+    counters_.n_tokens += ids.size();
+    target.usage.completion_tokens += static_cast<int>(ids.size()) - answer.n_removed;
+    slots_.revise(target, answer);
+    if (!answer.end && n_left(target, target.text.size()) == 0) answer.end = finish_reason::length;
+    if (answer.end) return finish(target, *answer.end);
+    target.pending = target.text.back();
+    change(target.state, target.is_in_prompt() ? slot_state::prefill : slot_state::decode);
+}
+
+// Number of ids that the request may still get after a text of `n_text` tokens, the last of which
+// need not fit into the slot.
+int delivery::n_left(const slot& target, std::size_t n_text) const {
     const int n_due = target.active->max_tokens - target.usage.completion_tokens;
     if (target.active->n_discard > 0) return std::max(0, n_due);
-    const int n_room = model_.n_ctx() - static_cast<int>(target.cache.size());
+    const int n_room = model_.n_ctx() + 1 - static_cast<int>(n_text);
     return std::max(0, std::min(n_due, n_room));
+}
+
+// Why this id ends the text instead of becoming part of it, if it does.
+std::optional<finish_reason> delivery::end_by(const request& of, token_id id) const {
+    if (of.stops_at(id)) return finish_reason::stop_token;
+    if (model_.is_end_of_generation(id)) return finish_reason::stop;
+    return std::nullopt;
 }
 
 void delivery::send(parcel one, transfer_id rows) {
@@ -156,6 +194,7 @@ void delivery::finish(slot& target, finish_reason reason, std::optional<error> f
 
 void delivery::release(slot& target) {
     if (target.ticket) lane_.abandon(*target.ticket);
+    if (target.active->is_steered) target.active->picker->stop();
     // Before an undelivered block goes back to the pool: a device may still write into it.
     if (target.has_rows() && target.transfer != 0) {
         try {
@@ -190,7 +229,7 @@ void delivery::cancel(const std::shared_ptr<request>& wanted) {
         collect();
         // The request ended by itself, but its last tokens were never handed out.
         auto& target = slots_[static_cast<std::size_t>(id)];
-        if (!target.active && target.last.request == wanted->id)
+        if (!target.active && target.last.request == wanted->id && !wanted->is_steered)
             slots_.roll_back(target, wanted->box->n_taken());
     }
     wanted->box->settle();

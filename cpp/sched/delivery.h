@@ -9,6 +9,7 @@
 #include <chrono>
 #include <memory>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "sched/mailbox.h"
@@ -66,6 +67,10 @@ public:
     // Hands out a token with the slot's rows, or the end that the token means. Releases the slot
     // after its last token.
     void put(slot& target, picked_token picked);
+    // Hands out a forward pass of a steered request, whose slot then waits for the answer.
+    void put(slot& target, std::span<const float> logits);
+    // Goes on with a steered request, or ends it: by its answer, or because there is no room left.
+    void take(slot& target, pass_answer answer);
 
     // Ends the slot's request and releases the slot.
     void finish(slot& target, finish_reason reason, std::optional<error> failure = {});
@@ -93,7 +98,8 @@ private:
 
     void send(parcel one, transfer_id rows);
     void count_view();
-    int n_left(const slot& target) const;
+    int n_left(const slot& target, std::size_t n_text) const;
+    std::optional<finish_reason> end_by(const request& of, token_id id) const;
     end_event end_of(const slot& target, finish_reason reason, std::optional<error> failure) const;
     void count_end(finish_reason reason);
     void release(slot& target);

@@ -36,15 +36,30 @@ std::shared_ptr<request> engine::submit(request_options options) {
                                        " scales, but the engine loaded " +
                                        std::to_string(opened_with.size()) + " adapters");
     }
+    if (wanted->is_steered && wanted->only_attends) {
+        throw error(errc::request, "only_attends and is_steered exclude each other");
+    }
     if (!wanted->only_attends) {
         auto picker = std::make_unique<sampler>(
             source_->vocab(), wanted->sampling, llama_model_n_ctx_train(source_->get()),
             filters_.make(wanted->sampling, wanted->constraint_library));
-        picker->accept_prompt(wanted->prompt);
+        picker->accept_prompt(wanted->prompt, wanted->is_steered);
         wanted->picker = std::move(picker);
     }
     sched_->submit(wanted);
     return wanted;
+}
+
+std::optional<finish_reason> engine::end_by(const request& of, token_id id) const {
+    if (of.stops_at(id)) return finish_reason::stop_token;
+    if (source_->is_end_of_generation(id)) return finish_reason::stop;
+    return std::nullopt;
+}
+
+void engine::answer(const std::shared_ptr<request>& wanted, forward_pass& pass,
+                    pass_answer given) {
+    for (const auto id : given.ids) source_->check_token(id, "ids");
+    sched_->answer(wanted, pass, std::move(given));
 }
 
 void engine::close(std::chrono::duration<double> limit) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -52,6 +53,12 @@ public:
     // Creates the sampler, which a grammar or DRY can make slow, and queues the request. Raises
     // invalid_sampling, invalid_token, queue_full, closed.
     std::shared_ptr<request> submit(request_options wanted);
+
+    // Why this id ends the text of a request instead of becoming part of it, if it does.
+    std::optional<finish_reason> end_by(const request& of, token_id id) const;
+
+    // As scheduler::answer. Raises invalid_token for ids outside the vocabulary.
+    void answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given);
 
     // Also ends a step that waits for an RPC server, at once.
     void close(std::chrono::duration<double> limit);

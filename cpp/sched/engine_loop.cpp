@@ -61,16 +61,17 @@ void engine_loop::run() {
 
 // ---- commands
 
-// Executes cancellations and work on idle slots. False: the engine closes.
+// Executes cancellations, answers and work on idle slots. False: the engine closes.
 bool engine_loop::take_commands() {
     heart_->enter(engine_phase::ordering);
     using kind = command_queue::command::kind;
     for (;;) {
-        const auto next = queue_.take();
+        auto next = queue_.take();
         switch (next.what) {
             case kind::none: return true;
             case kind::close: return false;
-            case kind::cancel: out_.cancel(next.cancelled); break;
+            case kind::cancel: out_.cancel(next.of); break;
+            case kind::answer: take_answer(next.of, std::move(next.answer)); break;
             case kind::work: {
                 std::optional<error> failure;
                 try {
@@ -84,12 +85,22 @@ bool engine_loop::take_commands() {
     }
 }
 
+void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer answer) {
+    auto* const target = slots_.running(of);
+    if (!target) return;  // it has ended since
+    try {
+        out_.take(*target, std::move(answer));
+    } catch (...) {
+        out_.fail(*target, of);
+    }
+}
+
 // Ends the commands and requests left in the queue. Running requests have ended before.
 void engine_loop::end_queued() {
     for (;;) {
         const auto next = queue_.take_left();
         if (next.what == command_queue::command::kind::none) break;
-        if (next.cancelled) next.cancelled->box->settle();
+        if (next.what == command_queue::command::kind::cancel) next.of->box->settle();
         if (next.work) queue_.finish(*next.work, closed_error);
     }
     while (const auto wanted = queue_.take_waiting([](const request&) { return true; })) {
@@ -117,7 +128,7 @@ void engine_loop::admit() {
         try {
             want(*wanted);
             slots_.take_over(target, std::move(plan));
-            target.picker = std::move(wanted->picker);
+            if (!wanted->is_steered) target.picker = std::move(wanted->picker);
         } catch (...) {
             out_.fail(target, wanted);
         }
@@ -219,7 +230,7 @@ void engine_loop::hand_out(const batch_part& part, const step_result& result) {
         return out_.finish(target, finish_reason::stop);
     }
     if (!part.samples) return;
-    if (target.usage.completion_tokens == 0) target.prefilled = clock::now();
+    if (target.usage.completion_tokens == 0 && target.text.empty()) target.prefilled = clock::now();
     float* const logits = model_.logits(part.i_token);
     if (result.transfer != 0) out_.note_computed();
     if (target.rows.block && batch_.rows().size() == 1) target.rows.written_at = result.written_at;
@@ -246,12 +257,15 @@ void engine_loop::score(const batch_part& part) {
 
 // ---- sample
 
-// Samples here, or in the lane if the picker may take long: the slot then stays out of steps.
+// Samples here, or in the lane if the picker may take long, or leaves it to the consumer of a
+// steered request: in both cases the slot then stays out of steps.
 void engine_loop::sample(slot& target, float* logits) {
+    const std::span row(logits, static_cast<std::size_t>(model_.n_vocab()));
+    if (target.active->is_steered) return out_.put(target, row);
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));
     if (!target.ticket) return out_.put(target, target.picker->pick(logits));
-    lane_.start(target.ticket, {logits, static_cast<std::size_t>(model_.n_vocab())});
+    lane_.start(target.ticket, row);
     target.deadline =
         clock::now() + std::chrono::duration_cast<clock::duration>(target.active->pick_limit);
     ++counters_.n_handed_over;

@@ -42,6 +42,7 @@ public:
 
 private:
     bool take_commands();
+    void take_answer(const std::shared_ptr<request>& of, pass_answer answer);
     void admit();
     bool step();
     void decode();

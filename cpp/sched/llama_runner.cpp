@@ -66,7 +66,7 @@ std::shared_ptr<host_allocator> llama_runner::host_memory() const {
 }
 
 bool llama_runner::is_end_of_generation(token_id id) const {
-    return model_->has_vocab() && llama_vocab_is_eog(model_->vocab(), id);
+    return model_->is_end_of_generation(id);
 }
 
 void llama_runner::want(const graph_plan& plan) {

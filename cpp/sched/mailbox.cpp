@@ -78,8 +78,10 @@ std::optional<mailbox::item> mailbox::try_take() {
             if (auto* const token = std::get_if<token_event>(&events_.front())) {
                 taken->token = std::move(*token);
                 ++n_taken_;
+            } else if (auto* const rows = std::get_if<prompt_event>(&events_.front())) {
+                taken->prompt = std::move(*rows);
             } else {
-                taken->prompt = std::move(std::get<prompt_event>(events_.front()));
+                taken->forward = std::move(std::get<forward_event>(events_.front()));
             }
             events_.pop_front();
             ring = std::exchange(engine_waits_, false);
@@ -93,6 +95,11 @@ std::optional<mailbox::item> mailbox::try_take() {
     }
     if (ring) engine_->ring();
     return taken;
+}
+
+bool mailbox::is_over() const {
+    const std::lock_guard lock(mutex_);
+    return producer_ != producing::open || consumer_ == consuming::cancelled;
 }
 
 std::optional<end_event> mailbox::end() const {

@@ -31,7 +31,7 @@ public:
     // back. If it returns false, the next change rings the engine.
     bool is_starving();
 
-    using event = std::variant<token_event, prompt_event>;
+    using event = std::variant<token_event, prompt_event, forward_event>;
 
     // Producer: adds a token or rows of the prompt, and the end if nothing follows. After the
     // consumer cancelled, drops the event, and the end becomes that of a cancelled request.
@@ -53,12 +53,15 @@ public:
 
     struct item {
         std::optional<token_event> token;
-        std::optional<prompt_event> prompt;  // neither: only `end` is set
-        std::optional<end_event> end;        // with a token: it is the last one
+        std::optional<prompt_event> prompt;
+        std::optional<forward_event> forward;  // none of them: only `end` is set
+        std::optional<end_event> end;          // with a token: it is the last one
     };
     // Consumer: the next item, or nothing yet. Returns the end again on every later call.
     std::optional<item> try_take();
 
+    // Any thread: has the request ended, or been cancelled?
+    bool is_over() const;
     // Consumer: the end, if known, without taking the items before it.
     std::optional<end_event> end() const;
 

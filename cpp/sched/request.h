@@ -47,6 +47,15 @@ struct token_event {
     int n_discarded = 0;  // tokens discarded from the slot to make room before this row
 };
 
+class forward_pass;
+
+// A forward pass of a steered request, whose consumer decides what follows.
+struct forward_event {
+    std::shared_ptr<forward_pass> pass;
+    captured_rows rows;
+    int n_discarded = 0;  // as in token_event
+};
+
 // Rows of the prompt's tokens start .. start + n_rows, or their scores, or the prompt's embedding.
 struct prompt_event {
     int start = 0;
@@ -87,6 +96,8 @@ struct request_options {
     // only_attends. Each comes with the n_top_scores best tokens.
     std::size_t n_scores = 0;
     int n_top_scores = 0;
+    // The consumer gets forward passes instead of tokens, and answers each (sched/forward_pass.h).
+    bool is_steered = false;
     full_policy on_full = full_policy::raise;
     std::chrono::duration<double> wait_limit{10.0};  // with full_policy::wait
     int run_ahead = 8;                               // tokens computed ahead of the consumer
@@ -115,10 +126,15 @@ struct request : request_options {
     }
 
     request_id id = 0;
-    std::unique_ptr<token_picker> picker;            // null if only_attends; moves to the slot
+    // Null if only_attends; moves to the slot, or stays for the consumer if the request is steered.
+    std::unique_ptr<token_picker> picker;
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker
     std::shared_ptr<mailbox> box;
     std::atomic<slot_id> slot{-1};  // set at admission
+
+    bool stops_at(token_id id) const {
+        return std::binary_search(stop_tokens.begin(), stop_tokens.end(), id);
+    }
 };
 
 // The end of a request that never got a slot.

@@ -82,6 +82,13 @@ void scheduler::cancel(const std::shared_ptr<request>& wanted) {
     wanted->box->settle(end_without_slot(*wanted, finish_reason::cancelled));
 }
 
+void scheduler::answer(const std::shared_ptr<request>& wanted, forward_pass& pass,
+                       pass_answer given) {
+    check_open();
+    pass.answer(*wanted, given);
+    queue_->answer(wanted, std::move(given));
+}
+
 bool scheduler::run_on_slot(slot_id id, const slot_work& work,
                             const std::function<bool()>& goes_on) {
     check_open();

@@ -43,6 +43,10 @@ public:
     // once; mailbox::arm_settled tells when it is complete.
     void cancel(const std::shared_ptr<request>& wanted);
 
+    // Answers a forward pass of a steered request, with which the engine goes on. Returns at once;
+    // what follows comes through the mailbox. Raises what forward_pass::answer raises, and closed.
+    void answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given);
+
     // Runs `work` on the engine thread between two steps, while the caller waits; raises what it
     // raises, and busy if the slot is in use. `goes_on` as in command_queue::run_on_slot. False:
     // the caller gave up.

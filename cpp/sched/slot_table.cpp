@@ -74,7 +74,10 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
         if (candidate.active || !may_run_in(candidate, *wanted)) continue;
         auto offered = plan_of(candidate, *wanted);
         const auto n = offered.n_kept();
-        if (!best || n > n_best) best = &candidate, plan = std::move(offered), n_best = n;
+        // A steered one goes to the last of equals: while it waits, the others stay adjacent, which
+        // is what lets them share a step.
+        const bool is_better = n > n_best || (n == n_best && wanted->is_steered);
+        if (!best || is_better) best = &candidate, plan = std::move(offered), n_best = n;
     }
     if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
     best->usage = {};
@@ -171,9 +174,29 @@ void slot_table::make_room(slot& target) {
                            static_cast<std::size_t>(active.n_discard)};
     target.cache.discard({&gone, 1});
     target.last.n_discarded += active.n_discard;
+    if (target.text.empty()) return;
+    const auto first = target.text.begin() + active.n_keep;
+    target.text.erase(first, first + active.n_discard);
+}
+
+void slot_table::revise(slot& target, const pass_answer& answer) {
+    auto& text = target.text;
+    if (text.empty()) text = target.active->prompt;
+    const auto n_kept = text.size() - static_cast<std::size_t>(answer.n_removed);
+    text.resize(n_kept);
+    text.insert(text.end(), answer.ids.begin(), answer.ids.end());
+    target.cache.truncate(answer.end ? n_kept : std::min(n_kept, text.size() - 1));
 }
 
 void slot_table::roll_back(slot& target, int n_taken) {
+    if (target.active && target.active->is_steered) {
+        // The last id counts as not fed, whether or not it has been meanwhile. A cache that cannot
+        // drop it keeps it.
+        const bool has_generated = target.usage.completion_tokens > 0;
+        if (has_generated && target.cache.size() == target.text.size() && model_.can_truncate())
+            target.cache.truncate(target.text.size() - 1);
+        return;
+    }
     const auto n_fed = target.last.n_prompt + static_cast<std::size_t>(std::max(n_taken - 1, 0));
     const auto n_kept = static_cast<std::size_t>(target.last.n_keep);
     const auto n_gone = static_cast<std::size_t>(target.last.n_discarded);
@@ -189,6 +212,7 @@ void slot_table::release(slot& target) {
     target.transfer = 0;
     target.picker.reset();
     target.ticket.reset();
+    target.text.clear();
     target.fork.reset();
     target.deadline.reset();
     if (!model_.has_cache()) target.cache.forget();
@@ -225,8 +249,9 @@ std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
     std::vector<request_id> holders;
     for (const auto& one : slots_) {
         if (!may_run_in(one, wanted)) continue;
-        const bool is_paused =
-            one.state == slot_state::paused || (one.state == slot_state::starved && !one.deadline);
+        const bool is_paused = one.state == slot_state::paused ||
+                               one.state == slot_state::steered ||
+                               (one.state == slot_state::starved && !one.deadline);
         if (!is_paused) return {};
         holders.push_back(one.active->id);
     }

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "sched/forward_pass.h"
 #include "sched/request.h"
 #include "sched/reuse_plan.h"
 #include "sched/runner.h"
@@ -29,6 +30,7 @@ enum class slot_state {
     prefill,   // feeds the prompt in chunks
     decode,    // one token per step
     sampling,  // its next token is being picked in the sampler lane
+    steered,   // its consumer decides what becomes of its last forward pass
     paused,    // its consumer is behind by run_ahead tokens
     starved,   // the block pool has no room for its next row
 };
@@ -39,6 +41,7 @@ constexpr const char* name_of(slot_state state) {
         case slot_state::prefill: return "prefill";
         case slot_state::decode: return "decode";
         case slot_state::sampling: return "sampling";
+        case slot_state::steered: return "steered";
         case slot_state::paused: return "paused";
         case slot_state::starved: return "starved";
     }
@@ -52,8 +55,10 @@ constexpr bool may_follow(slot_state from, slot_state to) {
         case slot_state::prefill: return to != slot_state::prefill;
         case slot_state::decode: return to != slot_state::prefill;
         case slot_state::sampling: return to == slot_state::decode || to == slot_state::idle;
+        case slot_state::steered:
+            return to == slot_state::prefill || to == slot_state::decode || to == slot_state::idle;
         case slot_state::paused:
-        case slot_state::starved: return to != slot_state::sampling;
+        case slot_state::starved: return to != slot_state::sampling && to != slot_state::steered;
     }
     return false;
 }
@@ -74,10 +79,19 @@ struct slot {
     slot(slot_id id, runner& model, std::mutex& readers) : cache(id, model, readers) {}
 
     slot_id id() const { return cache.id(); }
-    // True if part of its prompt is still to be evaluated. A slot that made room may hold fewer
-    // tokens than its prompt had.
+    // The ids to evaluate in chunks: the prompt; later, if the request is steered, all its text.
+    const std::vector<token_id>& prompt() const { return text.empty() ? active->prompt : text; }
+    // True if part of them is still to be evaluated, apart from a last token on its own, which goes
+    // with those of other slots. A slot that made room may hold fewer tokens than its prompt had.
     bool is_in_prompt() const {
-        return active && usage.completion_tokens == 0 && cache.size() < active->prompt.size();
+        if (!active) return false;
+        if (!text.empty()) return cache.size() + 1 < text.size();
+        return usage.completion_tokens == 0 && cache.size() < active->prompt.size();
+    }
+    // True if it may take part in a step of one token each.
+    bool is_generating() const {
+        return active && !is_in_prompt() && state != slot_state::sampling &&
+               state != slot_state::steered;
     }
     bool has_rows() const { return rows.block || prompt_rows.block; }
 
@@ -90,6 +104,9 @@ struct slot {
     time_point started;
     time_point prefilled;
     token_id pending = 0;  // sampled, not decoded yet
+    // Of a steered request, from its first answer on: the prompt and what was generated, as far as
+    // the slot still has it. Its cache holds the first part of this.
+    std::vector<token_id> text;
     // Blocks and layout for the rows of the next step; then those rows, until they are handed out
     // with their token.
     captured_rows rows;
@@ -155,9 +172,13 @@ public:
     void append(std::span<const step_token> tokens);
     // Call before adding a token: in a full slot, discards the tokens that the request allows.
     void make_room(slot& target);
+    // Carries out the consumer's answer to a forward pass: replaces the end of the slot's text, and
+    // drops from its cache what does not belong to it; where the cache cannot drop a tail, all of
+    // it. Unless the request ends, at least the last token is to be evaluated then.
+    void revise(slot& target, const pass_answer& answer);
     // Rolls the slot back to its last request's prompt and the tokens taken, except the last one,
     // which was not fed. Discarded tokens stay gone, even if they made room for tokens that were
-    // never taken.
+    // never taken. A steered request's consumer has taken all of its text.
     void roll_back(slot& target, int n_taken);
     // The request leaves its slot, which becomes idle and keeps its tokens.
     void release(slot& target);

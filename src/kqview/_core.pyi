@@ -133,6 +133,8 @@ class RequestOptions:
     """Number of last prompt tokens to score, fewer than there are; needs only_attends."""
     n_top_scores: int
     """Number of best tokens that come with each score."""
+    is_steered: bool
+    """Whether the consumer gets a ForwardEvent for each forward pass, and answers it."""
     run_ahead: int
     priority: int
     cache_prompt: bool
@@ -172,6 +174,54 @@ class TokenEvent:
     """The end, if this is the last token and no error follows."""
     written_at: Final[int]
     """For tests: the address to which the CPU wrote the first row; 0 without one."""
+
+class PickedToken:
+    """A choice of a request's own sampler."""
+
+    id: Final[int]
+    logprob: Final[float | None]
+    top_logprobs: Final[list[tuple[int, float]] | None]
+    """Both None unless logprobs were requested."""
+
+class ForwardEvent:
+    """A forward pass of a steered request, which waits for `answer`."""
+
+    logits: Final[Any]
+    """Read-only float32 view of shape (n_vocab,), valid for as long as it is held."""
+    attention: Final[Any]
+    positions: Final[Any]
+    hidden: Final[Any]
+    n_discarded: Final[int]
+    """As in TokenEvent."""
+    n_tokens: Final[int]
+    """Number of tokens in the slot, all of them evaluated."""
+    n_removable: Final[int]
+    """Number of generated ids that can be taken back: all, unless some were discarded."""
+    n_left: Final[int]
+    """Number of ids that the generation may still get, by max_tokens and its slot."""
+    def pick(self, logits: Any = None, temperature: float | None = None) -> PickedToken:
+        """
+        Choose a token as the request would, once, from these or other logits; without the GIL.
+
+        A temperature is for this choice alone, 0 is greedy. Nothing is changed by it.
+        """
+
+    def ends(self, id: int) -> str | None:
+        """The finish reason, if this id ends the text instead of becoming part of it."""
+
+    def answer(self, n_removed: int = 0, ids: Sequence[int] = [], end: str | None = None) -> None:
+        """
+        Decide what follows, once; returns at once.
+
+        Takes back the last n_removed generated ids, then appends `ids` as one chunk. Without ids,
+        the last token is evaluated again. With `end` the text ends there; it also ends before the
+        first of `ids` that `ends`, and when nothing is left. Raises without effect: RequestError,
+        InvalidToken, InvalidSampling for an id that the grammar does not allow; ClosedError once
+        the generation has ended, whose next event says how.
+        """
+
+    written_at: Final[int]
+    """As in TokenEvent."""
 
 class TokenScore:
     """How the model judged a token of the prompt."""
@@ -217,7 +267,7 @@ class Generation:
     """Slot index; -1 while the request is queued."""
     def next(
         self, wait_s: float | None = None, goes_on: bool = False
-    ) -> TokenEvent | PromptEvent | EndEvent | WaitEvent:
+    ) -> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent:
         """
         Take the next event; blocks, without the GIL. Raises the error that ended the request.
 
@@ -225,7 +275,9 @@ class Generation:
         for its consumer. With `goes_on`, the latter only if the holders have changed.
         """
 
-    def try_next(self, goes_on: bool = False) -> TokenEvent | PromptEvent | EndEvent | WaitEvent:
+    def try_next(
+        self, goes_on: bool = False
+    ) -> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent:
         """Like next(), without blocking."""
 
     def arm(self, waiter: WakeHandle) -> bool:

@@ -157,8 +157,23 @@ public:
         return {id, -0.5f, {{id, -0.5f}}};
     }
 
+    // Each id picked is the one that follows the cache, so a hash of all text needs no history.
+    picked_token propose(std::span<const float> logits, std::optional<float>) override {
+        float first = logits.front();
+        return pick(&first);
+    }
+    void revise(std::size_t n_removed, std::span<const token_id> ids) override {
+        const uncounted_allocations guard;
+        accepted_.resize(accepted_.size() - n_removed);
+        accepted_.insert(accepted_.end(), ids.begin(), ids.end());
+    }
+
+    // The ids that it believes were generated.
+    const std::vector<token_id>& accepted() const { return accepted_; }
+
 private:
     const std::shared_ptr<fake_model> model_;
+    std::vector<token_id> accepted_;
 };
 
 class fake_runner final : public runner {

@@ -62,7 +62,13 @@ private:
     int n_held_ = 0;
 };
 
-class gated_picker final : public token_picker {
+// What only the consumers of steered requests call.
+class lane_picker : public token_picker {
+    picked_token propose(std::span<const float>, std::optional<float>) override { return {}; }
+    void revise(std::size_t, std::span<const token_id>) override {}
+};
+
+class gated_picker final : public lane_picker {
 public:
     explicit gated_picker(std::shared_ptr<gate> held_by) : gate_(std::move(held_by)) {}
     ~gated_picker() override {
@@ -86,7 +92,7 @@ private:
     std::atomic<bool> is_stopped_{false};
 };
 
-class refusing_picker final : public token_picker {
+class refusing_picker final : public lane_picker {
 public:
     picked_token pick(float* /*logits*/) override {
         if (++n_picks_ == 3) throw error(errc::invalid_sampling, "too ambiguous");

@@ -21,14 +21,18 @@ using namespace kqview::test;
 
 namespace {
 
-constexpr std::array all{slot_state::idle, slot_state::prefill, slot_state::decode,
-                         slot_state::paused, slot_state::starved};
+constexpr std::array all{slot_state::idle,    slot_state::prefill, slot_state::decode,
+                         slot_state::steered, slot_state::paused,  slot_state::starved};
 
-// idle starts with a prompt; a generating slot does not go back to its prompt.
+// idle starts with a prompt; a generating slot does not go back to its prompt, unless it is steered,
+// which waits for its consumer after a step.
 const std::set<std::pair<slot_state, slot_state>> illegal{
     {slot_state::idle, slot_state::idle},       {slot_state::idle, slot_state::decode},
     {slot_state::idle, slot_state::paused},     {slot_state::idle, slot_state::starved},
     {slot_state::prefill, slot_state::prefill}, {slot_state::decode, slot_state::prefill},
+    {slot_state::idle, slot_state::steered},    {slot_state::paused, slot_state::steered},
+    {slot_state::starved, slot_state::steered}, {slot_state::steered, slot_state::steered},
+    {slot_state::steered, slot_state::paused},  {slot_state::steered, slot_state::starved},
 };
 
 fake_options four_slots() {

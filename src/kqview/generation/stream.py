@@ -23,7 +23,7 @@ from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.types import Capture, PromptBlock, Token, Usage
 from kqview.types.stats import read_fields
 
-_Event = _core.TokenEvent | _core.PromptEvent | _core.EndEvent
+_Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEvent
 
 # How long a coroutine may take tokens without a wait before it yields to its event loop.
 _TURN_S: Final = 0.002
@@ -197,6 +197,7 @@ class Generation:
                 event.start, event.n_rows, event.attention, event.positions, event.embedding,
                 event.scores,
             )  # fmt: skip
+        assert isinstance(event, _core.EndEvent)  # nothing steers it
         self._end(event.finish_reason)
         return None
 

@@ -1,0 +1,76 @@
+#include "sched/forward_pass.h"
+
+#include <string>
+#include <utility>
+
+#include "base/error.h"
+#include "sched/mailbox.h"
+
+namespace kqview {
+
+picked_token forward_pass::pick(const request& of, std::span<const float> adjusted,
+                                std::optional<float> temperature) {
+    const auto lock = use(of);
+    if (is_picked_) {
+        throw error(errc::request,
+                    "this forward pass has been picked from; answer it, and pick from the next");
+    }
+    if (temperature && !(*temperature >= 0.0F)) {
+        throw error(errc::request, "temperature is " + std::to_string(*temperature) +
+                                       ", allowed are 0 (the most likely token) and above");
+    }
+    if (!adjusted.empty() && adjusted.size() != logits_->size()) {
+        throw error(errc::request, "logits has " + std::to_string(adjusted.size()) +
+                                       " values, but the vocabulary has " +
+                                       std::to_string(logits_->size()));
+    }
+    try {
+        auto picked = of.picker->propose(adjusted.empty() ? *logits_ : adjusted, temperature);
+        is_picked_ = true;
+        return picked;
+    } catch (const error& failure) {
+        if (adjusted.empty() || failure.code() != errc::decode) throw;
+        throw error(errc::request,
+                    std::string("the adjusted logits cannot be sampled: ") + failure.what());
+    }
+}
+
+void forward_pass::answer(const request& of, const pass_answer& given) {
+    const auto lock = use(of);
+    check(given);
+    of.picker->revise(static_cast<std::size_t>(given.n_removed), given.ids);
+    is_answered_ = true;
+}
+
+std::unique_lock<std::mutex> forward_pass::use(const request& of) {
+    std::unique_lock lock(in_use_, std::try_to_lock);
+    if (!lock) {
+        throw error(errc::busy,
+                    "another thread picks from this forward pass or answers it; use it from one");
+    }
+    if (is_answered_) {
+        throw error(errc::request,
+                    "this forward pass has been answered; take the next event of its generation");
+    }
+    if (of.box->is_over()) {
+        throw error(errc::closed, "the generation of this forward pass has ended");
+    }
+    return lock;
+}
+
+void forward_pass::check(const pass_answer& given) const {
+    if (given.n_removed < 0 || given.n_removed > limits_.n_removable) {
+        throw error(errc::request, "n_removed is " + std::to_string(given.n_removed) + ", but 0.." +
+                                       std::to_string(limits_.n_removable) +
+                                       " generated ids can be taken back");
+    }
+    const int n_allowed = limits_.n_left + given.n_removed;
+    if (static_cast<int>(given.ids.size()) > n_allowed) {
+        throw error(errc::request, "ids has " + std::to_string(given.ids.size()) +
+                                       " tokens, but the generation may get " +
+                                       std::to_string(n_allowed) +
+                                       " more, by max_tokens and the room in its slot; pass fewer");
+    }
+}
+
+}  // namespace kqview

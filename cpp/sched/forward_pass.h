@@ -1,0 +1,64 @@
+// One forward pass of a steered request: its logits, the choice that the request's picker makes of
+// them, and what the consumer decides. The engine goes on with other slots meanwhile.
+// Owner:   the event in the mailbox, then the consumer's. Views of the logits share the row alone.
+// Threads: made on the engine thread; then the consumer's, one call at a time.
+// Never:   touches a slot: the engine thread carries the decision out.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "base/ids.h"
+#include "sample/token_picker.h"
+#include "sched/request.h"
+
+namespace kqview {
+
+// What becomes of a steered request's text after a forward pass.
+struct pass_answer {
+    int n_removed = 0;          // of the generated ids, from the end
+    std::vector<token_id> ids;  // appended, as one chunk; none: the last token is evaluated again
+    std::optional<finish_reason> end;  // the text ends behind them
+};
+
+class forward_pass {
+public:
+    struct limits {
+        int n_tokens;     // in the slot, all evaluated
+        int n_removable;  // generated ids that can be taken back
+        int n_left;       // ids that the request may still get
+    };
+
+    // Copies `logits`, the only time that they are copied. F32 ne=[n_vocab].
+    forward_pass(std::span<const float> logits, const limits& known)
+        : logits_(std::make_shared<const std::vector<float>>(logits.begin(), logits.end())),
+          limits_(known) {}
+
+    const std::shared_ptr<const std::vector<float>>& logits() const { return logits_; }
+    const limits& known() const { return limits_; }
+
+    // The choice of the request's picker, from these logits or from `adjusted` ones, which stay as
+    // they are. Raises what the picker raises, request for adjusted logits that leave nothing to
+    // choose and for a second choice, closed once the request has ended.
+    picked_token pick(const request& of, std::span<const float> adjusted,
+                      std::optional<float> temperature);
+
+    // Checks the answer and brings the request's picker to the state behind it. Raises request
+    // and invalid_sampling without any effect, closed once the request has ended.
+    void answer(const request& of, const pass_answer& given);
+
+private:
+    std::unique_lock<std::mutex> use(const request& of);
+    void check(const pass_answer& given) const;
+
+    const std::shared_ptr<const std::vector<float>> logits_;
+    const limits limits_;
+    std::mutex in_use_;  // guards what follows, and the request's picker
+    bool is_picked_ = false;
+    bool is_answered_ = false;
+};
+
+}  // namespace kqview
