@@ -101,12 +101,12 @@ public:
     void stop() noexcept override { limit_.stop(); }
 
 private:
-<<<<<<< HEAD
-    bool is_greedy() const { return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F; }
+    bool is_greedy() const {
+        if (own_temperature_) return *own_temperature_ == 0.0F;
+        return params_.temperature == 0.0F && params_.dynatemp_range == 0.0F;
+    }
     bool has_mirostat() const { return params_.mirostat != 0; }
-=======
-    bool is_greedy() const { return temperature_ == 0.0F; }
->>>>>>> 0b75a17 (Steered requests: the consumer gets each forward pass, picks from it, and says what is removed, forced or ended)
+    void read_logprobs(const float* logits);
     void build_choice();
     picked_token choose_from(std::span<const float> row);
     token_id choose(std::span<const float> logits);
@@ -126,7 +126,6 @@ private:
     void skip_choice();
 
     sampling_params params_;
-    float temperature_;     // of the current choice
     std::int32_t n_vocab_;  // of the vocabulary
     logit_editor editor_;
     llama_sampler_handle choice_;  // null when greedy
@@ -137,11 +136,9 @@ private:
     logprob_scan logprobs_;
     std::vector<scored_token> top_;
     std::vector<llama_token_data> candidates_;
-<<<<<<< HEAD
     // Probabilities of the last choice and of the likeliest candidates; if those are reported.
     float last_p_ = 0.0F;
     std::vector<llama_token_data> likeliest_;
-=======
 
     // ---- of a steered request
     std::vector<token_id> history_;  // the prompt, and the ids accepted since
@@ -149,8 +146,8 @@ private:
     // What choice_ was before each of the last accepted ids, and before the proposed one.
     std::deque<llama_sampler_handle> states_;
     std::optional<token_id> proposed_;
+    std::optional<float> own_temperature_;  // of the current choice
     std::vector<float> edited_;
->>>>>>> 0b75a17 (Steered requests: the consumer gets each forward pass, picks from it, and says what is removed, forced or ended)
 };
 
 }  // namespace kqview

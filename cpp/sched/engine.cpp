@@ -56,8 +56,7 @@ std::optional<finish_reason> engine::end_by(const request& of, token_id id) cons
     return std::nullopt;
 }
 
-void engine::answer(const std::shared_ptr<request>& wanted, forward_pass& pass,
-                    pass_answer given) {
+void engine::answer(const std::shared_ptr<request>& wanted, forward_pass& pass, pass_answer given) {
     for (const auto id : given.ids) source_->check_token(id, "ids");
     sched_->answer(wanted, pass, std::move(given));
 }
