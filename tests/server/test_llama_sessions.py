@@ -410,6 +410,23 @@ def test_sessions_and_files_belong_to_their_key(folder: Path):
         assert listed(a) == []
 
 
+def test_one_key_cannot_fill_the_sessions_of_all():
+    settings = Settings(n_slots=2, n_ctx=512, api_keys=(ANNA, BORIS), max_sessions=4)
+    with serving(settings) as served, clients_of(served, ANNA, BORIS) as (a, b):
+        fill(a)
+        fill(b, slot=1, prompt="Boris is a painter, too.")
+        replies = [session(a, "save", number) for number in (1, 2, 3, 2)]
+        assert [one.status_code for one in replies] == [200, 200, 507, 200]
+        assert "one key may have 2 sessions" in replies[2].json()["error"]["message"]
+        assert [session(b, "save", i, slot=1).status_code for i in (1, 2, 3)] == [200, 200, 507]
+        n_bytes = len(saved(a))
+    settings = Settings(n_ctx=512, api_keys=(ANNA, BORIS), max_session_bytes=3 * n_bytes)
+    with serving(settings) as served, clients_of(served, ANNA, BORIS) as (a, b):
+        fill(a)
+        assert [session(a, "save", number).status_code for number in (1, 2)] == [200, 507]
+        assert session(b, "save", 1).status_code != 507
+
+
 def test_many_sessions_at_a_time_are_whole(served: Served, client: httpx.Client):
     blob = saved(client)
     replies: list[int] = []

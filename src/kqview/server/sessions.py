@@ -55,10 +55,18 @@ class SavedSlot:
 
 
 class Sessions:
-    """Sessions in memory, up to the settings' ``max_sessions`` and ``max_session_bytes``."""
+    """Sessions in memory, up to the settings' ``max_sessions`` and ``max_session_bytes``.
+
+    On a server with several keys none has more than half of either, so that one key cannot fill the
+    memory for all.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._has_several_keys = len(settings.api_keys) + len(settings.admin_keys) > 1
+        self._most_of_key = max(1, settings.max_sessions // 2)
+        self._most_bytes_of_key = settings.max_session_bytes // 2
+        self._saving = threading.Lock()  # counting a key's sessions, and adding one
         self._store = SessionStore(
             max_sessions=settings.max_sessions, max_bytes=settings.max_session_bytes
         )
@@ -69,8 +77,11 @@ class Sessions:
         Raises:
             StorageFull: It does not fit; the older one stays.
         """
+        key = _key(caller.owner, session_id)
         try:
-            return self._store.save(_key(caller.owner, session_id), saved)
+            with self._saving:
+                self._check_share(caller.owner, key, len(saved.blob))
+                return self._store.save(key, saved)
         except CapacityError:
             s = self._settings
             raise StorageFull(
@@ -78,6 +89,23 @@ class Sessions:
                 f"{s.max_sessions} sessions (max_sessions) and {s.max_session_bytes} bytes "
                 "(max_session_bytes) in memory; remove a session, or move one to a file"
             ) from None
+
+    def _check_share(self, owner: str, key: str, n_bytes: int) -> None:
+        """Raise StorageFull if a session of this size is more than *owner* may have."""
+        if not self._has_several_keys:
+            return  # the limits are those of everybody
+        sizes = [
+            info.n_bytes
+            for info in self._store.sessions()
+            if info.name != key and _parts(info.name)[1] == owner
+        ]
+        if len(sizes) < self._most_of_key and sum(sizes) + n_bytes <= self._most_bytes_of_key:
+            return
+        raise StorageFull(
+            f"no room for a session of {n_bytes} bytes: one key may have {self._most_of_key} "
+            f"sessions and {self._most_bytes_of_key} bytes in memory, from max_sessions and "
+            "max_session_bytes; remove a session, or move one to a file"
+        )
 
     def restore(self, caller: Caller, session_id: int, slot: Slot) -> int:
         """Restore a session into *slot*; returns the size of its blob.
