@@ -184,7 +184,7 @@ class Tokens {
         last = isBack ? (last ?? node) : node;
       }
     }
-    if (Math.abs(to - from) < 50) last?.scrollIntoView({ block: "nearest" });
+    last?.scrollIntoView({ block: "nearest" });
   }
 
   key(event) {
