@@ -52,7 +52,15 @@ def completion(engine: Engine, settings: Settings | None = None, **fields: Any) 
 def test_tool_choice_is_read(given: Any, choice: str, name: str | None):
     found = chat(tools=TOOLS, tool_choice=given)
     assert (found.tool_choice, found.tool_name) == (choice, name)
+    assert found.allowed_tools is None
     assert found.parallel_calls is (name is None)
+
+
+def test_allowed_tools_are_read():
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    given = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    found = chat(tools=TOOLS, tool_choice=given)
+    assert (found.tool_choice, found.tool_name, found.allowed_tools) == ("auto", None, ["f"])
 
 
 @pytest.mark.parametrize(
@@ -101,6 +109,12 @@ def test_options_of_the_template_are_read():
     [
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+         "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {
+            "mode": "auto", "tools": [{"type": "function", "function": {"name": 1}}]}}},
+         "tool_choice"),
         ({"response_format": {"type": "xml"}}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
          "response_format"),

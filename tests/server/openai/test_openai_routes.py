@@ -168,6 +168,16 @@ def test_answer_follows_a_schema(demo: Served):
     [
         ("required", {"clock", "bell"}),
         ({"type": "function", "function": {"name": "bell"}}, {"bell"}),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "clock"}}],
+                },
+            },
+            {"clock"},
+        ),
     ],
 )
 def test_call_is_forced_and_follows_its_schema(demo: Served, tool_choice: Any, names: set[str]):

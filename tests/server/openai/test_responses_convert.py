@@ -123,15 +123,21 @@ def test_effort_is_an_option_of_the_template(
 @pytest.mark.parametrize(
     ("choice", "expected"),
     [
-        (None, ("auto", None, True)),
-        ("none", ("none", None, True)),
-        ("required", ("required", None, True)),
-        ({"type": "function", "name": "clock"}, ("required", "clock", False)),
+        (None, ("auto", None, None, True)),
+        ("none", ("none", None, None, True)),
+        ("required", ("required", None, None, True)),
+        ({"type": "function", "name": "clock"}, ("required", "clock", None, False)),
+        (
+            {"type": "allowed_tools", "mode": "required", "tools": [
+                {"type": "mcp"}, {"type": "function", "name": "clock"}]},
+            ("required", None, ["clock"], True),
+        ),
     ],
-)
+)  # fmt: skip
 def test_choice_of_tools_is_the_neutral_one(choice: Any, expected: tuple[Any, ...]) -> None:
     chat = convert.chat_of(body_of(tool_choice=choice))
-    assert (chat.tool_choice, chat.tool_name, chat.parallel_calls) == expected
+    found = (chat.tool_choice, chat.tool_name, chat.allowed_tools, chat.parallel_calls)
+    assert found == expected
 
 
 # ---- answers

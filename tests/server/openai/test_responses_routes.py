@@ -52,6 +52,11 @@ def test_reasoning_that_the_request_opens_is_a_reasoning_item(demo: Served) -> N
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "there are no tools"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "x"}]}},
+            "'x', which is not among the tools",
+        ),
         ({"top_logprobs": 21}, "top_logprobs is 21"),
         ({"max_output_tokens": -5}, "max_output_tokens is -5"),
     ],

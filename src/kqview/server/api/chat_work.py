@@ -60,6 +60,8 @@ class ChatRequest:
         tools: Functions, ``{"type": "function", "function": {"name": ..., "parameters": ...}}``.
         tool_choice: "required": at least one call; "none": tools are not shown.
         tool_name: The one function to call, with "required".
+        allowed_tools: Names of the only functions that may be called, None for all; the others are
+            not shown to the model.
         parallel_calls: Whether an answer may have several calls.
         schema: JSON schema of the answer, None for text.
         reasoning: "none" leaves reasoning in the content.
@@ -80,6 +82,7 @@ class ChatRequest:
     tools: Sequence[Tool] = ()
     tool_choice: Literal["auto", "none", "required"] = "auto"
     tool_name: str | None = None
+    allowed_tools: Sequence[str] | None = None
     parallel_calls: bool = True
     schema: Mapping[str, Any] | None = None
     reasoning: ReasoningFormat = "auto"
@@ -285,16 +288,17 @@ def _tools(chat: ChatRequest) -> list[Tool]:
             "tool_choice asks for a call, but there are no tools; send some",
             parameter="tool_choice",
         )
-    if chat.tool_name is None:
+    wanted = chat.allowed_tools if chat.tool_name is None else [chat.tool_name]
+    if wanted is None:
         return list(chat.tools)
-    named = [tool for tool in chat.tools if tool["function"]["name"] == chat.tool_name]
-    if not named:
-        raise RequestError(
-            f"tool_choice names {chat.tool_name[:80]!r}, which is not among the tools; "
-            "name one of them",
-            parameter="tool_choice",
-        )
-    return named
+    known = {tool["function"]["name"] for tool in chat.tools}
+    for name in wanted:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice names {name[:80]!r}, which is not among the tools; name one of them",
+                parameter="tool_choice",
+            )
+    return [tool for tool in chat.tools if tool["function"]["name"] in wanted]
 
 
 def _constrained(

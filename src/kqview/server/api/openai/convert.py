@@ -23,7 +23,7 @@ from kqview.server.api.llama_fields import (
     sampling_of,
 )
 from kqview.server.api.openai import schema
-from kqview.server.api.tool_format import object_of
+from kqview.server.api.tool_format import object_of, objects_of
 from kqview.server.errors import renamed
 from kqview.server.kept import Rows
 from kqview.server.run import GenerateRequest
@@ -127,7 +127,7 @@ def chat_of(
     settings: Settings,
 ) -> ChatRequest:
     """The neutral chat in *body*; *tokenize* as in `sampling_of`, raises as `chat_plan`."""
-    tool_choice, tool_name = _tool_choice(body.tool_choice)
+    tool_choice, tool_name, allowed = _tool_choice(body.tool_choice)
     wanted_format = _response_schema(body.response_format)
     json_schema = first(wanted_format, body.json_schema)
     schema_name = "json_schema" if wanted_format is None else "response_format"
@@ -141,6 +141,7 @@ def chat_of(
         tools=body.tools or (),
         tool_choice=tool_choice,
         tool_name=tool_name,
+        allowed_tools=allowed,
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning=body.reasoning_format or "auto",
@@ -158,20 +159,38 @@ def _plain(engine: Engine) -> Callable[[str], Sequence[int]]:
     return lambda text: engine.tokenize(text, add_special=False, parse_special=False)
 
 
-def _tool_choice(choice: str | dict[str, Any] | None) -> tuple[ToolChoice, str | None]:
-    """The choice, and the function that it names."""
+def _tool_choice(
+    choice: str | dict[str, Any] | None,
+) -> tuple[ToolChoice, str | None, list[str] | None]:
+    """The choice, the function that it names, and the only ones that it allows."""
     if choice is None:
-        return "auto", None
+        return "auto", None, None
     if isinstance(choice, str) and choice in ("auto", "none", "required"):
-        return choice, None
-    name = object_of(object_of(choice).get("function")).get("name")
+        return choice, None, None
+    given = object_of(choice)
+    if given.get("type") == "allowed_tools":
+        return _allowed_tools(object_of(given.get("allowed_tools")))
+    name = object_of(given.get("function")).get("name")
     if not isinstance(name, str):
         raise RequestError(
             f"tool_choice is {_shown(choice)}; send auto, none, required, or "
             '{"type": "function", "function": {"name": ...}}',
             parameter="tool_choice",
         )
-    return "required", name
+    return "required", name, None
+
+
+def _allowed_tools(given: dict[str, Any]) -> tuple[ToolChoice, None, list[str]]:
+    mode = given.get("mode")
+    names = [object_of(tool.get("function")).get("name") for tool in objects_of(given.get("tools"))]
+    if mode not in ("auto", "required") or not names or not all(type(n) is str for n in names):
+        raise RequestError(
+            f"tool_choice.allowed_tools is {_shown(given)}; send "
+            '{"mode": "auto" or "required", "tools": [{"type": "function", "function": '
+            '{"name": ...}}, ...]}',
+            parameter="tool_choice",
+        )
+    return mode, None, cast("list[str]", names)
 
 
 def _response_schema(response_format: dict[str, Any] | None) -> dict[str, Any] | None:

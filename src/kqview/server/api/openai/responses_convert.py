@@ -147,22 +147,31 @@ def tools_of(body: schema.InputBody) -> list[Object]:
 
 def tool_choice_of(
     body: schema.InputBody,
-) -> tuple[Literal["auto", "none", "required"], str | None]:
-    """``tool_choice`` and ``tool_name`` of a `ChatRequest`.
+) -> tuple[Literal["auto", "none", "required"], str | None, list[str] | None]:
+    """``tool_choice``, ``tool_name`` and ``allowed_tools`` of a `ChatRequest`.
 
     Raises:
         RequestError: What it names is not a function.
     """
     chosen = body.tool_choice
     if chosen is None or isinstance(chosen, str):
-        return chosen or "auto", None
+        return chosen or "auto", None, None
+    if chosen.type == "allowed_tools":
+        names = [tool.name for tool in chosen.tools or () if tool.type == "function"]
+        if chosen.mode is None or not names or None in names:
+            raise RequestError(
+                "tool_choice of type allowed_tools has no mode, or tools without a name; send "
+                '"mode": "auto" or "required", and "tools": [{"type": "function", "name": ...}]',
+                parameter="tool_choice",
+            )
+        return chosen.mode, None, [name for name in names if name is not None]
     if chosen.type != "function" or chosen.name is None:
         raise RequestError(
             f"tool_choice is of type {chosen.type!r}; name a function, or send none, auto or "
             "required",
             parameter="tool_choice",
         )
-    return "required", chosen.name
+    return "required", chosen.name, None
 
 
 def schema_of(body: schema.InputBody) -> Object | None:
@@ -199,7 +208,7 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
         RequestError: It needs kept responses, or a part of it cannot work.
     """
     check_stateless(body)
-    choice, name = tool_choice_of(body)
+    choice, name, allowed = tool_choice_of(body)
     return ChatRequest(
         messages=messages_of(body),
         sampling=Sampling(),
@@ -207,6 +216,7 @@ def chat_of(body: schema.InputBody, *, request_id: str = "") -> ChatRequest:
         tools=tools_of(body),
         tool_choice=choice,
         tool_name=name,
+        allowed_tools=allowed,
         parallel_calls=body.parallel_tool_calls is not False and name is None,
         schema=schema_of(body),
         template_options=template_options_of(body),

@@ -71,11 +71,20 @@ class Tool(Struct, kw_only=True):
     strict: bool | None = None
 
 
+class AllowedTool(Struct, kw_only=True):
+    """A tool that may be called."""
+
+    type: str = "function"
+    name: str | None = None
+
+
 class NamedTool(Struct, kw_only=True):
-    """The one tool that the model has to call."""
+    """The one tool that the model has to call; or, of type allowed_tools, those that it may."""
 
     type: str
     name: str | None = None
+    mode: Literal["auto", "required"] | None = None
+    tools: list[AllowedTool] | None = None
 
 
 class InputBody(LlamaFields, kw_only=True):
