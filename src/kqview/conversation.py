@@ -11,6 +11,7 @@ from kqview.arguments import encode
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.errors import KqviewError, UnsupportedModel
 from kqview.generation.stream import Generation
+from kqview.mods.events import conversation_of
 from kqview.submission import GenerateOptions
 from kqview.types import ModelInfo
 
@@ -75,7 +76,8 @@ class Conversation:
             chat_template=chat_template,
             template_options=template_options,
         )
-        return self.generate(ids, **options)
+        with conversation_of(messages):
+            return self.generate(ids, **options)
 
     @overload
     def apply_chat_template(

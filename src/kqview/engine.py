@@ -29,11 +29,13 @@ from kqview.engine_options import (
     model_options,
     progress_callback,
 )
-from kqview.errors import InvalidCapture, RequestError, UnknownSlot, UnsupportedModel, shown
+from kqview.errors import InvalidCapture, UnknownSlot, UnsupportedModel, shown
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
+from kqview.mods.steering import LogitsProcessor, Stopping
+from kqview.mods.tokenizer import ModTokenizer
 from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.scoring import Scoring
 from kqview.slot import Slot
@@ -45,6 +47,7 @@ from kqview.submission import (
     sampling_of,
     set_sampling,
     set_shift,
+    steering_of,
     token_limit,
 )
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
@@ -266,6 +269,12 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             # Without the full cache, columns of layers with a window are not positions.
             has_all_columns=swa_full or self._model.n_swa == 0,
             token_bytes=self._bytes_of,
+            tokenizer=ModTokenizer(
+                self._model,
+                tokenize=lambda text, add: self.tokenize(text, add_special=add),
+                detokenize=self.detokenize,
+                token_bytes=self._bytes_of,
+            ),
             on_end=_forward_log,
         )
         self._kv_type = kv_type
@@ -370,6 +379,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         capture: Capture | str | None = None,
         slot: int | None = None,
         mods: Sequence[Any] = (),
+        logits_processor: LogitsProcessor | None = None,
+        stopping: Stopping | None = None,
+        mod_time_limit_s: float | None = None,
+        trace: bool | None = None,
         request_id: str | None = None,
         priority: int = 0,
         reuse: Reuse = "exact",
@@ -393,7 +406,19 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             capture: The attention to hand out: a Capture, or its kind as a string.
             slot: Index of the slot to use; None for the one that shares the most tokens with the
                 prompt.
-            mods: Reserved.
+            mods: Called in this order with each event of the request, see `kqview.mods`. A request
+                with mods, callables or a trace is queued when it is first iterated; the last three
+                errors below are then raised there.
+            logits_processor: Called in each step, after the mods, with the ids of prompt and text
+                and the logits, float32 ``(n_vocab,)``. It changes the array, which is its own, or
+                returns another one of the same shape. What it raises, iterating raises.
+            stopping: Called in each step with the ids of prompt and text; a true result ends the
+                generation with finish reason "stop". What it raises, iterating raises.
+            mod_time_limit_s: Maximum time in seconds of each call of a mod, which then runs on a
+                thread of the request, or is awaited. A call that takes longer counts as Noop. It is
+                left to itself, and until it returns, its mod is not called. None for no limit, and
+                calls on the consumer's own thread.
+            trace: Whether to record `Generation.trace`; None records it if there are mods.
             request_id: Name for logs; generated if omitted.
             priority: Requests that wait for a slot are served by priority, highest first, then in
                 order of arrival.
@@ -437,10 +462,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             raise UnsupportedModel(
                 f"{self._info.architecture} models do not generate token by token"
             )
-        if not isinstance(mods, Sequence) or mods:  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError(
-                "mods are not supported in this version; leave mods out", parameter="mods"
-            )
+        steering = steering_of(mods, logits_processor, stopping, mod_time_limit_s, trace)
         sampling = sampling_of(sampling, options)
         slot_id = -1 if slot is None else to_index(slot)
         if slot_id is None or (slot is not None and slot_id not in range(len(self._slots))):
@@ -472,6 +494,17 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             n_keep=n_keep,
             n_discard=n_discard,
         )
+        if steering is not None:
+            return self._submission.steer(
+                "generate",
+                wanted,
+                steering,
+                prompt=ids,
+                temperature=sampling.temperature,
+                request_id=request_id,
+                capture=capture,
+                stop=sampling.stop,
+            )
         return self._submission.submit(
             "generate",
             wanted,

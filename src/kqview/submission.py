@@ -7,9 +7,11 @@ interface, so that no token waits for the GIL. Python only locates the library i
 import asyncio
 import importlib
 import json
+import threading
+import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from kqview import _core
@@ -18,6 +20,7 @@ from kqview.arguments import (
     INT64_MAX,
     invalid,
     parameter_of,
+    seconds,
     whole_number,
 )
 from kqview.errors import (
@@ -28,9 +31,18 @@ from kqview.errors import (
     UnsupportedModel,
     shown,
 )
-from kqview.generation.stream import Generation
+from kqview.generation.steered import SteeredGeneration
+from kqview.generation.stream import Generation, GenerationFacts
 from kqview.generation.waiting import LoopWaker, Turns
 from kqview.lora import EngineLora, LoraScales
+from kqview.mods.calls import Caller
+from kqview.mods.decorator import BoundMod, begin, check_mods
+from kqview.mods.events import ForwardPass, current_conversation
+from kqview.mods.steering import LogitsProcessor, Steering, Stopping
+from kqview.mods.tokenizer import ModTokenizer
+from kqview.trace import TraceRecorder, TraceRequest
+from kqview.trace.attention import top_columns
+from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.sampling import SamplingOptions
 
@@ -46,6 +58,10 @@ class GenerateOptions(SamplingOptions, total=False):
     capture: Capture | str | None
     slot: int | None
     mods: Sequence[Any]
+    logits_processor: LogitsProcessor | None
+    stopping: Stopping | None
+    mod_time_limit_s: float | None
+    trace: bool | None
     request_id: str | None
     priority: int
     reuse: Reuse
@@ -57,6 +73,17 @@ class GenerateOptions(SamplingOptions, total=False):
     lora: LoraScales | None
     add_special: bool
     parse_special: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SteeringOptions:
+    """What steers a request, checked; see `Engine.generate`."""
+
+    mods: Sequence[Any] = ()
+    logits_processor: LogitsProcessor | None = None
+    stopping: Stopping | None = None
+    mod_time_limit_s: float | None = None
+    has_trace: bool = False
 
 
 class Submission:
@@ -72,6 +99,7 @@ class Submission:
         run_ahead: int,
         has_all_columns: bool,
         token_bytes: Callable[[int], bytes],
+        tokenizer: ModTokenizer,
         on_end: Callable[[], None],
     ) -> None:
         self._core = core
@@ -81,6 +109,7 @@ class Submission:
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
+        self._tokenizer = tokenizer
         self._on_end = on_end
         self._turns = Turns()
         self._wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
@@ -174,16 +203,136 @@ class Submission:
         handle = self._core.submit(options)
         return Generation(
             handle,
-            request_id=request_id or f"{name}-{handle.id}",
-            n_prompt=n_prompt,
-            n_keep=options.n_keep,
-            capture=capture.resolved(self._info) if capture else None,
-            stop=stop,
-            token_bytes=self._token_bytes,
-            waker=self._waker,
-            on_end=self._on_end,
-            turns=self._turns,
+            **self._facts(request_id or f"{name}-{handle.id}", options, n_prompt, capture, stop),
         )
+
+    def steer(
+        self,
+        name: str,
+        options: _core.RequestOptions,
+        steering: SteeringOptions,
+        *,
+        prompt: list[int],
+        temperature: float,
+        request_id: str | None,
+        capture: Capture | None = None,
+        stop: Sequence[str] = (),
+    ) -> SteeredGeneration:
+        """Make a request that its mods steer, and that is queued at its first iteration.
+
+        Args:
+            name: As of `submit`, as are the following ones.
+            options: The request for the core; its prompt and limit may still change.
+            steering: What steers it.
+            prompt: Ids of the prompt.
+            temperature: Of the request, for its trace.
+            request_id: As of `submit`; if there is none, the request gets one of its own in the
+                world, because traces are kept by it.
+            capture: As of `submit`.
+            stop: As of `submit`.
+        """
+        options.is_steered = True
+        request_id = request_id or f"{name}-{uuid.uuid4().hex}"
+        mods = begin(steering.mods, request_id, self._tokenizer)
+        recorder = None
+        if steering.has_trace:
+            recorder = self._recorder(request_id, options, temperature, mods)
+
+        def submit(ids: list[int], max_tokens: int) -> _core.Generation:
+            options.prompt = ids
+            options.max_tokens = max_tokens
+            if options.n_prompt_rows:
+                options.n_prompt_rows = len(ids)
+            return self._core.submit(options)
+
+        def make(
+            *, ids: list[int], text: Callable[[], str], note: Callable[[], object]
+        ) -> Steering:
+            return Steering(
+                request_id,
+                mods,
+                Caller(self._tokenizer, time_limit_s=steering.mod_time_limit_s, note=note),
+                n_vocab=self._info.n_vocab,
+                ids=ids,
+                text=text,
+                recorder=recorder,
+                logits_processor=steering.logits_processor,
+                stopping=steering.stopping,
+                check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
+                detokenize=self._text_of,
+                is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
+                attention=self._looker(resolved),
+            )
+
+        resolved = capture.resolved(self._info) if capture else None
+        return SteeredGeneration(
+            make,
+            prompt=prompt,
+            max_tokens=min(
+                options.max_tokens, INT32_MAX if options.n_discard else self._core.n_ctx
+            ),
+            messages=current_conversation(),
+            submit=submit,
+            **self._facts(request_id, options, len(prompt), capture, stop),
+        )
+
+    def _facts(
+        self,
+        request_id: str,
+        options: _core.RequestOptions,
+        n_prompt: int,
+        capture: Capture | None,
+        stop: Sequence[str],
+    ) -> GenerationFacts:
+        return {
+            "request_id": request_id,
+            "n_prompt": n_prompt,
+            "n_keep": options.n_keep,
+            "capture": capture.resolved(self._info) if capture else None,
+            "stop": stop,
+            "token_bytes": self._token_bytes,
+            "waker": self._waker,
+            "on_end": self._on_end,
+            "turns": self._turns,
+        }
+
+    def _recorder(
+        self,
+        request_id: str,
+        options: _core.RequestOptions,
+        temperature: float,
+        mods: Sequence[BoundMod],
+    ) -> TraceRecorder:
+        names = [one.name for one in mods]
+        request = TraceRequest(
+            request_id=request_id,
+            model=self._info.name or self._info.architecture,
+            max_tokens=options.max_tokens,
+            temperature=temperature,
+            mod_text=", ".join(names) or None,
+            active_mod_name=names[0] if names else None,
+        )
+        return TraceRecorder(request, text_of=lambda token: self._text_of([token]))
+
+    def _text_of(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")
+
+    def _looker(self, capture: Capture | None) -> Callable[[ForwardPass], Object | None]:
+        """Of the attention of a forward pass, what a trace keeps."""
+        scale = self._info.attention_scale
+
+        def look(event: ForwardPass) -> Object | None:
+            if event.attention is None or capture is None or capture.reduce is not None:
+                return None
+            return top_columns(
+                event.attention,
+                capture,
+                positions=event.attention_positions,
+                scale=scale,
+                n_columns=event.n_tokens,
+            )
+
+        return look
 
     def name_of(self, core_id: int) -> str | None:
         """The ``request_id`` of a generation by the core's id; None after it was dropped."""
@@ -214,6 +363,35 @@ def _check_indices(capture: Capture) -> None:
 def token_limit(value: object) -> int:
     """*value* as ``max_tokens``, at least 1; a number beyond every slot means the whole slot."""
     return min(whole_number("max_tokens", value, high=INT64_MAX), INT32_MAX)
+
+
+def steering_of(
+    mods: object,
+    logits_processor: object,
+    stopping: object,
+    mod_time_limit_s: object,
+    trace: object,
+) -> SteeringOptions | None:
+    """What steers a request; None if nothing does.
+
+    Raises:
+        RequestError: An argument is invalid.
+    """
+    checked = check_mods(mods)
+    for name, value in (("logits_processor", logits_processor), ("stopping", stopping)):
+        if value is not None and not callable(value):
+            raise invalid(name, "a function or None", shown(value))
+    if not isinstance(trace, bool | None):
+        raise invalid("trace", "True, False or None", shown(trace))
+    limit_s = None
+    if mod_time_limit_s is not None:
+        limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
+    has_trace = bool(checked) if trace is None else trace
+    if not checked and logits_processor is None and stopping is None and not has_trace:
+        return None
+    process: Any = logits_processor
+    stops: Any = stopping
+    return SteeringOptions(checked, process, stops, limit_s, has_trace)
 
 
 def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:

@@ -13,13 +13,14 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Self
+from typing import Any, Final, Self, TypedDict
 
 from kqview import _core
 from kqview.errors import BusyError, InvalidCapture
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
+from kqview.trace import Trace
 from kqview.types import Capture, PromptBlock, Token, Usage
 from kqview.types.stats import read_fields
 
@@ -27,6 +28,20 @@ _Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEv
 
 # How long a coroutine may take tokens without a wait before it yields to its event loop.
 _TURN_S: Final = 0.002
+
+
+class GenerationFacts(TypedDict):
+    """The keyword arguments of Generation."""
+
+    request_id: str
+    n_prompt: int
+    n_keep: int
+    capture: Capture | None
+    stop: Sequence[str]
+    token_bytes: Callable[[int], bytes]
+    waker: Callable[[], LoopWaker]
+    on_end: Callable[[], None]
+    turns: Turns
 
 
 class Generation:
@@ -51,11 +66,12 @@ class Generation:
             slot that only the caller can free. Iterate again when that has changed.
         ClosedError: The engine was closed.
         DecodeError: llama.cpp failed; the engine continues with other requests.
+        EmittedError: A mod refused the request.
     """
 
     def __init__(
         self,
-        handle: _core.Generation,
+        handle: _core.Generation | None,
         *,
         request_id: str,
         n_prompt: int,
@@ -67,7 +83,6 @@ class Generation:
         on_end: Callable[[], None],
         turns: Turns,
     ) -> None:
-        self._handle = handle
         self._request_id = request_id
         self._n_prompt = n_prompt
         self._n_keep = n_keep
@@ -84,7 +99,13 @@ class Generation:
         self._reason: str | None = None
         self._is_awaited = False
         self._turn_ends = 0.0
-        turns.add(handle.id, self, self._taker)
+        if handle is not None:
+            self._adopt(handle)
+
+    def _adopt(self, handle: _core.Generation) -> None:
+        """Take the events of *handle* from here on."""
+        self._handle = handle
+        self._turns.add(handle.id, self, self._taker)
 
     # ---- iteration
 
@@ -113,7 +134,7 @@ class Generation:
         except BusyError:  # the caller may iterate again later
             raise
         except BaseException as error:
-            self._stop("error" if isinstance(error, Exception) else "cancelled")
+            self._fail(error)
             raise
 
     def _keep(self, received: Token | PromptBlock) -> None:
@@ -147,12 +168,17 @@ class Generation:
         except BusyError:
             raise
         except BaseException as error:
-            self._stop("error" if isinstance(error, Exception) else "cancelled")
+            self._fail(error)
             raise
         finally:
             self._is_awaited = False
 
     async def _atake_alone(self) -> Token | PromptBlock | None:
+        event = await self._anext_event()
+        return None if event is None else self._receive(event)
+
+    async def _anext_event(self) -> _Event | None:
+        """The next event of the core, without blocking the event loop; None at the end."""
         if time.monotonic() > self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.monotonic() + _TURN_S
@@ -168,7 +194,7 @@ class Generation:
             if has_waited:
                 self._turn_ends = time.monotonic() + _TURN_S
             self._taker.note(asyncio.current_task())
-            return self._receive(event)
+            return event
         return None
 
     def _check_alone(self) -> None:
@@ -234,6 +260,10 @@ class Generation:
             self._ahead = None
             self._handle.cancel()
             self._end(reason)
+
+    def _fail(self, error: BaseException) -> None:
+        """End the generation because iterating raises *error*."""
+        self._stop("error" if isinstance(error, Exception) else "cancelled")
 
     # ---- ending
 
@@ -332,7 +362,10 @@ class Generation:
 
     @property
     def tokens(self) -> list[int]:
-        """Ids handed out so far; not Token objects, which would keep their attention in memory."""
+        """Ids handed out so far; not Token objects, which would keep their attention in memory.
+
+        With mods: without those that were taken back, and with all that one step has added.
+        """
         return list(self._ids)
 
     @property
@@ -354,7 +387,7 @@ class Generation:
 
         "stop": the model ended its text; "length": max_tokens is reached or the slot is full;
         "stop_token"; "stop_sequence"; "cancelled", also by an interrupt or the end of its task;
-        "error": iterating raised the error.
+        "error": iterating raised the error. "tool_calls": a mod ended it with ToolCalls.
         """
         return self._reason
 
@@ -371,6 +404,36 @@ class Generation:
         """Index of the slot that the generation uses; None while it waits for one."""
         slot = self._handle.slot
         return None if slot < 0 else slot
+
+    # ---- of mods; see SteeredGeneration
+
+    @property
+    def mods(self) -> tuple[Any, ...]:
+        """The mods of this request; of a `kqview.Mod`, the copy that has its state."""
+        return ()
+
+    @property
+    def trace(self) -> Trace | None:
+        """What happened in each step; None without mods, unless ``trace=True`` was given.
+
+        It grows while the request runs and is whole when `finish_reason` is set. It belongs to the
+        caller and outlives the generation.
+        """
+        return None
+
+    @property
+    def tool_calls(self) -> Any:
+        """What a mod gave to ToolCalls, with finish reason "tool_calls"; otherwise None."""
+        return None
+
+    @property
+    def n_removed(self) -> int:
+        """Number of tokens that mods took back since the last one that was handed out.
+
+        The next token has this number, see ``Token.n_removed``. At the end it is what falls off the
+        text that was handed out.
+        """
+        return 0
 
     def __repr__(self) -> str:
         return (

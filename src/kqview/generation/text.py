@@ -6,6 +6,17 @@ costs its own bytes plus a tail as long as the longest stop string.
 
 import codecs
 from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the text of a `TextStream`, to which it can be reset."""
+
+    n_characters: int
+    decoder: tuple[bytes, int]
+    tail: str
 
 
 class TextStream:
@@ -15,7 +26,10 @@ class TextStream:
     U+FFFD exactly as in ``bytes.decode("utf-8", "replace")``, however they are split.
     """
 
-    __slots__ = ("_decoder", "_n_tail", "_parts", "_stop_start", "_stops", "_tail", "stop_match")
+    __slots__ = (
+        "_decoder", "_n_characters", "_n_tail", "_parts", "_stop_start", "_stops", "_tail",
+        "stop_match",
+    )  # fmt: skip
 
     stop_match: str | None
     """The stop string that was found, None until then. Once set, it does not change."""
@@ -28,6 +42,7 @@ class TextStream:
         """
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._parts: list[str] = []
+        self._n_characters = 0
         # Longest first, so that the first match at a position is the longest one there.
         self._stops = sorted((s for s in stop if s), key=len, reverse=True)
         self._n_tail = len(self._stops[0]) - 1 if self._stops else 0
@@ -47,6 +62,30 @@ class TextStream:
         return self._add(self._decoder.decode(b"", final=True))
 
     @property
+    def has_stops(self) -> bool:
+        """Whether there are stop strings to look for."""
+        return bool(self._stops)
+
+    def mark(self) -> Mark:
+        """The end of the text so far."""
+        return Mark(self._n_characters, self._decoder.getstate(), self._tail)
+
+    def reset(self, mark: Mark) -> None:
+        """Remove what came after *mark*; a stop string must not have been found before it."""
+        self._parts = [self.text[: mark.n_characters]]
+        self._n_characters = mark.n_characters
+        self._decoder.setstate(mark.decoder)
+        self._tail = mark.tail
+        self._stop_start = self.stop_match = None
+
+    def branch(self, mark: Mark) -> Self:
+        """A stream that goes on from *mark* and has none of the text before it."""
+        other = type(self)(self._stops)
+        other._decoder.setstate(mark.decoder)
+        other._tail = mark.tail
+        return other
+
+    @property
     def text(self) -> str:
         """All text so far, including the stop string."""
         if len(self._parts) > 1:
@@ -63,6 +102,7 @@ class TextStream:
             if self._stops and self.stop_match is None:
                 self._search(text)
             self._parts.append(text)
+            self._n_characters += len(text)
         return text
 
     def _search(self, text: str) -> None:
@@ -72,6 +112,6 @@ class TextStream:
         found = [(start, stop) for stop in self._stops if (start := window.find(stop)) >= 0]
         if found:
             start, self.stop_match = min(found, key=lambda match: match[0])
-            self._stop_start = sum(map(len, self._parts)) - len(self._tail) + start
+            self._stop_start = self._n_characters - len(self._tail) + start
         elif self._n_tail:
             self._tail = window[-self._n_tail :]

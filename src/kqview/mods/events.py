@@ -5,7 +5,9 @@ is shared by all mods of the request, except that a later mod gets a ForwardPass
 that an earlier one has adjusted. Arrays are read-only and stay valid for as long as they are held.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,6 +18,22 @@ from kqview.arguments import whole_number
 from kqview.types.token import Attention, Positions
 
 _BLOCK: Final = 64
+_messages: Final[ContextVar[Sequence[Any] | None]] = ContextVar("kqview_messages", default=None)
+
+
+@contextlib.contextmanager
+def conversation_of(messages: Sequence[Any]) -> Generator[None]:
+    """Requests that are made inside are of these messages, for ``context_info.messages``."""
+    token = _messages.set(messages)
+    try:
+        yield
+    finally:
+        _messages.reset(token)
+
+
+def current_conversation() -> Sequence[Any] | None:
+    """The messages that `conversation_of` was given; None outside."""
+    return _messages.get()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -112,6 +112,7 @@ class Decision:
         ids: Ids to add after that.
         n_sampled: 1 if the first of *ids* is the sampled token, else 0: all are forced.
         end: Finish reason, if the request ends with this.
+        replaces_all: Whether *ids* are the whole text, and not for the model.
         picked: The sampled token.
         tool_calls: Payload of ToolCalls, with end "tool_calls".
         error: To be raised, for EmitError.
@@ -123,6 +124,7 @@ class Decision:
     ids: list[int] = field(default_factory=list[int])
     n_sampled: int = 0
     end: str | None = None
+    replaces_all: bool = False
     picked: Picked | None = None
     tool_calls: Any = None
     error: EmittedError | None = None
@@ -505,6 +507,7 @@ class Steering:
         """*decision* as the terminal action asks: it replaces all that was generated."""
         action, record = end
         decision.n_removed = len(self._ids)
+        decision.replaces_all = True
         match action:
             case ForceOutput():
                 is_end = self._is_end
@@ -556,13 +559,17 @@ class Steering:
             self._leave()
         return None
 
+    def check_idle(self) -> None:
+        """Raise BusyError while a mod runs: it would wait for itself."""
+        if self._is_stepping:
+            raise BusyError(
+                f"a mod of {self._request_id} runs, and its generation waits for the mod; a mod "
+                "cannot iterate the generation that calls it"
+            )
+
     def _enter(self) -> None:
         with self._lock:
-            if self._is_stepping:
-                raise BusyError(
-                    f"a mod of {self._request_id} runs and waits for its own generation; a mod "
-                    "cannot iterate the generation that calls it"
-                )
+            self.check_idle()
             self._is_stepping = True
 
     def _leave(self) -> None:

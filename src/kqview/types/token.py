@@ -43,7 +43,9 @@ class Token:
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
             this token, float32 ``(n_hidden_layers, n_embd)``. Otherwise None.
-        forced: Whether a mod fed this token instead of sampling it.
+        forced: Whether a mod gave this token; it was not sampled, and has no logprob.
+        n_removed: Number of tokens that mods took back between the token handed out before this one
+            and this one: that many fall off the end of the text. Always 0 without mods.
         capture: What was captured, with its layers filled in; None without capture.
         discarded: With ``context_shift``: the tokens discarded before this row, as indices into the
             prompt followed by the generated tokens; the columns are the remaining ones. Otherwise
@@ -59,6 +61,7 @@ class Token:
     attention_positions: Positions | None = None
     hidden: NDArray[np.float32] | None = None
     forced: bool = False
+    n_removed: int = 0
     capture: Capture | None = field(default=None)
     discarded: range = _NONE
 
