@@ -46,6 +46,10 @@ GENERATE_DEFAULTS = {
     "capture": None,
     "slot": None,
     "mods": (),
+    "logits_processor": None,
+    "stopping": None,
+    "mod_time_limit_s": None,
+    "trace": None,
     "request_id": None,
     "priority": 0,
     "reuse": "exact",
@@ -100,12 +104,16 @@ GENERATION_MEMBERS = {
         "finish_reason",
         "usage",
         "slot",
+        "trace",
+        "mods",
+        "tool_calls",
+        "n_removed",
     ),
     *("__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__exit__"),
 }
 TOKEN_NAMES = {
     *("id", "text", "index", "logprob", "top_logprobs", "attention", "forced"),
-    *("attention_positions", "hidden", "discarded"),
+    *("attention_positions", "hidden", "discarded", "n_removed"),
 }
 ERROR_NAMES = {
     *("KqviewError", "RequestError", "PromptTooLong", "InvalidToken", "UnknownSlot"),

@@ -115,6 +115,14 @@ class SteeredGeneration(Generation):
             raise
 
     def _take_alone(self) -> Token | PromptBlock | None:
+        try:
+            return self._take_next()
+        except ClosedError:
+            if self._reason is None:
+                raise
+            return None  # it was cancelled during the step
+
+    def _take_next(self) -> Token | PromptBlock | None:
         while self._reason is None:
             if not self._is_submitted:
                 self._taker.note()
@@ -133,6 +141,14 @@ class SteeredGeneration(Generation):
         return None
 
     async def _atake_alone(self) -> Token | PromptBlock | None:
+        try:
+            return await self._atake_next()
+        except ClosedError:
+            if self._reason is None:
+                raise
+            return None
+
+    async def _atake_next(self) -> Token | PromptBlock | None:
         if self._ready:
             return self._ready.popleft()
         while self._reason is None:

@@ -331,7 +331,7 @@ class Generation:
             self,
             first,
             self._n_prompt,
-            count_copied=self._handle.count_copied,
+            count_copied=lambda n_bytes: self._handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
         )
 

@@ -534,30 +534,34 @@ class Steering:
         self._enter()
         try:
             call = next(steps)
-            while self._end is None:
-                call = steps.send(self._caller.call(call))
+            while True:
+                outcome = self._caller.call(call)
+                if self._end is not None:
+                    return None
+                call = steps.send(outcome)
         except StopIteration as done:
             decision: Decision = done.value
             return decision
         finally:
             steps.close()
             self._leave()
-        return None
 
     async def arun(self, steps: Steps) -> Decision | None:
         """Like `run`, with calls that await."""
         self._enter()
         try:
             call = next(steps)
-            while self._end is None:
-                call = steps.send(await self._caller.acall(call))
+            while True:
+                outcome = await self._caller.acall(call)
+                if self._end is not None:
+                    return None
+                call = steps.send(outcome)
         except StopIteration as done:
             decision: Decision = done.value
             return decision
         finally:
             steps.close()
             self._leave()
-        return None
 
     def check_idle(self) -> None:
         """Raise BusyError while a mod runs: it would wait for itself."""

@@ -1,0 +1,793 @@
+"""Mods on an engine: what they change, what their requests hand out, and every way these can end.
+
+The rules of several mods and of each action are tested in ``tests/unit/test_mods_steering.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, Engine, Mod, errors, mod
+from kqview.mods import (
+    Added,
+    AdjustedLogits,
+    Backtrack,
+    EmitError,
+    ForceOutput,
+    ForceTokens,
+    ForwardPass,
+    ModTokenizer,
+    Prefilled,
+    RequestEnd,
+    Sampled,
+    ToolCalls,
+)
+from kqview.trace import Trace, final_ids
+from tests.support.rows import random_ids
+from tests.support.tiny_gguf import END_OF_TEXT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+PROMPT = random_ids(12)
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+EVENTS = [Prefilled, ForwardPass, Sampled, Added]
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_llama: Path) -> Iterator[Engine]:
+    # float32 all through, so that logits can be compared.
+    options: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+    with Engine(tiny_llama, n_ctx=256, n_slots=2, n_threads=1, **options) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def plain(engine: Engine) -> list[int]:
+    return generate(engine, max_tokens=12).tokens
+
+
+def generate(engine: Engine, *mods: Any, **options: Any) -> Any:
+    """A generation that has ended."""
+    generation = start(engine, *mods, **options)
+    for _ in generation:
+        pass
+    return generation
+
+
+async def run(generation: Any, *, is_async: bool) -> None:
+    if is_async:
+        async for _ in generation:
+            pass
+    else:
+        generation.read()
+
+
+def start(engine: Engine, *mods: Any, **options: Any) -> Any:
+    return engine.generate(PROMPT, mods=mods, **{"max_tokens": 12, **GREEDY, **options})
+
+
+def at(event_type: type, make: Callable[[Any], Any], step: int | None = None) -> Any:
+    """A mod that answers to one kind of event, in one step or in all of them."""
+
+    @mod(name=f"at {event_type.__name__}")
+    def answer(event: Any) -> Any:
+        is_wanted = type(event) is event_type and step in (None, event.step)
+        return make(event) if is_wanted else None
+
+    return answer
+
+
+def failures(generation: Any) -> list[str]:
+    calls = generation.trace.mod_calls
+    return [one.exception_message for one in calls if one.exception_occurred]
+
+
+def await_idle(engine: Engine) -> None:
+    for slot in range(len(engine.slots)):
+        engine.generate(PROMPT, max_tokens=1, slot=slot, **GREEDY).read()
+    assert not any(slot.is_busy for slot in engine.slots)
+
+
+# ---- nothing changes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"capture": "probs", "top_logprobs": 3},
+        {"temperature": 1.2, "seed": 5, "repeat_penalty": 1.3, "top_k": 30},
+        {"stop": ["\x00never"], "max_tokens": 5, "capture": Capture("scores", top_k=4)},
+    ],
+)
+def test_noop_mods_hand_out_what_a_plain_request_does(engine: Engine, options: dict[str, Any]):
+    options = {**GREEDY, "max_tokens": 12, **options}
+    expected = list(engine.generate(PROMPT, **options))
+    tokens = list(engine.generate(PROMPT, mods=[mod(lambda event: None)], **options))
+    for token, other in zip(tokens, expected, strict=True):
+        assert (token.id, token.text, token.index) == (other.id, other.text, other.index)
+        assert (token.logprob, token.top_logprobs) == (other.logprob, other.top_logprobs)
+        assert (token.forced, token.n_removed) == (False, 0)
+        for name in ("attention", "attention_positions"):
+            got, wanted = getattr(token, name), getattr(other, name)
+            assert (got is None) == (wanted is None)
+            if got is not None:
+                np.testing.assert_array_equal(got, wanted)
+
+
+def test_request_without_mods_has_nothing_of_them(engine: Engine):
+    generation = generate(engine)
+    assert (generation.mods, generation.trace, generation.tool_calls) == ((), None, None)
+    assert generation.n_removed == 0
+
+
+def test_trace_alone_records_the_steps(engine: Engine, plain: list[int]):
+    generation = generate(engine, trace=True)
+    assert generation.tokens == plain
+    assert len(generation.trace.events) == 1 + 3 * len(plain)
+    assert generation.trace.mod_calls == []
+    assert generate(engine, mod(lambda event: None), trace=False).trace is None
+
+
+# ---- logits, attention, views
+
+
+def test_views_of_events_outlive_the_generation_and_the_engine(
+    make_engine: MakeEngine, tiny_llama: Path
+):
+    kept: list[tuple[Any, np.ndarray]] = []
+
+    def keep(event: ForwardPass) -> None:
+        for view in (event.logits, event.attention, event.hidden):
+            assert isinstance(view, np.ndarray)
+            assert not view.flags.writeable
+            kept.append((view, view.copy()))
+
+    capture = Capture("probs", hidden=[1])
+    engine = make_engine(tiny_llama, poisons_blocks=True)
+    generation = generate(engine, at(ForwardPass, keep), capture=capture)
+    assert len(kept) == 3 * len(generation.tokens)
+    del generation
+    generate(engine)
+    engine.close()
+    gc.collect()
+    for view, copy in kept:
+        np.testing.assert_array_equal(view, copy)
+
+
+def test_logits_are_those_that_the_next_token_is_the_best_of(engine: Engine, plain: list[int]):
+    rows: list[np.ndarray] = []
+    generate(engine, at(ForwardPass, lambda event: rows.append(event.logits)))
+    assert [int(row.argmax()) for row in rows] == plain
+    assert {(row.dtype, row.shape) for row in rows} == {
+        (np.dtype(np.float32), (engine.model.n_vocab,))
+    }
+
+
+def first_logits(engine: Engine, ids: list[int]) -> np.ndarray:
+    """Logits behind *ids*, evaluated from nothing."""
+    rows: list[np.ndarray] = []
+    look = at(ForwardPass, lambda event: rows.append(event.logits))
+    engine.slots[1].clear()
+    for _ in engine.generate(ids, max_tokens=1, mods=[look], slot=1, **GREEDY):
+        pass
+    return rows[0]
+
+
+@pytest.mark.parametrize(
+    ("event_type", "answer", "step"),
+    [
+        (ForwardPass, ForceTokens([65, 66, 67]), 3),
+        (Added, ForceTokens([65, 66, 67]), 3),
+        (ForwardPass, Backtrack(3), 5),
+        (Sampled, Backtrack(4, [65, 66]), 5),
+        (Added, Backtrack(1, [65]), 5),
+        (Sampled, Backtrack(100), 4),
+        (Sampled, Backtrack(100, [70]), 4),
+    ],
+)
+def test_next_logits_and_rows_are_those_of_a_fresh_prefill(
+    engine: Engine, event_type: type, answer: Any, step: int
+):
+    passes: list[ForwardPass] = []
+    watch = at(ForwardPass, passes.append)
+    generation = start(engine, watch, at(event_type, lambda _: answer, step), capture="probs")
+    for _ in generation:
+        if len(passes) <= step:
+            continue
+        ids = [*PROMPT, *generation.tokens]
+        event = passes[-1]
+        if event.n_tokens == len(ids):
+            np.testing.assert_allclose(event.logits, first_logits(engine, ids), atol=1e-5)
+            assert event.attention is not None
+            assert event.attention.shape[-1] == len(ids)
+    ids = generation.tokens
+    assert final_ids(generation.trace) == ids
+    whole = [*PROMPT, *ids[:-1]]
+    np.testing.assert_allclose(passes[-1].logits, first_logits(engine, whole), atol=1e-5)
+    assert passes[-1].n_tokens == len(whole)
+
+
+def test_tokens_say_what_was_forced_and_taken_back(engine: Engine, plain: list[int]):
+    force = at(ForwardPass, lambda event: ForceTokens([65, 66]), step=2)
+    back = at(Sampled, lambda event: Backtrack(2, [67]), step=4)
+    tokens = list(start(engine, force, back, capture="probs", top_logprobs=0))
+    assert [token.id for token in tokens[:2]] == [plain[0], 65]
+    assert [token.forced for token in tokens[:5]] == [False, True, True, False, True]
+    assert [token.n_removed for token in tokens[:5]] == [0, 0, 0, 0, 2]
+    assert [token.index for token in tokens[:5]] == [0, 1, 2, 3, 2]
+    assert [token.logprob is None for token in tokens[:5]] == [False, True, True, False, True]
+    # Rows of a chunk's later tokens were never computed, nor that of a token elsewhere.
+    assert [token.attention is None for token in tokens[:5]] == [False, False, True, False, True]
+    assert tokens[1].attention.shape[-1] == len(PROMPT) + 1
+
+
+def test_adjusted_logits_and_temperature_hold_for_one_step(engine: Engine, plain: list[int]):
+    def ban(event: ForwardPass) -> Any:
+        row = np.array(event.logits, np.float64)[None]
+        row[0, plain[0]] = -np.inf
+        return AdjustedLogits(row, 0.0)
+
+    generation = generate(engine, at(ForwardPass, ban, 1), temperature=0.0)
+    assert generation.tokens[0] == int(np.argsort(first_logits(engine, PROMPT))[-2])
+
+
+def test_token_temp_of_zero_is_the_largest_logit_at_any_temperature(
+    engine: Engine, plain: list[int]
+):
+    cold = at(ForwardPass, lambda event: AdjustedLogits(event.logits, 0.0))
+    assert generate(engine, cold, temperature=50.0, top_k=0, min_p=0.0).tokens == plain
+
+
+# ---- text
+
+
+def test_text_stays_right_when_parts_of_characters_are_taken_back(engine: Engine):
+    bytes_ = list("a€".encode())
+    force = at(ForwardPass, lambda event: ForceTokens(bytes_), step=1)
+    back = at(Sampled, lambda event: Backtrack(2, list("b€c".encode())), step=2)
+    tokens = []
+    generation = start(engine, force, back, max_tokens=8)
+    tokens = list(generation)
+    expected = (b"a\xe2" + "b€c".encode()).decode("utf-8", "replace")
+    assert bytes(generation.tokens[:7]) == b"a\xe2" + "b€c".encode()
+    assert generation.text.startswith(expected)
+    # Who follows the stream drops as many tokens as each token says.
+    texts: list[str] = []
+    for token in tokens:
+        del texts[len(texts) - token.n_removed :]
+        texts.append(token.text)
+    assert len(texts) == len(generation.tokens)
+
+
+def test_stop_string_inside_forced_tokens_ends_the_text(engine: Engine):
+    force = at(ForwardPass, lambda event: ForceTokens(list(b"one two three")), step=2)
+    generation = generate(engine, force, stop=["two"], max_tokens=30)
+    assert (generation.finish_reason, generation.stop_match) == ("stop_sequence", "two")
+    assert generation.text.endswith("one ")
+    assert bytes(generation.tokens[-7:]) == b"one two"
+
+
+def test_stop_string_that_was_taken_back_does_not_end_the_text(engine: Engine):
+    force = at(ForwardPass, lambda event: ForceTokens(list(b"tw")), step=2)
+    back = at(ForwardPass, lambda event: Backtrack(1, list(b"hree")), step=3)
+    generation = generate(engine, force, back, stop=["two"], max_tokens=9)
+    assert generation.finish_reason == "length"
+    assert bytes(generation.tokens[1:6]) == b"three"
+
+
+# ---- limits
+
+
+def test_token_that_ends_the_text_cuts_forced_ones(engine: Engine):
+    force = at(ForwardPass, lambda event: ForceTokens([65, END_OF_TEXT, 66]), step=2)
+    generation = generate(engine, force)
+    assert (generation.tokens[1:], generation.finish_reason) == ([65], "stop")
+
+
+@pytest.mark.parametrize("max_tokens", [6, 1000])
+def test_forced_tokens_are_cut_at_the_limit_and_at_the_end_of_the_slot(
+    engine: Engine, max_tokens: int
+):
+    force = at(ForwardPass, lambda event: ForceTokens([65] * 400), step=2)
+    generation = generate(engine, force, max_tokens=max_tokens)
+    assert generation.finish_reason == "length"
+    plain = generate(engine, max_tokens=max_tokens)
+    assert len(generation.tokens) == len(plain.tokens)
+
+
+def test_backtrack_gives_the_tokens_back_to_the_limit(engine: Engine, plain: list[int]):
+    generation = generate(engine, at(Sampled, lambda event: Backtrack(3), step=8))
+    assert generation.tokens == plain
+    assert generation.usage.completion_tokens == len(plain)
+
+
+# ---- prompts
+
+
+def test_adjusted_prefill_is_the_prompt(engine: Engine):
+    other = random_ids(7, seed=3)
+
+    @mod
+    def adjust(event: Any, actions: Any) -> Any:
+        if isinstance(event, Prefilled):
+            assert event.prompt_ids == PROMPT
+            return actions.adjust_prefill(other, max_steps=3)
+        return None
+
+    generation = generate(engine, adjust, capture=Capture("probs", prompt=True))
+    plain = [token.id for token in engine.generate(other, max_tokens=3, **GREEDY)]
+    assert generation.tokens == plain
+    assert generation.usage.prompt_tokens == 7
+    assert generation.trace.request.user_prompt_token_ids == other
+
+
+def test_prompt_rows_are_those_of_the_adjusted_prompt(engine: Engine):
+    adjust = mod(
+        lambda event, actions: (
+            actions.adjust_prefill(PROMPT[:5]) if isinstance(event, Prefilled) else None
+        )
+    )
+    generation = start(engine, adjust, capture=Capture("probs", prompt=True), max_tokens=2)
+    blocks = list(generation.prompt_attention)
+    assert sum(block.n_rows for block in blocks) == 5
+    assert len(list(generation)) == 2
+
+
+def test_chat_shows_its_messages_to_the_mods(engine: Engine):
+    seen: list[Any] = []
+    messages: Any = [{"role": "user", "content": "hello"}]
+    look = at(Prefilled, lambda event: seen.append(event.context_info.messages))
+    engine.chat(
+        messages, mods=[look], max_tokens=1, chat_template="{{ messages[0].content }}"
+    ).read()
+    generate(engine, look)
+    assert seen == [messages, None]
+
+
+# ---- terminal actions and ends
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+def test_force_output_is_the_whole_text(engine: Engine, event_type: type):
+    step = 0 if event_type is Prefilled else 3
+    output = at(event_type, lambda event: ForceOutput([*b"fixed", END_OF_TEXT, 65]), step)
+    generation = start(engine, output)
+    tokens = list(generation)
+    assert (generation.text, generation.finish_reason) == ("fixed", "stop")
+    assert generation.tokens == list(b"fixed")
+    n_before = max(0, step - 1)
+    assert [token.n_removed for token in tokens] == [*[0] * n_before, n_before, *[0] * 4]
+    await_idle(engine)
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+def test_tool_calls_end_without_text(engine: Engine, event_type: type):
+    step = 0 if event_type is Prefilled else 3
+    payload = [{"id": "1", "function": {"name": "f", "arguments": "{}"}}]
+    generation = generate(engine, at(event_type, lambda event: ToolCalls(payload), step))
+    assert (generation.text, generation.tokens) == ("", [])
+    assert (generation.finish_reason, generation.tool_calls) == ("tool_calls", payload)
+    assert generation.n_removed == max(0, step - 1)
+    await_idle(engine)
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_emit_error_is_raised_from_iteration(
+    engine: Engine, event_type: type, is_async: bool
+):
+    step = 0 if event_type is Prefilled else 3
+    generation = start(engine, at(event_type, lambda event: EmitError("not this"), step))
+    with pytest.raises(errors.EmittedError, match=r"^not this$"):
+        await run(generation, is_async=is_async)
+    assert (generation.finish_reason, generation.tokens) == ("error", [])
+    assert "not this" in generation.trace.request.inference_stats["error"]
+    await_idle(engine)
+
+
+def leave_by_close(generation: Any) -> None:
+    next(generation)
+    generation.close()
+
+
+def leave_by_error(generation: Any) -> None:
+    with pytest.raises(LookupError):
+        generation.read()
+
+
+ENDS: dict[str, tuple[dict[str, Any], Callable[[Any], object]]] = {
+    "length": ({}, lambda generation: generation.read()),
+    "stop_sequence": ({"stop": ["x"], "logit_bias": {120: 100.0}}, lambda g: g.read()),
+    "stop_token": ({"stop_tokens": [65], "logit_bias": {65: 100.0}}, lambda g: g.read()),
+    "cancelled": ({}, leave_by_close),
+    "error": ({"stopping": lambda ids: {}[0]}, leave_by_error),
+    "stop": ({"stopping": lambda ids: True}, lambda generation: generation.read()),
+}
+
+
+@pytest.mark.parametrize("reason", ENDS)
+def test_trace_and_end_hook_know_how_the_request_ended(engine: Engine, reason: str):
+    ends: list[RequestEnd] = []
+    options, leave = ENDS[reason]
+    generation = start(engine, mod(on_end=ends.append)(lambda event: None), **options)
+    leave(generation)
+    generation.close()
+    assert [end.finish_reason for end in ends] == [reason] == [generation.finish_reason]
+    assert list(ends[0].ids) == generation.tokens
+    assert isinstance(ends[0].error, LookupError) == (reason == "error")
+    request = Trace.from_json(generation.trace.to_json()).request
+    assert request.inference_stats is not None
+    assert request.inference_stats["finish_reason"] == reason
+    assert request.completed_at is not None
+    assert request.final_token_ids == generation.tokens
+    assert (request.request_id, request.mod_text) == (generation.request_id, "<lambda>")
+
+
+def test_generation_that_is_never_iterated_ends_too(engine: Engine):
+    ends: list[RequestEnd] = []
+    generation = start(engine, mod(on_end=ends.append)(lambda event: None))
+    assert generation.slot is None
+    generation.close()
+    assert [end.finish_reason for end in ends] == ["cancelled"]
+    assert list(generation) == []
+
+
+@pytest.mark.parametrize("n_taken", [0, 2])
+def test_dropped_generation_frees_its_slot_and_calls_the_end_hook(engine: Engine, n_taken: int):
+    ended = threading.Event()
+    ends: list[RequestEnd] = []
+
+    def on_end(end: RequestEnd) -> None:
+        ends.append(end)
+        ended.set()
+
+    generation = start(engine, mod(on_end=on_end)(lambda event: None))
+    for _ in range(n_taken):
+        next(generation)
+    trace = generation.trace
+    del generation
+    gc.collect()
+    assert ended.wait(WAIT_S)
+    assert (ends[0].finish_reason, len(ends[0].ids)) == ("cancelled", n_taken)
+    assert trace.request.inference_stats["finish_reason"] == "cancelled"
+    await_idle(engine)
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+def test_mod_may_cancel_its_own_generation(engine: Engine, event_type: type):
+    order: list[str] = []
+
+    def cancel(event: Any) -> None:
+        generation.cancel()
+        generation.close()
+        order.append("mod")
+
+    step = 0 if event_type is Prefilled else 3
+    hooked = mod(on_end=lambda end: order.append(end.finish_reason))(
+        lambda event: cancel(event) if type(event) is event_type and event.step == step else None
+    )
+    generation = start(engine, hooked)
+    assert len(list(generation)) == max(0, step - 1)
+    assert generation.finish_reason == "cancelled"
+    assert order == ["mod", "cancelled"]
+    await_idle(engine)
+
+
+def test_engine_that_a_mod_closes_ends_its_generation(make_engine: MakeEngine, tiny_llama: Path):
+    engine = make_engine(tiny_llama)
+    generation = start(engine, at(Sampled, lambda event: engine.close(), step=2))
+    with pytest.raises(errors.ClosedError):
+        generation.read()
+    assert generation.finish_reason == "error"
+    assert len(generation.tokens) == 1
+
+
+# ---- mods that fail, hang or call the engine
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+@pytest.mark.parametrize("limit_s", [None, WAIT_S])
+def test_mod_that_raises_changes_nothing(
+    engine: Engine, plain: list[int], event_type: type, limit_s: float | None
+):
+    def fail(event: Any) -> None:
+        raise ValueError("bad day")
+
+    generation = generate(engine, at(event_type, fail), mod_time_limit_s=limit_s)
+    assert generation.tokens == plain
+    n_events = 1 if event_type is Prefilled else len(plain)
+    assert failures(generation) == ["ValueError: bad day"] * n_events
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_mod_that_hangs_is_left_behind(
+    engine: Engine, plain: list[int], event_type: type, is_async: bool
+):
+    release = threading.Event()
+    step = 0 if event_type is Prefilled else 3
+    hang = at(event_type, lambda event: release.wait(WAIT_S), step)
+    generation = start(engine, hang, mod_time_limit_s=0.05)
+    try:
+        await run(generation, is_async=is_async)
+        assert generation.tokens == plain
+        found = failures(generation)
+        assert "took more than the 0.05 s" in found[0]
+        n_later = 3 * len(plain) - (0 if event_type is Prefilled else 6 + EVENTS.index(event_type))
+        assert sum("earlier call" in one for one in found) >= n_later
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize("event_type", EVENTS)
+@pytest.mark.parametrize("limit_s", [None, WAIT_S])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_mod_that_would_wait_for_its_own_slot_is_told_so(
+    make_engine: MakeEngine,
+    tiny_llama: Path,
+    event_type: type,
+    limit_s: float | None,
+    is_async: bool,
+):
+    engine = make_engine(tiny_llama)
+    nested = at(event_type, lambda event: engine.generate(PROMPT, max_tokens=2).read(), step=2)
+    generation = start(engine, nested, max_tokens=4, mod_time_limit_s=limit_s)
+    await run(generation, is_async=is_async)
+    assert len(generation.tokens) == 4
+    if event_type is Prefilled:  # there is no step 2
+        assert failures(generation) == []
+    else:
+        assert len(failures(generation)) == 1
+        assert failures(generation)[0].startswith("BusyError: ")
+        assert generation.request_id in failures(generation)[0]
+
+
+async def test_async_mod_that_would_wait_for_its_own_slot_is_told_so(
+    make_engine: MakeEngine, tiny_llama: Path
+):
+    engine = make_engine(tiny_llama)
+
+    @mod
+    async def nested(event: Any) -> None:
+        if isinstance(event, ForwardPass) and event.step == 2:
+            async for _ in engine.generate(PROMPT, max_tokens=2):
+                pass
+
+    for limit_s in (None, WAIT_S):
+        generation = start(engine, nested, max_tokens=4, mod_time_limit_s=limit_s)
+        async for _ in generation:
+            pass
+        assert len(generation.tokens) == 4
+        assert [one[:10] for one in failures(generation)] == ["BusyError:"]
+
+
+@pytest.mark.parametrize("limit_s", [None, WAIT_S])
+def test_mod_that_iterates_its_own_generation_is_told_so(
+    engine: Engine, plain: list[int], limit_s: float | None
+):
+    take = mod(lambda event: next(generation))
+    generation = start(engine, take, mod_time_limit_s=limit_s)
+    generation.read()
+    assert generation.tokens == plain
+    assert len(failures(generation)) == 1 + 3 * len(plain)
+    assert all("cannot iterate the generation that calls it" in one for one in failures(generation))
+
+
+def test_mod_may_use_the_engine_where_a_slot_is_free(engine: Engine, plain: list[int]):
+    texts: list[str] = []
+
+    def nested(event: Any) -> None:
+        texts.append(engine.generate(PROMPT, max_tokens=2, **GREEDY).read())
+        assert engine.slots[0].n_tokens >= 0
+
+    generation = generate(engine, at(Added, nested))
+    assert failures(generation) == []
+    assert generation.tokens == plain
+    assert len(texts) == len(plain)
+
+
+def test_forced_token_that_the_grammar_does_not_allow_is_refused(engine: Engine):
+    force = at(ForwardPass, lambda event: ForceTokens([*b"no"]), step=2)
+    generation = start(engine, force, grammar='root ::= "yes"+')
+    with pytest.raises(errors.InvalidSampling):
+        generation.read()
+    assert generation.finish_reason == "error"
+    await_idle(engine)
+
+
+# ---- async, threads
+
+
+async def test_async_mods_are_awaited_beside_each_other(engine: Engine, plain: list[int]):
+    together = asyncio.Event()
+    n_waiting = 0
+
+    @mod
+    async def meet(event: Any, actions: Any) -> Any:
+        nonlocal n_waiting
+        if isinstance(event, ForwardPass) and event.step == 2:
+            n_waiting += 1
+            if n_waiting == 2:
+                together.set()
+            await together.wait()
+        return actions.noop()
+
+    async def ids() -> list[int]:
+        return [token.id async for token in start(engine, meet)]
+
+    async with asyncio.timeout(WAIT_S):
+        assert await asyncio.gather(ids(), ids()) == [plain, plain]
+
+
+async def test_async_class_mod_keeps_its_state(engine: Engine):
+    class Count(Mod):
+        def begin(self, request_id: str, tokenizer: Any) -> None:
+            self.n = 0
+
+        async def on_added(self, event: Any, actions: Any, tokenizer: Any) -> None:  # type: ignore[override]
+            await asyncio.sleep(0)
+            self.n += len(event.added_tokens)
+
+    generation = start(engine, Count)
+    ids = [token.id async for token in generation]
+    assert generation.mods[0].n == len(ids) == 12
+
+
+def test_async_mods_are_refused_in_a_synchronous_loop(engine: Engine):
+    @mod
+    async def slow(event: Any) -> None: ...
+
+    with pytest.raises(errors.RequestError, match="iterate it with async for"):
+        start(engine, slow).read()
+
+
+def test_threads_with_mods_beside_plain_ones_get_what_they_get_alone(
+    engine: Engine, plain: list[int]
+):
+    force = at(ForwardPass, lambda event: ForceTokens([65, 66]), step=3)
+    back = at(Added, lambda event: Backtrack(2, [67]), step=6)
+    alone = generate(engine, force, back).tokens
+    found: list[Any] = []
+
+    def work(mods: tuple[Any, ...], expected: list[int]) -> None:
+        for _ in range(4):
+            print("a thread that prints")
+            found.append(generate(engine, *mods).tokens == expected)
+
+    jobs = [((force, back), alone), ((), plain), ((force, back), alone), ((), plain)]
+    threads = [threading.Thread(target=work, args=job, daemon=True) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert found == [True] * 16
+
+
+# ---- logits_processor and stopping
+
+
+def test_logits_processor_changes_every_step(engine: Engine):
+    def only(ids: list[int], logits: np.ndarray) -> np.ndarray:
+        assert ids[: len(PROMPT)] == PROMPT
+        logits[:] = -np.inf
+        logits[65 + len(ids) - len(PROMPT)] = 0
+        return logits
+
+    generation = generate(engine, logits_processor=only, max_tokens=4)
+    assert generation.text == "ABCD"
+    assert generation.trace is None
+
+
+def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: list[int]):
+    generation = generate(engine, stopping=lambda ids: len(ids) >= len(PROMPT) + 5)
+    assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"logits_processor": 5}, "logits_processor"),
+        ({"stopping": "never"}, "stopping"),
+        ({"mod_time_limit_s": -1}, "mod_time_limit_s"),
+        ({"trace": "yes"}, "trace"),
+        ({"mods": [5]}, "mods"),
+        ({"mods": "mod"}, "mods"),
+        ({"mods": [lambda: None]}, "mods"),
+    ],
+)
+def test_options_that_are_none_are_refused_by_name(
+    engine: Engine, options: dict[str, Any], name: str
+):
+    with pytest.raises(errors.RequestError, match=name) as caught:
+        engine.generate(PROMPT, **options)
+    assert caught.value.parameter == name
+
+
+# ---- the tokenizer
+
+
+def test_tokenizer_of_mods_has_the_names_that_users_know(make_engine: MakeEngine, tiny_llama: Path):
+    found: list[ModTokenizer] = []
+    engine = make_engine(tiny_llama)
+
+    @mod
+    def look(event: Any, actions: Any, tokenizer: Any) -> None:
+        found.append(tokenizer)
+
+    generate(engine, look, max_tokens=1)
+    tokenizer = found[0]
+    assert all(one is tokenizer for one in found)
+    text = "a €<|im_end|>"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == engine.tokenize(text)
+    assert tokenizer.encode(text) == engine.tokenize(text, add_special=True)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a €"
+    assert tokenizer.decode(ids[0]) == "a"
+    assert tokenizer.eos_token_id == engine.model.eos_token_id
+    assert tokenizer.bos_token_id == engine.model.bos_token_id
+    vocabulary = tokenizer.get_vocab()
+    assert len(vocabulary) == len(tokenizer) == tokenizer.vocab_size == engine.model.n_vocab
+    assert sorted(vocabulary.values()) == list(range(len(tokenizer)))
+    assert vocabulary["a"] == 97
+    assert set(tokenizer.all_special_ids) == set(engine.control_tokens.values())
+
+
+# ---- everything at once
+
+
+def random_mod(seed: int) -> Any:
+    rng = random.Random(seed)
+
+    def tokens(most: int) -> list[int]:
+        return [rng.randrange(32, 127) for _ in range(rng.randrange(most))]
+
+    def answer(event: Any, actions: Any) -> Any:
+        match rng.randrange(20):
+            case 0:
+                return actions.backtrack(rng.randrange(5))
+            case 1 | 2:
+                return actions.backtrack(rng.randrange(5), tokens(4))
+            case 3 | 4:
+                return actions.force_tokens(tokens(5))
+            case 5:
+                return actions.adjust_logits(token_temp=rng.choice([None, 0.0, 2.0]))
+            case 6:
+                raise ValueError("now and then")
+            case _:
+                return None
+
+    return mod(name=f"random {seed}")(answer)
+
+
+def test_trace_of_random_mods_rebuilds_the_ids_and_the_cache_is_right(engine: Engine):
+    n_steps = seed = 0
+    while n_steps < 300:
+        seed += 1
+        mods = [random_mod(seed * 3 + i) for i in range(1 + seed % 3)]
+        seen: list[tuple[ForwardPass, list[int]]] = []
+        watch = at(ForwardPass, lambda event: seen.append((event, [*PROMPT, *generation.tokens])))  # noqa: B023
+        generation = start(
+            engine, *mods, watch, max_tokens=40, slot=0, temperature=0.7, seed=seed,
+        )  # fmt: skip
+        generation.read()
+        ids = generation.tokens
+        assert final_ids(generation.trace) == ids == generation.trace.request.final_token_ids
+        assert len(ids) <= 40
+        event, evaluated = seen[-1]
+        assert event.n_tokens == len(evaluated)
+        np.testing.assert_allclose(event.logits, first_logits(engine, evaluated), atol=1e-5)
+        n_steps += len(seen)
