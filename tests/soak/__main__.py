@@ -6,6 +6,7 @@ the exit status: 0 when nothing was wrong, 1 with the list of what was, 2 where 
 stacks are printed then). What has to hold:
 
 - every call returns or raises what is documented; every generation ends; views never change;
+- the trace of a request with random mods rebuilds its ids, and views that mods keep never change;
 - a greedy request among all the others gives the ids and the attention that it gives alone;
 - at the end no generation runs or waits, no block is leased, and the budget can be leased whole;
 - memory is flat: the median of the last sixth of the time is at most 5 % above that of the sixth
@@ -35,6 +36,7 @@ from tests.support.engines import open_engine as open_faulty_engine
 from .actors import AsyncCallers, Caller
 from .choices import N_CTX
 from .keepers import Control, Crowd, SlotKeeper
+from .steerers import Steerer
 from .world import World
 
 if TYPE_CHECKING:
@@ -189,6 +191,7 @@ def soak(model: Path, limit_s: float, seed: int, n_slots: int) -> int:
         actors = [Control(world, "control")]  # computes what is right while it is alone
         actors += [Caller(world, f"caller {i}") for i in range(N_CALLERS)]
         actors += [AsyncCallers(world, "async"), SlotKeeper(world, "slots"), Crowd(world, "crowd")]
+        actors += [Steerer(world, "steerer")]
         world.started_s = time.monotonic()
         world.ends_s = world.started_s + limit_s
         before = engine.stats()

@@ -86,7 +86,7 @@ class SteeredGeneration(Generation):
         self._n_removed = 0
         self._decided: str | None = None
         self._tool_calls: Any = None
-        self._error: BaseException | None = None
+        self._error: BaseException | None = None  # while it ends the generation
         text = self._text
         self._steering = steering(
             ids=self._ids, text=lambda: text.text_before_stop, note=_noting(self._taker)
@@ -208,7 +208,11 @@ class SteeredGeneration(Generation):
             else:
                 event.answer(decision.n_removed, decision.ids, end)
         except ClosedError:
+            self._steering.void()
             return  # the next event says why
+        except BaseException:
+            self._steering.void()
+            raise
         self._commit(decision, event)
         self._decided = decision.end
         if decision.error is not None:
@@ -272,7 +276,8 @@ class SteeredGeneration(Generation):
 
     def _fail(self, error: BaseException) -> None:
         self._error = error
-        self._stop("error" if isinstance(error, Exception) else "cancelled")
+        super()._fail(error)
+        self._error = None  # its traceback would keep this generation alive
 
     def _stop(self, reason: str) -> None:
         if self._reason is None:

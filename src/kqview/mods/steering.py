@@ -215,10 +215,11 @@ class Steering:
         self._prompt_text = ""
         self._n_steps = 0
         self._n_steps_max = 0
+        self._records: list[TraceEvent | TraceAction] = []  # of this step, about the text
         self._lock = threading.Lock()
         self._is_stepping = False
-        self._end: tuple[RequestEnd, Usage | None] | None = None
-        self._has_concluded = False
+        self._has_ended = False
+        self._end: tuple[RequestEnd, Usage | None] | None = None  # until the hooks know of it
 
     @property
     def is_async(self) -> bool:
@@ -270,6 +271,7 @@ class Steering:
                 a stop string is complete; None without one.
         """
         self._n_steps += 1
+        self._records = []
         n_removable = min(len(self._ids), forward.n_removable)
         so_far = _Step(self._n_steps, n_removable)
         yield from self._forward_pass(forward, so_far)
@@ -341,7 +343,9 @@ class Steering:
             recorded = self.recorder.added(
                 so_far.number, tokens, n_generated=n_generated, forced=is_forced
             )
-            record = None if recorded is None else self.recorder.trace.events[recorded]
+            if recorded is not None:
+                record = self.recorder.trace.events[recorded]
+                self._records.append(record)
         so_far.pieces = _pieces(tokens, record, is_forced)
         event = Added(self._request_id, so_far.number, list(tokens), is_forced)
         yield from self._tell(event, recorded, so_far)
@@ -469,7 +473,10 @@ class Steering:
             case Noop():
                 pass
         name: Any = type(action).__name__
-        return self.recorder.action(called, name, is_applied=is_applied, **known)
+        record = self.recorder.action(called, name, is_applied=is_applied, **known)
+        if record is not None:
+            self._records.append(record)
+        return record
 
     # ---- decisions
 
@@ -527,6 +534,14 @@ class Steering:
                 decision.end = "error"
         return decision
 
+    def void(self) -> None:
+        """Nothing came of the last step: its trace must not say that the text has changed."""
+        for record in self._records:
+            nothing: Object = (
+                {"n_kept": 0} if isinstance(record, TraceEvent) else {"is_applied": False}
+            )
+            record.details = {**(record.details or {}), **nothing}
+
     # ---- running the generators
 
     def run(self, steps: Steps) -> Decision | None:
@@ -536,12 +551,16 @@ class Steering:
             call = next(steps)
             while True:
                 outcome = self._caller.call(call)
-                if self._end is not None:
+                if self._has_ended:
+                    self.void()
                     return None
                 call = steps.send(outcome)
         except StopIteration as done:
             decision: Decision = done.value
             return decision
+        except BaseException:
+            self.void()
+            raise
         finally:
             steps.close()
             self._leave()
@@ -553,12 +572,16 @@ class Steering:
             call = next(steps)
             while True:
                 outcome = await self._caller.acall(call)
-                if self._end is not None:
+                if self._has_ended:
+                    self.void()
                     return None
                 call = steps.send(outcome)
         except StopIteration as done:
             decision: Decision = done.value
             return decision
+        except BaseException:
+            self.void()
+            raise
         finally:
             steps.close()
             self._leave()
@@ -579,9 +602,7 @@ class Steering:
     def _leave(self) -> None:
         with self._lock:
             self._is_stepping = False
-            has_ended = self._end is not None
-        if has_ended:
-            self._conclude()
+        self._conclude()
 
     # ---- the end
 
@@ -593,8 +614,9 @@ class Steering:
         If a mod runs at this moment, that is done when it returns.
         """
         with self._lock:
-            if self._end is not None:
+            if self._has_ended:
                 return
+            self._has_ended = True
             self._end = RequestEnd(self._request_id, reason, tuple(self._ids), error), usage
             if self._is_stepping:
                 return
@@ -606,7 +628,7 @@ class Steering:
         The garbage collector may run anywhere, also while its thread holds a lock of a mod.
         """
         with self._lock:
-            if self._end is not None:
+            if self._has_ended:
                 return
         threading.Thread(
             target=self.finish, args=("cancelled",), name="kqview mods end", daemon=True
@@ -614,10 +636,10 @@ class Steering:
 
     def _conclude(self) -> None:
         with self._lock:
-            if self._has_concluded or self._end is None:
+            if self._end is None:
                 return
-            self._has_concluded = True
-            end, usage = self._end
+            # Not kept: through the traceback of its error it would keep the generation alive.
+            (end, usage), self._end = self._end, None
         if self.recorder is not None:
             self.recorder.finish(
                 end.finish_reason,
