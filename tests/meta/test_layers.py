@@ -63,7 +63,7 @@ INNER_RINGS = {
     "rpc": {"engine"},
     "demo": {"engine"},
     "trace": {"engine", "generation", "submission", "kqview"},
-    "mods": {"engine", "generation", "submission", "kqview"},
+    "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }
 KNOWN_TO_INNER_RINGS = {"arguments", "errors", "types", "machine", "_core"}
 
