@@ -277,6 +277,14 @@ HOSTILE: dict[str, tuple[str, dict[str, Any]]] = {
     "prompts": ("/completion", {"prompt": ["a"] * 20_000}),
     "parts": ("/tokenize", {"content": ["a"] * 50_000}),
     "names": ("/completion", {"response_fields": ["a/" * 4_000_000]}),
+    "repeated": (
+        "/v1/responses",
+        {"input": "Tom", "stream": True, "metadata": {"a": "x\n" * 5_000_000}},
+    ),
+    "echoed": (
+        "/v1/completions",
+        {"prompt": ["Tom found a ball. " * 30] * 8, "echo": True, "logprobs": 20, "stream": True},
+    ),
     "samples": ("/api/v1/generate", {"num_samples": 8, "top_logprobs": 700, "max_length": 16}),
 }
 
@@ -334,6 +342,10 @@ def test_large_request_leaves_the_event_loop_to_others(
     [
         ("/completion", {"prompt": "Tom", "n_predict": 20, "n_probs": 100}),
         ("/v1/responses", {"input": "Tom", "max_output_tokens": 60, "top_logprobs": 20}),
+        (
+            "/v1/responses",
+            {"input": "Tom", "max_output_tokens": 300, "top_logprobs": 20, "stream": True},
+        ),
     ],
 )
 def test_reply_with_many_logprobs_is_written_in_another_thread(

@@ -200,11 +200,16 @@ class Renderer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """A reply that is streamed as Server-Sent Events, each of which begins with *head*."""
+    """A reply that is streamed as Server-Sent Events, each of which begins with *head*.
+
+    *n_repeated* is about how many bytes its first event, its last and that of an error repeat of
+    the request.
+    """
 
     run: Run
     renderer: Renderer
     head: bytes = EVENT_HEAD
+    n_repeated: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -424,7 +429,9 @@ class Endpoint:
         reply = await self._operation.handler(call, *args)
         if isinstance(reply, Events):
             response.event_head = reply.head
-            error = await pump(self._service, reply.run, reply.renderer, response.event)
+            error = await pump(
+                self._service, reply.run, reply.renderer, response.event, reply.n_repeated
+            )
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
             return
@@ -709,7 +716,7 @@ def _gzipped(reply: HttpReply) -> HttpReply:
 
 
 async def pump(
-    service: Service, run: Run, renderer: Renderer, send: SendFrames
+    service: Service, run: Run, renderer: Renderer, send: SendFrames, n_repeated: int = 0
 ) -> KqviewError | None:
     """Send *run* to its end and close it.
 
@@ -718,6 +725,7 @@ async def pump(
         run: What to send.
         renderer: How to write it.
         send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
+        n_repeated: As of `Events`.
 
     Returns:
         The error that ended the run, which was sent too; None if it ended well.
@@ -729,10 +737,11 @@ async def pump(
     async with run:
         try:
             with run.hold.part() as unread:
-                await _send_tokens(service, run, renderer, send, unread)
+                n_sent = await _send_tokens(service, run, renderer, send, unread, n_repeated)
             # The slot is free before the client hears that it is.
             await run.aclose()
-            await send(renderer.done(run))
+            # The end may have the whole answer once more.
+            await send(await service.offload(n_sent + n_repeated, renderer.done, run))
         except ClientGone:
             raise
         except KqviewError as error:
@@ -743,18 +752,30 @@ async def pump(
             run.end(failure)
         else:
             return None
-        await send(renderer.error(run, answer_of(failure)))
+        answer = answer_of(failure)
+        await send(await service.offload(n_repeated, renderer.error, run, answer))
         return failure
 
 
 async def _send_tokens(
-    service: Service, run: Run, renderer: Renderer, send: SendFrames, unread: Hold
-) -> None:
-    """Send rows and tokens; *unread* counts the bytes that the client may not have read."""
+    service: Service,
+    run: Run,
+    renderer: Renderer,
+    send: SendFrames,
+    unread: Hold,
+    n_repeated: int,
+) -> int:
+    """Send rows and tokens, and return how many bytes that were.
+
+    *unread* counts the bytes that the client may not have read.
+    """
+    n_sent = 0
 
     async def deliver(frames: Frames) -> None:
+        nonlocal n_sent, n_repeated
         if frames:
             n_bytes = sum(map(len, frames))
+            n_sent, n_repeated = n_sent + n_bytes, 0  # only the first event repeats
             unread.take(n_bytes)
             await send(frames)
             unread.set(n_bytes)  # transports wait for what was sent before
@@ -762,10 +783,11 @@ async def _send_tokens(
     async for block in run.prompt_blocks():
         # Rows of layers with different numbers of heads are a tuple: large enough for a thread.
         n_bytes = block.rows.nbytes if isinstance(block.rows, np.ndarray) else OFFLOAD_BYTES
-        frames = await service.offload(n_bytes, renderer.prompt, run, block)
+        frames = await service.offload(n_bytes + n_repeated, renderer.prompt, run, block)
         del block  # the pool wants its memory back while the client reads
         await deliver(frames)
     async for step in run:
-        frames = await service.offload(step.n_bytes, renderer.token, run, step)
+        frames = await service.offload(step.n_bytes + n_repeated, renderer.token, run, step)
         del step
         await deliver(frames)
+    return n_sent

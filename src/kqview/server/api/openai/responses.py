@@ -31,11 +31,12 @@ async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     writer = ResponseWriter(Asked(id_, body, name, reading, engine.token_bytes))
     attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
     if body.stream:
-        return Events(run, ResponseEvents(writer, attention), head=NAMED_HEAD)
+        events = ResponseEvents(writer, attention)
+        return Events(run, events, head=NAMED_HEAD, n_repeated=call.n_body_bytes)
     lists = await finished(call, run, attention, partial(writer.feed, run))
     writer.finish(run)
     response = msgspec.structs.replace(writer.response(run), **lists.of(0))
-    n_bytes = lists.n_bytes + writer.n_bytes
+    n_bytes = lists.n_bytes + writer.n_bytes + call.n_body_bytes
     return HttpReply(await service.offload(n_bytes, msgspec.json.encode, response))
 
 

@@ -59,7 +59,8 @@ async def _completed(
     parts = events.Parts(plan, engine.token_bytes, attention, echoed)
     created_s = int(time.time())
     if body.stream:
-        return Events(run, events.Chunks(plan, parts, created_s), events.HEAD)
+        chunks = events.Chunks(plan, parts, created_s)
+        return Events(run, chunks, events.HEAD, _LARGE if echoed else call.n_body_bytes)
     whole = events.Whole(plan, parts, created_s, call.hold, settings.max_reply_bytes)
     async with run:
         if echoed:
