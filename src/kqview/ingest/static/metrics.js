@@ -43,11 +43,7 @@ export function metricsView({ timeline, address }) {
         { class: "pair" },
         barChart("How tokens came", came),
         barChart("What became of them", kept),
-        barChart(
-          "Actions",
-          counted(actions.map((action) => action.action_type)),
-          "No mod was called.",
-        ),
+        barChart("Actions", counted(actions), "No mod did anything."),
       ),
       modTable(calls),
     ),
@@ -185,9 +181,12 @@ function barChart(title, rows, none) {
   );
 }
 
-function counted(names) {
+// How many there are of each kind; most calls of most mods return Noop, which would hide the rest.
+function counted(actions) {
   const counts = new Map();
-  for (const name of names) counts.set(name, (counts.get(name) ?? 0) + 1);
+  for (const { action_type: kind } of actions) {
+    if (kind !== "Noop") counts.set(kind, (counts.get(kind) ?? 0) + 1);
+  }
   return [...counts].sort((a, b) => b[1] - a[1]);
 }
 
