@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kqview import Engine, Mod
 from kqview.ingest import IngestSettings
 from kqview.ingest.settings import web_settings
 from kqview.trace import Trace, final_ids
@@ -18,6 +20,8 @@ from tests.support.traces import SHORT, cut, long_trace, short_trace
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    from kqview.mods import Added
 
 pytestmark = needs_browser
 
@@ -151,6 +155,39 @@ def test_everything_of_a_trace_works_by_keyboard(page: Any, served: Receiving):
     expect(page.locator("#panel figure").first).to_be_visible()
 
 
+def test_generation_with_mods_is_shown_as_it_went(page: Any, received: Receiving):
+    class Rewrite(Mod):
+        def begin(self, request_id: str, tokenizer: Any) -> None:
+            self.n = 0
+
+        def on_added(self, event: Added, actions: Any, tokenizer: Any) -> Any:
+            self.n += 1
+            if self.n == 4:
+                return actions.backtrack(2, tokens=ids_of(" a big dog"))
+            return actions.force_tokens(ids_of(" Then")) if self.n == 8 else None
+
+    with Engine.demo(n_threads=1) as engine:
+        ids_of = functools.partial(engine.tokenize, add_special=False)
+        made = engine.generate(
+            "One day, Tom", max_tokens=24, temperature=0, mods=[Rewrite], capture="probs"
+        )
+        for _ in made:
+            pass
+    trace = made.trace
+    assert trace is not None
+    with received.client() as client:
+        headers = {"content-type": "application/json"}
+        assert client.post("/ingest", content=trace.to_json(), headers=headers).status_code == 201
+    show(page, received, trace.request.request_id)
+    shown = "".join(page.locator(LIVE).all_inner_texts())
+    assert shown.replace("↵\n", "\n") == trace.request.final_text
+    assert "".join(page.locator(".sequence .forced").all_inner_texts()) == " a big dog Then"
+    assert page.locator(".mark").all_inner_texts() == ["backtrack 2"]
+    page.locator(LIVE).last.hover()
+    expect(page.locator(".about h3:text('Looked at') + ol li")).to_have_count(12)
+    assert page.locator(".prompt .token.seen").count() > 0
+
+
 # ---- steps, metrics, JSON
 
 
@@ -190,7 +227,7 @@ def test_metrics_count_tokens_actions_and_time(page: Any, served: Receiving):
     show(page, served, "force_tokens", "metrics")
     bars = page.locator(".bars li")
     assert bars.all_inner_texts() == [
-        "Sampled\n3", "Forced\n7", "Kept\n10", "Taken back\n0", "ForceTokens\n6", "Noop\n1"
+        "Sampled\n3", "Forced\n7", "Kept\n10", "Taken back\n0", "ForceTokens\n6"
     ]  # fmt: skip
     assert (
         page.locator("tbody tr").all_inner_texts()
