@@ -23,6 +23,7 @@ from sqlalchemy import event
 from kqview.errors import RequestError
 from kqview.ingest import IngestSettings, migrations, tables
 from kqview.ingest.store import Filter, Reader, Store
+from tests.support import postgres
 from tests.support.receiving import Receiving, receiving, sqlite_url
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ def check_full(folder: Path, log: pytest.LogCaptureFixture) -> None:
             assert client.post("/ingest", json=trace_of("before")).status_code == 201
             with log.at_level(logging.CRITICAL, "kqview.server"):
                 full = client.post("/ingest", json=trace_of("large", n_events=10_000))
-            assert full.status_code == 500
+            assert full.status_code == 507
             assert "full" in full.json()["error"]
             assert client.get("/health").status_code == 200
             assert is_whole(received.store, "before")
@@ -151,6 +152,23 @@ def test_full_database_refuses_and_goes_on(
 
 def test_full_disk_refuses_and_goes_on(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     check_full(small_disk, caplog)
+
+
+def test_database_that_is_gone_is_503_until_it_is_back(caplog: pytest.LogCaptureFixture) -> None:
+    with postgres.running() as server:
+        with receiving(IngestSettings(database=server.new_database())) as received:
+            with received.client() as client, caplog.at_level(logging.CRITICAL, "kqview.server"):
+                assert client.post("/ingest", json=trace_of("before")).status_code == 201
+                server.stop()
+                gone = client.post("/ingest", json=trace_of("lost"))
+                health = client.get("/health")
+                server.start()
+                assert client.post("/ingest", json=trace_of("after")).status_code == 201
+            assert (gone.status_code, health.status_code) == (503, 503)
+            assert int(gone.headers["retry-after"]) >= 1
+            assert health.json()["error"]
+            assert is_whole(received.store, "before")
+            assert not is_whole(received.store, "lost")
 
 
 # ---- processes
@@ -397,7 +415,7 @@ def test_stores_that_open_an_empty_database_at_once_make_it_once(database: str) 
         ("sqlite:////no/such/folder/x.db", "unable to open"),
         ("sqlite://", "file"),
         ("mysql://localhost/x", "mysql"),
-        ("nonsense", "sqlite:///FILE"),
+        ("nonsense://x", "sqlite:///FILE"),
         ("postgresql://localhost:1/x", "refused"),
     ],
 )

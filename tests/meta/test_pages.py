@@ -37,6 +37,7 @@ def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
         "jinja2",
         "llguidance",
         "websockets",
+        "sqlalchemy",
         "openai",
         "anthropic",
     ):

@@ -8,7 +8,8 @@ What runs, by the word behind the fence, in the order of the page:
 
 A block whose fence says ``not-run`` after the language is left out, ``sh`` blocks are too. In an
 output "..." stands for anything. The working folder is empty but for ``model.gguf``, the demo
-model. ``127.0.0.1:5001`` is a server of the demo model, started for the page.
+model, and ``sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo model and
+``127.0.0.1:6767`` a receiver of traces, started for the page.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:5001"
+RECEIVER = "127.0.0.1:6767"
+SAMPLE = ROOT / "tests" / "ingest" / "sample_payload.json"
 _BLOCK = re.compile(r"^```(?P<language>python|js|console)\n(?P<code>.*?)^```$", re.M | re.S)
 _OUTPUT = re.compile(r"\n+```text\n(?P<text>.*?)^```$", re.M | re.S)
 _COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*)\n(?P<text>(?:(?!\$ ).*\n)*)", re.M)
@@ -92,6 +95,14 @@ def run_page(page: Path) -> Iterator[Outcome]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
         Path("model.gguf").symlink_to(MODEL_PATH)
+        Path("sample_payload.json").symlink_to(SAMPLE)
+        receiver = RECEIVER
+        if any(RECEIVER in block["code"] for block in _BLOCK.finditer(text)):
+            from kqview.ingest import IngestSettings
+            from tests.support.receiving import receiving, sqlite_url
+
+            settings = IngestSettings(database=sqlite_url(Path(folder) / "page.db"))
+            receiver = stack.enter_context(receiving(settings)).url.removeprefix("http://")
         names: dict[str, Any] = {"__name__": "page"}
         for block in _BLOCK.finditer(text):
             line = text.count("\n", 0, block.start()) + 1
@@ -99,10 +110,11 @@ def run_page(page: Path) -> Iterator[Outcome]:
                 for part in _COMMAND.finditer(block["code"]):
                     at = block.start("code") + part.start("text")
                     span = (at, at + len(part["text"]))
-                    printed = _shell(part["command"].replace(ADDRESS, served))
+                    command = part["command"].replace(ADDRESS, served)
+                    printed = _shell(command.replace(RECEIVER, receiver))
                     yield Outcome(line, part["command"], span, part["text"], printed)
                 continue
-            code = block["code"].replace(ADDRESS, served)
+            code = block["code"].replace(ADDRESS, served).replace(RECEIVER, receiver)
             printed = _node(code) if block["language"] == "js" else _python(code, names, page)
             shown = _OUTPUT.match(text, block.end())
             span = None if shown is None else shown.span("text")

@@ -28,8 +28,10 @@ def _program(name: str) -> str | None:
 class Postgres:
     """A server that runs; listens on a socket in its own folder, and on no port."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, pg_ctl: str, user: str | None) -> None:
         self._folder = folder
+        self._user = user
+        self._pg_ctl = [pg_ctl, "-D", str(folder / "data"), "-w", "-t", str(_STARTS_WITHIN_S)]
 
     def new_database(self) -> str:
         """The URL of an empty database."""
@@ -41,6 +43,23 @@ class Postgres:
             db.execute(f"CREATE SCHEMA {name}".encode())
         options = f"options=-csearch_path%3D{name}"
         return f"postgresql://postgres@/postgres?host={self._folder}&{options}"
+
+    def call(self, *command: str) -> None:
+        """Run a program of the server's as its user."""
+        done = subprocess.run(
+            command, user=self._user, cwd=self._folder, capture_output=True, text=True,
+            timeout=_STARTS_WITHIN_S, check=False, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def start(self) -> None:
+        """Start it."""
+        options = f"-k {self._folder} -c listen_addresses= -c fsync=off -c max_connections=100"
+        self.call(*self._pg_ctl, "-l", str(self._folder / "log"), "-o", options, "start")
+
+    def stop(self) -> None:
+        """Stop it at once, as a crash would."""
+        self.call(*self._pg_ctl, "-m", "immediate", "stop")
 
 
 @contextlib.contextmanager
@@ -56,26 +75,13 @@ def running() -> Generator[Postgres]:
         folder = Path(name)
         if user is not None:
             shutil.chown(folder, user)
-        data = folder / "data"
-
-        def call(*command: str) -> None:
-            done = subprocess.run(
-                command, user=user, cwd=folder, capture_output=True, text=True,
-                timeout=_STARTS_WITHIN_S, check=False, stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-            assert done.returncode == 0, done.stdout + done.stderr
-
-        call(
-            initdb, "-D", str(data), "-U", "postgres", "-A", "trust", "--no-sync",
+        server = Postgres(folder, pg_ctl, user)
+        server.call(
+            initdb, "-D", str(folder / "data"), "-U", "postgres", "-A", "trust", "--no-sync",
             "-E", "UTF8", "--locale=C",
         )  # fmt: skip
-        options = f"-k {folder} -c listen_addresses= -c fsync=off -c max_connections=100"
-        log = str(folder / "log")
-        call(
-            pg_ctl, "-D", str(data), "-w", "-t", str(_STARTS_WITHIN_S), "-l", log,
-            "-o", options, "start",
-        )  # fmt: skip
+        server.start()
         try:
-            yield Postgres(folder)
+            yield server
         finally:
-            call(pg_ctl, "-D", str(data), "-m", "immediate", "stop")
+            server.stop()

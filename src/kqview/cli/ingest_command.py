@@ -1,6 +1,6 @@
 """``kqview ingest``: receives traces of generations and shows them, until a signal ends it."""
 
-from pathlib import Path
+import os
 from typing import Annotated, Final
 
 import typer
@@ -34,16 +34,16 @@ def ingest(
     key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="KQVIEW_INGEST_KEYS",
             help="The operator's key, who sees and deletes everything; other readers see traces "
-            "whose user_api_key they send. Without any, everybody sees everything.",
+            "whose user_api_key they send. Without any, everybody sees everything. Or "
+            "KQVIEW_INGEST_KEYS in the environment, with commas between several.",
         ),
     ] = None,
     post_key: Annotated[
         list[str] | None,
         typer.Option(
-            envvar="KQVIEW_INGEST_POST_KEYS",
-            help="A key that may post traces; without any, everybody may.",
+            help="A key that may post traces; without any, everybody may. Or "
+            "KQVIEW_INGEST_POST_KEYS.",
         ),
     ] = None,
     public: Annotated[
@@ -95,7 +95,7 @@ def ingest(
     - `kqview ingest --host 0.0.0.0 --key SECRET --post-key OTHER --max-traces 100000`
     """
     settings = IngestSettings(
-        database=database if "://" in database else f"sqlite:///{Path(database).resolve()}",
+        database=database,
         max_traces=max_traces,
         max_stored_bytes=max_stored_bytes,
         max_age_s=max_age_s,
@@ -103,8 +103,8 @@ def ingest(
         web=web_settings(
             host=host,
             port=port,
-            keys=tuple(key or ()),
-            post_keys=tuple(post_key or ()),
+            keys=_keys(key, "KQVIEW_INGEST_KEYS"),
+            post_keys=_keys(post_key, "KQVIEW_INGEST_POST_KEYS"),
             max_body_bytes=max_body_bytes,
             cors_origins=tuple(cors_origin or _WEB.cors_origins),
             allowed_hosts=tuple(allowed_hosts or ()),
@@ -119,11 +119,19 @@ def ingest(
     try:
         from kqview.cli.ingesting import run
         from kqview.ingest.app import create_app
+        from kqview.server.security import tls_context
     except ModuleNotFoundError as error:
         raise RequestError(
             f"kqview ingest needs {error.name}, which is not installed; {_INSTALL}"
         ) from error
+    tls_context(settings.web)
     with listen(host, port) as listener:  # a taken port is reported before the database is opened
         app = create_app(settings)
         log_to_stderr()
         run(app, listener)
+
+
+def _keys(given: list[str] | None, name: str) -> tuple[str, ...]:
+    """Keys of the command line, or else of the environment variable *name*."""
+    parts = given or [one.strip() for one in os.environ.get(name, "").split(",")]
+    return tuple(filter(None, parts))

@@ -58,7 +58,8 @@ class IngestSettings:
     """What a receiver is started with; checked when it is built.
 
     Attributes:
-        database: URL of the database, ``sqlite:///FILE`` or ``postgresql://...``.
+        database: A file for SQLite, or the URL of a database: ``sqlite:///FILE``,
+            ``postgresql://USER:PASSWORD@HOST/NAME``.
         max_traces: Traces that are kept, the newest ones; 0 for no limit.
         max_stored_bytes: Bytes of traces, as they were posted, that are kept; 0 for no limit.
         max_age_s: Seconds for which a trace is kept; 0 for no limit.

@@ -6,7 +6,6 @@ may be called from any thread; on SQLite one transaction writes at a time, other
 
 import base64
 import contextlib
-import logging
 import sqlite3
 import threading
 import time
@@ -20,20 +19,27 @@ import sqlalchemy as sa
 from msgspec import Raw
 from sqlalchemy import event
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DBAPIError,
+    NoSuchModuleError,
+    OperationalError,
+    SQLAlchemyError,
+)
 
-from kqview.errors import CapacityError, RequestError
+from kqview.errors import CapacityError, KqviewError, RequestError
 from kqview.ingest import tables
 from kqview.ingest.migrations import migrate
 from kqview.ingest.payload import Posted, Row, moment
 from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary, Values
-from kqview.server.errors import StorageFailed
-
-_log: Final = logging.getLogger("kqview.server")
+from kqview.server.errors import StorageFailed, StorageFull
 
 _SLICE: Final = 500  # rows in one statement
 _BUSY_S: Final = 30.0  # that a writer waits for another process
 _TRY_AGAIN_S: Final = 0.05
+# Of SQLSTATE: a code, and classes for a connection that is lost or refused.
+_DISK_FULL: Final = "53100"
+_CONNECTION: Final = ("08", "57")
 _MOST_VALUES: Final = 1000
 _PRUNED: Final = 20  # traces deleted in one transaction
 _PARTS: Final = (
@@ -85,7 +91,7 @@ class Store:
         """Open the database at *url*, make or migrate its tables.
 
         Args:
-            url: ``sqlite:///FILE`` or ``postgresql://USER:PASSWORD@HOST/NAME``.
+            url: ``sqlite:///FILE``, or FILE alone, or ``postgresql://USER:PASSWORD@HOST/NAME``.
 
         Raises:
             RequestError: There is no such database, or a newer kqview has changed it.
@@ -103,7 +109,7 @@ class Store:
                 self.schema_version = migrate(db)
         except BaseException as error:
             self.close()
-            if isinstance(error, StorageFailed):
+            if isinstance(error, (StorageFailed, CapacityError)):
                 raise RequestError(f"{error}; name another database (--database)") from error
             raise
 
@@ -122,7 +128,8 @@ class Store:
         Raises:
             RequestError: It is no JSON, or a link leads nowhere.
             Unprocessable: A field is missing or of a wrong type.
-            CapacityError: Another process writes for too long.
+            CapacityError: Another process writes for too long, or the database does not answer.
+            StorageFull: There is no room for it.
             StorageFailed: The database fails.
         """
         posted = Posted(body)
@@ -348,7 +355,7 @@ class Store:
 def _engine(url: str) -> sa.Engine:
     """The engine of *url*; raises RequestError."""
     try:
-        parsed = sa.make_url(url)
+        parsed = sa.make_url(url) if "://" in url else sa.URL.create("sqlite", database=url)
         kind = parsed.get_backend_name()
         if kind == "postgresql":
             return sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
@@ -407,20 +414,31 @@ def _named_failures() -> Generator[None]:
     """Failures of the database in the program's own words.
 
     Raises:
-        CapacityError: Another process has written for `_BUSY_S`.
+        CapacityError: Another process has written for `_BUSY_S`, or the database does not answer.
+        StorageFull: There is no room for more.
         StorageFailed: Anything else.
     """
     try:
         yield
     except SQLAlchemyError as error:
-        reason = str(error.orig if isinstance(error, DBAPIError) else error)
-        first = reason.splitlines()[0] if reason else type(error).__name__
-        if first == "database is locked":
-            raise CapacityError(
-                f"another process has been writing to the database for {_BUSY_S:g} s; try again"
-            ) from error
-        _log.error("the database failed: %s", reason)
-        raise StorageFailed(f"database error: {first}") from error
+        raise _named(error) from error
+
+
+def _named(error: SQLAlchemyError) -> KqviewError:
+    cause: BaseException | None = error.orig if isinstance(error, DBAPIError) else error
+    reason = str(cause)
+    first = reason.splitlines()[0] if reason else type(error).__name__
+    if first == "database is locked":
+        return CapacityError(
+            f"another process has been writing to the database for {_BUSY_S:g} s; try again"
+        )
+    state: str = getattr(cause, "sqlstate", None) or ""
+    if first == "database or disk is full" or state == _DISK_FULL:
+        return StorageFull(f"database error: {first}; make room, or keep fewer traces")
+    is_lost = state[:2] in _CONNECTION or not state
+    if isinstance(error, OperationalError) and is_lost and not isinstance(cause, sqlite3.Error):
+        return CapacityError(f"the database does not answer: {first}")
+    return StorageFailed(f"database error: {first}")
 
 
 def _slices(rows: Iterable[Row]) -> Iterator[list[Row]]:

@@ -81,7 +81,7 @@ class NotSupported(ServerError):
 
 
 class StorageFull(ServerError):
-    """There is no room for more saved slots."""
+    """There is no room for more saved slots, or traces."""
 
 
 class StorageFailed(ServerError):

@@ -157,7 +157,7 @@ _ERRORS: Final[Mapping[str, str]] = {
     "501": "The model, or the way the server was started, does not allow it.",
     "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
     "504": "The request took too long.",
-    "507": "There is no room for more saved slots.",
+    "507": "There is no room for more.",
 }
 
 
