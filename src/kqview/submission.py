@@ -109,6 +109,7 @@ class Submission:
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
+        self._token_texts: dict[int, str] = {}
         self._tokenizer = tokenizer
         self._on_end = on_end
         self._turns = Turns()
@@ -312,7 +313,15 @@ class Submission:
             mod_text=", ".join(names) or None,
             active_mod_name=names[0] if names else None,
         )
-        return TraceRecorder(request, text_of=lambda token: self._text_of([token]))
+        texts = self._token_texts
+
+        def text_of(token: int) -> str:
+            text = texts.get(token)
+            if text is None:
+                text = texts[token] = self._text_of([token])
+            return text
+
+        return TraceRecorder(request, text_of=text_of)
 
     def _text_of(self, ids: Iterable[int]) -> str:
         return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")

@@ -16,18 +16,20 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("k", [1, 5, 100, 5000])
-def test_top_k_logprob_equals_a_float64_log_softmax(k: int):
-    logits = np.random.default_rng(3).normal(0, 30, 100).astype(np.float32)
+@pytest.mark.parametrize("n_vocab", [100, 3001])
+def test_top_k_logprob_equals_a_float64_log_softmax(k: int, n_vocab: int):
+    logits = np.random.default_rng(3).normal(0, 30, n_vocab).round(0).astype(np.float32)
     logprobs, ids = ForwardPass("r", 1, logits).top_k_logprob(k)
     expected = log_softmax(logits)
     order = np.argsort(-expected, kind="stable")[:k]
-    assert logprobs.shape == ids.shape == (1, min(k, 100))
+    assert logprobs.shape == ids.shape == (1, min(k, n_vocab))
     assert ids[0].tolist() == order.tolist()
     np.testing.assert_allclose(logprobs[0], expected[order], rtol=1e-5, atol=1e-5)
 
 
-def test_top_k_logprob_of_equal_logits_names_lower_ids_first():
-    logits = np.zeros(50, np.float32)
+@pytest.mark.parametrize("n_vocab", [50, 5000])
+def test_top_k_logprob_of_equal_logits_names_lower_ids_first(n_vocab: int):
+    logits = np.zeros(n_vocab, np.float32)
     logits[40] = 1.0
     _, ids = ForwardPass("r", 1, logits).top_k_logprob(4)
     assert ids.tolist() == [[40, 0, 1, 2]]

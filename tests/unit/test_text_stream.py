@@ -107,3 +107,32 @@ def test_empty_stop_strings_are_ignored():
     stream = TextStream([""])
     stream.feed(b"abc")
     assert stream.stop_match is None
+
+
+@given(st.data(), split_bytes(), st.lists(st.text("abc€", min_size=1, max_size=3), max_size=2))
+def test_reset_stream_goes_on_as_if_the_rest_had_never_come(
+    data: st.DataObject, pieces: list[bytes], stops: list[str]
+):
+    stream, fresh = TextStream(stops), TextStream(stops)
+    kept: list[bytes] = []
+    marks = [stream.mark()]
+    for piece in pieces:
+        stream.feed(piece)
+        if stream.stop_match is not None:
+            break
+        kept.append(piece)
+        marks.append(stream.mark())
+    n_kept = data.draw(st.integers(0, len(kept)))
+    stream.reset(marks[n_kept])
+    rest = data.draw(split_bytes())
+    branch = stream.branch(marks[n_kept])
+    ahead = "".join(branch.feed(piece) for piece in rest)
+    for piece in [*kept[:n_kept], *rest]:
+        fresh.feed(piece)
+    n_before = len(stream.text)
+    texts = [stream.feed(piece) for piece in rest]
+    assert stream.text == fresh.text
+    assert stream.text_before_stop == fresh.text_before_stop
+    assert stream.stop_match == fresh.stop_match == branch.stop_match
+    assert stream.text[n_before:] == "".join(texts) == ahead
+    assert stream.flush() == fresh.flush()

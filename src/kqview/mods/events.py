@@ -18,6 +18,7 @@ from kqview.arguments import whole_number
 from kqview.types.token import Attention, Positions
 
 _BLOCK: Final = 64
+_SMALL: Final = 2048
 _messages: Final[ContextVar[Sequence[Any] | None]] = ContextVar("kqview_messages", default=None)
 
 
@@ -121,6 +122,8 @@ def log_sum_exp(logits: NDArray[np.float32]) -> np.float32:
 
 def top_ids(logits: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     """Ids of the *k* largest logits, best first, of equal ones the lower first."""
+    if logits.size <= _SMALL:
+        return np.argsort(-logits, kind="stable")[:k]
     # The largest are in the blocks with the largest maxima: all else is looked at only once.
     n_whole = logits.size // _BLOCK * _BLOCK
     maxima = logits[:n_whole].reshape(-1, _BLOCK).max(axis=1)
