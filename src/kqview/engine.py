@@ -50,6 +50,7 @@ from kqview.submission import (
     steering_of,
     token_limit,
 )
+from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.sampling import Sampling, SamplingOptions
 from kqview.types.stats import read_fields
@@ -382,7 +383,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         logits_processor: LogitsProcessor | None = None,
         stopping: Stopping | None = None,
         mod_time_limit_s: float | None = None,
-        trace: bool | None = None,
+        trace: bool | Callable[[Trace], object] | None = None,
         request_id: str | None = None,
         priority: int = 0,
         reuse: Reuse = "exact",
@@ -418,7 +419,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 thread of the request, or is awaited. A call that takes longer counts as Noop. It is
                 left to itself, and until it returns, its mod is not called. None for no limit, and
                 calls on the consumer's own thread.
-            trace: Whether to record `Generation.trace`; None records it if there are mods.
+            trace: Whether to record `Generation.trace`; None records it if there are mods. A
+                function, such as `kqview.trace.Poster.post`, also gets it when the request ends.
             request_id: Name for logs; generated if omitted.
             priority: Requests that wait for a slot are served by priority, highest first, then in
                 order of arrival.

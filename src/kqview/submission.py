@@ -40,7 +40,7 @@ from kqview.mods.decorator import BoundMod, begin, check_mods
 from kqview.mods.events import ForwardPass, current_conversation
 from kqview.mods.steering import LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
-from kqview.trace import TraceRecorder, TraceRequest
+from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.trace.attention import top_columns
 from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
@@ -61,7 +61,7 @@ class GenerateOptions(SamplingOptions, total=False):
     logits_processor: LogitsProcessor | None
     stopping: Stopping | None
     mod_time_limit_s: float | None
-    trace: bool | None
+    trace: bool | Callable[[Trace], object] | None
     request_id: str | None
     priority: int
     reuse: Reuse
@@ -84,6 +84,7 @@ class SteeringOptions:
     stopping: Stopping | None = None
     mod_time_limit_s: float | None = None
     has_trace: bool = False
+    on_trace: Callable[[Trace], object] | None = None
 
 
 class Submission:
@@ -237,7 +238,7 @@ class Submission:
         mods = begin(steering.mods, request_id, self._tokenizer)
         recorder = None
         if steering.has_trace:
-            recorder = self._recorder(request_id, options, temperature, mods)
+            recorder = self._recorder(request_id, options, temperature, mods, steering.on_trace)
 
         def submit(ids: list[int], max_tokens: int) -> _core.Generation:
             options.prompt = ids
@@ -303,6 +304,7 @@ class Submission:
         options: _core.RequestOptions,
         temperature: float,
         mods: Sequence[BoundMod],
+        on_trace: Callable[[Trace], object] | None,
     ) -> TraceRecorder:
         names = [one.name for one in mods]
         request = TraceRequest(
@@ -321,7 +323,7 @@ class Submission:
                 text = texts[token] = self._text_of([token])
             return text
 
-        return TraceRecorder(request, text_of=text_of)
+        return TraceRecorder(request, text_of=text_of, on_finish=on_trace)
 
     def _text_of(self, ids: Iterable[int]) -> str:
         return b"".join(map(self._token_bytes, ids)).decode("utf-8", "replace")
@@ -390,17 +392,18 @@ def steering_of(
     for name, value in (("logits_processor", logits_processor), ("stopping", stopping)):
         if value is not None and not callable(value):
             raise invalid(name, "a function or None", shown(value))
-    if not isinstance(trace, bool | None):
-        raise invalid("trace", "True, False or None", shown(trace))
+    on_trace: Any = trace if callable(trace) else None
+    if on_trace is None and not isinstance(trace, bool | None):
+        raise invalid("trace", "True, False, a function or None", shown(trace))
     limit_s = None
     if mod_time_limit_s is not None:
         limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
-    has_trace = bool(checked) if trace is None else trace
+    has_trace = bool(checked) if trace is None else trace is not False
     if not checked and logits_processor is None and stopping is None and not has_trace:
         return None
     process: Any = logits_processor
     stops: Any = stopping
-    return SteeringOptions(checked, process, stops, limit_s, has_trace)
+    return SteeringOptions(checked, process, stops, limit_s, has_trace, on_trace)
 
 
 def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:

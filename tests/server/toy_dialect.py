@@ -17,7 +17,7 @@ import numpy as np
 from kqview.server import Settings, app, endpoint
 from kqview.server.attention import DATA_HERE, AttentionWanted, Dense, shaped, split_json
 from kqview.server.endpoint import Call, Events, Frames, HttpReply, Operation
-from kqview.server.run import GenerateRequest, Run, Step
+from kqview.server.run import GenerateRequest, Removal, Run, Step
 from kqview.types import PromptBlock, Sampling
 from tests.support.serving import Served, serving
 
@@ -96,6 +96,9 @@ class ToyRenderer:
             raise ZeroDivisionError("a bug of the toy dialect, at /secret/path")
         event = {"type": "token", "id": token.id, "text": token.text, "sample": step.sample}
         return self._rows(run, event, token.attention)
+
+    def removed(self, run: Run, removal: Removal) -> Frames:
+        return self._plain({"type": "removed", "n": removal.n_tokens})
 
     def done(self, run: Run) -> Frames:
         return self._plain({"type": "done", "reason": run.finish_reason, "n": run.n_tokens})

@@ -9,7 +9,8 @@ What runs, by the word behind the fence, in the order of the page:
 A block whose fence says ``not-run`` after the language is left out, ``sh`` blocks are too. In an
 output "..." stands for anything. The working folder is empty but for ``model.gguf``, the demo
 model, and ``sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo model and
-``127.0.0.1:6767`` a receiver of traces, started for the page.
+``127.0.0.1:6767`` a receiver of traces, started for the page. Python that begins with
+``# mods/NAME.py`` is that file of the server's folder of mods.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:5001"
 RECEIVER = "127.0.0.1:6767"
 SAMPLE = ROOT / "tests" / "ingest" / "sample_payload.json"
+_MOD = re.compile(r"# mods/(?P<name>\w+\.py)\n")
 _BLOCK = re.compile(r"^```(?P<language>python|js|console)\n(?P<code>.*?)^```$", re.M | re.S)
 _OUTPUT = re.compile(r"\n+```text\n(?P<text>.*?)^```$", re.M | re.S)
 _COMMAND = re.compile(r"^\$ (?P<command>(?:.*\\\n)*.*)\n(?P<text>(?:(?!\$ ).*\n)*)", re.M)
@@ -91,7 +93,12 @@ def run_page(page: Path) -> Iterator[Outcome]:
             from kqview.server import Settings
             from tests.support.serving import serving
 
-            served = stack.enter_context(serving(Settings(n_slots=2))).url.removeprefix("http://")
+            mods = stack.enter_context(tempfile.TemporaryDirectory())
+            for block in _BLOCK.finditer(text):
+                if mod := _MOD.match(block["code"]):
+                    Path(mods, mod["name"]).write_text(block["code"], encoding="utf-8")
+            settings = Settings(n_slots=2, mods_dir=mods)
+            served = stack.enter_context(serving(settings)).url.removeprefix("http://")
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
         Path("model.gguf").symlink_to(MODEL_PATH)

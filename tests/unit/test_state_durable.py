@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from kqview.state import durable
-from kqview.state.durable import WholeFile, append_line, remove_leftovers, write_whole
+from kqview.state.durable import WholeFile, append_line, move, remove_leftovers, write_whole
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -240,3 +240,16 @@ def test_lines_of_many_writers_stay_whole(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert sorted(path.read_text().splitlines()) == sorted(lines * 10)
+
+
+def test_file_is_moved_over_another_or_stays(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    target = tmp_path / "to" / "b"
+    target.write_bytes(b"old")
+    (tmp_path / "a").write_bytes(b"new")
+    move(tmp_path / "a", target)
+    assert target.read_bytes() == b"new"
+    assert not (tmp_path / "a").exists()
+    with pytest.raises(FileNotFoundError, match="missing"):
+        move(tmp_path / "missing", target)
+    assert target.read_bytes() == b"new"

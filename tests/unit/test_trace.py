@@ -209,6 +209,15 @@ def test_whoever_wants_the_trace_gets_it_when_it_is_whole():
     assert got[0].to_payload()["request"]["inference_stats"]["error"] == "ClosedError: closed"
 
 
+def test_failing_reader_of_traces_does_not_fail_the_request(caplog: pytest.LogCaptureFixture):
+    def fail(trace: Trace) -> None:
+        raise OSError("no")
+
+    notes = TraceRecorder(TraceRequest(request_id="r"), text_of=str, on_finish=fail)
+    notes.finish("stop", ids=[], text="")
+    assert "cannot be passed on" in caplog.text
+
+
 # ---- limits
 
 

@@ -31,11 +31,11 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Message, Receive, Scope, Send
 
 from kqview._core import count_values
-from kqview.errors import InternalError, KqviewError, RequestError
+from kqview.errors import EmittedError, InternalError, KqviewError, RequestError
 from kqview.server.attention import split_json
 from kqview.server.budget import Body, Budget, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 from kqview.server.security import Access, Caller, Gate
 from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.server.settings import Settings
@@ -187,6 +187,10 @@ class Renderer(Protocol):
 
     def token(self, run: Run, step: Step) -> Frames:
         """One token."""
+        ...
+
+    def removed(self, run: Run, removal: Removal) -> Frames:
+        """Tokens that mods have taken back; they were rendered before."""
         ...
 
     def done(self, run: Run) -> Frames:
@@ -430,7 +434,12 @@ class Endpoint:
         if isinstance(reply, Events):
             response.event_head = reply.head
             error = await pump(
-                self._service, reply.run, reply.renderer, response.event, reply.n_repeated
+                self._service,
+                reply.run,
+                reply.renderer,
+                response.event,
+                reply.n_repeated,
+                raises_first=True,
             )
             if error is None:  # else the stream is cut: a clean end would look like success
                 await response.finish()
@@ -716,7 +725,13 @@ def _gzipped(reply: HttpReply) -> HttpReply:
 
 
 async def pump(
-    service: Service, run: Run, renderer: Renderer, send: SendFrames, n_repeated: int = 0
+    service: Service,
+    run: Run,
+    renderer: Renderer,
+    send: SendFrames,
+    n_repeated: int = 0,
+    *,
+    raises_first: bool = False,
 ) -> KqviewError | None:
     """Send *run* to its end and close it.
 
@@ -726,6 +741,7 @@ async def pump(
         renderer: How to write it.
         send: Sends the frames of one event; raises ClientGone, and Stalled after a time.
         n_repeated: As of `Events`.
+        raises_first: Whether an error of a mod is raised, not sent, if nothing was sent before.
 
     Returns:
         The error that ended the run, which was sent too; None if it ended well.
@@ -733,17 +749,31 @@ async def pump(
     Raises:
         ClientGone: Nobody reads; the run is closed.
         asyncio.CancelledError: It was cancelled from outside; the run is closed.
+        EmittedError: See *raises_first*.
     """
+    has_sent = False
+
+    async def note(frames: Frames) -> None:
+        nonlocal has_sent
+        has_sent = True
+        await send(frames)
+
     async with run:
         try:
             with run.hold.part() as unread:
-                n_sent = await _send_tokens(service, run, renderer, send, unread, n_repeated)
+                n_sent = await _send_tokens(service, run, renderer, note, unread, n_repeated)
+            for removal in run.last_removals():
+                await send(renderer.removed(run, removal))
             # The slot is free before the client hears that it is.
             await run.aclose()
             # The end may have the whole answer once more.
             await send(await service.offload(n_sent + n_repeated, renderer.done, run))
         except ClientGone:
             raise
+        except EmittedError as error:
+            if raises_first and not has_sent:
+                raise
+            failure = error
         except KqviewError as error:
             failure = error
         except Exception as error:
@@ -787,6 +817,8 @@ async def _send_tokens(
         del block  # the pool wants its memory back while the client reads
         await deliver(frames)
     async for step in run:
+        if step.removal is not None:
+            await deliver(renderer.removed(run, step.removal))
         frames = await service.offload(step.n_bytes + n_repeated, renderer.token, run, step)
         del step
         await deliver(frames)

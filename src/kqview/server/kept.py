@@ -107,6 +107,19 @@ class Kept:
             else:
                 rows.n_left_out[choice] += 1
 
+    def take_back(self, owner: str, name: str, choice: int, n_left: int) -> None:
+        """Forget the rows of tokens from *n_left* on: mods have taken them back."""
+        with self._lock:
+            replies = self._by_owner.get(owner, _Replies())
+            rows = replies.by_name.get(name)
+            if rows is None:
+                return
+            for n in [n for n in rows.choices[choice] if n >= n_left]:
+                n_bytes = rows.choices[choice].pop(n).n_bytes
+                rows.n_bytes -= n_bytes
+                replies.n_bytes -= n_bytes
+                self._hold.put(n_bytes)
+
     def find(self, owner: str, name: str) -> Rows | None:
         """Rows of a reply of *owner*; None if there are none, or no longer."""
         with self._lock:

@@ -34,6 +34,12 @@ _COUNTERS: Final = {
     "kqview_attention_copied_bytes": ("copied_bytes", "Bytes of attention copied for transports."),
     "kqview_attention_dropped_rows": ("dropped_rows", "Tokens that came without their rows."),
 }
+# Of the poster of traces, if there is one: name -> (field of PosterStats, help).
+_TRACE_COUNTERS: Final = {
+    "kqview_traces_sent": ("n_sent", "Traces that their receiver has."),
+    "kqview_traces_refused": ("n_refused", "Traces that their receiver will never take."),
+    "kqview_traces_dropped": ("n_dropped", "Traces that were lost: too many waited."),
+}
 _GAUGES: Final = {
     "kqview_queued_generations": ("n_queued", "Generations that wait for a slot."),
 }
@@ -113,6 +119,13 @@ class _EngineCollector:
         current = stats[-1] if self._service.is_ready and stats else None
         for name, (attribute, text) in (_GAUGES | _LLAMA_GAUGES).items():
             yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
+        traces = self._service.mod_runs.trace_stats()
+        if traces is not None:
+            for name, (attribute, text) in _TRACE_COUNTERS.items():
+                yield CounterMetricFamily(name, text, value=getattr(traces, attribute))
+            yield GaugeMetricFamily(
+                "kqview_traces_waiting", "Traces on their way.", value=traces.n_waiting
+            )
         budget = self._service.budget
         yield GaugeMetricFamily(
             "kqview_memory_used_bytes", "Bytes of requests, messages and replies in progress.",

@@ -10,9 +10,11 @@ Belongs to one event loop. `Service` starts runs and owns them until they end; k
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, TypedDict
+
+import numpy as np
 
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied
@@ -25,6 +27,7 @@ from kqview.types import PromptBlock, Sampling, Token, Usage
 _STEPS_AHEAD: Final = 1
 _LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
 _WRITTEN_BYTES: Final = 4096
+_TEXT_BYTES: Final = 64  # a short text and its place in a list
 MOST_TOP: Final = 20
 """Most top logprobs of a token that `Run.logprobs` keeps."""
 
@@ -117,11 +120,34 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Removal:
+    """Tokens that mods have taken back, off the end of one sample.
+
+    Attributes:
+        sample: The sample.
+        n_tokens: How many tokens.
+        n_characters: Characters of their text.
+        n_left: Tokens that are left.
+        text: The text that is left.
+    """
+
+    sample: int
+    n_tokens: int
+    n_characters: int
+    n_left: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
-    """A token of one sample. Its attention is a view of the engine's memory: drop it soon."""
+    """A token of one sample. Its attention is a view of the engine's memory: drop it soon.
+
+    ``removal`` is what mods took back before it.
+    """
 
     sample: int
     token: Token
+    removal: Removal | None = None
 
     @property
     def n_bytes(self) -> int:
@@ -165,6 +191,9 @@ class Run:
         # Several samples have a task each, which waits until its step was taken, so that a slow
         # client holds all of them back.
         self._tasks: list[asyncio.Task[None]] = []
+        # Texts of the tokens of each sample, where mods may take them back.
+        self._texts: list[list[str]] = [[] for _ in self.generations] if request.mods else []
+        self._logprob_at: list[int] = []  # index of the token of each of `logprobs`
         self._n_left = len(self.generations)
         self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
 
@@ -191,11 +220,68 @@ class Run:
             raise self.error
         self.n_tokens += 1
         token = step.token
+        if self._texts:
+            step = self._watched(step)
         if self.request.keeps_logprobs and token.logprob is not None and step.sample == 0:
             top = tuple((token.top_logprobs or ())[:MOST_TOP])
             self.hold.take(_LOGPROB_BYTES * (1 + len(top)))
             self.logprobs.append(TokenLogprobs(token.id, token.logprob, top))
+            self._logprob_at.append(token.index)
         return step
+
+    def _watched(self, step: Step) -> Step:
+        """Note the text of a token that may be taken back, and what was taken back before it."""
+        token = step.token
+        removal = self._removal(step.sample, token.n_removed) if token.n_removed else None
+        self.hold.take(_TEXT_BYTES)
+        self._texts[step.sample].append(token.text)
+        return replace(step, removal=removal)
+
+    def _removal(self, sample: int, n: int) -> Removal:
+        texts = self._texts[sample]
+        n_left = max(0, len(texts) - n)
+        n_characters = sum(map(len, texts[n_left:]))
+        del texts[n_left:]
+        self.n_tokens -= n
+        while sample == 0 and self._logprob_at and self._logprob_at[-1] >= n_left:
+            self._logprob_at.pop()
+            self.logprobs.pop()
+        return Removal(sample, n, n_characters, n_left, "".join(texts))
+
+    def last_removals(self) -> list[Removal]:
+        """What mods took back after the last token of each sample; once it has ended."""
+        return [
+            self._removal(i, n)
+            for i, generation in enumerate(self.generations)
+            if self._texts and (n := generation.n_removed)
+        ]
+
+    async def final_steps(self) -> AsyncIterator[Step]:
+        """The steps of the final text, for replies that are not streamed.
+
+        Where mods may take tokens back they come at the end, sample by sample, with copies of their
+        attention: the engine's own memory could not hold all of them.
+        """
+        if not self._texts:
+            async for step in self:
+                held = [step]
+                del step
+                yield held.pop()
+            return
+        kept: list[list[Step]] = [[] for _ in self.generations]
+        async for step in self:
+            if step.removal is not None:
+                del kept[step.sample][step.removal.n_left :]
+            self.hold.take(step.n_bytes)
+            _detach(step.token)
+            kept[step.sample].append(replace(step, removal=None))
+            del step
+        for removal in self.last_removals():
+            del kept[removal.sample][removal.n_left :]
+        for steps in kept:
+            steps.reverse()
+            while steps:
+                yield steps.pop()
 
     async def prompt_blocks(self) -> AsyncIterator[PromptBlock]:
         """Rows of the prompt, if they were asked for; they precede the first token."""
@@ -314,6 +400,14 @@ class Run:
     def elapsed_s(self) -> float:
         """Seconds from its admission to its end, or until now."""
         return (self.ended_s or time.monotonic()) - self.started_s
+
+
+def _detach(token: Token) -> None:
+    """Copy the attention of *token* out of the engine's memory."""
+    rows = token.attention
+    if rows is not None:
+        token.attention = tuple(map(np.copy, rows)) if isinstance(rows, tuple) else rows.copy()
+    token.attention_positions = token.hidden = None  # no dialect sends them
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ any thread. Once a limit is reached, events are left out together with the calls
 that belong to them. What was recorded before stays, and the trace says that it was cut.
 """
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from kqview.trace.record import (
     now,
 )
 from kqview.types import Usage
+
+_log: Final = logging.getLogger("kqview.trace")
 
 MAX_EVENTS: Final = 60_000
 """Default limit of events: three for each of 20,000 tokens."""
@@ -289,7 +292,10 @@ class TraceRecorder:
             stats["tokens_per_s"] = usage.tokens_per_s
         request.inference_stats = stats
         if self._on_finish is not None:
-            self._on_finish(self.trace)
+            try:
+                self._on_finish(self.trace)
+            except Exception:  # the request has ended well
+                _log.exception("the trace of %s cannot be passed on", request.request_id)
 
     # ---- limits
 

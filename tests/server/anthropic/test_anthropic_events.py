@@ -20,7 +20,7 @@ PIECES = ["<think>Hm", "m.</think>", "It is", " noon."]
 
 def run_of(text: str, reason: str = "stop", stop_match: str | None = None) -> Any:
     usage = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=len(PIECES))
-    generation = SimpleNamespace(text=text, stop_match=stop_match)
+    generation = SimpleNamespace(text=text, stop_match=stop_match, tool_calls=None)
     return SimpleNamespace(generations=(generation,), usage=usage, finish_reason=reason)
 
 

@@ -38,7 +38,7 @@ copied: list[int] = []
 def run_of(**known: Any) -> Run:
     """As much of a Run as a renderer reads."""
     copied.clear()
-    generations = [SimpleNamespace(finish_reason=known.get("finish_reason"))]
+    generations = [SimpleNamespace(finish_reason=known.get("finish_reason"), tool_calls=None)]
     facts = {"error": None, "encoder": Encoder(copied.append), "generations": generations}
     return cast("Run", SimpleNamespace(**{**facts, **known}))
 
@@ -160,7 +160,7 @@ def test_done_event_of_several_samples_says_how_each_ended():
     renderer = renderer_of(num_samples=2, return_attention=False)
     for sample in (0, 1, 1):
         renderer.token(run_of(), Step(sample, token_of(None)))
-    ends = [SimpleNamespace(finish_reason=reason) for reason in ("length", "stop")]
+    ends = [SimpleNamespace(finish_reason=reason, tool_calls=None) for reason in ("length", "stop")]
     (text,) = renderer.done(run_of(**{**DONE, "generations": ends}))
     assert json.loads(text)["samples"] == [
         {"sample": 0, "finish_reason": "length", "total_tokens": 1},
@@ -250,6 +250,7 @@ TOKENS = ((40, "I"), (2846, "'m"), (3291, " doing"))
 def run_of_reply(**known: Any) -> Run:
     """As much of a Run as the builder reads."""
     generation = SimpleNamespace(
+        tool_calls=None,
         text="I'm doing", stop_match=known.get("stop_match"), finish_reason="stop_token",
         usage=Usage(prompt_tokens=267, completion_tokens=3),
     )  # fmt: skip

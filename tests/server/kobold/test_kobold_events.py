@@ -34,7 +34,7 @@ def ended(text: str = "", stop: str | None = None, reason: str = "length", **fac
         n_tokens=facts.get("n_tokens", 0),
         finish_reason=reason,
         encoder=Encoder(lambda n_bytes: None),
-        generations=(SimpleNamespace(text=text, stop_match=stop),),
+        generations=(SimpleNamespace(text=text, stop_match=stop, tool_calls=None),),
         text=text + (stop or ""),
     )
 

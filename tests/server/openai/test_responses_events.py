@@ -29,7 +29,7 @@ def writer_of(**fields: Any) -> ResponseWriter:
 
 def run_of(text: str, reason: str = "stop") -> Any:
     usage = Usage(prompt_tokens=9, cached_tokens=4, completion_tokens=len(PIECES))
-    generation = SimpleNamespace(text=text, usage=usage)
+    generation = SimpleNamespace(text=text, usage=usage, tool_calls=None)
     hold = uncounted()
     return SimpleNamespace(generations=(generation,), usage=usage, finish_reason=reason, hold=hold)
 

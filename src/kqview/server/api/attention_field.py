@@ -26,7 +26,7 @@ from kqview.server.attention import (
 from kqview.server.budget import Hold
 from kqview.server.errors import TooLarge
 from kqview.server.kept import Kept, Row
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PromptBlock
 from kqview.types.token import Attention as Rows
@@ -157,6 +157,11 @@ class AttentionWriter:
             return None, None
         named = {"n": step.token.index, "token_id": step.token.id}
         return self._object(run, self._wanted, named, rows)
+
+    def removed(self, run: Run, removal: Removal) -> None:
+        """Forget kept rows of tokens that mods have taken back."""
+        if self._kept is not None:
+            self._kept.take_back(run.owner, run.request_id, removal.sample, removal.n_left)
 
     def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
         """The attention object of rows of the prompt."""

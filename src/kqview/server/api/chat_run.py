@@ -53,7 +53,7 @@ async def finished(
         async for block in run.prompt_blocks():
             await service.offload(_LARGE, lists.prompt, attention, run, block)
             del block  # the pool wants its memory back
-        async for step in run:
+        async for step in run.final_steps():
             feed(step.token)
             await service.offload(step.n_bytes, lists.token, attention, run, step)
             del step

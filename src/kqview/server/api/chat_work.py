@@ -14,6 +14,7 @@ from kqview.engine import Engine
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api import tool_format
 from kqview.server.api.held_text import HeldText
+from kqview.server.api.mods_field import calls_of, removed
 from kqview.server.api.reasoning import (
     THINK_TAGS,
     HarmonySplitter,
@@ -26,7 +27,7 @@ from kqview.server.api.reasoning import (
 from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import renamed
-from kqview.server.run import GenerateRequest, Run
+from kqview.server.run import GenerateRequest, Removal, Run
 from kqview.types import Sampling
 
 ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
@@ -42,7 +43,7 @@ WHOLE_CONTEXT: Final = 2**31 - 1
 """``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
 
 _N_END: Final = 32  # tokens at the end of a prompt that may hold the opening mark of reasoning
-_STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled"})
+_STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled", "tool_calls"})
 
 
 # ---- requests
@@ -372,6 +373,21 @@ class Reading:
         return AnswerReader(self)
 
 
+@dataclass(frozen=True, slots=True)
+class TakenBack:
+    """What is left of an answer of which mods took tokens back.
+
+    Attributes:
+        reader: Reads on.
+        removed: What the client is to drop, in the form of ``removed``.
+        deltas: What is left. The client has all of it but the calls, which are to be sent again.
+    """
+
+    reader: "AnswerReader"
+    removed: dict[str, Any]
+    deltas: list[Delta]
+
+
 class AnswerReader:
     """Reads one sample's text while it comes."""
 
@@ -389,12 +405,41 @@ class AnswerReader:
         self._space = ""  # after a call: line ends between calls are no content
         self.has_calls = False
         """Whether the answer has tool calls so far."""
+        self._n_content = self._n_reasoning = self._n_calls = 0  # returned so far
+        self._reading = reading
 
     def feed(self, text: str) -> list[Delta]:
         """Add the text of a token; returns what is certain."""
         text = self._held.feed(text)
         self._n_shown += len(text)
-        return self._deltas(self._splitter.feed(text))
+        return self._counted(self._deltas(self._splitter.feed(text)))
+
+    def take_back(self, removal: Removal) -> "TakenBack":
+        """Mods took tokens back: a reader of what is left, and what the client is to hear."""
+        reader = self._reading.reader()
+        deltas = reader.feed(removal.text)
+        lost = removed(removal, self._n_content - reader._n_content)
+        if n := self._n_reasoning - reader._n_reasoning:
+            lost["reasoning_characters"] = n
+        if self._n_calls:  # calls cannot be shortened: all of them are sent again
+            lost["tool_calls"] = self._n_calls
+        return TakenBack(reader, lost, deltas)
+
+    def call(self, payload: object) -> list[Delta]:
+        """A mod ended the answer with these calls."""
+        calls = [
+            CallDelta(self._n_calls + i, one.arguments, id=one.id, name=one.name)
+            for i, one in enumerate(calls_of(payload))
+        ]
+        self.has_calls = self.has_calls or bool(calls)
+        return self._counted([Delta(call=one) for one in calls])
+
+    def _counted(self, deltas: list[Delta]) -> list[Delta]:
+        for delta in deltas:
+            self._n_content += len(delta.content)
+            self._n_reasoning += len(delta.reasoning)
+            self._n_calls += delta.call is not None and delta.call.id is not None
+        return deltas
 
     def finish(self, text: str) -> list[Delta]:
         """End the answer, whose whole text without the stop sequence is *text*."""
@@ -402,7 +447,9 @@ class AnswerReader:
         self._n_shown = len(text)
         pieces = self._splitter.feed(rest) + self._splitter.flush()
         deltas = self._deltas(pieces)
-        return deltas if self._calls is None else deltas + self._of_calls(self._calls.flush())
+        if self._calls is not None:
+            deltas += self._of_calls(self._calls.flush())
+        return self._counted(deltas)
 
     def _deltas(self, pieces: Iterable[Piece]) -> list[Delta]:
         deltas: list[Delta] = []
@@ -479,7 +526,7 @@ def finish_reason(
     """Why an answer ended, from the reason of its generation, in OpenAI's words."""
     if reason is not None and reason not in _STOPPED:
         return "length"
-    return "tool_calls" if has_calls else "stop"
+    return "tool_calls" if has_calls or reason == "tool_calls" else "stop"
 
 
 @dataclass(frozen=True, slots=True)

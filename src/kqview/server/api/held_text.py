@@ -1,4 +1,7 @@
-"""HeldText: the text of a stream that does not show its stop sequences. Pure."""
+"""The text of a stream that does not show its stop sequences. Pure.
+
+`HeldText` holds back what may become one, `ShownText` also counts what was shown.
+"""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -33,3 +36,30 @@ class HeldText:
             if i < len(self._stops) and self._stops[i].startswith(rest):
                 return at
         return end
+
+
+class ShownText:
+    """The text of a stream, and how much of it the client has."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        """Do not show *stops*."""
+        self._stops = stops
+        self._held = HeldText(stops)
+        self.n_shown = 0
+        """Characters that the client has."""
+
+    def feed(self, text: str) -> str:
+        """Add *text*; returns what to show."""
+        text = self._held.feed(text)
+        self.n_shown += len(text)
+        return text
+
+    def rest(self, whole: str) -> str:
+        """What is left to show of the text, which is *whole* at its end."""
+        return whole[self.n_shown :]
+
+    def take_back(self, text: str) -> int:
+        """Go on after *text*, all that is left; returns how many characters the client drops."""
+        self._held = HeldText(self._stops)
+        n_before, self.n_shown = self.n_shown, len(self._held.feed(text))
+        return n_before - self.n_shown

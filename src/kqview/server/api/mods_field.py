@@ -13,7 +13,9 @@ from typing import Annotated, Any, Final, cast
 import msgspec
 
 from kqview.errors import RequestError
+from kqview.generation.stream import Generation
 from kqview.server.mod_runs import ModWanted
+from kqview.server.run import Removal
 
 Object = dict[str, Any]
 ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
@@ -57,6 +59,15 @@ def mods_of_model(
 # ---- replies
 
 
+def removed(removal: Removal, n_characters: int | None = None) -> Object:
+    """``removed`` of a stream: how many tokens mods took back, and characters to drop.
+
+    *n_characters* if the client has another number of them than the tokens had.
+    """
+    n = removal.n_characters if n_characters is None else n_characters
+    return {"tokens": removal.n_tokens, "characters": n}
+
+
 class ModCallOut(msgspec.Struct, kw_only=True):
     """A tool call that a mod made; ``arguments`` is JSON."""
 
@@ -68,6 +79,13 @@ class ModCallOut(msgspec.Struct, kw_only=True):
         """The call as OpenAI's API has it."""
         function = {"name": self.name, "arguments": self.arguments}
         return {"id": self.id, "type": "function", "function": function}
+
+
+def tool_calls_of(generation: Generation) -> Object:
+    """``tool_calls`` of a reply in an API that has none itself; empty without any."""
+    if generation.tool_calls is None:
+        return {}
+    return {"tool_calls": [one.as_tool_call() for one in calls_of(generation.tool_calls)]}
 
 
 def calls_of(payload: object) -> list[ModCallOut]:

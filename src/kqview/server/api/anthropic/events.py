@@ -10,14 +10,14 @@ from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.chat_work import Delta, Reading
 from kqview.server.endpoint import named_events
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]
 
 _STOP_REASONS: Final[Mapping[str, str]] = {
     "stop": "end_turn", "stop_token": "end_turn", "stop_sequence": "stop_sequence",
-    "cancelled": "end_turn",
+    "cancelled": "end_turn", "tool_calls": "end_turn",
 }  # fmt: skip
 
 
@@ -39,9 +39,23 @@ class MessageWriter:
         """Add a token; returns the events of it."""
         return self._events(self._reader.feed(token.text))
 
+    def take_back(self, removal: Removal) -> list[Object]:
+        """Mods took tokens back; returns the events of it."""
+        taken = self._reader.take_back(removal)
+        self._reader, self._blocks = taken.reader, Blocks()
+        events: list[Object] = [{"type": "removed", **taken.removed}]
+        for delta in taken.deltas:
+            again = self._events([delta])
+            if delta.call is not None:
+                events += again
+        return events
+
     def finish(self, run: Run) -> list[Object]:
         """End the message; returns the last events."""
-        events = self._events(self._reader.finish(run.generations[0].text))
+        generation = run.generations[0]
+        events = self._events(self._reader.finish(generation.text))
+        if generation.tool_calls is not None:
+            events += self._events(self._reader.call(generation.tool_calls))
         message = self._message(run, self._stop_reason(run))
         delta = {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence}
         return [
@@ -113,6 +127,11 @@ class MessageEvents:
         if fields is not None:
             events.append({"type": "attention", "attention": fields})
         return named_events(events, data)
+
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop; an event of ours."""
+        self._attention.removed(run, removal)
+        return named_events(self._begun(run) + self._writer.take_back(removal))
 
     def done(self, run: Run) -> list[bytes]:
         """The end."""

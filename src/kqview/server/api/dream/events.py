@@ -28,11 +28,12 @@ from kqview.server.api.attention_protocol import (
 from kqview.server.api.dream import schema
 from kqview.server.api.dream.convert import Plan, ReplyTooLarge, error_body, kobold_reason
 from kqview.server.api.dream.pruning import mean_row, reduced
+from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.attention import AttentionWanted, Dense, Encoder, joined_text, shaped
 from kqview.server.budget import Hold
 from kqview.server.endpoint import Frames, check_values
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step, TokenLogprobs
+from kqview.server.run import Removal, Run, Step, TokenLogprobs
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
 
@@ -137,6 +138,14 @@ class EventRenderer:
             return [packed(event, packs=self._packs)]
         return self._with_attention(event, token.attention, run.encoder)
 
+    def removed(self, run: Run, removal: Removal) -> Frames:
+        """What a client is to drop: so many of the last ids and characters."""
+        self._n_by_sample[removal.sample] -= removal.n_tokens
+        event = {**self._head("removed"), **removed(removal)}
+        if self._n_samples > 1:
+            event["sample"] = removal.sample
+        return [packed(event, packs=self._packs)]
+
     def done(self, run: Run) -> Frames:
         """The end; before it the prunable sentences, if asked for."""
         event = {
@@ -144,6 +153,7 @@ class EventRenderer:
             "finish_reason": run.finish_reason,
             "total_tokens": run.n_tokens,
             "generation_time_ms": round(run.elapsed_s * 1000),
+            **tool_calls_of(run.generations[0]),
         }
         if self._n_samples > 1:
             event["samples"] = [
@@ -361,6 +371,7 @@ class ReplyBuilder:
         if self._has_tokens:
             head["generated_text"] = self._text(run.generations[0])
             head["finish_reason"] = run.finish_reason
+            head |= tool_calls_of(run.generations[0])
             lists.append(("generated_tokens", [t for one in self._samples for t in one.tokens]))
         if self._plan.shown is not None:
             if self._plan.shown.prompt:

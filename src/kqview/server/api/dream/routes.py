@@ -318,7 +318,7 @@ async def _generate(call: Call, body: schema.GenerateBody) -> HttpReply:
         async for block in run.prompt_blocks():
             await service.offload(most, builder.prompt, run, block)
             del block  # the pool wants its memory back
-        async for step in run:
+        async for step in run.final_steps():
             await service.offload(step.n_bytes, builder.token, run, step)
             del step
     data = await service.offload(builder.n_bytes, builder.body, run)

@@ -24,13 +24,13 @@ from kqview.server.api.attention_protocol import (
     prompt_of,
     sampling_for,
 )
-from kqview.server.api.held_text import HeldText
+from kqview.server.api.held_text import ShownText
 from kqview.server.api.kobold import schema
-from kqview.server.api.mods_field import mods_of
+from kqview.server.api.mods_field import mods_of, removed, tool_calls_of
 from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
 from kqview.server.endpoint import NEXT_EVENT
 from kqview.server.errors import Answer
-from kqview.server.run import GenerateRequest, LastRun, Run, Step
+from kqview.server.run import GenerateRequest, LastRun, Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import EngineStats, ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
@@ -38,7 +38,7 @@ from kqview.types.token import Attention
 DEFAULT_VALUES: Final[AttentionValues] = "logits"
 """Values of rows if neither the request nor the settings say, as Halo Weave expects."""
 
-_STOPS: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled"})
+_STOPS: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled", "tool_calls"})
 _STOP_CODES: Final[Mapping[str, int]] = {
     "length": 0,
     "stop": 1,
@@ -301,6 +301,11 @@ class TypedEvents:
         attention, data = attention_object(rows, run.encoder, layers=self._layers)
         return event_pieces({**event, "attention": attention}, data)
 
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop: so many of the last ids and characters."""
+        self._n_shown -= removal.n_characters
+        return event_pieces({**_removed(removal), "request_id": run.request_id}, None)
+
     def done(self, run: Run) -> list[bytes]:
         """The end; the model may be used again when it is sent."""
         return event_pieces({**_done(run, self._n_shown), "request_id": run.request_id}, None)
@@ -319,9 +324,8 @@ class PlainEvents:
 
     def __init__(self, stops: Sequence[str], *, trims: bool) -> None:
         """Hold back *stops* if *trims*; otherwise they are shown."""
-        self._held = HeldText(stops if trims else ())
+        self._shown = ShownText(stops if trims else ())
         self._trims = trims
-        self._n_shown = 0
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Nothing."""
@@ -329,15 +333,19 @@ class PlainEvents:
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """The text that is clear now; nothing if there is none."""
-        text = self._held.feed(step.token.text)
-        self._n_shown += len(text)
+        text = self._shown.feed(step.token.text)
         return event_pieces(_plain(text, None), None) if text else []
+
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop, beside an empty text."""
+        lost = removed(removal, self._shown.take_back(removal.text))
+        return event_pieces({**_plain("", None), "removed": lost}, None)
 
     def done(self, run: Run) -> list[bytes]:
         """What was held back, then the reason."""
-        last = msgspec.json.encode(_plain("", finish_reason(run.finish_reason)))
-        whole = run.generations[0].text if self._trims else run.text
-        rest = whole[self._n_shown :]
+        reason = _plain("", finish_reason(run.finish_reason))
+        last = msgspec.json.encode(reason | tool_calls_of(run.generations[0]))
+        rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
         return [msgspec.json.encode(_plain(rest, None)), NEXT_EVENT, last] if rest else [last]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
@@ -387,6 +395,11 @@ class SocketFrames:
             event = {**event, "attention": attention}
         return [_text(event), data]
 
+    def removed(self, run: Run, removal: Removal) -> list[bytes | str]:
+        """What a client is to drop: so many of the last ids and characters; no binary frame."""
+        self._n_shown -= removal.n_characters
+        return [_text(_removed(removal))]
+
     def done(self, run: Run) -> list[bytes | str]:
         """The end; the socket is closed after it."""
         return [_text(_done(run, self._n_shown))]
@@ -404,9 +417,14 @@ def _prompt(block: PromptBlock) -> Object:
     return {"type": "prompt_attention", "start": block.start, "rows": block.n_rows}
 
 
+def _removed(removal: Removal) -> Object:
+    return {"type": "removed", **removed(removal)}
+
+
 def _done(run: Run, n_shown: int) -> Object:
     reason = finish_reason(run.finish_reason)
     event: Object = {"type": "done", "finish_reason": reason, "total_tokens": run.n_tokens}
+    event |= tool_calls_of(run.generations[0])
     rest = run.text[n_shown:]
     return {**event, "text": rest} if rest else event
 

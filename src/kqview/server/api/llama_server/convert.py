@@ -27,7 +27,13 @@ Parts = list[int | str]
 """A prompt: ids and texts, which follow one another."""
 
 _STOP_TYPES: Final[Mapping[str, str]] = MappingProxyType(
-    {"stop": "eos", "stop_token": "eos", "stop_sequence": "word", "length": "limit"}
+    {
+        "stop": "eos",
+        "stop_token": "eos",
+        "stop_sequence": "word",
+        "length": "limit",
+        "tool_calls": "eos",
+    }
 )
 
 

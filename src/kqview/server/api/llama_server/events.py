@@ -9,12 +9,13 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET
 
-from kqview.server.api.held_text import HeldText
+from kqview.server.api.held_text import ShownText
 from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.llama_server import schema
 from kqview.server.api.llama_server.convert import Plan, fields_of, stop_type
+from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 from kqview.types import PromptBlock, Token
 
 HEAD: Final = b"data: "
@@ -30,10 +31,9 @@ class Sample:
         self.index = index
         self.ids: list[int] = []
         self.logprobs: list[tuple[int, Any]] = []  # JSON, and where its text begins
-        self.n_sent = 0  # characters
         self.has_discarded = False
         self._n_text = 0
-        self._held = HeldText(stops)
+        self.shown = ShownText(stops)
         self._first_s: float | None = None
 
     def add(self, token: Token) -> str:
@@ -43,9 +43,7 @@ class Sample:
         self.ids.append(token.id)
         self.has_discarded = self.has_discarded or bool(token.discarded)
         self._n_text += len(token.text)
-        text = self._held.feed(token.text)
-        self.n_sent += len(text)
-        return text
+        return self.shown.feed(token.text)
 
     def keep(self, token: Token, logprob: schema.TokenLogprob) -> None:
         """Keep the logprob of the token that was just added.
@@ -102,11 +100,21 @@ class CompletionEvents:
             partial.completion_probabilities = [self._logprob(token)]
         return [msgspec.json.encode(partial)]
 
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop, in an event of its own."""
+        if self._plan.is_prefill:
+            return []
+        sample = self._samples[removal.sample]
+        del sample.ids[removal.n_left :]
+        lost = removed(removal, sample.shown.take_back(removal.text))
+        partial = self._partial(run, sample, "", [])
+        return [msgspec.json.encode(msgspec.structs.replace(partial, removed=lost))]
+
     def done(self, run: Run) -> list[bytes]:
         """The end of each text, after what was held back of it."""
         events: list[bytes] = []
         for sample in self._samples:
-            rest = self._text(run, sample)[sample.n_sent :]
+            rest = sample.shown.rest(self._text(run, sample))
             if rest:
                 events.append(msgspec.json.encode(self._partial(run, sample, rest, [])))
             events.append(msgspec.json.encode(self._end(run, sample, is_stream=True)))
@@ -188,10 +196,11 @@ class CompletionEvents:
             timings=timings(replace(usage, completion_tokens=n_tokens)),
             completion_probabilities=UNSET if is_stream or not sample.logprobs else shown,
         )
-        if not plan.body.response_fields:
+        calls = tool_calls_of(generation)
+        if not plan.body.response_fields and not calls:
             return reply
         fields = msgspec.structs.asdict(reply) | {"timings": msgspec.to_builtins(reply.timings)}
-        fields = {name: value for name, value in fields.items() if value is not UNSET}
+        fields = {name: value for name, value in fields.items() if value is not UNSET} | calls
         return fields_of(fields, plan.body.response_fields)
 
     def _n_prompt(self, sample: Sample) -> int:

@@ -122,7 +122,7 @@ async def _complete(
         return Events(run, writer, events.HEAD)
     n_bytes = 0
     async with run:
-        async for step in run:
+        async for step in run.final_steps():
             n_step_bytes = await service.offload(step.n_bytes, writer.add, run, step)
             call.hold.take(n_step_bytes)
             n_bytes += n_step_bytes

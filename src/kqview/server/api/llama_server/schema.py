@@ -137,6 +137,7 @@ class Partial(Struct, kw_only=True):
     timings: Timings | UnsetType = UNSET
     prompt_progress: Progress | UnsetType = UNSET
     completion_probabilities: list[TokenLogprob] | UnsetType = UNSET
+    removed: dict[str, Any] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):

@@ -23,13 +23,14 @@ from kqview.server.api.attention_protocol import (
 )
 from kqview.server.api.chat_work import Answer as ChatAnswer
 from kqview.server.api.chat_work import AnswerReader, Delta, counts_of, finish_reason
-from kqview.server.api.held_text import HeldText
+from kqview.server.api.held_text import ShownText
 from kqview.server.api.llama_fields import Timings, error_body, timings
+from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.api.openai.convert import Plan, usage_of
 from kqview.server.api.tool_format import CallDelta
 from kqview.server.budget import Hold
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step, TokenLogprobs
+from kqview.server.run import Removal, Run, Step, TokenLogprobs
 from kqview.types import PromptBlock, Score
 
 Object = dict[str, Any]
@@ -49,11 +50,10 @@ class Sample:
         self.index = index
         self.reader: AnswerReader | None = None
         self.has_begun = False
-        self.n_sent = 0  # characters of a completion
         if plan.reading is not None:
             self.reader = plan.reading.reader()
         stops = plan.request.sampling.stop
-        self.held = HeldText((stops,) if isinstance(stops, str) else stops)
+        self.shown = ShownText((stops,) if isinstance(stops, str) else stops)
         self._first_s: float | None = None
 
     def note(self) -> None:
@@ -153,6 +153,12 @@ class Parts:
         assert found is not None
         return {**msgspec.structs.asdict(found), "text_offset": [offset]}
 
+    def removed(self, run: Run, removal: Removal) -> None:
+        """Mods took tokens back."""
+        self.attention.removed(run, removal)
+        if removal.sample in self._n_text:
+            self._n_text[removal.sample] -= removal.n_characters
+
 
 # ---- streams
 
@@ -185,8 +191,7 @@ class Chunks:
         if sample.reader is not None:
             texts = [_delta(delta) for delta in sample.reader.feed(token.text)]
         else:
-            text = sample.held.feed(token.text)
-            sample.n_sent += len(text)
+            text = sample.shown.feed(token.text)
             texts = [{"text": text}] if text else []
         logprobs = self._parts.logprobs(step)
         fields, data = self._parts.attention.token(run, step)
@@ -204,6 +209,25 @@ class Chunks:
                 events.append(event_pieces(self._chunk(run, [choice], sample), None))
         return _joined(events)
 
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop, in a chunk of its own."""
+        if self._plan.is_prefill:
+            return []
+        sample = self._sample(removal.sample)
+        self._parts.removed(run, removal)
+        again: list[Delta] = []
+        if sample.reader is not None:
+            taken = sample.reader.take_back(removal)
+            sample.reader, lost = taken.reader, taken.removed
+            again = [delta for delta in taken.deltas if delta.call is not None]
+            empty: Object = {}
+        else:
+            lost = removed(removal, sample.shown.take_back(removal.text))
+            empty = {"text": ""}
+        choices = [*self._begun(sample), {**self._choice(sample, empty, None), "removed": lost}]
+        choices += [self._choice(sample, _delta(delta), None) for delta in again]
+        return _joined([event_pieces(self._chunk(run, [one], sample), None) for one in choices])
+
     def done(self, run: Run) -> list[bytes]:
         """The end of each choice, the usage if asked for, and the mark of the end."""
         chunks: list[Object] = []
@@ -214,15 +238,18 @@ class Chunks:
             has_calls = False
             if sample.reader is not None:
                 text = "" if self._plan.is_prefill else generation.text
-                rest = [_delta(delta) for delta in sample.reader.finish(text)]
+                deltas = sample.reader.finish(text)
+                if generation.tool_calls is not None:
+                    deltas += sample.reader.call(generation.tool_calls)
+                rest = [_delta(delta) for delta in deltas]
                 has_calls = sample.reader.has_calls
-            elif not self._plan.is_prefill and (text := generation.text[sample.n_sent :]):
+            elif not self._plan.is_prefill and (text := sample.shown.rest(generation.text)):
                 rest = [{"text": text}]
             chunks += [self._chunk(run, [self._choice(sample, one, None)]) for one in rest]
             why = "length"
             if not self._plan.is_prefill:
                 why = finish_reason(generation.finish_reason, has_calls=has_calls)
-            last = {} if sample.reader is not None else {"text": ""}
+            last = {} if sample.reader is not None else {"text": "", **tool_calls_of(generation)}
             chunks.append(self._chunk(run, [self._choice(sample, last, why)]))
         if self._plan.has_usage:
             usage = usage_of(counts_of(run), is_prefill=self._plan.is_prefill)
@@ -368,11 +395,15 @@ class Whole:
         has_calls = False
         if plan.reading is not None:
             answer = ChatAnswer()
-            answer.add(plan.reading.reader().finish(text))
+            reader = plan.reading.reader()
+            answer.add(reader.finish(text))
+            if generation.tool_calls is not None:
+                answer.add(reader.call(generation.tool_calls))
             has_calls = bool(answer.calls)
             choice["message"] = _message(answer)
         else:
             choice["text"] = plan.echo(i) + text
+            choice |= tool_calls_of(generation)
         choice["logprobs"] = self._logprobs(i)
         choice["finish_reason"] = (
             "length"

@@ -12,7 +12,7 @@ from kqview.server.api.openai import responses_schema as schema
 from kqview.server.api.openai.responses_items import Items
 from kqview.server.endpoint import named_events
 from kqview.server.errors import Answer
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 from kqview.types import PromptBlock, Token
 
 Object = dict[str, Any]
@@ -72,9 +72,23 @@ class ResponseWriter:
         self._n_reasoning += any(delta.reasoning for delta in deltas)
         return self._numbered(self._events(deltas))
 
+    def take_back(self, removal: Removal) -> list[Object]:
+        """Mods took tokens back; returns the events of it."""
+        taken = self._reader.take_back(removal)
+        self._reader, self._items, self._logprobs = taken.reader, Items(), []
+        events: list[Object] = [{"type": "response.removed", **taken.removed}]
+        for delta in taken.deltas:
+            again = self._events([delta])
+            if delta.call is not None:
+                events += again
+        return self._numbered(events)
+
     def finish(self, run: Run) -> list[Object]:
         """End the response; returns the last events."""
-        events = self._events(self._reader.finish(run.generations[0].text))
+        generation = run.generations[0]
+        events = self._events(self._reader.finish(generation.text))
+        if generation.tool_calls is not None:
+            events += self._events(self._reader.call(generation.tool_calls))
         events += self._items.close(self._status(run))
         response = self._response(self._status(run), run)
         event = {"type": f"response.{response.status}", "response": response}
@@ -183,6 +197,11 @@ class ResponseEvents:
         if fields is not None:
             events += self._writer.row("attention", fields)
         return named_events(events, data)
+
+    def removed(self, run: Run, removal: Removal) -> list[bytes]:
+        """What a client is to drop; an event of ours."""
+        self._attention.removed(run, removal)
+        return named_events(self._begun() + self._writer.take_back(removal))
 
     def done(self, run: Run) -> list[bytes]:
         """The end."""

@@ -68,7 +68,7 @@ async def _completed(
         async for block in run.prompt_blocks():
             await service.offload(_LARGE, whole.prompt, run, block)
             del block  # the pool wants its memory back
-        async for step in run:
+        async for step in run.final_steps():
             await service.offload(step.n_bytes, whole.token, run, step)
             del step
     return HttpReply(await service.offload(whole.n_bytes, whole.body, run))
