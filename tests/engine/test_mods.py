@@ -346,6 +346,20 @@ def test_prompt_rows_are_those_of_the_adjusted_prompt(engine: Engine):
     assert len(list(generation)) == 2
 
 
+def test_array_of_the_prompts_rows_is_that_of_the_adjusted_prompt(tiny_llama: Path):
+    adjust = mod(
+        lambda event, actions: (
+            actions.adjust_prefill(PROMPT[:9]) if isinstance(event, Prefilled) else None
+        )
+    )
+    capture = Capture("probs", prompt=True)
+    with Engine(tiny_llama, n_ctx=256, n_threads=1, n_ubatch=4, n_batch=4) as engine:
+        rows = start(engine, adjust, capture=capture, max_tokens=1).prompt_attention.array()
+        expected = engine.attend(PROMPT[:9], capture).array()
+    assert rows.shape[-2:] == (9, 9)
+    np.testing.assert_array_equal(rows, expected)
+
+
 def test_chat_shows_its_messages_to_the_mods(engine: Engine):
     seen: list[Any] = []
     messages: Any = [{"role": "user", "content": "hello"}]
@@ -694,6 +708,37 @@ def test_logits_processor_changes_every_step(engine: Engine):
 def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: list[int]):
     generation = generate(engine, stopping=lambda ids: len(ids) >= len(PROMPT) + 5)
     assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "stopping"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_callable_that_would_wait_for_its_own_slot_ends_the_generation(
+    make_engine: MakeEngine, tiny_llama: Path, option: str, is_async: bool
+):
+    engine = make_engine(tiny_llama)
+
+    def nested(*_: Any) -> None:
+        engine.generate(PROMPT, max_tokens=2).read()
+
+    generation = start(engine, **{option: nested})
+    with pytest.raises(errors.BusyError, match="waits for a slot"):
+        await run(generation, is_async=is_async)
+    assert generation.finish_reason == "error"
+    assert len(engine.generate(PROMPT, max_tokens=2, **GREEDY).read()) > 0
+
+
+def test_context_shift_goes_on_with_mods(engine: Engine):
+    force = at(ForwardPass, lambda event: ForceTokens([65] * 7) if event.step % 3 == 0 else None)
+    back = at(Sampled, lambda event: Backtrack(3, [66]) if event.step % 7 == 0 else None)
+    generation = start(engine, force, back, context_shift=True, max_tokens=400, capture="probs")
+    tokens = list(generation)
+    assert generation.finish_reason == "length"
+    assert len(generation.tokens) == 400
+    assert final_ids(generation.trace) == generation.tokens
+    for token in tokens:
+        if token.attention is not None and token.attention.shape[-1] > 0:
+            n_before = len(PROMPT) + token.index - len(token.discarded)
+            assert token.attention.shape[-1] == n_before
 
 
 @pytest.mark.parametrize(

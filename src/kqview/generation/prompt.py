@@ -32,7 +32,7 @@ class PromptAttention:
 
     Attributes:
         start: Position of the first row's query.
-        n_rows: Number of rows in all blocks together.
+        n_rows: Number of rows in all blocks together. A mod may still change it before the first.
 
     Raises (while iterating):
         PoolExhausted: The blocks still held fill the budget, and ``on_full`` does not allow
@@ -45,7 +45,7 @@ class PromptAttention:
         self,
         source: BlockSource,
         start: int,
-        n_prompt: int,
+        n_prompt: Callable[[], int],
         *,
         count_copied: Callable[[int], None],
         budget_bytes: int = 0,
@@ -53,8 +53,12 @@ class PromptAttention:
         self._source = source
         self._count_copied = count_copied
         self.start = start
-        self.n_rows = n_prompt - start
+        self._n_prompt = n_prompt
         self._budget_bytes = budget_bytes
+
+    @property
+    def n_rows(self) -> int:
+        return self._n_prompt() - self.start
 
     def __iter__(self) -> Self:
         return self

@@ -19,7 +19,7 @@ from kqview import _core
 from kqview.errors import BusyError, ClosedError, RequestError
 from kqview.generation.stream import Generation, GenerationFacts
 from kqview.generation.waiting import Taker
-from kqview.mods.steering import Decision, Steering
+from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import Trace
 from kqview.types import PromptBlock, Token
 
@@ -83,6 +83,7 @@ class SteeredGeneration(Generation):
         self._messages = messages
         self._ready: deque[Token] = deque()
         self._marks: list[Mark] = []  # of the text before each id
+        self._is_left = False  # whether the consumer has left before the end
         self._n_removed = 0
         self._decided: str | None = None
         self._tool_calls: Any = None
@@ -96,8 +97,8 @@ class SteeredGeneration(Generation):
     # ---- iteration
 
     def _take(self) -> Token | PromptBlock | None:
-        if self._ready:
-            return self._ready.popleft()
+        if (token := self._next_ready()) is not None:
+            return token
         if self._reason is not None:
             return None
         self._check_alone()
@@ -126,7 +127,7 @@ class SteeredGeneration(Generation):
         while self._reason is None:
             if not self._is_submitted:
                 self._taker.note()
-                self._begin(self._steering.run(self._prefill()))
+                self._begin(self._run(self._prefill()))
             else:
                 event = self._handle.next()
                 if isinstance(event, _core.WaitEvent):
@@ -135,9 +136,9 @@ class SteeredGeneration(Generation):
                 if not isinstance(event, _core.ForwardEvent):
                     return self._receive(event)
                 self._taker.has_taken = True
-                self._decide(event, self._steering.run(self._steering.step(event, self._cut)))
-            if self._ready:
-                return self._ready.popleft()
+                self._decide(event, self._run(self._steering.step(event, self._cut)))
+            if (token := self._next_ready()) is not None:
+                return token
         return None
 
     async def _atake_alone(self) -> Token | PromptBlock | None:
@@ -149,12 +150,12 @@ class SteeredGeneration(Generation):
             return None
 
     async def _atake_next(self) -> Token | PromptBlock | None:
-        if self._ready:
-            return self._ready.popleft()
+        if (token := self._next_ready()) is not None:
+            return token
         while self._reason is None:
             if not self._is_submitted:
                 self._taker.note(asyncio.current_task())
-                self._begin(await self._steering.arun(self._prefill()))
+                self._begin(await self._arun(self._prefill()))
             else:
                 event = await self._anext_event()
                 if event is None:
@@ -163,10 +164,13 @@ class SteeredGeneration(Generation):
                     return self._receive(event)
                 self._taker.has_taken = True
                 steps = self._steering.step(event, self._cut)
-                self._decide(event, await self._steering.arun(steps))
-            if self._ready:
-                return self._ready.popleft()
+                self._decide(event, await self._arun(steps))
+            if (token := self._next_ready()) is not None:
+                return token
         return None
+
+    def _next_ready(self) -> Token | None:
+        return self._ready.popleft() if self._ready and not self._is_left else None
 
     def _receive(self, event: Any) -> Token | PromptBlock | None:
         if isinstance(event, _core.EndEvent):
@@ -176,10 +180,24 @@ class SteeredGeneration(Generation):
 
     # ---- what the mods decide
 
-    def _prefill(self) -> Any:
+    def _prefill(self) -> Steps:
         return self._steering.prefill(
             self._prompt, max_tokens=self._max_tokens, messages=self._messages
         )
+
+    def _run(self, steps: Steps) -> Decision | None:
+        try:
+            return self._steering.run(steps)
+        except BusyError as error:  # of a callable: its forward pass is gone, so this is the end
+            self._fail(error)
+            raise
+
+    async def _arun(self, steps: Steps) -> Decision | None:
+        try:
+            return await self._steering.arun(steps)
+        except BusyError as error:
+            self._fail(error)
+            raise
 
     def _begin(self, decision: Decision | None) -> None:
         """Submit the request with the prompt that the mods have left, unless they have ended it."""
@@ -281,7 +299,7 @@ class SteeredGeneration(Generation):
 
     def _stop(self, reason: str) -> None:
         if self._reason is None:
-            self._ready.clear()
+            self._is_left = True
             # What the mods have ended is not cancelled by a consumer that leaves.
             is_over = self._decided is not None and reason == "cancelled"
             super()._stop(self._decided or reason if is_over else reason)

@@ -113,12 +113,13 @@ class Generation:
         return self
 
     def __next__(self) -> Token:
-        while self._ahead is None:
+        ahead, self._ahead = self._ahead, None
+        while ahead is None:
             received = self._take()
             if received is None:
                 raise StopIteration
-            self._keep(received)
-        return self._token_kept()
+            ahead = self._token_of(received)
+        return ahead
 
     def _take(self) -> Token | PromptBlock | None:
         """The next event of the core as a value, None at the end; waits."""
@@ -137,27 +138,24 @@ class Generation:
             self._fail(error)
             raise
 
-    def _keep(self, received: Token | PromptBlock) -> None:
+    def _token_of(self, received: Token | PromptBlock) -> Token | None:
+        """*received* if it is a token; rows of the prompt are stored."""
         if isinstance(received, Token):
-            self._ahead = received
-        else:
-            self._blocks.append(received)
-
-    def _token_kept(self) -> Token:
-        token, self._ahead = self._ahead, None
-        assert token is not None
-        return token
+            return received
+        self._blocks.append(received)
+        return None
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Token:
-        while self._ahead is None:
+        ahead, self._ahead = self._ahead, None
+        while ahead is None:
             received = await self._atake()
             if received is None:
                 raise StopAsyncIteration
-            self._keep(received)
-        return self._token_kept()
+            ahead = self._token_of(received)
+        return ahead
 
     async def _atake(self) -> Token | PromptBlock | None:
         """Like `_take`, without blocking the event loop."""
@@ -330,7 +328,7 @@ class Generation:
         return PromptAttention(
             self,
             first,
-            self._n_prompt,
+            lambda: self._n_prompt,
             count_copied=lambda n_bytes: self._handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
         )
@@ -341,7 +339,7 @@ class Generation:
             received = self._take()
             if received is None:
                 break
-            self._keep(received)
+            self._ahead = self._token_of(received)
         return self._blocks.popleft() if self._blocks else None
 
     async def anext_block(self) -> PromptBlock | None:
@@ -350,7 +348,7 @@ class Generation:
             received = await self._atake()
             if received is None:
                 break
-            self._keep(received)
+            self._ahead = self._token_of(received)
         return self._blocks.popleft() if self._blocks else None
 
     # ---- facts
