@@ -109,8 +109,9 @@ class AttentionWanted:
         weights = np.arange(1, n_layers + 1) if given is None else np.asarray(given, np.float64)
         if len(weights) != n_layers or not np.isfinite(weights).all() or not weights.sum() > 0:
             raise InvalidCapture(
-                f"there are {len(weights)} layer_weights for {n_layers} layers; "
-                "send one finite weight for each layer, with a sum above 0"
+                f"layer_weights has {len(weights)} weights for {n_layers} layers; "
+                "send one finite weight for each layer, with a sum above 0",
+                parameter="layer_weights",
             )
         return np.asarray(weights / weights.sum(), np.float32)
 

@@ -1,16 +1,13 @@
 """Anthropic requests as neutral chat requests, and answers as messages. Pure."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Literal
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
-from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of
+from kqview.server.api.chat_fields import with_fields
 from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import max_tokens_of, names_of, options_of, sampling_of
 from kqview.server.errors import Answer
 from kqview.server.settings import Settings
 from kqview.types import Sampling
@@ -190,12 +187,7 @@ def request_of(
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
-    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
-    return replace(
-        chat_of(body, request_id=request_id),
-        sampling=sampling_of(body, tokenize=tokenize, stop=body.stop_sequences),
-        max_tokens=max_tokens_of(body),
-        attention=attention_of(body.attention, settings),
-        names={**names_of(body), **ATTENTION_NAMES, "stop": "stop_sequences"},
-        options=options_of(body, settings),
-    )
+    return with_fields(
+        chat_of(body, request_id=request_id), body, body.attention, engine=engine,
+        settings=settings, names={"stop": "stop_sequences"}, stop=body.stop_sequences,
+    )  # fmt: skip

@@ -2,14 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Final, Literal
 
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of
+from kqview.server.api.chat_fields import with_fields
 from kqview.server.api.chat_work import ChatRequest
-from kqview.server.api.llama_fields import max_tokens_of, names_of, options_of, sampling_of
 from kqview.server.api.openai import responses_schema as schema
 from kqview.server.settings import Settings
 from kqview.types import Sampling
@@ -247,22 +245,14 @@ def request_of(
         n_top = 0
     if n_top is not None and n_top > _MOST_TOP:
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
-    chat = chat_of(body, request_id=request_id)
-    names = {
-        **chat.names, **names_of(body), **ATTENTION_NAMES, "top_logprobs": "top_logprobs"
-    }  # fmt: skip
-    n_most = max_tokens_of(body)
-    if body.max_output_tokens is not None:
-        n_most, names["max_tokens"] = body.max_output_tokens, "max_output_tokens"
-    tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
-    return replace(
-        chat,
-        sampling=sampling_of(body, tokenize=tokenize, top_logprobs=n_top),
-        max_tokens=n_most,
-        attention=attention_of(body.attention, settings),
-        names=names,
-        options=options_of(body, settings),
-    )
+    chat = with_fields(
+        chat_of(body, request_id=request_id), body, body.attention, engine=engine,
+        settings=settings, names={"top_logprobs": "top_logprobs"}, top_logprobs=n_top,
+    )  # fmt: skip
+    if body.max_output_tokens is None:
+        return chat
+    names = {**chat.names, "max_tokens": "max_output_tokens"}
+    return replace(chat, max_tokens=body.max_output_tokens, names=names)
 
 
 LOGPROBS: Final = "message.output_text.logprobs"
