@@ -3,6 +3,8 @@
 Runs every benchmark and rewrites the table between its markers; with --quick it only prints. With
 --from it measures nothing and takes the newest saved row of each name with the same flags, so rows
 may come from several runs, even an interrupted one. Every row names the command that measures it.
+With --of it is one benchmark, with a table of its own in README.md: rows of one table come from one
+machine.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import loop
 import prefill
 import reuse
 import server
+import server_peers
 import slots
 import state
 import state_http
@@ -36,8 +39,8 @@ if TYPE_CHECKING:
     from report import Row
 
 README = Path(__file__).resolve().parent / "README.md"
-BENCHMARKS = [
-    (module.WEIGHTS, module.measure)
+BENCHMARKS = {
+    module.__name__: (module.WEIGHTS, module.measure)
     for module in (
         decode,
         prefill,
@@ -51,9 +54,10 @@ BENCHMARKS = [
         state_http,
         reuse,
         server,
+        server_peers,
         counts,
     )
-]
+}
 
 
 def main() -> None:
@@ -65,14 +69,17 @@ def main() -> None:
         "--from", dest="source", type=Path, metavar="FILE.jsonl",
         help="measure nothing, take the rows that --save has kept with the same flags",
     )  # fmt: skip
+    parser.add_argument("--of", choices=sorted(BENCHMARKS), help="this benchmark alone")
     args = parser.parse_args()
     settings = settings_of(args)
+    benchmarks = [BENCHMARKS[args.of]] if args.of else list(BENCHMARKS.values())
     has_failed = False
     if args.source:
-        rows, notes, abouts = saved(read_records(args.source), settings.flags)
+        names = [name for weights, _ in benchmarks for name in weights]
+        rows, notes, abouts = saved(read_records(args.source), settings.flags, names)
     else:
         about = facts(settings)
-        outcome = collect(BENCHMARKS, settings, about)
+        outcome = collect(benchmarks, settings, about)
         rows, notes, abouts = outcome.rows, outcome.notes, [about]
         has_failed = outcome.has_failed
         if settings.save:
@@ -80,21 +87,22 @@ def main() -> None:
     show(rows, notes)
     if not settings.is_quick and not args.no_write:
         table = markdown(rows, notes, abouts)
-        README.write_text(replace_marked(README.read_text("utf-8"), table), encoding="utf-8")
+        markers = (f"<!-- {args.of}: begin -->", f"<!-- {args.of}: end -->") if args.of else ()
+        text = replace_marked(README.read_text("utf-8"), table, *markers)
+        README.write_text(text, encoding="utf-8")
         print("wrote the table in README.md")
     if has_failed:
         raise SystemExit(1)
 
 
 def saved(
-    records: Sequence[Mapping[str, Any]], flags: str
+    records: Sequence[Mapping[str, Any]], flags: str, names: Sequence[str]
 ) -> tuple[list[Row], list[str], list[Mapping[str, Any]]]:
-    """Rows with *flags* in the table's order, notes on what is not among them, and their facts."""
+    """Rows with *flags* in the order of *names*, notes on what is missing, and their facts."""
     found, notes = newest(records, flags)
     if not found:
         known = ", ".join(f"`{words}`" for words in dict.fromkeys(r["flags"] for r in records))
         raise SystemExit(f"bench: no row was saved with `{flags}`; there are rows with {known}")
-    names = [name for weights, _ in BENCHMARKS for name in weights]
     chosen_by = {record["row"]: chosen_name(record["row"], names) for record in found}
     place = {name: i for i, name in enumerate(names)}
     found.sort(key=lambda record: place.get(chosen_by[record["row"]], len(names)))

@@ -226,7 +226,8 @@ def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
         report.to_record(timing(1.0, 5, None), saved(names[2], 1))
         | {"row": names[2], "name": names[2]},
     ]
-    found, notes, abouts = table.saved(rows, ABOUT["flags"])
+    order = [name for weights, _ in table.BENCHMARKS.values() for name in weights]
+    found, notes, abouts = table.saved(rows, ABOUT["flags"], order)
     assert [row.name for row in found] == [names[2], names[0], names[1]]
     assert len(abouts) == 3
     assert notes[-1].startswith("no row saved: ")
@@ -236,7 +237,7 @@ def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
 
 def test_table_from_a_file_without_these_flags_names_those_that_are_there(script: Any) -> None:
     with pytest.raises(SystemExit, match=r"there are rows with `--threads 2 --pairs 20`"):
-        script("table").saved([saved("a", 1)], "--threads 9")
+        script("table").saved([saved("a", 1)], "--threads 9", ["a"])
 
 
 def test_hf_rows_without_torch_say_what_to_install(
