@@ -15,6 +15,7 @@ import sys
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final, Literal, Self, Unpack
 
 from kqview import _core
@@ -188,6 +189,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
             "none" (one vector per token), or "rank" for `classify`. None uses what the model's file
             specifies.
+        chat_template: Jinja chat template to use instead of the one in the model's file.
         lora: LoRA adapters for the model: a GGUF file, a (file, scale) pair, or a list of these.
         rpc_servers: Other machines that hold and compute layers, each the ``"host:port"`` of a
             llama.cpp ggml-rpc-server. Layers are spread over them and this machine's GPUs by free
@@ -204,6 +206,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         OutOfMemory: The context does not fit into memory, or a device has no room for its layers;
             the message says what to lower.
         RequestError: An option is out of range.
+        UnsupportedModel: The chat template does not parse.
     """
 
     def __init__(
@@ -220,6 +223,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         kv_type: str = "f16",
         swa_full: bool = True,
         pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
+        chat_template: str | None = None,
         lora: Lora | Sequence[Lora] | None = None,
         rpc_servers: str | Sequence[str] | None = None,
         rpc_timeout_s: float = 300.0,
@@ -239,6 +243,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             pooling=pooling,
             attention_budget_bytes=attention_budget_bytes,
         )
+        if chat_template is not None:
+            encode("chat_template", chat_template)
         source = model_options(model, n_gpu_layers)
         adapters = lora_adapters(lora)
         self._lora = EngineLora(adapters)
@@ -258,6 +264,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         finally:
             _forward_log()
         self._info = _model_info(self._model, self._core)
+        if chat_template is not None:
+            self._info = replace(self._info, chat_template=chat_template)
         self._open_vocabulary()
         self._open_conversation()
         self._can_generate = self._model.can_generate and self._core.has_cache
@@ -286,6 +294,15 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             for i in range(self._core.n_slots)
         )
         _open_engines.add(self)
+        if chat_template is not None:
+            self._take_template(chat_template)
+
+    def _take_template(self, source: str) -> None:
+        try:
+            self._template(source)
+        except BaseException:
+            self.close()
+            raise
 
     @classmethod
     def demo(cls, **options: Any) -> Self:

@@ -65,7 +65,7 @@ GENERATE_DEFAULTS = {
 ENGINE_NAMES = {
     *("n_ctx", "n_slots", "n_batch", "n_ubatch", "n_threads", "n_gpu_layers", "flash_attn"),
     *("kv_type", "swa_full", "lora", "attention_budget_bytes", "run_ahead", "progress"),
-    "pooling",
+    *("pooling", "chat_template"),
     *("rpc_servers", "rpc_timeout_s"),
 }
 CAPTURE_DEFAULTS = {

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kqview import Engine
+from kqview.errors import RequestError, UnsupportedModel
 from kqview.server import Settings
 from tests.support.serving import serving
 
@@ -135,3 +137,31 @@ def test_chat_that_cannot_be_rendered_is_refused(
         reply = client.post(path, json=body)
         assert reply.status_code == 400, reply.text
         assert fact in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("Q: {{ messages[0].content }} A:", "Q: Hi A:"),
+        ("chatml", "<|im_start|>user\nHi<|im_end|>\n"),
+    ],
+)
+def test_operator_may_give_another_template(template: str, expected: str):
+    messages = {"messages": [{"role": "user", "content": "Hi"}], "add_generation_prompt": False}
+    with (
+        serving(Settings(demo=True, n_threads=1, chat_template=template)) as served,
+        served.client() as client,
+    ):
+        assert client.post("/apply-template", json=messages).json() == {"prompt": expected}
+        shown = client.get("/props").json()["chat_template"]
+        counted = client.post("/v1/chat/completions/input_tokens", json=messages).json()
+        n_tokens = len(served.engine.tokenize(expected, add_special=False))
+    assert shown == template or template == "chatml"
+    assert counted["input_tokens"] == n_tokens
+
+
+def test_template_that_cannot_work_is_refused_before_anything_is_served():
+    with pytest.raises(RequestError, match="--chat-template-file"):
+        Settings(chat_template="llama3")
+    with pytest.raises(UnsupportedModel, match="chat template does not parse"):
+        Engine.demo(chat_template="{% for")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,8 +10,11 @@ from typer.testing import CliRunner
 
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.main import app
+from kqview.cli.serve_command import flag_of
 from kqview.errors import RequestError
+from kqview.server.settings import PREFIX, Settings
 from kqview.server.supervisor import ENVIRONMENT
+from tests.engine.conftest import llama_cpp_dir  # noqa: F401, a fixture
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -50,6 +54,7 @@ def of(line: str) -> tuple[str, str]:
         ("-ub 1024 -to 60", "--ubatch-size 1024 --idle-timeout-s 60"),
         ("--temp 0.6 --top-k 20", "--sampling temperature=0.6 --sampling top_k=20"),
         ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --max-tokens 64"),
+        ("--top-nsigma 1.5 --top-n-sigma -1", "--sampling top_n_sigma=1.5"),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
         ("--max-tokens 5 --allowed-hosts a", "--max-tokens 5 --allowed-hosts a"),
@@ -75,7 +80,133 @@ def test_worker_does_not_repeat_what_its_supervisor_said():
 
 
 def test_unknown_flags_stay_for_the_command_to_refuse():
-    assert of("--adaptive-target 2 --mmproj a.gguf")[0] == "--adaptive-target 2 --mmproj a.gguf"
+    assert of("--no-such-flag 2 -zz a.gguf")[0] == "--no-such-flag 2 -zz a.gguf"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--mmproj a.gguf", "-mm a.gguf", "-md draft.gguf", "--spec-draft-n-max 3", "-sm row",
+        "-hf ggml-org/models:Q4_K_M", "--rope-scale 2", "--grammar-file g.gbnf", "--no-jinja",
+        "--adaptive-target 0.5", "--tools all", "--override-kv a=int:1", "--keep 5", "-ot exps=CPU",
+    ],
+)  # fmt: skip
+def test_flag_of_what_kqview_lacks_is_refused_by_its_name(line: str):
+    with pytest.raises(RequestError, match=f"^{line.split()[0]} is a flag of llama-server"):
+        of(f"-m a.gguf {line}")
+
+
+def test_every_flag_and_variable_of_llama_server_is_known(llama_cpp_dir: Path):  # noqa: F811
+    """Each is translated, left out with a note, or refused by its name."""
+    page = (llama_cpp_dir / "tools/server/README.md").read_text("utf-8")
+    rows = re.findall(r"^\| `(-.+?)` \|(.*)$", page, re.M)
+    assert len(rows) > 200
+    for text, about in rows:
+        names = re.findall(r"(?<![\w-])--?[A-Za-z][\w.-]*", text)
+        takes_value = not text.endswith(names[-1])
+        for name in names:
+            if name in ("-h", "--help", "--usage", "--version"):
+                continue
+            words = [name, "1"] if takes_value else [name]
+            if name in ("--api-key-file", "--chat-template-file"):
+                continue  # read, not translated
+            ours, note = env_of({}, " ".join(words))
+            assert name in note.split() or not note, name
+            assert note or not ours or ours.split()[0] in OWN, f"{name} becomes {ours}"
+        variable = re.search(r"\(env: (LLAMA_\w+)\)", about)
+        if variable and takes_value and variable[1] not in FILES:
+            assert env_of({variable[1]: "1"}) != ("", ""), variable[1]
+
+
+FILES = ("LLAMA_ARG_API_KEY_FILE", "LLAMA_ARG_CHAT_TEMPLATE_FILE", "LLAMA_ARG_CACHE_TYPE_V")
+OWN = {flag_of(name) for name in Settings.__dataclass_fields__} | {"--no-slots"}
+OWN |= {f"--no-{flag[2:]}" for flag in OWN}
+OWN_VARIABLES = {flag_of(name): PREFIX + name.upper() for name in Settings.__dataclass_fields__}
+
+
+def env_of(environ: dict[str, str], line: str = "") -> tuple[str, str]:
+    """The command line that *line* becomes in *environ*, and what is noted or refused."""
+    notes: list[str] = []
+    try:
+        words = translated(line.split(), notes.append, environ, OWN_VARIABLES)
+    except RequestError as error:
+        return "", str(error)
+    return " ".join(words), " ".join(notes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "line", "ours"),
+    [
+        ({"LLAMA_ARG_CTX_SIZE": "4096", "LLAMA_ARG_N_PARALLEL": "4"}, "", "--ctx 1024 --slots 4"),
+        ({"LLAMA_ARG_CTX_SIZE": "4096"}, "-np 2", "--ctx 2048 --slots 2"),
+        ({"LLAMA_ARG_CTX_SIZE": "4096"}, "-c 512", "--ctx 512"),
+        ({"LLAMA_ARG_CTX_SIZE": "4096"}, "--ctx 512", "--ctx 512"),
+        ({"LLAMA_ARG_CTX_SIZE": "4096", "KQVIEW_N_CTX": "99"}, "", ""),
+        ({"LLAMA_ARG_MODEL": "a.gguf", "LLAMA_ARG_PORT": "8080"}, "", "--model a.gguf --port 8080"),
+        ({"LLAMA_API_KEY": "a,b"}, "", "--api-key a --api-key b"),
+        ({"LLAMA_API_KEY": "a,b"}, "--api-key c", "--api-key c"),
+        (
+            {"LLAMA_ARG_TEMPERATURE": "0.5"}, "--top-k 3",
+            "--sampling temperature=0.5 --sampling top_k=3",
+        ),
+        ({"LLAMA_ARG_TEMPERATURE": "0.5"}, "--temp 1", "--sampling temperature=1"),
+        ({"LLAMA_ARG_CONTEXT_SHIFT": "true"}, "", "--context-shift"),
+        ({"LLAMA_ARG_CONTEXT_SHIFT": "0"}, "", "--no-context-shift"),
+        ({"LLAMA_ARG_NO_CONTEXT_SHIFT": "x"}, "", "--no-context-shift"),
+        ({"LLAMA_ARG_NO_CONTEXT_SHIFT": "x"}, "--context-shift", "--context-shift"),
+        ({"LLAMA_ARG_ENDPOINT_SLOTS": "off"}, "", "--no-slots"),
+        ({"LLAMA_ARG_RERANKING": "1"}, "", "--pooling rank"),
+        (
+            {"LLAMA_ARG_CACHE_TYPE_K": "q8_0", "LLAMA_ARG_CACHE_TYPE_V": "q8_0"}, "",
+            "--kv-type q8_0",
+        ),
+        ({"LLAMA_ARG_MODEL": "", "PATH": "x", "LLAMA_CACHE": "y"}, "", ""),
+    ],
+)  # fmt: skip
+def test_variables_of_llama_server_count_where_no_flag_is_given(
+    environ: dict[str, str], line: str, ours: str
+):
+    assert env_of(environ, line) == (ours, "")
+
+
+@pytest.mark.parametrize(
+    ("environ", "fact"),
+    [
+        ({"LLAMA_ARG_ENDPOINT_METRICS": "1"}, "without effect here: LLAMA_ARG_ENDPOINT_METRICS"),
+        ({"LLAMA_ARG_MMPROJ": "a.gguf"}, "LLAMA_ARG_MMPROJ is set"),
+        ({"LLAMA_ARG_CONTEXT_SHIFT": "maybe"}, "LLAMA_ARG_CONTEXT_SHIFT is 'maybe'"),
+        ({"LLAMA_ARG_N_PARALLEL": "many"}, "many"),
+    ],
+)
+def test_variable_without_effect_or_meaning_is_named(environ: dict[str, str], fact: str):
+    ours, note = env_of(environ)
+    assert ours == ""
+    assert fact in note
+
+
+def test_command_reads_the_variables(tmp_path: Path):
+    missing = str(tmp_path / "missing.gguf")
+    run = CliRunner().invoke(app, ["serve", "--port", "0"], env={"LLAMA_ARG_MODEL": missing})
+    assert missing in run.output
+    both = CliRunner().invoke(
+        app, ["serve", "--port", "0"], env={"LLAMA_ARG_MODEL": missing, "KQVIEW_MODEL": "mine.gguf"}
+    )
+    assert "mine.gguf" in both.output
+
+
+def test_help_names_the_options_of_sampling():
+    text = " ".join(
+        CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "400"}).output.split()
+    )
+    for name in ("temperature", "top_n_sigma", "dry_multiplier", "mirostat_tau"):
+        assert name in text
+
+
+def test_template_is_read_from_a_file(tmp_path: Path):
+    path = tmp_path / "chat.jinja"
+    path.write_text("{{ messages[0].content }}")
+    assert of(f"--chat-template-file {path}")[0] == "--chat-template {{ messages[0].content }}"
+    assert of("--chat-template chatml")[0] == "--chat-template chatml"
 
 
 def test_keys_are_read_from_a_file(tmp_path: Path):
@@ -92,6 +223,7 @@ def test_keys_are_read_from_a_file(tmp_path: Path):
         ("-ctk q8_0 -ctv f16", "q8_0"),
         ("-ctv q8_0", "f16"),
         ("--api-key-file /does/not/exist", "/does/not/exist"),
+        ("--chat-template-file /does/not/exist", "/does/not/exist"),
         ("--api-key-file /dev/null", "no keys"),
     ],
 )

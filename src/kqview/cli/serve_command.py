@@ -49,7 +49,7 @@ def serve(*, hf: str | None = None, **given: Any) -> None:
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
     KQVIEW_API_KEYS with commas between several. Options win. The flags of llama.cpp's llama-server
-    work too.
+    and its variables, such as LLAMA_ARG_CTX_SIZE, work too; the variables count last.
 
     Examples:
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from kqview.chat import CHATML
 from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
 from kqview.errors import KqviewError
@@ -79,8 +80,9 @@ class Models:
             attention_budget_bytes=s.attention_budget_bytes,
             n_ubatch=s.ubatch_size,
             flash_attn=_FLASH_ATTN[s.flash_attn],
-            # Adapters are of one model, the one that the settings name with them.
+            # These are of one model, the one that the settings name with them.
             lora=[_adapter(one) for one in s.lora] if path == s.model else None,
+            chat_template=_template(s.chat_template) if path == s.model else None,
             **self._options(given),
         )
 
@@ -199,6 +201,10 @@ def model_file(folder: str | None, name: str) -> Path:
     if not is_model:
         raise NotFound(f"model {name!r} is not a GGUF file of models_dir; see /api/v1/models")
     return path
+
+
+def _template(text: str | None) -> str | None:
+    return CHATML if text == "chatml" else text
 
 
 def _adapter(text: str) -> tuple[str, float]:

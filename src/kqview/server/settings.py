@@ -29,6 +29,7 @@ PREFIX: Final = "KQVIEW_"
 _HOST: Final = re.compile(r"(?:\*\.)?[a-z0-9_-]{1,63}(?:\.[a-z0-9_-]{1,63})*")
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
+_NUMERIC: Final = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)
 
 
 def _setting(default: Any, text: str, *, low: float = 1, is_secret: bool = False) -> Any:
@@ -62,6 +63,11 @@ class Settings:
     ubatch_size: int = _setting(512, "most tokens of a prompt, and of an embedding, in one step")
     lora: tuple[str, ...] = _setting(
         (), "LoRA adapters of the model: GGUF files, each with :SCALE after its name if not 1"
+    )
+    chat_template: str | None = _setting(
+        None,
+        "chat template in place of the model's own: Jinja, or chatml; from a file with "
+        "--chat-template-file FILE",
     )
     pooling: Pooling | None = _setting(
         None,
@@ -103,7 +109,7 @@ class Settings:
     sampling: tuple[str, ...] = _setting(
         (),
         "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
-        "not say: NAME=VALUE, such as temperature=0.6",
+        f"not say: NAME=VALUE, such as temperature=0.6; names are {_NUMERIC}",
     )
     # ---- mods and traces
     mods_dir: str | None = _setting(
@@ -213,6 +219,13 @@ class Settings:
             object.__setattr__(self, spec.name, _checked(spec, getattr(self, spec.name)))
         if not 0 <= self.port <= 65535:
             raise _wrong("port", self.port, "use a port from 0 to 65535")
+        template = self.chat_template
+        if template is not None and template != "chatml" and "{" not in template:
+            raise _wrong(
+                "chat_template",
+                template,
+                "write Jinja or chatml, or name a file with --chat-template-file",
+            )
 
     def check_bind(self) -> None:
         """Refuse to be reached by others without a key.
@@ -337,8 +350,7 @@ def _checked_sampling(text: str) -> str:
     name, _, value = text.partition("=")
     option = OPTIONS.get(name)
     if option is None or option.low is None:
-        numeric = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)
-        raise _wrong("sampling", text, f"write NAME=VALUE with one of {numeric}")
+        raise _wrong("sampling", text, f"write NAME=VALUE with one of {_NUMERIC}")
     option.checked(_number(name, value))
     return text
 

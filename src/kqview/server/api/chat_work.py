@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
 
+from kqview.chat import CHATML
 from kqview.engine import Engine
 from kqview.errors import InvalidSampling, RequestError
 from kqview.server.api import tool_format
@@ -31,13 +32,6 @@ from kqview.server.run import GenerateRequest, Removal, Run
 from kqview.types import Sampling
 
 ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
-
-CHATML: Final = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
-    "+ '<|im_end|>' + '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-"""Template for a model that brings none, as llama.cpp's server takes it."""
 
 WHOLE_CONTEXT: Final = 2**31 - 1
 """``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
