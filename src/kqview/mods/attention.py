@@ -16,7 +16,7 @@ Removing what the model does not look at is `kqview.mods.pruning`.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import numpy as np
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 Row = NDArray[np.float32]
 Span = tuple[int, int]
 """Positions ``start .. stop - 1`` of the prompt."""
+Place = Span | str
+"""A part of the prompt: its positions, or its text, of which the first occurrence counts."""
 
 
 def head_rows(
@@ -84,17 +86,38 @@ def _full(values: NDArray[Any], positions: NDArray[np.int32] | None, n_context: 
     return rows
 
 
-def _span(name: str, given: object) -> Span:
+def _place(name: str, given: object) -> Place:
+    if isinstance(given, str) and given:
+        return given
     places = tuple(cast("Sequence[object]", given)) if isinstance(given, Sequence) else ()
     if len(places) != 2:
         raise invalid(
-            name, "two positions (start, stop) in the prompt", shown(cast("object", given))
+            name,
+            "a text, or two positions (start, stop) in the prompt",
+            shown(cast("object", given)),
         )
     start = whole_number(f"start of {name}", places[0], low=0)
     stop = whole_number(f"stop of {name}", places[1])
     if start >= stop:
         raise RequestError(f"{name} is {start, stop}, which is empty", parameter=name)
     return start, stop
+
+
+def find_text(ids: Sequence[int], text: str, token_bytes: Callable[[int], bytes]) -> Span | None:
+    """Positions of the tokens of *ids* that hold the first occurrence of *text*; None without one.
+
+    Args:
+        ids: Ids of a prompt.
+        text: What to find.
+        token_bytes: Bytes of an id, such as `Engine.token_bytes`.
+    """
+    pieces = [token_bytes(id_) for id_ in ids]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    found = b"".join(pieces).find(text.encode())
+    if found < 0:
+        return None
+    first = np.searchsorted(ends, found, side="right")
+    return int(first), int(np.searchsorted(ends, found + len(text.encode()))) + 1
 
 
 def _fraction(name: str, given: object) -> float:
@@ -111,7 +134,10 @@ class _AttentionMod(Mod):
     of tokens in each ForwardPass says what there is.
     """
 
-    def __init__(self, layers: Sequence[int] | None, heads: Sequence[int] | None) -> None:
+    def __init__(
+        self, place: Place, layers: Sequence[int] | None, heads: Sequence[int] | None
+    ) -> None:
+        self._place = place
         self._layers = layers
         self._heads = heads
 
@@ -119,13 +145,23 @@ class _AttentionMod(Mod):
         """See Mod."""
         self._n_prompt = 0
         self._ids: list[int | None] = []  # None for those that were added unseen
-        self._prompt: NDArray[np.int32] = np.empty(0, np.int32)
+        self._prompt: list[int] = []
+        self._span: Span = (0, 1)
 
     def on_prefilled(
         self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Note the prompt."""
-        self._prompt = event.context_info.tokens
+        """Note the prompt, and find the part of it that matters."""
+        self._prompt = event.prompt_ids
+        place = self._place
+        if isinstance(place, str):
+            place = find_text(self._prompt, place, tokenizer.token_bytes)
+        if place is None or place[1] > len(self._prompt):
+            return actions.emit_error(
+                f"{self.name}: {shown(self._place)} is not in the prompt, which has "
+                f"{len(self._prompt)} tokens; name a part of it"
+            )
+        self._span = place
         return None
 
     def on_forward_pass(
@@ -170,7 +206,7 @@ class AlignAtt(_AttentionMod):
     so far.
 
     Args:
-        source: Where the source is in the prompt.
+        source: The source: its text or positions in the prompt.
         frontier: Number of positions at the end of the source that are too close to it.
         layers: Indices of captured layers whose rows are averaged; None for all.
         heads: Indices of captured heads whose rows are averaged; None for all.
@@ -181,14 +217,13 @@ class AlignAtt(_AttentionMod):
 
     def __init__(
         self,
-        source: Span,
+        source: Place,
         frontier: int = 1,
         *,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(layers, heads)
-        self._start, self._stop = _span("source", source)
+        super().__init__(_place("source", source), layers, heads)
         self._frontier = whole_number("frontier", frontier)
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
@@ -210,12 +245,10 @@ class AlignAtt(_AttentionMod):
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
         """See Mod."""
-        seen = rows[:, self._start : self._stop].mean(axis=0)
-        if not seen.size:
-            return None
-        place = self._start + int(seen.argmax())
+        start, stop = self._span
+        place = start + int(rows[:, start:stop].mean(axis=0).argmax())
         self.alignment.append(place)
-        if place < self._stop - self._frontier:
+        if place < stop - self._frontier:
             return None
         self.is_stopped = True
         return actions.force_tokens([self._end_id])
@@ -249,7 +282,7 @@ class LookbackGuard(_AttentionMod):
     another way: each attempt at a place begins with another token.
 
     Args:
-        source: Where the source is in the prompt.
+        source: The source: its text or positions in the prompt.
         floor: The smallest `lookback_ratio` that is let be, from 0 to 1.
         then: What to do below it.
         penalty: With "damp": what is subtracted from the logits, in nats.
@@ -264,7 +297,7 @@ class LookbackGuard(_AttentionMod):
 
     def __init__(
         self,
-        source: Span,
+        source: Place,
         floor: float,
         then: Literal["damp", "resample"] = "damp",
         *,
@@ -274,8 +307,7 @@ class LookbackGuard(_AttentionMod):
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(layers, heads)
-        self._source = _span("source", source)
+        super().__init__(_place("source", source), layers, heads)
         self._floor = _fraction("floor", floor)
         if then not in ("damp", "resample"):
             raise invalid("then", "'damp' or 'resample'", shown(then))
@@ -301,7 +333,7 @@ class LookbackGuard(_AttentionMod):
     ) -> Action | None:
         """See Mod."""
         n_generated = len(self._ids)
-        ratio = lookback_ratio(rows, self._source, self._n_prompt)
+        ratio = lookback_ratio(rows, self._span, self._n_prompt)
         # Tokens that were added unseen are not judged.
         self.ratios = [*self.ratios[:n_generated], *[1.0] * (n_generated - len(self.ratios)), ratio]
         if self._then == "resample":
@@ -315,7 +347,7 @@ class LookbackGuard(_AttentionMod):
             return None
         self.n_damped += 1
         logits = event.logits - self._penalty
-        spared = [*self._prompt[slice(*self._source)], *tokenizer.all_special_ids]
+        spared = [*self._prompt[slice(*self._span)], *tokenizer.all_special_ids]
         logits[spared] = event.logits[spared]
         return actions.adjust_logits(logits)
 
@@ -344,10 +376,11 @@ class ReRead(_AttentionMod):
     """Writes an instruction again when the model has stopped looking at it.
 
     Args:
-        instruction: Where the instruction is in the prompt.
+        instruction: The instruction: its text or positions in the prompt.
         floor: The smallest share of attention, from 0 to 1, that the instruction and what was
             written of it again get together, as a mean over the heads and over *window* tokens.
-        reminder: What to write; None for the instruction itself.
+        reminder: What to write; None for the instruction itself, special tokens aside.
+        after: The last characters of a text after which a reminder may come; "" for anywhere.
         window: Number of tokens over which the share is averaged.
         gap: Number of tokens from one reminder to the next, at least.
         most: The largest number of reminders.
@@ -360,22 +393,23 @@ class ReRead(_AttentionMod):
 
     def __init__(
         self,
-        instruction: Span,
+        instruction: Place,
         floor: float,
         *,
         reminder: str | None = None,
+        after: str = ".!?\n",
         window: int = 8,
         gap: int = 32,
         most: int = 4,
         layers: Sequence[int] | None = None,
         heads: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(layers, heads)
-        self._instruction = _span("instruction", instruction)
+        super().__init__(_place("instruction", instruction), layers, heads)
         self._floor = _fraction("floor", floor)
         if reminder is not None and (not isinstance(reminder, str) or not reminder):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise invalid("reminder", "a text that is not empty, or None", shown(reminder))
         self._reminder = reminder
+        self._after = after
         self._window = whole_number("window", window)
         self._gap = whole_number("gap", gap)
         self._most = whole_number("most", most)
@@ -387,7 +421,7 @@ class ReRead(_AttentionMod):
         """Share of attention that the instruction got, for each step."""
         self.reminded_at: list[int] = []
         """Positions of the reminders."""
-        self._spans = [self._instruction]
+        self._copies: list[Span] = []
         self._latest: deque[float] = deque(maxlen=self._window)
         self._due: list[int] = []  # ids that the last answer asked for
 
@@ -396,22 +430,31 @@ class ReRead(_AttentionMod):
     ) -> Action | None:
         """See Mod."""
         row = rows.mean(axis=0)
-        share = float(sum(row[start:stop].sum() for start, stop in self._spans))
+        share = float(sum(row[start:stop].sum() for start, stop in [self._span, *self._copies]))
         self.shares.append(share)
         self._latest.append(share)
         self._due = []
-        since = event.n_tokens - (self._spans[-1][1] if self.reminded_at else self._n_prompt)
-        is_late = self.reminded_at and since < self._gap
-        if is_late or len(self._latest) < self._window or len(self.reminded_at) >= self._most:
+        since = event.n_tokens - (self._copies[-1][1] if self._copies else self._n_prompt)
+        if (self._copies and since < self._gap) or len(self._copies) >= self._most:
             return None
-        if float(np.mean(self._latest)) >= self._floor:
+        if len(self._latest) < self._window or float(np.mean(self._latest)) >= self._floor:
             return None
-        ids = self._prompt[slice(*self._instruction)].tolist()
-        if self._reminder is not None:
-            ids = tokenizer.encode(self._reminder, add_special_tokens=False)
-        self._due = ids
+        if not self._is_at_end(tokenizer):
+            return None
+        if self._reminder is None:
+            special = tokenizer.all_special_ids  # which may end the text
+            self._due = [id_ for id_ in self._prompt[slice(*self._span)] if id_ not in special]
+        else:
+            self._due = tokenizer.encode(self._reminder, add_special_tokens=False)
         self._at = event.n_tokens
-        return actions.force_tokens(ids)
+        return actions.force_tokens(self._due)
+
+    def _is_at_end(self, tokenizer: "ModTokenizer") -> bool:
+        """Whether the text so far ends in a character after which a reminder may come."""
+        last = self._ids[-1] if self._ids else None
+        if not self._after:
+            return True
+        return last is not None and tokenizer.decode(last)[-1:] in tuple(self._after)
 
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
@@ -420,7 +463,7 @@ class ReRead(_AttentionMod):
         super().on_added(event, actions, tokenizer)
         if self._due and event.forced and event.added_tokens == self._due:
             self.reminded_at.append(self._at)
-            self._spans.append((self._at, self._at + len(self._due)))
+            self._copies.append((self._at, self._at + len(self._due)))
             self._latest.clear()
         self._due = []
         return None

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 
 from kqview.errors import InvalidCapture, RequestError
-from kqview.mods import ActionBuilder, EmitError, ForwardPass, mod
-from kqview.mods.attention import AlignAtt, LookbackGuard, ReRead, head_rows, lookback_ratio
+from kqview.mods import ActionBuilder, ContextInfo, EmitError, ForwardPass, Prefilled, mod
+from kqview.mods.attention import (
+    AlignAtt,
+    LookbackGuard,
+    ReRead,
+    find_text,
+    head_rows,
+    lookback_ratio,
+)
 from tests.support.mods import END, Words, drive
 
 if TYPE_CHECKING:
@@ -179,7 +186,7 @@ def likes_z(text: str) -> Sequence[str]:
 
 
 def test_instruction_is_written_again_when_attention_has_left_it():
-    again = ReRead((0, 2), 0.3, window=2, gap=3, most=2)
+    again = ReRead((0, 2), 0.3, after="", window=2, gap=3, most=2)
     done = drive(again, words=WORDS, model=likes_z, prompt=SOURCE, attention=fades, max_tokens=14)
     # Shares of "ab" are 0.5, 0.25, 0: the mean of the last two is below 0.3 in the third pass.
     assert done.mods[0].shares[:3] == [0.5, 0.25, 0.0]
@@ -188,14 +195,14 @@ def test_instruction_is_written_again_when_attention_has_left_it():
 
 
 def test_reminder_of_other_words_counts_as_the_instruction():
-    again = ReRead((0, 2), 0.9, reminder="xyz", window=1, gap=1, most=1)
+    again = ReRead((0, 2), 0.9, reminder="xyz", after="", window=1, gap=1, most=1)
     done = drive(again, words=WORDS, model=likes_z, prompt=SOURCE, attention=fades, max_tokens=6)
     assert done.mods[0].reminded_at == [4]
     assert done.mods[0].shares[1] == pytest.approx(0.75)
 
 
 def test_reminder_that_another_mod_kept_out_comes_later():
-    again = ReRead((0, 2), 0.9, window=1, gap=1, most=1)
+    again = ReRead((0, 2), 0.9, after="", window=1, gap=1, most=1)
 
     @mod
     def first(event: Any, actions: Any, tokenizer: Any) -> Any:
@@ -213,6 +220,7 @@ def test_reminder_that_another_mod_kept_out_comes_later():
     "make",
     [
         lambda: AlignAtt((3, 3)),
+        lambda: AlignAtt(""),
         lambda: AlignAtt(4),  # pyright: ignore[reportArgumentType]
         lambda: AlignAtt((0, 3), 0),
         lambda: LookbackGuard((0, 3), 1.5),
@@ -224,3 +232,58 @@ def test_reminder_that_another_mod_kept_out_comes_later():
 def test_argument_out_of_range_is_refused(make: Any):
     with pytest.raises(RequestError):
         make()
+
+
+# ---- places
+
+
+@pytest.mark.parametrize(
+    ("text", "span"),
+    [
+        ("ab", (0, 2)),
+        ("cd", (2, 4)),
+        ("x y", (4, 6)),
+        ("d x", (3, 5)),
+        (" y", (5, 6)),
+        ("no", None),
+    ],
+)
+def test_text_is_found_in_the_tokens_that_hold_it(text: str, span: tuple[int, int] | None):
+    words = Words("d", " x", " y")
+    ids = words.tokenize("abcd x y", False)
+    found = find_text(ids, text, words.pieces.__getitem__)
+    assert found == span
+
+
+def test_source_is_named_by_its_text():
+    aligned = AlignAtt("cd", 1)
+    done = drive(aligned, words=WORDS, model=spell, prompt=SOURCE, attention=copies)
+    assert (done.text, done.mods[0].alignment) == ("abc", [2, 2, 2, 3])
+
+
+@pytest.mark.parametrize("place", ["not this", (2, 9)])
+def test_place_that_is_not_in_the_prompt_ends_the_request_with_an_error(place: Any):
+    done = drive(AlignAtt(place), words=WORDS, model=spell, prompt=SOURCE, attention=copies)
+    assert (done.text, done.finish_reason) == ("", "error")
+
+
+def test_reminder_waits_for_the_end_of_a_sentence():
+    def model(text: str) -> Sequence[str]:
+        return ["."] if text.endswith("zz") else ["z"]
+
+    again = ReRead("ab", 0.9, window=1, gap=100)
+    done = drive(again, words=WORDS, model=model, prompt=SOURCE, attention=fades, max_tokens=6)
+    assert done.text == "zz.abz"
+
+
+def test_reminder_leaves_special_tokens_out():
+    again = ReRead((0, 3), 0.9, after="", window=1, most=1)
+    again.begin("r", WORDS.tokenizer())
+    ids = [0, WORDS.id("a"), WORDS.id("b")]
+    info = ContextInfo(np.array(ids, np.int32))
+    event: Any = Prefilled("r", 0, 8, info)
+    again(event, ActionBuilder(event), WORDS.tokenizer())
+    logits = np.zeros(WORDS.n_vocab, np.float32)
+    event = ForwardPass("r", 1, logits, 4, looks_at(3, n=4))
+    action: Any = again(event, ActionBuilder(event), WORDS.tokenizer())
+    assert action.tokens == ids[1:]
