@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -20,6 +20,8 @@ from kqview.viz.terminal import terminal_heatmap
 if TYPE_CHECKING:
     from kqview import Capture, Engine, ModelInfo, Token
     from kqview.types.token import Attention
+
+_MODS_PROMPT: Final = "Mirelda found a silver key near the old bridge. One day, Mirelda"
 
 
 def demo(
@@ -47,6 +49,9 @@ def demo(
             help="Write the heat map to this image file as well.",
         ),
     ] = None,
+    mods: Annotated[
+        bool, typer.Option("--mods", help="Show mods that steer the text instead.")
+    ] = False,
     threads: ThreadsOption = None,
 ) -> None:
     """Generate with the bundled demo model and draw what each new token attends to.
@@ -59,6 +64,7 @@ def demo(
     - `kqview demo`
     - `kqview demo --prompt "Anna has a red ball." --layer 2 --head 1`
     - `kqview demo --png attention.png`
+    - `kqview demo --mods`
     """
     from kqview import Capture
     from kqview.demo import PROMPT
@@ -66,6 +72,12 @@ def demo(
     if png is not None:
         require_matplotlib("demo --png")
     console = Console()
+    if mods:
+        from kqview.cli.mods_demo import show_mods
+
+        with open_engine(None, demo=True, n_threads=threads) as engine:
+            show_mods(console, engine, _MODS_PROMPT if prompt is None else prompt, max_tokens)
+        return
     capture = Capture(kind)
     with open_engine(None, demo=True, n_threads=threads) as engine:
         layer_index = _find_layer(engine.model, layer)
