@@ -15,7 +15,7 @@ from kqview.ingest.receiver import Receiver
 from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
 from kqview.server.endpoint import Call, Feed, HttpReply, Operation, Upload
-from kqview.server.errors import Answer, Forbidden, NotFound, UnsupportedMedia
+from kqview.server.errors import Answer, Forbidden, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
@@ -89,7 +89,7 @@ def operations(
         return TraceList(traces, next_cursor)
 
     async def trace(call: Call) -> HttpReply:
-        request_id, reader = call.path["request_id"], _reader(call)
+        request_id, reader = _text(call.path["request_id"]), _reader(call)
         owner = await receiver.read(store.owner, request_id)
         if owner is not None and not reader.sees_all and owner != reader.owner:
             raise Forbidden(f"the trace {request_id!r} belongs to another key")
@@ -99,7 +99,7 @@ def operations(
         return HttpReply(body, gzips=True)
 
     async def delete(call: Call) -> HttpReply:
-        request_id = call.path["request_id"]
+        request_id = _text(call.path["request_id"])
         if not await receiver.delete(request_id):
             raise _unknown(request_id)
         return HttpReply(b"", "", status=204)
@@ -197,9 +197,14 @@ def _check_media(call: Call) -> None:
         raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it as it is")
 
 
+def _text(sent: str) -> str:
+    """*sent* as texts are stored, without NUL."""
+    return sent.replace("\0", "")
+
+
 def _limit(call: Call) -> int:
     text = call.query.get("limit") or str(_LISTED)
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_LISTED:
+    if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= _MOST_LISTED:
         raise RequestError(
             f"limit is {text!r}; use a number from 1 to {_MOST_LISTED}", parameter="limit"
         )
@@ -207,7 +212,7 @@ def _limit(call: Call) -> int:
 
 
 def _chosen(call: Call) -> Filter:
-    query = {name: call.query.get(name) or None for name in _FILTERS}
+    query = {name: _text(call.query.get(name, "")) or None for name in _FILTERS}
     return Filter(
         model=query["model"],
         mod=query["mod"],
@@ -227,7 +232,7 @@ def _time(name: str, text: str | None) -> int | None:
         if value is None:
             raise ValueError
         return microseconds(value, name)
-    except ValueError:
+    except (ValueError, Unprocessable):
         raise RequestError(
             f"{name} is {text!r}; write a time with an offset, such as 2025-12-01T18:30:00Z, or "
             "seconds since 1970",

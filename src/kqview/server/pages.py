@@ -165,6 +165,8 @@ _ERRORS: Final[Mapping[str, str]] = {
     "408": "The body came too slowly.",
     "409": "What it needs is in use.",
     "413": "The body is too large.",
+    "415": "The body is of another media type.",
+    "422": "The body is JSON of another form.",
     "429": "Too many requests; Retry-After says when to try again.",
     "500": "The server failed; its log says more.",
     "501": "The model, or the way the server was started, does not allow it.",
@@ -273,7 +275,9 @@ def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
 
 def _errors(one: Operation) -> dict[str, Any]:
     left_out: set[str] = set() if one.body is not None else {"408", "413"}
-    if one.body is None and "{" not in one.path:
+    if one.upload is None:
+        left_out |= {"415", "422"}
+    if one.body is None and "{" not in one.path and not one.query:
         left_out.add("400")
     return {
         status: {"description": text, "content": {"application/json": {"schema": {}}}}
