@@ -1,4 +1,4 @@
-"""What is promised, and the test: every row of that table names a test that exists."""
+"""Tables that name tests: what is promised, and llama.cpp's own tests. Every test exists."""
 
 from __future__ import annotations
 
@@ -9,18 +9,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "src" / "kqview" / "server" / "README.md"
+PAGES = (
+    ROOT / "src" / "kqview" / "server" / "README.md",
+    ROOT / "tests" / "server" / "llama_server_suite.md",
+)
 # | promise | [`test`](path) ... |
 ROW = re.compile(r"^\| (?P<promise>[^|]+) \| (?P<tests>[^|]*\]\([^|]+) \|$", re.MULTILINE)
 LINK = re.compile(r"\[`([^`]+)`\]\(([^)]+)\)")
 
 
-def rows() -> list[tuple[str, str, str]]:
-    """(promise, name of the test, path of its file) of each link in the table."""
-    text = PAGE.read_text(encoding="utf-8")
+def rows() -> list[tuple[str, str, Path]]:
+    """(promise, name of the test, its file) of each link in the tables."""
     return [
-        (row["promise"], name, path)
-        for row in ROW.finditer(text)
+        (row["promise"], name, (page.parent / path).resolve())
+        for page in PAGES
+        for row in ROW.finditer(page.read_text(encoding="utf-8"))
         for name, path in LINK.findall(row["tests"])
     ]
 
@@ -38,14 +41,13 @@ def names_in(path: Path) -> set[str]:
 
 
 def test_table_has_rows():
-    assert len(rows()) > 40
+    assert len(rows()) > 100
 
 
-@pytest.mark.parametrize(("promise", "name", "path"), rows())
-def test_promise_names_a_test_that_exists(promise: str, name: str, path: str):
-    file = (PAGE.parent / path).resolve()
+@pytest.mark.parametrize(("promise", "name", "file"), rows())
+def test_promise_names_a_test_that_exists(promise: str, name: str, file: Path):
     assert file.is_relative_to(ROOT)
-    assert file.is_file(), f"{promise}: there is no {path}"
+    assert file.is_file(), f"{promise}: there is no {file}"
     if name.startswith("python -m"):
         return
-    assert name in names_in(file), f"{promise}: {path} has no {name}"
+    assert name in names_in(file), f"{promise}: {file} has no {name}"
