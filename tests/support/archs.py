@@ -64,6 +64,8 @@ class Report:
     is_tuple: bool = False
     # Largest error of a pooled vector against those of every token; below 0: it does not embed.
     embedding_error: float = np.inf
+    # Largest difference of a generated token's logprob from its score.
+    score_error: float = 0.0
     failure: str = ""
 
     def largest(self, flash_attn: bool, *, first_layer: bool = False) -> float:
@@ -164,7 +166,7 @@ class ModelCheck:
         layers = engine.model.attention_layers
         options: dict[str, Any] = {
             "max_tokens": N_TOKENS, "temperature": 0.0, "ignore_eos": True,
-            "capture": kind if layers else None,
+            "capture": kind if layers else None, "top_logprobs": 0,
         }  # fmt: skip
         try:
             tokens = list(engine.generate(self.prompt, **options))
@@ -175,6 +177,10 @@ class ModelCheck:
             return
         self.report.mode = "generate"
         assert len(tokens) == N_TOKENS
+        if kind == "scores" and not flash_attn:
+            score = engine.score(self.prompt + [token.id for token in tokens], last=N_TOKENS)
+            logprobs = np.array([token.logprob for token in tokens])
+            self.report.score_error = float(np.abs(score.logprobs[-N_TOKENS:] - logprobs).max())
         run = self._stock_rows([token.id for token in tokens])
         self._compare(kind, flash_attn, layers, [token.attention for token in tokens], run)
 
