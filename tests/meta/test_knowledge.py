@@ -12,7 +12,8 @@ CPP = ROOT / "cpp"
 
 # What is known (a regular expression), and the only files under cpp/ that may know it.
 KNOWLEDGE = {
-    "how a numpy array is made": (r"\bndarray\b", {"bind/bind_rows.cpp"}),
+    # Others may take one as an argument.
+    "how a numpy array is made": (r"\bndarray<\s*nb::numpy\b", {"bind/bind_rows.cpp"}),
     "names of llama.cpp's graph": (
         r"\b(kq_soft_max|kqv_out|kq_scaled|cache_k_l)\b",
         {"tap/graph.cpp", "tap/graph.h"},
