@@ -532,16 +532,23 @@ async def test_mod_that_hangs_is_left_behind(
     engine: Engine, plain: list[int], event_type: type, is_async: bool
 ):
     release = threading.Event()
-    step = 0 if event_type is Prefilled else 3
-    hang = at(event_type, lambda event: release.wait(WAIT_S), step)
-    generation = start(engine, hang, mod_time_limit_s=0.05)
+    n_entered = 0
+
+    def hang(event: Any) -> None:
+        nonlocal n_entered
+        n_entered += 1
+        release.wait(WAIT_S)
+
+    generation = start(engine, at(event_type, hang), mod_time_limit_s=0.05)
     try:
         await run(generation, is_async=is_async)
         assert generation.tokens == plain
+        # On a machine that is slow enough, calls for other events exceed the limit too.
+        assert n_entered <= 1
         found = failures(generation)
         assert "took more than the 0.05 s" in found[0]
-        n_later = 3 * len(plain) - (0 if event_type is Prefilled else 6 + EVENTS.index(event_type))
-        assert sum("earlier call" in one for one in found) >= n_later
+        assert {one.partition(":")[0] for one in found} == {"TimeoutError"}
+        assert any("earlier call" in one for one in found)
     finally:
         release.set()
 
