@@ -71,9 +71,9 @@ bool batch_builder::fill_decode() {
     return true;
 }
 
-// The slot that has waited longest for a token, and the ready slots behind it without a gap: none is
-// left out, whatever arrives. `only`: slots with these scales; null: any, but those of one step
-// alike.
+// The slot that has waited longest for a token, and the ready slots on both sides of it without a
+// gap: none is left out, whatever arrives. `only`: slots with these scales; null: any, but those of
+// one step alike.
 bool batch_builder::fill_decode(const lora_scales* only) {
     const auto may_decode = [](const slot& one, const lora_scales* scales) {
         return one.is_generating() && (!scales || one.cache.lora() == *scales);
@@ -87,9 +87,15 @@ bool batch_builder::fill_decode(const lora_scales* only) {
     });
     for (const auto first : by_wait_) {
         const auto& lora = slots_[first].cache.lora();
-        for (auto i = first; i < slots_.size() && may_decode(slots_[i], &lora); ++i) {
-            if (!try_add(slots_[i], &batch_builder::add_token)) break;
-        }
+        const auto is_ready = [&](std::size_t i) {
+            return may_decode(slots_[i], &lora) &&
+                   try_add(slots_[i], &batch_builder::prepare_token);
+        };
+        if (!is_ready(first)) continue;
+        auto begin = first, end = first + 1;
+        while (end < slots_.size() && is_ready(end)) ++end;
+        while (begin > 0 && is_ready(begin - 1)) --begin;
+        for (auto i = begin; i < end && try_add(slots_[i], &batch_builder::add_token);) ++i;
         if (!tokens_.empty()) {
             is_prefill_ = false;
             return true;
@@ -135,10 +141,16 @@ bool batch_builder::add_prompt(slot& target) {
     return true;
 }
 
-bool batch_builder::add_token(slot& target) {
-    batch_part part{&target, 1, 0, true, true};
-    if (!make_ready(part)) return false;
+bool batch_builder::prepare_token(slot& target) {
+    if (!make_ready({&target, 1, 0, true, true})) return false;
     target.cache.make_place(1);
+    return true;
+}
+
+// Requires prepare_token().
+bool batch_builder::add_token(slot& target) {
+    if (!target.active) return false;  // ended while another one was prepared
+    batch_part part{&target, 1, 0, true, true};
     part.i_token = static_cast<int>(tokens_.size());
     tokens_.push_back(
         {target.id(), target.pending, static_cast<std::int32_t>(target.cache.size()), true});

@@ -66,6 +66,7 @@ private:
     bool fill_decode(const lora_scales* only);
     bool try_add(slot& target, bool (batch_builder::*add)(slot&));
     bool add_prompt(slot& target);
+    bool prepare_token(slot& target);
     bool add_token(slot& target);
     void add_rows(const batch_part& part);
     batch_part next_chunk(slot& target) const;

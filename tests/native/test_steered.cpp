@@ -1,0 +1,389 @@
+// Steered requests: the consumer gets forward passes and answers each. What it takes back and forces
+// leaves the slot as if it had held nothing else, and other slots never wait for it.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <random>
+#include <thread>
+
+#include "scheduler_fixture.h"
+
+using namespace kqview;
+using namespace kqview::test;
+
+namespace {
+
+void steer(request& r) { r.is_steered = true; }
+
+// Answers the forward passes of one request.
+class driver {
+public:
+    driver(test_engine& engine, std::shared_ptr<request> wanted)
+        : engine_(engine), wanted_(std::move(wanted)), consumer_(wanted_) {}
+
+    // The next pass; false at the end.
+    bool next() {
+        event_ = consumer_.take_item().forward;
+        return event_.has_value();
+    }
+    forward_pass& pass() const { return *event_->pass; }
+    const forward_event& event() const { return *event_; }
+    const forward_pass::limits& known() const { return pass().known(); }
+    token_id pick() const { return pass().pick(*wanted_, {}, {}).id; }
+    void answer(int n_removed, ids added, std::optional<finish_reason> end = {}) const {
+        engine_.sched->answer(wanted_, pass(), {n_removed, std::move(added), end});
+    }
+    errc refused(int n_removed, ids added) const {
+        try {
+            answer(n_removed, std::move(added));
+        } catch (const error& failure) {
+            return failure.code();
+        }
+        FAIL("answered");
+        return errc::internal;
+    }
+    // As many tokens as a plain request would get.
+    ids rest() {
+        ids taken;
+        while (next()) {
+            taken.push_back(pick());
+            answer(0, {taken.back()});
+        }
+        return taken;
+    }
+    const consumer& from() const { return consumer_; }
+    const std::shared_ptr<request>& wanted() const { return wanted_; }
+
+private:
+    test_engine& engine_;
+    const std::shared_ptr<request> wanted_;
+    consumer consumer_;
+    std::optional<forward_event> event_;
+};
+
+driver drive(test_engine& engine, ids prompt, int max_tokens,
+             const std::function<void(request&)>& adjust = {}) {
+    return {engine, engine.submit(std::move(prompt), max_tokens, [&](request& r) {
+                steer(r);
+                if (adjust) adjust(r);
+            })};
+}
+
+fake_options with(bool can_truncate, int n_slots = 1, int n_ctx = 256) {
+    fake_options options;
+    options.can_truncate = can_truncate;
+    options.n_slots = n_slots;
+    options.n_ctx = n_ctx;
+    return options;
+}
+
+}  // namespace
+
+TEST_CASE("steered: picking what a plain request picks gives what it gives") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 20);
+    auto steered = drive(engine, prompt, 12);
+    CHECK(steered.rest() == continuation(prompt, 12));
+    CHECK(steered.from().reason() == finish_reason::length);
+    CHECK(steered.from().usage().completion_tokens == 12);
+    CHECK(engine.model->cache(0) == prompt + continuation(prompt, 11));
+    CHECK(engine.sched->counters().n_tokens == 12);
+}
+
+TEST_CASE("steered: removed and forced ids leave nothing but the text in the slot") {
+    for (const bool can_truncate : {true, false}) {
+        CAPTURE(can_truncate);
+        test_engine engine(with(can_truncate));
+        const auto prompt = make_prompt(1, 20);
+        auto steered = drive(engine, prompt, 60);
+        std::mt19937 random(7);
+        ids text = prompt;
+        for (int i = 0; i < 40; ++i) {
+            REQUIRE(steered.next());
+            REQUIRE(steered.pick() == hash_of(text));
+            REQUIRE(steered.known().n_tokens == static_cast<int>(text.size()));
+            const int n_generated = static_cast<int>(text.size() - prompt.size());
+            REQUIRE(steered.known().n_removable == n_generated);
+            REQUIRE(steered.known().n_left == 60 - n_generated);
+            const int n_removed = static_cast<int>(random() % 3) * n_generated / 3;
+            ids added = make_prompt(static_cast<token_id>(50 + i), static_cast<int>(random() % 12));
+            const auto n_most = static_cast<std::size_t>(59 - n_generated + n_removed);
+            added.resize(std::min(added.size(), n_most));
+            steered.answer(n_removed, added);
+            text.resize(text.size() - static_cast<std::size_t>(n_removed));
+            text = text + added;
+        }
+        REQUIRE(steered.next());
+        CHECK(steered.pick() == hash_of(text));
+        CHECK(engine.model->cache(0) == text);
+        steered.answer(0, {}, finish_reason::stop);
+        CHECK_FALSE(steered.next());
+        CHECK(steered.from().reason() == finish_reason::stop);
+        CHECK(engine.model->cache(0) == text);
+        // What the slot holds is reused, and right.
+        consumer after(engine.submit(text + ids{5}, 5));
+        CHECK(after.rest() == continuation(text + ids{5}, 5));
+        CHECK(after.usage().cached_tokens == static_cast<int>(text.size()));
+    }
+}
+
+TEST_CASE("steered: forced ids are one chunk") {
+    fake_options options;
+    options.n_chunk = 16;
+    test_engine engine(options);
+    auto steered = drive(engine, make_prompt(1, 5), 60);
+    REQUIRE(steered.next());
+    steered.answer(0, make_prompt(2, 16));
+    REQUIRE(steered.next());
+    const auto decodes = engine.model->decodes();
+    REQUIRE(decodes.size() == 2);
+    CHECK(decodes[1].size() == 16);
+    steered.answer(0, make_prompt(3, 17));  // one more than a step holds
+    REQUIRE(steered.next());
+    CHECK(engine.model->decodes().size() == 4);
+}
+
+TEST_CASE("steered: a row of a forced chunk sees all its columns") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 5);
+    auto steered = drive(engine, prompt, 60, [](request& r) { r.capture = make_plan(); });
+    REQUIRE(steered.next());
+    CHECK(steered.event().rows.layout.n_values == 5);
+    steered.answer(0, {7, 8, 9});
+    REQUIRE(steered.next());
+    CHECK(steered.event().rows.layout.n_values == 8);
+    CHECK(is_row_of({hash_of(prompt + ids{7, 8, 9}), 0, {}, steered.event().rows}));
+    steered.answer(2, {6});
+    REQUIRE(steered.next());
+    CHECK(steered.event().rows.layout.n_values == 7);
+    CHECK(is_row_of({hash_of(prompt + ids{7, 6}), 0, {}, steered.event().rows}));
+}
+
+TEST_CASE("steered: the text ends before the first id that ends it") {
+    test_engine engine;
+    const auto prompt = make_prompt(1, 5);
+    auto first = drive(engine, prompt, 60);
+    REQUIRE(first.next());
+    first.answer(0, {7, end_token, 8});
+    CHECK_FALSE(first.next());
+    CHECK(first.from().reason() == finish_reason::stop);
+    CHECK(first.from().usage().completion_tokens == 1);
+    auto second = drive(engine, prompt, 60, [](request& r) { r.stop_tokens = {8}; });
+    REQUIRE(second.next());
+    second.answer(0, {8, 7});
+    CHECK_FALSE(second.next());
+    CHECK(second.from().reason() == finish_reason::stop_token);
+    CHECK(engine.model->cache(0) == prompt);
+}
+
+TEST_CASE("steered: a request gets max_tokens and what fits into its slot") {
+    test_engine engine(with(true, 1, 32));
+    auto few = drive(engine, make_prompt(1, 5), 4);
+    REQUIRE(few.next());
+    CHECK(few.known().n_left == 4);
+    CHECK(few.refused(0, {1, 3, 4, 5, 6}) == errc::request);
+    few.answer(0, {1, 3, 4, 5});
+    CHECK_FALSE(few.next());
+    CHECK(few.from().reason() == finish_reason::length);
+
+    auto full = drive(engine, make_prompt(2, 30), 100);
+    REQUIRE(full.next());
+    CHECK(full.known().n_left == 3);  // the last one need not fit
+    full.answer(0, {1, 3});
+    REQUIRE(full.next());
+    CHECK(full.known().n_left == 1);
+    CHECK(full.refused(0, {1, 3}) == errc::request);
+    CHECK(full.refused(3, {}) == errc::request);
+    full.answer(2, {4, 5, 6});
+    CHECK_FALSE(full.next());
+    CHECK(full.from().reason() == finish_reason::length);
+    CHECK(engine.model->cache(0) == make_prompt(2, 30));
+}
+
+TEST_CASE("steered: a full slot discards, also in the middle of a chunk") {
+    test_engine engine(with(true, 1, 32));
+    const auto prompt = make_prompt(1, 20);
+    const auto shift = [](request& r) {
+        r.n_keep = 4;
+        r.n_discard = 8;
+    };
+    auto steered = drive(engine, prompt, 200, shift);
+    ids text = prompt;
+    const auto discard = [&] { text.erase(text.begin() + 4, text.begin() + 12); };
+    std::mt19937 random(3);
+    int n_generated = 0;
+    for (int i = 0; i < 30; ++i) {
+        REQUIRE(steered.next());
+        REQUIRE(steered.pick() == hash_of(text));
+        REQUIRE(engine.model->cache(0) == text);
+        const int n_removable = steered.known().n_removable;
+        CHECK(n_removable <= n_generated);
+        const int n_removed = std::min(n_removable, static_cast<int>(random() % 4));
+        const auto added =
+            make_prompt(static_cast<token_id>(50 + i), static_cast<int>(random() % 14));
+        if (n_generated - n_removed + static_cast<int>(added.size()) >= 200) break;
+        steered.answer(n_removed, added);
+        n_generated += static_cast<int>(added.size()) - n_removed;
+        text.resize(text.size() - static_cast<std::size_t>(n_removed));
+        for (const auto id : added) {
+            if (text.size() == 32) discard();
+            text.push_back(id);
+        }
+    }
+    CHECK(engine.model->n_discards() > 3);
+}
+
+TEST_CASE("steered: no answer twice, no choice twice, nothing after the end") {
+    test_engine engine;
+    auto steered = drive(engine, make_prompt(1, 5), 60);
+    REQUIRE(steered.next());
+    const auto first = steered.event().pass;
+    const auto id = steered.pick();
+    CHECK_THROWS_AS(steered.pick(), error);
+    CHECK(steered.refused(1, {}) == errc::request);
+    CHECK(steered.refused(-1, {}) == errc::request);
+    steered.answer(0, {id});
+    CHECK(steered.refused(0, {id}) == errc::request);
+    REQUIRE(steered.next());
+    engine.cancel(steered.wanted());
+    CHECK(steered.refused(0, {id}) == errc::closed);
+    CHECK_THROWS_AS(steered.pick(), error);
+    CHECK_FALSE(is_busy(*engine.sched, 0));
+}
+
+TEST_CASE("steered: cancelling rolls the slot back to the text without its last id") {
+    for (const bool is_evaluated : {true, false}) {
+        test_engine engine;
+        const auto prompt = make_prompt(1, 5);
+        auto steered = drive(engine, prompt, 60);
+        REQUIRE(steered.next());
+        steered.answer(0, {7, 8});
+        if (is_evaluated) REQUIRE(steered.next());
+        engine.cancel(steered.wanted());
+        CHECK(engine.model->cache(0).size() <= 6);
+        if (is_evaluated) CHECK(engine.model->cache(0) == prompt + ids{7});
+        CHECK(engine.sched->tokens_of(0) == engine.model->cache(0));
+    }
+}
+
+TEST_CASE("steered: others go on while it waits, and share their steps") {
+    test_engine engine(with(true, 4));
+    auto steered = drive(engine, make_prompt(9, 5), 60);
+    REQUIRE(steered.next());
+    CHECK(steered.wanted()->slot.load() == 3);
+    std::vector<std::shared_ptr<request>> plain;
+    for (token_id i = 1; i <= 3; ++i)
+        plain.push_back(engine.submit(make_prompt(i, 5), 30, [](request& r) { r.run_ahead = 30; }));
+    for (token_id i = 1; i <= 3; ++i) {
+        consumer one(plain[static_cast<std::size_t>(i - 1)]);
+        CHECK(one.rest() == continuation(make_prompt(i, 5), 30));
+    }
+    std::size_t n_shared = 0;
+    for (const auto& batch : engine.model->decodes()) n_shared += batch.size() == 3 ? 1 : 0;
+    CHECK(n_shared >= 20);
+    const auto first = steered.pick();
+    steered.answer(0, {first});
+    CHECK(ids{first} + steered.rest() == continuation(make_prompt(9, 5), 60));
+}
+
+TEST_CASE("steered: a slot that has waited longest takes the others along in its step") {
+    test_engine engine(with(true, 4));
+    auto steered = drive(engine, make_prompt(9, 5), 60);
+    REQUIRE(steered.next());
+    std::vector<consumer> plain;
+    for (token_id i = 1; i <= 3; ++i) {
+        plain.emplace_back(
+            engine.submit(make_prompt(i, 5), 40, [](request& r) { r.run_ahead = 40; }));
+    }
+    for (auto& one : plain) one.take(2);
+    engine.model->allow(0);
+    REQUIRE(engine.model->wait_held());
+    const auto n_before = engine.model->decodes().size();
+    steered.answer(0, {steered.pick()});
+    engine.model->allow(3);
+    REQUIRE(engine.model->wait_decodes(n_before + 1));
+    CHECK(engine.model->decodes()[n_before].size() == 4);
+}
+
+TEST_CASE("steered: a request that waits for its slot is told of the consumer") {
+    test_engine engine;
+    auto steered = drive(engine, make_prompt(1, 5), 60);
+    REQUIRE(steered.next());
+    const auto queued = engine.submit(make_prompt(2, 5), 3);
+    const auto waiter = std::make_shared<wake_handle>();
+    REQUIRE_FALSE(queued->box->arm(waiter));
+    while (!waiter->wait(20'000)) {
+    }
+    CHECK(queued->box->take_stall() == std::vector{steered.wanted()->id});
+}
+
+TEST_CASE("steered: closing the engine ends a request that waits for its answer") {
+    test_engine engine;
+    auto steered = drive(engine, make_prompt(1, 5), 60);
+    REQUIRE(steered.next());
+    engine.sched->close();
+    CHECK(steered.refused(0, {7}) == errc::closed);
+    CHECK_FALSE(steered.next());
+    CHECK(steered.from().code() == errc::closed);
+}
+
+TEST_CASE("steered: a pass outlives its request") {
+    std::shared_ptr<forward_pass> kept;
+    {
+        test_engine engine;
+        auto steered = drive(engine, make_prompt(1, 5), 60);
+        REQUIRE(steered.next());
+        kept = steered.event().pass;
+        engine.cancel(steered.wanted());
+    }
+    CHECK(kept->logits()->front() == static_cast<float>(hash_of(make_prompt(1, 5))));
+}
+
+TEST_CASE("steered: many at once beside plain requests, cancelled at random") {
+    test_engine engine(with(true, 4, 4096));
+    std::atomic<int> n_wrong{0};
+    std::vector<std::thread> threads;
+    for (unsigned seed = 1; seed <= 6; ++seed) {
+        threads.emplace_back([&, seed] {
+            std::mt19937 random(seed);
+            for (int round = 0; round < 20; ++round) {
+                const auto prompt = make_prompt(static_cast<token_id>(seed * 100) + round, 12);
+                if (seed % 3 == 0) {
+                    consumer plain(engine.submit(prompt, 15));
+                    if (plain.rest() != continuation(prompt, 15)) ++n_wrong;
+                    continue;
+                }
+                auto steered =
+                    drive(engine, prompt, 30, [](request& r) { r.capture = make_plan(); });
+                ids text = prompt;
+                const auto n_passes = random() % 12;
+                for (unsigned n = 0; n < n_passes && steered.next(); ++n) {
+                    const auto picked = steered.pick();
+                    if (picked != hash_of(text)) ++n_wrong;
+                    const auto n_removable = static_cast<unsigned>(steered.known().n_removable);
+                    if (random() % 4 == 0) {
+                        const auto n_removed = random() % (1 + n_removable);
+                        steered.answer(static_cast<int>(n_removed), {});
+                        text.resize(text.size() - n_removed);
+                    } else {
+                        steered.answer(0, {picked, 7});
+                        text = text + ids{picked, 7};
+                    }
+                }
+                if (random() % 2 == 0 && steered.next()) {
+                    // From another thread, while this one answers.
+                    std::thread other([&] { engine.sched->cancel(steered.wanted()); });
+                    try {
+                        steered.pick();
+                        steered.answer(0, {7});
+                    } catch (const error&) {
+                    }
+                    other.join();
+                }
+                engine.cancel(steered.wanted());
+            }
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    CHECK(n_wrong == 0);
+}
