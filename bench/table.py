@@ -20,6 +20,7 @@ import embed
 import eval_callback
 import hf
 import loop
+import mods
 import prefill
 import reuse
 import server
@@ -46,6 +47,7 @@ BENCHMARKS = {
         prefill,
         loop,
         slots,
+        mods,
         embed,
         eval_callback,
         hf,

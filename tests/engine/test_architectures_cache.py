@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, errors
+from kqview import Capture, errors, mod
+from kqview.mods import Added
 from kqview.state import inspect
 from tests.support import ses1, tiny_gguf
 from tests.support.archs import NAMES, WITHOUT_CACHE
@@ -68,6 +69,12 @@ class Said:
         np.testing.assert_allclose(self.logprobs, want, rtol=0, atol=ROUNDED)
 
 
+@mod
+def take_back(event: Any, actions: Any, _tokenizer: Any) -> Any:
+    """Take 4 of 6 tokens back, once."""
+    return actions.backtrack(4) if isinstance(event, Added) and event.step == 6 else None
+
+
 @pytest.fixture(params=GENERATING)
 def engine(
     request: pytest.FixtureRequest, architectures: Models, make_engine: MakeEngine
@@ -106,6 +113,11 @@ def test_every_way_back_equals_a_fresh_evaluation(engine: Engine, can_go_back: b
     again = Said(engine.generate(prompt + fresh.ids[:6], max_tokens=10, **options))
     again.check(fresh, 6)
     assert again.n_cached == (N_PROMPT + 5 if can_go_back else 0)
+
+    # Taken back by a mod, generated again.
+    steered = engine.generate(prompt, max_tokens=12, mods=[take_back], **options)
+    steered.read()
+    assert steered.tokens == fresh.ids[:12]
 
     # A prompt that parts from the cache in its middle.
     other = prompt[:12] + prompt_of(2, 8)

@@ -271,9 +271,12 @@ TEST_CASE("steered: others go on while it waits, and share their steps") {
     auto steered = drive(engine, make_prompt(9, 5), 60);
     REQUIRE(steered.next());
     CHECK(steered.wanted()->slot.load() == 3);
+    engine.model->allow(0);
     std::vector<std::shared_ptr<request>> plain;
     for (token_id i = 1; i <= 3; ++i)
         plain.push_back(engine.submit(make_prompt(i, 5), 30, [](request& r) { r.run_ahead = 30; }));
+    REQUIRE(engine.model->wait_held());
+    engine.model->allow_all();
     for (token_id i = 1; i <= 3; ++i) {
         consumer one(plain[static_cast<std::size_t>(i - 1)]);
         CHECK(one.rest() == continuation(make_prompt(i, 5), 30));
