@@ -103,11 +103,9 @@ def fresh(engine: Engine, ids: Sequence[int], capture: str | None) -> tuple[Any,
     return logits, attention
 
 
-def layers(attention: Any) -> tuple[Any, ...]:
+def layers(attention: Any) -> Any:
     """The arrays of a row: one, one a layer where these have different heads, or none."""
-    if attention is None:
-        return ()
-    return attention if isinstance(attention, tuple) else (attention,)
+    return [attention] if hasattr(attention, "shape") else attention or ()
 
 
 def difference(got: NDArray[np.float32], wanted: NDArray[np.float32]) -> float:
