@@ -544,9 +544,11 @@ def test_mod_that_hangs_costs_its_time_limit_and_holds_up_nobody(serve: Serve, m
     served.wait_idle()
 
 
-def test_mod_that_raises_changes_nothing(steered: Served):
+def test_mod_that_raises_changes_nothing(steered: Served, caplog: pytest.LogCaptureFixture):
     plain = asked(steered, APIS["chat"], []).json()["choices"][0]["message"]
     assert asked(steered, APIS["chat"], ["fails"]).json()["choices"][0]["message"] == plain
+    assert "mod fails failed in" in caplog.text
+    assert "KeyError: 'inside'" in caplog.text
 
 
 # ---- traces

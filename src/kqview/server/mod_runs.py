@@ -4,7 +4,8 @@ Mods come from the folder of ``mods_dir`` alone. Their calls run on threads with
 that a mod that hangs holds up neither the event loop nor, for long, its request.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -15,6 +16,8 @@ from kqview.server.settings import Settings
 from kqview.trace import Trace
 from kqview.trace.post import Poster, PosterStats
 
+_log: Final = logging.getLogger("kqview.mods")
+_MOST_QUEUED: Final = 64  # traces of long requests take tens of megabytes
 _OWNER_CHARACTERS: Final = 16  # of the digest of a key
 
 
@@ -55,6 +58,7 @@ class ModRuns:
             self._poster = Poster(
                 settings.trace_url,
                 spool=settings.trace_spool,
+                max_queued=_MOST_QUEUED,
                 headers={} if key is None else {"authorization": f"Bearer {key}", "x-api-key": key},
             )
 
@@ -101,19 +105,29 @@ class ModRuns:
         if wanted and self._folder is not None:
             options["mods"] = [self._folder.get(one.name, one.options) for one in wanted]
             options["mod_time_limit_s"] = self._limit_s
-        if self._poster is not None and (wanted or self._traces_all):
-            options["trace"] = partial(self._post, self._poster.post, owner, model)
+        # Without a poster, a trace still says which mods failed.
+        if wanted or (self._poster is not None and self._traces_all):
+            options["trace"] = partial(self._ended, owner, model)
         return options
 
-    @staticmethod
-    def _post(post: Callable[[Trace], None], owner: str, model: str, trace: Trace) -> None:
+    def _ended(self, owner: str, model: str, trace: Trace) -> None:
+        """A request that was traced has ended; any thread."""
+        failed = [one for one in trace.mod_calls if one.exception_occurred]
+        for name in sorted({one.mod_name for one in failed}):
+            calls = [one for one in failed if one.mod_name == name]
+            _log.warning(
+                "mod %s failed in %d calls of %s, first: %s",
+                name, len(calls), trace.request.request_id, calls[0].exception_message,
+            )  # fmt: skip
+        if self._poster is None:
+            return
         trace.request.model = model
         if owner:
             # A receiver replaces traces of one id: nobody may replace those of another key.
             digest = owner[:_OWNER_CHARACTERS]
             trace.request.user_api_key = digest
             trace.request.request_id = f"{trace.request.request_id}@{digest}"
-        post(trace)
+        self._poster.post(trace)
 
     def trace_stats(self) -> PosterStats | None:
         """What became of traces; None if none are posted."""

@@ -27,6 +27,7 @@ from kqview.types import PromptBlock, Sampling, Token, Usage
 _STEPS_AHEAD: Final = 1
 _LOGPROB_BYTES: Final = 128  # an id and a number in a tuple, and their place in a list
 _WRITTEN_BYTES: Final = 4096
+_TRACED_BYTES: Final = 10 * 1024  # of a token in a trace: its events, with the most probable ones
 _TEXT_BYTES: Final = 64  # a short text and its place in a list
 MOST_TOP: Final = 20
 """Most top logprobs of a token that `Run.logprobs` keeps."""
@@ -193,6 +194,7 @@ class Run:
         self._tasks: list[asyncio.Task[None]] = []
         # Texts of the tokens of each sample, where mods may take them back.
         self._texts: list[list[str]] = [[] for _ in self.generations] if request.mods else []
+        self._is_traced = any(one.trace is not None for one in self.generations)
         self._logprob_at: list[int] = []  # index of the token of each of `logprobs`
         self._n_left = len(self.generations)
         self._steps: asyncio.Queue[Step | BaseException | None] = asyncio.Queue(_STEPS_AHEAD)
@@ -220,6 +222,8 @@ class Run:
             raise self.error
         self.n_tokens += 1
         token = step.token
+        if self._is_traced:
+            self.hold.take(_TRACED_BYTES)
         if self._texts:
             step = self._watched(step)
         if self.request.keeps_logprobs and token.logprob is not None and step.sample == 0:
