@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import TYPE_CHECKING
 
-from kqview.mods.logs import captured
+from kqview.mods.logs import Captured
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,7 +27,7 @@ def collector() -> tuple[Lines, Callable[[str, str], None]]:
 
 def test_printed_lines_are_captured_and_not_printed(capsys: pytest.CaptureFixture[str]):
     lines, log = collector()
-    with captured(log):
+    with Captured(log):
         print("one", end="")
         print(" line\ntwo")
         sys.stdout.writelines(["thr", "ee"])
@@ -38,7 +38,7 @@ def test_printed_lines_are_captured_and_not_printed(capsys: pytest.CaptureFixtur
 
 def test_stream_is_the_one_of_before_when_no_mod_runs():
     before = sys.stdout
-    with captured(collector()[1]):
+    with Captured(collector()[1]):
         assert sys.stdout is not before
         assert sys.stdout.encoding == before.encoding
     assert sys.stdout is before
@@ -46,7 +46,7 @@ def test_stream_is_the_one_of_before_when_no_mod_runs():
 
 def test_line_without_end_is_cut_into_pieces():
     lines, log = collector()
-    with captured(log):
+    with Captured(log):
         sys.stdout.write("x" * 200_000)
     assert [len(text) for text, _ in lines] == [65_536, 65_536, 65_536, 3_392]
 
@@ -57,7 +57,7 @@ def test_threads_print_beside_each_other(capsys: pytest.CaptureFixture[str]):
 
     def work(name: str) -> None:
         found[name], log = collector()
-        with captured(log):
+        with Captured(log):
             both.wait()
             for i in range(50):
                 print(name, i)
@@ -82,7 +82,7 @@ async def test_tasks_print_beside_each_other(capsys: pytest.CaptureFixture[str])
 
     async def work(name: str) -> None:
         found[name], log = collector()
-        with captured(log):
+        with Captured(log):
             print(name)
             await release.wait()
             print(name)
@@ -100,16 +100,16 @@ def test_stream_that_another_thread_has_redirected_stays_redirected():
     before, mine = sys.stdout, io.StringIO()
     lines, log = collector()
     with contextlib.ExitStack() as stack:
-        with captured(log):
+        with Captured(log):
             stack.enter_context(contextlib.redirect_stdout(mine))
         assert sys.stdout is mine
-        with captured(log):
+        with Captured(log):
             print("in a mod")
         print("outside")
     print("into what the redirection has restored", end="", file=io.StringIO())
     assert mine.getvalue() == "outside\n"
     assert lines == [("in a mod", "INFO")]
-    with captured(log):
+    with Captured(log):
         pass
     assert sys.stdout is before
 
@@ -119,7 +119,7 @@ def test_output_behind_the_call_goes_where_it_would_without_mods(
 ):
     lines, log = collector()
     late: list[Callable[[], None]] = []
-    with captured(log):
+    with Captured(log):
         stream = sys.stdout
         late.append(lambda: print("late", file=stream))
     late[0]()
@@ -133,7 +133,7 @@ def test_records_are_captured_with_their_levels_and_handled_as_usual(
     logger = logging.getLogger("tests.mods")
     lines, log = collector()
     with caplog.at_level(logging.DEBUG, logger="tests.mods"):
-        with captured(log):
+        with Captured(log):
             logger.debug("%s of %s", 1, 4)
             logger.info("two")
             logger.warning("three")
@@ -157,7 +157,7 @@ def test_levels_decide_which_records_there_are():
     logger = logging.getLogger("tests.mods.quiet")
     logger.setLevel(logging.ERROR)
     lines, log = collector()
-    with captured(log):
+    with Captured(log):
         logger.warning("nobody sees this")
     assert lines == []
 
@@ -167,6 +167,6 @@ def test_record_whose_arguments_do_not_fit_is_captured_as_it_is(
 ):
     monkeypatch.setattr(logging, "raiseExceptions", False)
     lines, log = collector()
-    with captured(log):
+    with Captured(log):
         logging.getLogger("tests.mods").error("%d of them", "no number")
     assert lines == [("%d of them", "ERROR")]

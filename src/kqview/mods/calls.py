@@ -23,7 +23,7 @@ from kqview.errors import RequestError
 from kqview.mods.actions import ActionBuilder
 from kqview.mods.decorator import BoundMod
 from kqview.mods.events import Event, RequestEnd
-from kqview.mods.logs import Log, captured
+from kqview.mods.logs import Captured, Log
 from kqview.mods.tokenizer import ModTokenizer
 
 _log: Final = logging.getLogger("kqview.mods")
@@ -91,7 +91,8 @@ class Caller:
     Args:
         tokenizer: Passed to the mods.
         time_limit_s: Most seconds that a call may take; None for no limit.
-        note: Called on the thread or task of each call, before the mod.
+        note: Called on the thread or task of a call, before the mod, where that is not the
+            consumer's own.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class Caller:
             return late
         if self._limit_s is None:
             return self._run(call)
-        job = self._job(lambda: self._run(call))
+        job = self._job(lambda: self._run_elsewhere(call))
         try:
             has_returned = job.done.wait(self._limit_s)
         except BaseException:  # KeyboardInterrupt
@@ -141,10 +142,10 @@ class Caller:
         if self._limit_s is None:
             return await self._arun(call) if call.mod.is_async else self._run(call)
         if call.mod.is_async:
-            running = _Task(asyncio.ensure_future(self._arun(call)))
+            running = _Task(asyncio.ensure_future(self._arun_elsewhere(call)))
             wanted: asyncio.Future[Any] = running.task
         else:
-            running = self._job(lambda: self._run(call))
+            running = self._job(lambda: self._run_elsewhere(call))
             wanted = _future_of(running)
         try:
             done, _ = await asyncio.wait({wanted}, timeout=self._limit_s)
@@ -176,8 +177,7 @@ class Caller:
     def _run(self, call: Call) -> Outcome:
         started = time.perf_counter()
         try:
-            with captured(call.log):
-                self._note()
+            with Captured(call.log):
                 answer = call.mod.call(*self._arguments(call))
                 if inspect.isawaitable(answer):
                     _close(answer)
@@ -189,11 +189,18 @@ class Caller:
             return failure(error, _ms_since(started))
         return Outcome(answer, _ms_since(started))
 
+    def _run_elsewhere(self, call: Call) -> Outcome:
+        self._note()
+        return self._run(call)
+
+    async def _arun_elsewhere(self, call: Call) -> Outcome:
+        self._note()
+        return await self._arun(call)
+
     async def _arun(self, call: Call) -> Outcome:
         started = time.perf_counter()
         try:
-            with captured(call.log):
-                self._note()
+            with Captured(call.log):
                 answer: object = call.mod.call(*self._arguments(call))
                 if inspect.isawaitable(answer):
                     answer = await cast("Awaitable[object]", answer)

@@ -7,11 +7,10 @@ seen as they are made, by a record factory that is installed once and passes eve
 records exist is decided by the levels of their loggers, and handlers get them as usual.
 """
 
-import contextlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, Final, Literal, cast
 
@@ -76,21 +75,25 @@ class _Router:
         return getattr(self.stream, name)
 
 
-@contextlib.contextmanager
-def captured(log: Log) -> Generator[None]:
-    """Pass lines that this thread or task prints, and records that it logs, to *log*.
+class Captured:
+    """Context manager: passes lines that this thread or task prints, and records, to *log*.
 
     Threads that the code inside starts are not captured.
     """
-    lines = _Lines(log)
-    token = _lines.set(lines)
-    _enter()
-    try:
-        yield
-    finally:
-        _lines.reset(token)
+
+    __slots__ = ("_lines", "_token")
+
+    def __init__(self, log: Log) -> None:
+        self._lines = _Lines(log)
+
+    def __enter__(self) -> None:
+        self._token = _lines.set(self._lines)
+        _enter()
+
+    def __exit__(self, *_: object) -> None:
+        _lines.reset(self._token)
         _leave()
-        lines.close()
+        self._lines.close()
 
 
 def _enter() -> None:
