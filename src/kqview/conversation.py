@@ -76,7 +76,7 @@ class Conversation:
             chat_template=chat_template,
             template_options=template_options,
         )
-        with conversation_of(messages):
+        with conversation_of(messages, tools):
             return self.generate(ids, **options)
 
     @overload

@@ -273,7 +273,7 @@ class Submission:
             max_tokens=min(
                 options.max_tokens, INT32_MAX if options.n_discard else self._core.n_ctx
             ),
-            messages=current_conversation(),
+            dialogue=current_conversation(),
             submit=submit,
             **self._facts(request_id, options, len(prompt), capture, stop),
         )

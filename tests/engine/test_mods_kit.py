@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Capture, Engine
+from kqview import Capture, Engine, mod
+from kqview.mods import Prefilled
 from kqview.mods.attention import AlignAtt, LookbackGuard, ReRead
 from kqview.mods.kit import (
     CharsMode,
@@ -22,6 +23,8 @@ from kqview.mods.kit import (
     RegexStrat,
     UntilEndType,
     UntilStrat,
+    get_conversation,
+    get_schemas,
     route_message,
     self_prompt_mod,
 )
@@ -167,3 +170,24 @@ def test_guard_reads_every_form_of_capture(engine: Engine, capture: Any):
     trace = generation.trace
     assert trace is not None
     assert not any(call.exception_occurred for call in trace.mod_calls)
+
+
+# ---- chats
+
+
+def test_mod_reads_the_messages_and_tools_of_its_chat(engine: Engine):
+    messages = [{"role": "user", "content": "Paint it red."}]
+    tools: Any = [{"type": "function", "function": {"name": "paint", "parameters": {}}}]
+    seen: list[Any] = []
+
+    @mod
+    def reads(event: Any) -> None:
+        if isinstance(event, Prefilled):
+            seen.append((get_conversation(event), get_schemas(event)))
+
+    for given in (tools, None):
+        template = "{{ messages[0].content }}"
+        engine.chat(
+            messages, tools=given, mods=[reads], max_tokens=1, chat_template=template
+        ).read()
+    assert seen == [(messages, [tools[0]["function"]]), (messages, [])]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kqview.mods.events import Dialogue
+
 END = "<end>"
 
 
@@ -111,7 +113,7 @@ def drive(
     max_tokens: int = 200,
     request_id: str = "r",
     attention: Callable[[str, int], NDArray[np.float32] | None] = lambda text, n: None,
-    messages: Sequence[Any] | None = None,
+    dialogue: Dialogue | None = None,
     may_fail: bool = False,
 ) -> Driven:
     """Run one request, as an engine does that decodes greedily.
@@ -125,7 +127,7 @@ def drive(
         max_tokens: Limit of tokens to generate.
         request_id: The request.
         attention: The row of the query, by the text and the number of tokens before the next one.
-        messages: The conversation.
+        dialogue: The chat that the prompt was made of.
         may_fail: Whether a mod may raise.
     """
     tokenizer = words.tokenizer()
@@ -153,7 +155,7 @@ def drive(
         return decision
 
     prompt_ids = words.tokenize(prompt, False)
-    decision = take(steering.prefill(prompt_ids, max_tokens=max_tokens, messages=messages))
+    decision = take(steering.prefill(prompt_ids, max_tokens=max_tokens, dialogue=dialogue))
     while decision.end is None:
         text = tokenizer.decode([*prompt_ids, *ids])
         liked = [words.id(word) for word in model(text)]

@@ -19,6 +19,7 @@ from kqview import _core
 from kqview.errors import BusyError, ClosedError, RequestError
 from kqview.generation.stream import Generation, GenerationFacts
 from kqview.generation.waiting import Taker
+from kqview.mods.events import Dialogue
 from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import Trace
 from kqview.types import PromptBlock, Token
@@ -60,7 +61,7 @@ class SteeredGeneration(Generation):
         *,
         prompt: list[int],
         max_tokens: int,
-        messages: Sequence[Any] | None,
+        dialogue: Dialogue | None,
         submit: Callable[[list[int], int], _core.Generation],
         **facts: Unpack[GenerationFacts],
     ) -> None:
@@ -70,7 +71,7 @@ class SteeredGeneration(Generation):
             steering: Makes its Steering.
             prompt: Ids of its prompt.
             max_tokens: Limit of tokens to generate.
-            messages: The conversation that the prompt was made of, if it is one.
+            dialogue: The chat that the prompt was made of, if it is one.
             submit: Submits the request with the prompt and limit that its mods have left.
             **facts: As of Generation.
         """
@@ -80,7 +81,7 @@ class SteeredGeneration(Generation):
         self._is_submitted = False
         self._prompt = prompt
         self._max_tokens = max_tokens
-        self._messages = messages
+        self._dialogue = dialogue
         self._ready: deque[Token] = deque()
         self._marks: list[Mark] = []  # of the text before each id
         self._is_left = False  # whether the consumer has left before the end
@@ -182,7 +183,7 @@ class SteeredGeneration(Generation):
 
     def _prefill(self) -> Steps:
         return self._steering.prefill(
-            self._prompt, max_tokens=self._max_tokens, messages=self._messages
+            self._prompt, max_tokens=self._max_tokens, dialogue=self._dialogue
         )
 
     def _run(self, steps: Steps) -> Decision | None:

@@ -19,22 +19,32 @@ from kqview.types.token import Attention, Positions
 
 _BLOCK: Final = 64
 _SMALL: Final = 2048
-_messages: Final[ContextVar[Sequence[Any] | None]] = ContextVar("kqview_messages", default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dialogue:
+    """The messages of a chat, and the tools that it offers; None for no tools."""
+
+    messages: Sequence[Any]
+    tools: Sequence[Any] | None = None
+
+
+_dialogue: Final[ContextVar[Dialogue | None]] = ContextVar("kqview_dialogue", default=None)
 
 
 @contextlib.contextmanager
-def conversation_of(messages: Sequence[Any]) -> Generator[None]:
-    """Requests that are made inside are of these messages, for ``context_info.messages``."""
-    token = _messages.set(messages)
+def conversation_of(messages: Sequence[Any], tools: Sequence[Any] | None = None) -> Generator[None]:
+    """Requests that are made inside are of this chat, for ``context_info``."""
+    token = _dialogue.set(Dialogue(messages, tools))
     try:
         yield
     finally:
-        _messages.reset(token)
+        _dialogue.reset(token)
 
 
-def current_conversation() -> Sequence[Any] | None:
-    """The messages that `conversation_of` was given; None outside."""
-    return _messages.get()
+def current_conversation() -> Dialogue | None:
+    """The chat that `conversation_of` was given; None outside."""
+    return _dialogue.get()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,10 +54,12 @@ class ContextInfo:
     Attributes:
         tokens: Ids of the prompt, int32 of shape ``(n_tokens,)``, read-only.
         messages: The conversation, if the request is a chat; otherwise None.
+        tools: The tools that the chat offers; None without any.
     """
 
     tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     messages: Sequence[Any] | None = None
+    tools: Sequence[Any] | None = None
 
     @property
     def _prompt_len(self) -> int:

@@ -39,6 +39,7 @@ from kqview.mods.decorator import BoundMod
 from kqview.mods.events import (
     Added,
     ContextInfo,
+    Dialogue,
     Event,
     ForwardPass,
     Prefilled,
@@ -229,21 +230,24 @@ class Steering:
     # ---- before the first step
 
     def prefill(
-        self, prompt: list[int], *, max_tokens: int, messages: Sequence[Any] | None = None
+        self, prompt: list[int], *, max_tokens: int, dialogue: Dialogue | None = None
     ) -> Steps:
         """Tell the mods of the prompt; the decision has the prompt and limit that apply.
 
         Args:
             prompt: Ids of the prompt.
             max_tokens: Limit of tokens to generate.
-            messages: The conversation that the prompt was made of, if it is one.
+            dialogue: The chat that the prompt was made of, if it is one.
         """
         recorded = None
         if self.recorder is not None:
             recorded = self.recorder.prefilled(prompt_length=len(prompt), max_steps=max_tokens)
         tokens = np.array(prompt, np.int32)
         tokens.flags.writeable = False
-        event = Prefilled(self._request_id, 0, max_tokens, ContextInfo(tokens, messages))
+        info = ContextInfo(tokens)
+        if dialogue is not None:
+            info = ContextInfo(tokens, dialogue.messages, dialogue.tools)
+        event = Prefilled(self._request_id, 0, max_tokens, info)
         so_far = _Step(0)
         yield from self._tell(event, recorded, so_far)
         decision = Decision(prompt=prompt, max_tokens=max_tokens)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from kqview.mods import Prefilled, mod
-from kqview.mods.kit import get_conversation, tool_call_pairs
+from kqview.mods.events import ContextInfo, Dialogue
+from kqview.mods.kit import get_conversation, get_schemas, tool_call_pairs
 from tests.support.mods import END, Words, drive
 
 
@@ -59,6 +60,17 @@ def test_conversation_is_a_copy_of_the_messages_of_the_request():
             seen[-1][0]["parts"].append(2)
 
     for _ in range(2):
-        drive(reads, words=Words(), model=lambda text: [END], messages=messages)
+        drive(reads, words=Words(), model=lambda text: [END], dialogue=Dialogue(messages))
     assert [one[0]["parts"] for one in seen] == [[1, 2], [1, 2]]
     assert get_conversation(Prefilled("r", 0, 1)) == []
+
+
+def test_schemas_are_those_of_the_tools_without_their_wrapper():
+    schema = {"name": "paint", "parameters": {"type": "object"}}
+    tools = [{"type": "function", "function": schema}, schema]
+    event = Prefilled("r", 0, 1, ContextInfo(tools=tools))
+    found = get_schemas(event)
+    assert found == [schema, schema]
+    found[0]["parameters"]["type"] = "array"
+    assert get_schemas(event) == [schema, schema]
+    assert get_schemas(Prefilled("r", 0, 1)) == []

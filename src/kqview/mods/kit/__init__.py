@@ -4,13 +4,18 @@
   `ListStrat`, and by llguidance `RegexStrat` and `JsonSchemaStrat`.
 - `SelfPrompt` and `self_prompt_mod` ask one question; an `EraseMode` says what stays of it.
 - `FlowEngine` asks questions whose answers decide what comes next.
-- `get_conversation` and `tool_call_pairs` read the chat that a request is made of.
+- `get_conversation`, `get_schemas` and `tool_call_pairs` read the chat that a request is made of.
 
 Everything that belongs to a request is freed with it, and nothing is shared between requests.
 """
 
 from kqview.mods.kit.constraints import JsonSchemaStrat, RegexStrat
-from kqview.mods.kit.dialogue import ToolCallPair, get_conversation, tool_call_pairs
+from kqview.mods.kit.dialogue import (
+    ToolCallPair,
+    get_conversation,
+    get_schemas,
+    tool_call_pairs,
+)
 from kqview.mods.kit.flow import (
     FlowDefinition,
     FlowEngine,
@@ -67,6 +72,7 @@ __all__ = [
     "UntilEndType",
     "UntilStrat",
     "get_conversation",
+    "get_schemas",
     "route_message",
     "route_noop",
     "route_output",

@@ -16,6 +16,15 @@ def get_conversation(event: Prefilled) -> list[dict[str, Any]]:
     return [copy.deepcopy(dict(message)) for message in event.context_info.messages or ()]
 
 
+def get_schemas(event: Prefilled) -> list[dict[str, Any]]:
+    """The tools that the chat of *event* offers, copied: each with name, description, parameters.
+
+    The wrapper ``{"type": "function", "function": ...}`` is taken off.
+    """
+    tools = [copy.deepcopy(dict(tool)) for tool in event.context_info.tools or ()]
+    return [dict(_function(tool)) for tool in tools]
+
+
 @dataclass(frozen=True)
 class ToolCallPair:
     """A tool call in a conversation, and what came back.
