@@ -15,7 +15,7 @@ from kqview.ingest.receiver import Receiver
 from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
 from kqview.server.endpoint import Call, Feed, HttpReply, Operation, Upload
-from kqview.server.errors import Answer, Forbidden, NotFound, Unprocessable, UnsupportedMedia
+from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
@@ -89,11 +89,8 @@ def operations(
         return TraceList(traces, next_cursor)
 
     async def trace(call: Call) -> HttpReply:
-        request_id, reader = _text(call.path["request_id"]), _reader(call)
-        owner = await receiver.read(store.owner, request_id)
-        if owner is not None and not reader.sees_all and owner != reader.owner:
-            raise Forbidden(f"the trace {request_id!r} belongs to another key")
-        body = await receiver.read(store.trace, request_id, reader)
+        request_id = _text(call.path["request_id"])
+        body = await receiver.read(store.trace, request_id, _reader(call))
         if body is None:
             raise _unknown(request_id)
         return HttpReply(body, gzips=True)

@@ -32,7 +32,7 @@ from kqview.ingest import tables
 from kqview.ingest.migrations import migrate
 from kqview.ingest.payload import Posted, Row, moment
 from kqview.ingest.schema import TIMES, Action, Event, ModCall, ModLog, Request, Summary, Values
-from kqview.server.errors import StorageFailed, StorageFull
+from kqview.server.errors import Forbidden, StorageFailed, StorageFull
 
 _SLICE: Final = 500  # rows in one statement
 _BUSY_S: Final = 30.0  # that a writer waits for another process
@@ -278,19 +278,13 @@ class Store:
         with self._reading() as db:
             return db.execute(sa.select(tables.counter.c.revision)).scalar_one()
 
-    def owner(self, request_id: str) -> str | None:
-        """The digest of the key that a trace belongs to, "" for nobody's; None without a trace."""
-        requests = tables.requests
-        with self._reading() as db:
-            row = db.execute(
-                sa.select(requests.c.user_key_sha256).where(requests.c.request_id == request_id)
-            ).first()
-        return None if row is None else row[0] or ""
-
     def trace(self, request_id: str, reader: Reader) -> bytes | None:
         """JSON of a whole trace, as `kqview.ingest.schema.Trace`; None without one.
 
         It is made slice by slice: only the text of a large trace is in memory as a whole.
+
+        Raises:
+            Forbidden: It belongs to another key.
         """
         requests = tables.requests
         with self._reading() as db:
@@ -298,6 +292,8 @@ class Store:
             row = db.execute(query).mappings().first()
             if row is None:
                 return None
+            if not reader.sees_all and row["user_key_sha256"] != reader.owner:
+                raise Forbidden(f"the trace {request_id!r} belongs to another key")
             parts = [b'{"request":', msgspec.json.encode(_part(Request, row, reader))]
             for name, table, order, kind in _PARTS:
                 parts.append(b',"%s":[' % name.encode())

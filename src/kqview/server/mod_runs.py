@@ -125,7 +125,7 @@ class ModRuns:
         if owner:
             # A receiver replaces traces of one id: nobody may replace those of another key.
             digest = owner[:_OWNER_CHARACTERS]
-            trace.request.user_api_key = digest
+            trace.request.user_api_key = f"sha256:{owner}"  # `kqview ingest` shows it to its owner
             trace.request.request_id = f"{trace.request.request_id}@{digest}"
         self._poster.post(trace)
 
