@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <memory>
+#include <span>
 #include <string_view>
 #include <vector>
 
@@ -38,6 +39,14 @@ nb::object hidden_view(const captured_rows& rows);
 
 // A read-only array of shape (n_vocab,), which keeps the row alive, and nothing else.
 nb::object logits_view(const std::shared_ptr<const std::vector<float>>& logits);
+
+// The values of a caller's one-dimensional array of floats; converted, or else not copied. Raises
+// request, naming `what`, for anything else. Must die with the GIL.
+struct read_values {
+    std::span<const float> values;
+    std::shared_ptr<const void> owner;
+};
+read_values values_of(const char* what, const nb::object& array);
 
 // A writable array of shape (n_rows, n_values), or None without values. It keeps `owner`, which
 // owns the values, alive.

@@ -1,7 +1,6 @@
 // The consumer's side of a request: taking events, waiting, and the end.
 #include "bind/bind_generation.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -78,15 +77,11 @@ struct taken_pass {
     }
 };
 
-using adjusted_logits = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-picked_token pick(const taken_pass& self, const std::optional<adjusted_logits>& logits,
+picked_token pick(const taken_pass& self, const nb::object& logits,
                   std::optional<float> temperature) {
-    std::span<const float> adjusted;
-    if (logits) adjusted = {logits->data(), logits->size()};
-    if (logits && adjusted.empty()) throw error(errc::request, "logits has no values");
+    const auto adjusted = logits.is_none() ? read_values{} : values_of("logits", logits);
     return self.with([&](engine&, const std::shared_ptr<request>& of) {
-        return self.event.pass->pick(*of, adjusted, temperature);
+        return self.event.pass->pick(*of, adjusted.values, temperature);
     });
 }
 

@@ -8,9 +8,11 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
+#include "base/error.h"
 #include "bind/bind.h"
 
 namespace kqview::bind {
@@ -93,6 +95,17 @@ nb::object hidden_view(const captured_rows& rows) {
 
 nb::object logits_view(const std::shared_ptr<const std::vector<float>>& logits) {
     return view_of(logits->data(), {logits->size()}, nb::dtype<float>(), owner_of(logits));
+}
+
+read_values values_of(const char* what, const nb::object& array) {
+    using floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+    auto taken = std::make_shared<floats>();
+    if (!nb::try_cast(array, *taken) || taken->size() == 0) {
+        throw error(errc::request,
+                    std::string(what) + " is no array of floats of shape (n_vocab,)");
+    }
+    const std::span<const float> values(taken->data(), taken->size());
+    return {values, std::move(taken)};
 }
 
 nb::object embedding_array(std::vector<float>& values, int n_rows, nb::handle owner) {

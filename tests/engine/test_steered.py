@@ -344,6 +344,10 @@ def test_wrong_calls_are_refused_by_name(engine: Engine) -> None:
     n_vocab = engine.model.n_vocab
     with pytest.raises(errors.RequestError, match=f"3 .*{n_vocab}"):
         event.pick(np.zeros(3, np.float32))
+    with pytest.raises(errors.RequestError, match="n_vocab"):
+        event.pick("no array")
+    with pytest.raises(errors.RequestError, match="n_vocab"):
+        event.pick(np.zeros((1, n_vocab), np.float32))
     with pytest.raises(errors.RequestError, match="NaN"):
         event.pick(np.full(n_vocab, np.nan, np.float32))
     with pytest.raises(errors.RequestError, match="no token is left"):
