@@ -85,13 +85,15 @@ def test_top_logprobs_are_the_best_tokens_of_each_place(engine: Engine) -> None:
     assert score.top_logprobs is not None
     assert score.top_logprobs[0] == []
     for i in range(1, len(ids)):
-        [token] = engine.generate(ids[:i], max_tokens=1, temperature=0, top_logprobs=3)
+        n_vocab = engine.model.n_vocab
+        [token] = engine.generate(ids[:i], max_tokens=1, temperature=0, top_logprobs=n_vocab)
         assert token.top_logprobs is not None
-        got = dict(score.top_logprobs[i])
-        assert got.keys() == dict(token.top_logprobs).keys()
-        for id_, logprob in token.top_logprobs:
-            assert got[id_] == pytest.approx(logprob, abs=QUANTISED)
-        assert (score.ranks[i] == 0) == (score.top_logprobs[i][0][0] == ids[i])
+        known, best = dict(token.top_logprobs), [value for _, value in token.top_logprobs[:3]]
+        got = score.top_logprobs[i]
+        assert [value for _, value in got] == pytest.approx(best, abs=QUANTISED)
+        for id_, logprob in got:
+            assert known[id_] == pytest.approx(logprob, abs=QUANTISED)
+        assert (score.ranks[i] == 0) == (got[0][0] == ids[i])
 
 
 def test_text_is_scored_as_its_ids(engine: Engine) -> None:
@@ -105,7 +107,11 @@ def test_what_the_model_generates_greedily_is_its_first_choice(engine: Engine) -
     generation = engine.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True)
     generation.read()
     ids = prompt + generation.tokens
-    assert engine.score(ids, last=12).is_greedy
+    score = engine.score(ids, last=12, top_logprobs=1)
+    assert score.top_logprobs is not None
+    best = [top[0][1] for top in score.top_logprobs[-12:]]
+    assert score.logprobs[-12:] == pytest.approx(best, abs=QUANTISED)
+    assert score.is_greedy == (score.ranks[-12:] == 0).all()
     other = next(id_ for id_ in range(300, 400) if id_ != ids[-1])
     assert not engine.score([*ids[:-1], other], last=1).is_greedy
 
