@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kqview.server import Settings
+from kqview.server.api.llama_server.events import CompletionEvents
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -361,6 +362,26 @@ def test_stream_with_timings_probabilities_and_progress(client: httpx.Client):
     progress = tokens[0]["prompt_progress"]
     assert progress["processed"] == progress["total"] == tokens[0]["tokens_evaluated"]
     assert "prompt_progress" not in tokens[1]
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_end_that_repeats_much_is_written_beside_the_event_loop(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+):
+    threads: list[str] = []
+    end = CompletionEvents._end
+
+    def seen(*args: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return end(*args, **options)
+
+    monkeypatch.setattr(CompletionEvents, "_end", seen)
+    for bias in ({}, {str(i): 0.123456789012 for i in range(500)}):
+        fields = {"n_predict": 1, "logit_bias": bias, "stop": ["x" * 1000] * 256}
+        body = {**GREEDY, "stream": is_streamed, **(fields if bias else {"n_predict": 1})}
+        assert client.post("/completion", json=body).status_code == 200
+    assert not threads[0].startswith("kqview-")
+    assert threads[1].startswith("kqview-")
 
 
 # ---- refusals

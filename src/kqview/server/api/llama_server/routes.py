@@ -118,9 +118,12 @@ async def _complete(
     )  # fmt: skip
     run = await service.start(plan.request, call.caller, call.hold)
     writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)
+    # The end of each text repeats its prompt and how it is generated.
+    n_repeated = len(run.generations) * call.n_body_bytes
+    n_repeated += plan.request.n_samples * sum(map(len, plan.prompts))
     if body.stream:
-        return Events(run, writer, events.HEAD)
-    n_bytes = 0
+        return Events(run, writer, events.HEAD, n_repeated=n_repeated)
+    n_bytes = n_repeated
     async with run:
         async for step in run.final_steps():
             n_step_bytes = await service.offload(step.n_bytes, writer.add, run, step)
