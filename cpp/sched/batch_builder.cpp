@@ -1,6 +1,7 @@
 #include "sched/batch_builder.h"
 
 #include <algorithm>
+#include <climits>
 #include <string>
 #include <utility>
 
@@ -13,6 +14,10 @@ constexpr int n_shared_chunk = 128;
 // Decode steps in a row with one set of LoRA scales while slots with others wait: a change makes
 // llama.cpp build its graphs anew, which may take as long as a step.
 constexpr int n_steps_alike = 4;
+// Prompts that go through the model together have at most this many tokens left in all: those of
+// longer ones would all wait for the last of them.
+constexpr std::size_t n_cohort_tokens = 2048;
+constexpr std::size_t n_each_min = 32;                // of each of them in one step, if it has more
 constexpr std::size_t n_blocks_of_budget = 4;         // for prompt rows
 constexpr std::chrono::hours longest_wait{24 * 365};  // well within the clock's range
 
@@ -31,26 +36,77 @@ bool batch_builder::fill() {
     return is_prefill_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
 }
 
+// Prompts in the order in which they came to their slots.
 bool batch_builder::fill_prefill() {
-    for (auto& target : slots_) {
-        if (!target.active || !may_join(target)) continue;
-        if (!try_add(target, &batch_builder::add_prompt)) continue;
-        is_prefill_ = true;
-        if (!parts_.back().ends_embedding()) break;
+    order_.clear();
+    for (std::size_t i = 0; i < slots_.size(); ++i) {
+        if (slots_[i].active) order_.push_back(i);
     }
-    return !tokens_.empty();
+    std::sort(order_.begin(), order_.end(), [this](std::size_t left, std::size_t right) {
+        return std::pair(slots_[left].started, left) < std::pair(slots_[right].started, right);
+    });
+    for (const auto first : order_) {
+        plan_cohort(first);
+        if (try_add(slots_[first], &batch_builder::add_prompt)) {
+            for (auto i = first + 1; i < slots_.size(); ++i) {
+                if (may_join(slots_[i])) try_add(slots_[i], &batch_builder::add_prompt);
+            }
+            is_prefill_ = true;
+        }
+        n_each_ = 0;
+        if (!tokens_.empty()) return true;
+    }
+    return false;
 }
 
-// Only embedded prompts share a step: those that end with it, and that llama.cpp pools alike.
+// Which prompts go through the model together with the first one, and how many tokens of each. Texts
+// that begin together then go on in steps of all of them, and none waits for another one's prompt.
+// Not where rows are captured: a tap reads either one run or one token of each slot.
+void batch_builder::plan_cohort(std::size_t first) {
+    n_each_ = 0;
+    end_of_cohort_ = first + 1;
+    const auto is_captured = [](const slot& one) { return one.active && one.active->capture; };
+    if (!model_.has_cache() || !model_.is_causal() ||
+        std::any_of(slots_.begin(), slots_.end(), is_captured)) {
+        return;
+    }
+    const auto may_share = [](const slot& one) {
+        return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
+               one.active->n_scores == 0;
+    };
+    const auto n_left = [](const slot& one) { return one.prompt().size() - one.cache.size(); };
+    if (!may_share(slots_[first])) return;
+    const auto n_step = static_cast<std::size_t>(
+        std::min(model_.n_chunk(), is_shared_step(slots_[first]) ? n_shared_chunk : INT_MAX));
+    auto n_least = n_left(slots_[first]);
+    auto n_sum = n_least;
+    for (auto i = first + 1; i < slots_.size() && may_share(slots_[i]); ++i) {
+        n_sum += n_left(slots_[i]);
+        n_least = std::min(n_least, n_left(slots_[i]));
+        const bool is_worth = n_step / (i + 1 - first) >= std::min(n_least, n_each_min);
+        if (slots_[i].cache.lora() != slots_[first].cache.lora() || n_sum > n_cohort_tokens ||
+            !is_worth) {
+            break;
+        }
+        n_each_ = static_cast<int>(std::min(n_least, n_step / (i + 1 - first)));
+        end_of_cohort_ = i + 1;
+    }
+}
+
+// Prompts share a step if they were planned to, or if they are embedded: those that end with the
+// step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
-    if (parts_.empty()) return true;
-    if (!target.active->embeds || !target.is_in_prompt()) return false;
-    const auto part = next_chunk(target);
     const auto& before = parts_.back();
-    return part.ends_embedding() &&
+    const bool is_adjacent = target.id() == before.target->id() + 1;
+    if (n_each_ > 0) {
+        return is_adjacent && static_cast<std::size_t>(target.id()) < end_of_cohort_;
+    }
+    if (!target.active || !target.active->embeds || !target.is_in_prompt()) return false;
+    const auto part = next_chunk(target);
+    return before.ends_embedding() && part.ends_embedding() &&
            static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
            target.cache.lora() == before.target->cache.lora() &&
-           (!model_.has_cache() || target.id() == before.target->id() + 1) &&
+           (!model_.has_cache() || is_adjacent) &&
            (model_.can_mix_embeddings() || part.n_tokens == before.n_tokens);
 }
 
@@ -78,14 +134,14 @@ bool batch_builder::fill_decode(const lora_scales* only) {
     const auto may_decode = [](const slot& one, const lora_scales* scales) {
         return one.is_generating() && (!scales || one.cache.lora() == *scales);
     };
-    by_wait_.clear();
+    order_.clear();
     for (std::size_t i = 0; i < slots_.size(); ++i) {
-        if (may_decode(slots_[i], only)) by_wait_.push_back(i);
+        if (may_decode(slots_[i], only)) order_.push_back(i);
     }
-    std::sort(by_wait_.begin(), by_wait_.end(), [this](std::size_t left, std::size_t right) {
+    std::sort(order_.begin(), order_.end(), [this](std::size_t left, std::size_t right) {
         return std::pair(served_at_[left], left) < std::pair(served_at_[right], right);
     });
-    for (const auto first : by_wait_) {
+    for (const auto first : order_) {
         const auto& lora = slots_[first].cache.lora();
         const auto is_ready = [&](std::size_t i) {
             return may_decode(slots_[i], &lora) &&
@@ -182,7 +238,9 @@ batch_part batch_builder::next_chunk(slot& target) const {
     const int n_room = model_.n_ctx() - n_done;  // a steered text may have to discard tokens first
     // A pooled embedding must be one step.
     const bool is_whole = active.embeds && !model_.can_split_embedding();
-    const int n_most = !is_whole && is_shared_step(target) ? n_shared_chunk : model_.n_chunk();
+    const int n_most = n_each_ > 0                           ? n_each_
+                       : !is_whole && is_shared_step(target) ? n_shared_chunk
+                                                             : model_.n_chunk();
     batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk(), n_room}), 0,
                     false, false};
     if (active.n_prompt_rows > 0 && target.text.empty()) {

@@ -3,8 +3,9 @@
 // Owner:   the engine loop.
 // Threads: the engine thread.
 // Why one ubatch per step: with one KV stream per slot, llama.cpp splits a batch into equal runs of
-// adjacent sequences. So a step is either one token each of adjacent slots, or one prompt chunk of
-// one slot. Whole prompts that are embedded share a step where llama.cpp pools them alike.
+// adjacent sequences. So a step is either one token each of adjacent slots, one prompt chunk of
+// one slot, or equal chunks of adjacent slots whose prompts came together. Whole prompts that are
+// embedded share a step where llama.cpp pools them alike.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +44,7 @@ public:
           out_(out),
           counters_(counters),
           served_at_(slots.size()) {
-        by_wait_.reserve(slots.size());
+        order_.reserve(slots.size());
     }
 
     // Fills the next step. Prefill and decode steps alternate, so that a long prompt does not stall
@@ -61,6 +62,7 @@ private:
     using clock = std::chrono::steady_clock;
 
     bool fill_prefill();
+    void plan_cohort(std::size_t first);
     bool may_join(slot& target) const;
     bool fill_decode();
     bool fill_decode(const lora_scales* only);
@@ -86,7 +88,10 @@ private:
     bool is_prefill_ = false;
     std::uint64_t n_fills_ = 0;
     std::vector<std::uint64_t> served_at_;  // the fill in which each slot last got a token
-    std::vector<std::size_t> by_wait_;      // slots that may decode; scratch
+    std::vector<std::size_t> order_;        // of slots; scratch
+    // Prompts that share the step: adjacent slots, and tokens of each; 0: they do not.
+    std::size_t end_of_cohort_ = 0;
+    int n_each_ = 0;
     // The turn of a slot's LoRA scales, while slots with others wait.
     std::size_t i_leader_ = 0;
     int n_left_ = 0;  // decode steps of the turn

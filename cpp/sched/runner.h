@@ -71,7 +71,8 @@ public:
     // cache depend on the scales of the steps that computed them.
     virtual void use(const lora_scales& /*scales*/) {}
 
-    // Decodes one step: one token each of adjacent slots, or a run of one slot's prompt. Throws
+    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt, or, without rows,
+    // equal runs of adjacent slots' prompts. Throws
     // error, and leaves the caches as they were. Device rows may still be in flight on return: see
     // await. `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted
     // instead of logits.

@@ -411,11 +411,16 @@ private:
     void check_batch(std::span<const step_token> tokens, bool embeds) {
         if (embeds) return check_embedded(tokens);
         model_->expect(!tokens.empty(), "an empty batch");
-        const bool is_run = tokens.size() > 1 && tokens[0].slot == tokens[1].slot;
+        // Runs of one length, of adjacent slots.
+        const auto n_run = static_cast<std::size_t>(
+            std::count_if(tokens.begin(), tokens.end(),
+                          [&](const auto& token) { return token.slot == tokens[0].slot; }));
+        const bool is_run = n_run > 1;
+        model_->expect(tokens.size() % n_run == 0, "runs of other lengths");
         for (std::size_t i = 0; i < tokens.size(); ++i) {
             const auto& token = tokens[i];
-            const auto slot = tokens[0].slot + (is_run ? 0 : static_cast<slot_id>(i));
-            const auto position = cache_of(token.slot).size() + (is_run ? i : 0);
+            const auto slot = tokens[0].slot + static_cast<slot_id>(i / n_run);
+            const auto position = cache_of(token.slot).size() + i % n_run;
             model_->expect(token.slot == slot, "a batch of slots that are not adjacent");
             model_->expect(token.position == static_cast<std::int32_t>(position),
                            "position " + std::to_string(token.position) + " follows " +

@@ -231,6 +231,75 @@ TEST_CASE("scheduler: prompts that arrive one after the other leave no running t
     }
 }
 
+// Prompts of these lengths arrive together; the sizes of the steps until all texts have begun.
+std::vector<std::size_t> steps_of_prompts(const std::vector<int>& lengths,
+                                          const std::function<void(std::size_t, request&)>& change,
+                                          int n_chunk = 64) {
+    const auto n_slots = static_cast<int>(lengths.size());
+    test_engine engine({.n_slots = n_slots, .n_ctx = 4096, .n_chunk = n_chunk});
+    engine.model->allow(0);
+    consumer blocker(engine.submit(make_prompt(90, 2), 1, [](request& r) { r.wanted_slot = 0; }));
+    REQUIRE(engine.model->wait_held());
+    std::vector<consumer> takers;
+    std::vector<lora_scales> scales(lengths.size());
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+        const auto prompt = make_prompt(static_cast<token_id>(i) + 1, lengths[i]);
+        takers.emplace_back(engine.submit(prompt, 3, [&](request& r) {
+            r.wanted_slot = static_cast<slot_id>(i);
+            change(i, r);
+            scales[i] = r.lora;
+        }));
+    }
+    engine.model->allow_all();
+    CHECK(blocker.rest().size() == 1);
+    for (std::size_t i = 0; i < lengths.size(); ++i) {
+        const auto prompt = make_prompt(static_cast<token_id>(i) + 1, lengths[i]);
+        CHECK(takers[i].rest() == continuation(prompt, 3, scales[i]));
+    }
+    std::vector<std::size_t> sizes;
+    for (const auto& batch : engine.model->decodes()) {
+        if (batch.size() > 1 && batch[0].slot == batch[1].slot) sizes.push_back(batch.size());
+    }
+    sizes.erase(sizes.begin());  // the blocker's
+    return sizes;
+}
+
+TEST_CASE("scheduler: prompts that arrive together go through the model together") {
+    using sizes = std::vector<std::size_t>;
+    const auto plain = [](std::size_t, request&) {};
+    CHECK(steps_of_prompts({32, 32, 32, 32}, plain, 128) == sizes{128});
+    CHECK(steps_of_prompts({40, 40}, plain) == sizes{64, 16});
+    // The rest of the longer ones is a step of theirs.
+    CHECK(steps_of_prompts({5, 20, 20}, plain) == sizes{15, 30});
+    // With too little of each in a step, they come one after the other.
+    CHECK(steps_of_prompts({60, 60, 60}, plain, 64) == sizes{64, 56, 60});
+    // Together too long: the first one does not wait for the other.
+    const auto steps = steps_of_prompts({1500, 1500}, plain, 2048);
+    CHECK(steps.at(0) == 1500);
+    CHECK(steps.at(1) == 128);
+    CHECK(steps_of_prompts({20, 20}, [](std::size_t i, request& r) {
+              if (i == 1) r.capture = make_plan();
+          }) == sizes{20, 20});
+    CHECK(steps_of_prompts({20, 20}, [](std::size_t i, request& r) {
+              r.lora = {i == 0 ? 1.0f : 0.5f};
+          }) == sizes{20, 20});
+}
+
+TEST_CASE("scheduler: prompts are evaluated in the order of their arrival, not of their slots") {
+    test_engine engine({.n_slots = 2, .n_ctx = 4096, .n_chunk = 16});
+    engine.model->allow(0);
+    const auto in_slot = [](slot_id id) { return [id](request& r) { r.wanted_slot = id; }; };
+    consumer first(engine.submit(make_prompt(1, 64), 1, in_slot(1)));
+    REQUIRE(engine.model->wait_held());
+    consumer second(engine.submit(make_prompt(2, 64), 1, in_slot(0)));
+    engine.model->allow_all();
+    CHECK(first.rest().size() == 1);
+    CHECK(second.rest().size() == 1);
+    std::vector<slot_id> slots;
+    for (const auto& batch : engine.model->decodes()) slots.push_back(batch.front().slot);
+    CHECK(std::is_sorted(slots.rbegin(), slots.rend()));
+}
+
 TEST_CASE("scheduler: a paused slot in the middle makes two steps of the others") {
     test_engine engine(four_slots());
     std::vector<std::shared_ptr<request>> all;
