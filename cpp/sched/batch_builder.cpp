@@ -46,6 +46,7 @@ bool batch_builder::fill_prefill() {
         return std::pair(slots_[left].started, left) < std::pair(slots_[right].started, right);
     });
     for (const auto first : order_) {
+        if (!slots_[first].active) continue;  // ended while another one was tried
         plan_cohort(first);
         if (try_add(slots_[first], &batch_builder::add_prompt)) {
             for (auto i = first + 1; i < slots_.size(); ++i) {
@@ -96,12 +97,13 @@ void batch_builder::plan_cohort(std::size_t first) {
 // Prompts share a step if they were planned to, or if they are embedded: those that end with the
 // step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
+    if (!target.active) return false;
     const auto& before = parts_.back();
     const bool is_adjacent = target.id() == before.target->id() + 1;
     if (n_each_ > 0) {
         return is_adjacent && static_cast<std::size_t>(target.id()) < end_of_cohort_;
     }
-    if (!target.active || !target.active->embeds || !target.is_in_prompt()) return false;
+    if (!target.active->embeds || !target.is_in_prompt()) return false;
     const auto part = next_chunk(target);
     return before.ends_embedding() && part.ends_embedding() &&
            static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
