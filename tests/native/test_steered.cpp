@@ -293,10 +293,14 @@ TEST_CASE("steered: a slot that has waited longest takes the others along in its
     test_engine engine(with(true, 4));
     auto steered = drive(engine, make_prompt(9, 5), 60);
     REQUIRE(steered.next());
-    engine.model->allow(12);  // three prompts, and then steps of one token of each
+    engine.model->allow(0);
     std::vector<std::shared_ptr<request>> plain;
     for (token_id i = 1; i <= 3; ++i)
         plain.push_back(engine.submit(make_prompt(i, 5), 40, [](request& r) { r.run_ahead = 40; }));
+    REQUIRE(engine.model->wait_held());
+    const auto n_held = engine.model->decodes().size();
+    engine.model->allow(12);  // three prompts, and then steps of one token of each
+    REQUIRE(engine.model->wait_decodes(n_held + 12));
     REQUIRE(engine.model->wait_held());
     CHECK(engine.model->decodes().back().size() == 3);
     const auto n_before = engine.model->decodes().size();
