@@ -1,6 +1,6 @@
 """Mods on an engine: what they change, what their requests hand out, and every way these can end.
 
-The rules of several mods and of each action are tested in ``tests/unit/test_mods_steering.py``.
+The rules of several mods and of each action are tested in ``tests/unit/mods/test_steering.py``.
 """
 
 from __future__ import annotations
