@@ -1,6 +1,6 @@
-"""ModRuns: mods that requests name, and traces that are posted; what the server adds to both.
+"""ModRuns: the mods that requests name and the traces that are posted, as the server sees them.
 
-Mods come from the folder of ``mods_dir`` alone. Their calls run on threads with a time limit, so
+Mods come only from the folder ``mods_dir``. Their calls run on threads with a time limit, so
 that a mod that hangs holds up neither the event loop nor, for long, its request.
 """
 

@@ -66,8 +66,8 @@ class Settings:
     )
     chat_template: str | None = _setting(
         None,
-        "chat template in place of the model's own: Jinja, or chatml; from a file with "
-        "--chat-template-file FILE",
+        "chat template to use instead of the model's: Jinja, or chatml; "
+        "--chat-template-file FILE reads it from a file",
     )
     pooling: Pooling | None = _setting(
         None,
@@ -113,23 +113,23 @@ class Settings:
     )
     # ---- mods and traces
     mods_dir: str | None = _setting(
-        None, "folder of mods that requests may name; without it, there are none"
+        None, "folder of the mods that requests may name; without it, none"
     )
-    max_mods: int = _setting(8, "most mods of one request")
+    max_mods: int = _setting(8, "maximum number of mods in one request")
     mod_time_limit_s: float = _setting(
-        5.0, "longest call of a mod, after which the request goes on without it", low=0.001
+        5.0, "time limit of each call of a mod; a call that takes longer has no effect", low=0.001
     )
     trace_url: str | None = _setting(
         None,
-        "where traces are posted, such as http://127.0.0.1:6767/ingest; without it, nowhere",
+        "URL to post traces to, such as http://127.0.0.1:6767/ingest; without it, none are posted",
     )
     trace: TracedRequests = _setting(
-        "mods", "which requests are traced: mods, those that name some, or all"
+        "mods", "which requests to trace: mods (those with mods) or all"
     )
     trace_spool: str | None = _setting(
-        None, "folder for traces on their way; without it, a crash loses them"
+        None, "folder for traces that are not sent yet; without it, a crash loses them"
     )
-    trace_key: str | None = _setting(None, "API key of the receiver of traces", is_secret=True)
+    trace_key: str | None = _setting(None, "API key for the trace receiver", is_secret=True)
 
     props: bool = _setting(False, "answer POST /props, which changes nothing")
 
