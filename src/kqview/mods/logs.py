@@ -32,10 +32,10 @@ class _Lines:
         self._rest = ""
 
     def print(self, text: str) -> None:
-        *lines, self._rest = (self._rest + text).split("\n")
-        while len(self._rest) > _LONGEST_LINE:
-            lines.append(self._rest[:_LONGEST_LINE])
-            self._rest = self._rest[_LONGEST_LINE:]
+        *lines, rest = (self._rest + text).split("\n")
+        n_cut = max(0, len(rest) - 1) // _LONGEST_LINE * _LONGEST_LINE
+        lines += (rest[i : i + _LONGEST_LINE] for i in range(0, n_cut, _LONGEST_LINE))
+        self._rest = rest[n_cut:]
         for line in lines:
             self.log(line, "INFO")
 

@@ -36,6 +36,18 @@ def test_printed_lines_are_captured_and_not_printed(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "after\n"
 
 
+def test_long_lines_are_cut_into_pieces():
+    text = "".join(map(str, range(40_000)))
+    lines, log = collector()
+    with Captured(log):
+        sys.stdout.write(text)
+        print("!")
+    pieces = [line for line, _ in lines]
+    assert "".join(pieces) == text + "!"
+    assert len(pieces) == len(text) // 65_536 + 1
+    assert all(len(piece) == 65_536 for piece in pieces[:-1])
+
+
 def test_stream_is_the_one_of_before_when_no_mod_runs():
     before = sys.stdout
     with Captured(collector()[1]):
