@@ -1,7 +1,9 @@
 """Calls of mods: on the caller's thread, on a thread of the request with a time limit, or awaited.
 
-A call never raises what the mod raised: the `Outcome` has it. KeyboardInterrupt and other
-exceptions that are no Exception pass through, as does the cancellation of a task.
+A call never raises what the mod raised: the `Outcome` has it. On the caller's thread,
+KeyboardInterrupt and other exceptions that are no Exception pass through, as does the cancellation
+of a task. With a time limit, a mod that exits (SystemExit) has failed like any other: it must not
+end the server that calls it.
 
 A Python thread cannot be stopped. A mod that exceeds its time limit keeps its thread, and the
 request goes on with another one; until the mod returns, calls of it fail at once.
@@ -62,7 +64,7 @@ class Outcome:
     traceback: str = ""
 
 
-def failure(error: Exception, time_ms: float = 0.0) -> Outcome:
+def failure(error: BaseException, time_ms: float = 0.0) -> Outcome:
     """The outcome of a call that raised *error*."""
     return Outcome(None, time_ms, describe(error), "".join(traceback.format_exception(error)))
 
@@ -191,11 +193,19 @@ class Caller:
 
     def _run_elsewhere(self, call: Call) -> Outcome:
         self._note()
-        return self._run(call)
+        try:
+            return self._run(call)
+        except BaseException as error:  # the thread is the mod's own: no signal is raised there
+            return failure(error)
 
     async def _arun_elsewhere(self, call: Call) -> Outcome:
         self._note()
-        return await self._arun(call)
+        try:
+            return await self._arun(call)
+        except (asyncio.CancelledError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            return failure(error)
 
     async def _arun(self, call: Call) -> Outcome:
         started = time.perf_counter()
@@ -263,7 +273,10 @@ class _Task:
         self._loop.call_soon_threadsafe(add)
 
     def result(self) -> Outcome:
-        return self.task.result()
+        try:
+            return self.task.result()
+        except asyncio.CancelledError as error:  # raised by the mod: nobody has cancelled the task
+            return failure(error)
 
 
 class _Job:

@@ -127,7 +127,7 @@ class ModFolder:
         except (TypeError, ValueError) as error:
             # RequestError is one: what a mod says of its options is for whoever sent them.
             raise RequestError(f"mod {name}: {error}", parameter="mods") from error
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             _log.exception("mod %s cannot be made", name)
             raise ModFileError(
                 f"mod {name} cannot be used: {type(error).__name__}; see the server's log"

@@ -159,16 +159,27 @@ def test_end_hook_runs_behind_the_last_call():
 
 
 @BOTH
-async def test_exit_in_a_mod_reaches_the_consumer_from_any_thread(is_async: bool):
+async def test_exit_in_a_mod_passes_on_the_consumers_thread_and_fails_elsewhere(is_async: bool):
     def leaves(event: Any) -> None:
         raise SystemExit(3)
 
-    for limit_s in (None, WAIT_S):
-        caller = Caller(TOKENIZER, time_limit_s=limit_s)
-        with pytest.raises(SystemExit):
-            await run(caller, call_of(bound(leaves)), is_async=is_async)
-        caller.close()
+    with pytest.raises(SystemExit):
+        await run(Caller(TOKENIZER), call_of(bound(leaves)), is_async=is_async)
+    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    outcome = await run(caller, call_of(bound(leaves)), is_async=is_async)
+    assert outcome.error == "SystemExit: 3"
+    caller.close()
     await_no_threads()
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), GeneratorExit()])
+async def test_async_mod_that_leaves_ends_no_loop(error: BaseException):
+    async def leaves(event: Any) -> None:
+        raise error
+
+    caller = Caller(TOKENIZER, time_limit_s=WAIT_S)
+    outcome = await caller.acall(call_of(bound(leaves)))
+    assert (outcome.error or "").startswith(type(error).__name__)
 
 
 async def test_async_mod_is_awaited():
