@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from kqview.arguments import checked_ids, to_number, whole_number
 from kqview.errors import InvalidActionError, RequestError, shown
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, Sampled
+from kqview.trace.record import cleaned_text
 
 _KINDS_OF_NUMBERS: Final = "fiu"  # numpy's letters for floats, signed and unsigned integers
 _LOGITS: Final = "logits of AdjustedLogits"
@@ -217,6 +218,7 @@ class EmitError:
             raise InvalidActionError(
                 f"err_str of EmitError must be a str, got {shown(self.err_str)}"
             )
+        self.err_str = cleaned_text(self.err_str)  # it may go to clients, as JSON
 
 
 Action = (

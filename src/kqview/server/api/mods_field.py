@@ -16,6 +16,7 @@ from kqview.errors import RequestError
 from kqview.generation.stream import Generation
 from kqview.server.mod_runs import ModWanted
 from kqview.server.run import Removal
+from kqview.trace.record import cleaned_text
 
 Object = dict[str, Any]
 ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
@@ -96,7 +97,7 @@ def calls_of(payload: object) -> list[ModCallOut]:
     name, whose argument it is.
     """
     if isinstance(payload, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             payload = json.loads(payload)
     given = cast("list[object]", payload) if isinstance(payload, list) else [payload]
     return [_call(one) for one in given]
@@ -114,4 +115,7 @@ def _call(one: object) -> ModCallOut:
         arguments = json.dumps(arguments, ensure_ascii=False)
     if not isinstance(id_, str) or not id_:
         id_ = f"call_{uuid.uuid4().hex[:24]}"
-    return ModCallOut(id=id_, name=name, arguments=arguments)
+    # What a mod decoded may have surrogates, which no reply can.
+    return ModCallOut(
+        id=cleaned_text(id_), name=cleaned_text(name), arguments=cleaned_text(arguments)
+    )
