@@ -11,7 +11,7 @@ from kqview.arguments import encode
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
 from kqview.errors import KqviewError, UnsupportedModel
 from kqview.generation.stream import Generation
-from kqview.mods.events import conversation_of
+from kqview.mods.events import Dialogue, conversation_of
 from kqview.submission import GenerateOptions
 from kqview.types import ModelInfo
 
@@ -76,7 +76,7 @@ class Conversation:
             chat_template=chat_template,
             template_options=template_options,
         )
-        with conversation_of(messages, tools):
+        with conversation_of(Dialogue(messages, tools)):
             return self.generate(ids, **options)
 
     @overload

@@ -85,6 +85,51 @@ def fails(event, actions, tokenizer):
     raise KeyError("inside")
 """,
     "broken": "1/0",
+    "leaves": """
+from kqview.mods import Mod
+class Leaves(Mod):
+    def __init__(self, at="call"):
+        self.at = at
+        self.check("make")
+    def check(self, at):
+        if self.at == at:
+            raise SystemExit(3)
+    def __call__(self, event, actions, tokenizer):
+        self.check("call")
+    def on_end(self, end):
+        self.check("end")
+""",
+    "leaves_async": """
+import kqview
+@kqview.mod
+async def leaves_async(event, actions, tokenizer):
+    raise SystemExit(3)
+""",
+    "says": """
+from kqview.mods import Mod
+class Says(Mod):
+    def __init__(self, what):
+        self.what = what
+    def on_added(self, event, actions, tokenizer):
+        half = chr(0xD800)
+        if self.what == "deep":
+            return actions.tool_calls("[" * 200_000)
+        if self.what == "half":
+            return actions.tool_calls({"id": half, "name": "f" + half, "arguments": half})
+        return actions.emit_error("bad " + half)
+""",
+    "chat": """
+import json
+import kqview
+from kqview.mods.kit import get_conversation, get_schemas
+@kqview.mod
+def chat(event, actions, tokenizer):
+    if type(event).__name__ == "Prefilled":
+        names = [one["name"] for one in get_schemas(event)]
+        print(json.dumps([get_conversation(event), names]))
+        first = get_conversation(event) or [{"content": "none"}]
+        return actions.force_output(tokenizer.encode(str([first[-1]["content"], names]), False))
+""",
 }
 PROMPT = "Anna is a"
 N = 8
@@ -550,6 +595,56 @@ def test_mod_that_raises_changes_nothing(steered: Served, caplog: pytest.LogCapt
     assert asked(steered, APIS["chat"], ["fails"]).json()["choices"][0]["message"] == plain
     assert "mod fails failed in" in caplog.text
     assert "KeyError: 'inside'" in caplog.text
+
+
+@pytest.mark.parametrize("api", APIS.values(), ids=APIS)
+@pytest.mark.parametrize("what", ["deep", "half"])
+def test_calls_that_no_reply_can_hold_are_sent_as_they_can_be(steered: Served, api: Api, what: str):
+    mods = [{"name": "says", "what": what}]
+    assert asked(steered, api, mods).status_code == 200
+    stream, _ = streamed(steered, api, mods)
+    assert len(stream.calls) == 1
+
+
+def test_error_of_a_mod_may_have_any_text(steered: Served):
+    response = asked(steered, APIS["chat"], [{"name": "says", "what": "error"}])
+    assert (response.status_code, response.json()["error"]["message"]) == (400, "bad \ufffd")
+
+
+def test_mod_that_exits_ends_neither_its_request_nor_the_server(steered: Served):
+    api = APIS["completions"]
+    plain = asked(steered, api, []).json()["choices"][0]["text"]
+    for mod in ({"name": "leaves"}, {"name": "leaves", "at": "end"}, "leaves_async"):
+        assert asked(steered, api, [mod]).json()["choices"][0]["text"] == plain
+    unmade = asked(steered, api, [{"name": "leaves", "at": "make"}])
+    assert (unmade.status_code, "SystemExit" in unmade.text) == (503, True)
+
+
+TOOL = {"name": "look", "description": "Looks.", "parameters": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("name", "tools"),
+    [
+        ("chat", [{"type": "function", "function": TOOL}]),
+        ("responses", [{"type": "function", **TOOL}]),
+        ("messages", [{"name": "look", "input_schema": {"type": "object"}}]),
+    ],
+)
+def test_mods_of_a_chat_see_its_messages_and_tools(steered: Served, name: str, tools: Any):
+    api = APIS[name]
+    assert api.whole(asked(steered, api, ["chat"]).json()).text == "['Who is Anna?', []]"
+    reply = api.whole(asked(steered, api, ["chat"], tools=tools).json())
+    assert reply.text == "['Who is Anna?', ['look']]"
+    n = {"n": 2} if name == "chat" else {}
+    choices = asked(steered, api, ["chat"], **n).json().get("choices", [])
+    assert {one["message"]["content"] for one in choices} <= {"['Who is Anna?', []]"}
+
+
+def test_mods_of_a_text_see_no_chat_of_another_request(steered: Served):
+    asked(steered, APIS["chat"], ["chat"])
+    reply = APIS["completions"].whole(asked(steered, APIS["completions"], ["chat"]).json())
+    assert reply.text == "['none', []]"
 
 
 # ---- traces

@@ -33,9 +33,9 @@ _dialogue: Final[ContextVar[Dialogue | None]] = ContextVar("kqview_dialogue", de
 
 
 @contextlib.contextmanager
-def conversation_of(messages: Sequence[Any], tools: Sequence[Any] | None = None) -> Generator[None]:
-    """Requests that are made inside are of this chat, for ``context_info``."""
-    token = _dialogue.set(Dialogue(messages, tools))
+def conversation_of(dialogue: Dialogue | None) -> Generator[None]:
+    """Requests that are made inside are of this chat, for ``context_info``; None for no chat."""
+    token = _dialogue.set(dialogue)
     try:
         yield
     finally:

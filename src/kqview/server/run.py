@@ -18,6 +18,7 @@ import numpy as np
 
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied
+from kqview.mods.events import Dialogue
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Hold
 from kqview.server.mod_runs import ModWanted
@@ -67,6 +68,7 @@ class GenerateRequest:
         cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
         mods: Mods that steer it, in their order.
+        dialogue: The chat that its prompt was made of, for its mods; None without either.
     """
 
     prompt: str | Sequence[int]
@@ -88,6 +90,7 @@ class GenerateRequest:
     cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
     mods: Sequence[ModWanted] = ()
+    dialogue: Dialogue | None = None
 
     @property
     def n_generations(self) -> int:

@@ -21,6 +21,7 @@ from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, Re
 from kqview.generation.stream import Generation
 from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
+from kqview.mods.events import conversation_of
 from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
@@ -431,8 +432,8 @@ class Service:
                 i_prompt, i_sample = divmod(i, request.n_samples)
                 # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
-                generations.append(
-                    engine.generate(
+                with conversation_of(request.dialogue):
+                    generation = engine.generate(
                         prompts[i_prompt],
                         max_tokens=min(request.max_tokens, self.settings.max_tokens),
                         sampling=_for_sample(request, i_sample),
@@ -444,7 +445,7 @@ class Service:
                         **request.shift_options,
                         **steered(),
                     )
-                )
+                generations.append(generation)
         except BaseException:
             for generation in generations:
                 generation.cancel()

@@ -8,6 +8,7 @@ from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.chat_work import ChatRequest, ChatWork, Reading, prepare, prompt_of
 from kqview.server.endpoint import Call
 from kqview.server.run import Run
+from kqview.server.service import DECODED_TIMES
 from kqview.types import Token
 
 # Templates may take seconds: their work is large enough for another thread.
@@ -39,6 +40,8 @@ async def started(call: Call, chat_of: Callable[[Engine], ChatRequest]) -> Start
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         work = await service.converted(_LARGE, call.hold, prepared)
+        if work.request.dialogue is not None:  # messages that are not the body's own, for mods
+            call.hold.take(DECODED_TIMES * call.n_body_bytes)
         run = await service.start(work.request, call.caller, call.hold)
     return Started(run, work.reading, engine)
 

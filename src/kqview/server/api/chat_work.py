@@ -13,6 +13,7 @@ from typing import Any, Final, Literal
 from kqview.chat import CHATML
 from kqview.engine import Engine
 from kqview.errors import InvalidSampling, RequestError
+from kqview.mods.events import Dialogue
 from kqview.server.api import tool_format
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.mods_field import calls_of, removed
@@ -125,6 +126,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
         names["grammar"] = "tools" if tools else "response_format"
+    dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
     request = GenerateRequest(
         prompt=ids,
         max_tokens=WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens,
@@ -133,6 +135,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         attention=chat.attention,
         n_samples=chat.n_samples,
         names=names,
+        dialogue=dialogue,
         **chat.options,
     )
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
