@@ -1,17 +1,17 @@
-"""Mods: Python in the loop that generates. They see each step of a request, and may change it.
+"""Mods: Python in the generation loop. They see each step of a request and may change it.
 
 A mod is a function ``(event, actions, tokenizer)`` or a `Mod`; pass it as
-``engine.generate(..., mods=[...])``. The events say where the request is; the mod returns None or
-one of the actions, which it builds with ``actions``. All mods of a request are called for each
-event, in their order, before any of their actions is applied:
+``engine.generate(..., mods=[...])``. Events say what has just happened; the mod returns None or an
+action, which it builds with ``actions``. All mods of a request are called for each event, in order,
+before any of their actions is applied:
 
-- An event's actions apply in that order. ForceOutput, ToolCalls, EmitError, Backtrack and
-  AdjustedPrefill leave out those of later mods.
+- Actions apply in the order of the mods. ForceOutput, ToolCalls, EmitError, Backtrack and
+  AdjustedPrefill override the actions of later mods.
 - Of several ForceTokens in one step, the first applies.
 - Logits that one mod has adjusted are what the next mod sees, and what is sampled from.
 
-A mod that raises, or returns what the event does not allow, has answered Noop: generation goes on,
-and the trace has the traceback.
+If a mod raises, or returns an action that the event does not allow, that counts as Noop: the
+generation continues, and the trace has the traceback.
 """
 
 from kqview.mods.actions import (

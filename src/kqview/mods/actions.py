@@ -1,7 +1,8 @@
-"""What a mod may answer to an event, and which answers each event allows.
+"""Actions: what a mod may return for an event, and which actions each event allows.
 
-The constructors check the form of their values. `check_action` checks the rest: whether the event
-allows the action, and whether the ids are in the vocabulary. All raise InvalidActionError.
+The constructors check the types and ranges of their values. `check_action` checks the rest: whether
+the event allows the action, and whether the ids are in the vocabulary. All raise
+InvalidActionError.
 
 | action | Prefilled | ForwardPass | Sampled | Added |
 |---|---|---|---|---|
@@ -42,7 +43,7 @@ def _number(what: str, value: object) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Noop:
-    """Change nothing; the same as None."""
+    """Change nothing; the same as returning None."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +51,7 @@ class AdjustedPrefill:
     """Replace the prompt before it is evaluated.
 
     Attributes:
-        tokens: Ids of the new prompt; none keep the prompt.
+        tokens: Ids of the new prompt; an empty list keeps the prompt.
         max_steps: Maximum number of tokens to generate; None or 0 keeps the request's.
     """
 
@@ -65,13 +66,13 @@ class AdjustedPrefill:
 
 @dataclass(slots=True, eq=False)
 class ForceTokens:
-    """Add these tokens: at ForwardPass and Sampled in place of the sampled one, at Added behind it.
+    """Add these tokens: at ForwardPass and Sampled in place of the sampled one, at Added after it.
 
-    They are evaluated as one chunk, and one ForwardPass follows. Of several in one step, the first
-    applies.
+    They are evaluated as one chunk, followed by one ForwardPass. Of several ForceTokens in one
+    step, the first applies.
 
     Attributes:
-        tokens: Ids to add; none change nothing.
+        tokens: Ids to add; an empty list changes nothing.
     """
 
     tokens: list[int]
@@ -84,16 +85,16 @@ class ForceTokens:
 class Backtrack:
     """Remove the last *n* generated tokens, and add others in their place.
 
-    At ForwardPass and Sampled, *n* counts tokens that were added before, and the sampled one is
-    dropped as well. At Added, *n* counts the tokens just added. The prompt stays.
+    At ForwardPass and Sampled, *n* counts tokens added in earlier steps, and the sampled token is
+    dropped too. At Added, *n* includes the tokens just added. The prompt is never removed.
 
-    A request whose mods keep taking tokens back ends with finish reason "length" after 16 steps for
-    each of its max_tokens, and 256 more.
+    A request whose mods keep taking tokens back ends with finish reason "length" after
+    ``16 * max_tokens + 256`` steps.
 
     Attributes:
-        n: Number of tokens to remove; more than there are remove all of them.
-        tokens: Ids to add after that, as one chunk; without any, the model computes the logits at
-            the new end again.
+        n: Number of tokens to remove; if it exceeds what was generated, everything is removed.
+        tokens: Ids to add after that, as one chunk; without any, the logits at the new end are
+            computed again.
     """
 
     n: int
@@ -111,8 +112,9 @@ class AdjustedLogits:
 
     Attributes:
         logits: Numbers of shape ``(n_vocab,)`` or ``(1, n_vocab)``, -inf for tokens that must not
-            follow; stored as float32 ``(n_vocab,)``, without a copy if they are that already.
-        token_temp: Temperature for this step, 0.0 for the largest logit; None for the request's.
+            follow; stored as contiguous float32 ``(n_vocab,)``, copied only if needed.
+        token_temp: Temperature of this step, 0.0 to pick the largest logit; None for the
+            request's.
     """
 
     logits: NDArray[np.float32]
@@ -131,10 +133,10 @@ class AdjustedLogits:
 
 
 def to_logits(given: object, what: str) -> NDArray[np.float32]:
-    """*given* as float32 ``(n_vocab,)``, of which *what* says in messages what it is.
+    """Return *given* as float32 ``(n_vocab,)``; error messages call it *what*.
 
     Raises:
-        InvalidActionError: It is no row of numbers that a token can be sampled from.
+        InvalidActionError: It is not a row of numbers that a token can be sampled from.
     """
     try:
         row = np.asarray(given)
@@ -162,7 +164,7 @@ def to_logits(given: object, what: str) -> NDArray[np.float32]:
 
 
 def check_size(logits: NDArray[np.float32], n_vocab: int, what: str) -> None:
-    """Raise InvalidActionError unless *logits*, which messages call *what*, fit the vocabulary."""
+    """Raise InvalidActionError unless *logits*, called *what* in messages, fit the vocabulary."""
     if logits.size != n_vocab:
         raise InvalidActionError(
             f"{what} have {logits.size} values, but the vocabulary has {n_vocab}"
@@ -174,8 +176,7 @@ class ForceOutput:
     """End the request with this text instead of what was generated.
 
     Attributes:
-        tokens: Ids of the whole text, of which those from the first that ends a text on are left
-            out.
+        tokens: Ids of the whole text, cut before the first end-of-text token.
     """
 
     tokens: list[int]
@@ -241,7 +242,7 @@ ALLOWED: Final[dict[type, frozenset[type]]] = {
     Sampled: _EVERYWHERE | {ForceTokens, Backtrack},
     Added: _EVERYWHERE | {ForceTokens, Backtrack},
 }
-"""The actions that each event allows, by class. A subclass is not its base here."""
+"""The actions that each event allows, by class. Subclasses of actions are not allowed."""
 _ACTIONS: Final = frozenset[type]().union(*ALLOWED.values())
 
 
@@ -249,7 +250,9 @@ def check_kind(event: object, action: type) -> None:
     """Raise InvalidActionError unless *event* allows actions of the class *action*."""
     allowed = ALLOWED.get(type(event))
     if allowed is None:
-        raise InvalidActionError(f"a mod cannot answer to {type(event).__name__}; it is no event")
+        raise InvalidActionError(
+            f"{type(event).__name__} is not an event; pass the one that the mod was called with"
+        )
     if action not in allowed:
         names = ", ".join(sorted(one.__name__ for one in allowed))
         raise InvalidActionError(
@@ -258,10 +261,10 @@ def check_kind(event: object, action: type) -> None:
 
 
 def check_action(event: Event, answer: object, n_vocab: int) -> Action:
-    """Return what a mod answered to *event* as an action; None becomes Noop.
+    """Return what a mod returned for *event* as an action; None becomes Noop.
 
     Raises:
-        InvalidActionError: It is no action, or not one for this event and vocabulary.
+        InvalidActionError: It is not an action, or does not suit this event or vocabulary.
     """
     if answer is None:
         return Noop()
@@ -284,7 +287,7 @@ def check_action(event: Event, answer: object, n_vocab: int) -> Action:
 
 
 class ActionBuilder:
-    """Builds the actions that an event allows; the ``actions`` argument of a mod.
+    """The ``actions`` argument of a mod: builds the actions that its event allows.
 
     Raises:
         InvalidActionError: (every method) The event does not allow the action, or a value is
@@ -303,40 +306,40 @@ class ActionBuilder:
     def adjust_prefill(
         self, tokens: Iterable[int], *, max_steps: int | None = None
     ) -> AdjustedPrefill:
-        """Replace the prompt by *tokens*, see `AdjustedPrefill`."""
+        """Replace the prompt with *tokens*; see `AdjustedPrefill`."""
         check_kind(self._event, AdjustedPrefill)
         return AdjustedPrefill(tokens, max_steps)  # pyright: ignore[reportArgumentType]
 
     def force_tokens(self, tokens: Iterable[int]) -> ForceTokens:
-        """Add *tokens* to the text, see `ForceTokens`."""
+        """Add *tokens* to the text; see `ForceTokens`."""
         check_kind(self._event, ForceTokens)
         return ForceTokens(tokens)  # pyright: ignore[reportArgumentType]
 
     def backtrack(self, steps: int, tokens: Iterable[int] | None = None) -> Backtrack:
-        """Remove the last *steps* tokens, and add *tokens*, see `Backtrack`."""
+        """Remove the last *steps* tokens, then add *tokens*; see `Backtrack`."""
         check_kind(self._event, Backtrack)
         return Backtrack(steps, tokens)  # pyright: ignore[reportArgumentType]
 
     def adjust_logits(
         self, logits: ArrayLike | None = None, token_temp: float | None = None
     ) -> AdjustedLogits:
-        """Sample from *logits*, or from the event's if that is None, see `AdjustedLogits`."""
+        """Sample from *logits*, or from the event's if None; see `AdjustedLogits`."""
         check_kind(self._event, AdjustedLogits)
         if logits is None and isinstance(self._event, ForwardPass):
             logits = self._event.logits
         return AdjustedLogits(logits, token_temp)  # pyright: ignore[reportArgumentType]
 
     def force_output(self, tokens: Iterable[int]) -> ForceOutput:
-        """End the request with *tokens* as its whole text, see `ForceOutput`."""
+        """End the request with *tokens* as its whole text; see `ForceOutput`."""
         check_kind(self._event, ForceOutput)
         return ForceOutput(tokens)  # pyright: ignore[reportArgumentType]
 
     def tool_calls(self, payload: Any) -> ToolCalls:
-        """End the request with tool calls, see `ToolCalls`."""
+        """End the request with tool calls; see `ToolCalls`."""
         check_kind(self._event, ToolCalls)
         return ToolCalls(payload)
 
     def emit_error(self, message: str) -> EmitError:
-        """End the request with an error, see `EmitError`."""
+        """End the request with an error; see `EmitError`."""
         check_kind(self._event, EmitError)
         return EmitError(message)

@@ -1,18 +1,18 @@
-"""Mods that see attention: they act on where the model looks while it writes.
+"""Mods that see attention: they act on what the model attends to while it generates.
 
-Each needs ``capture="probs"``, or a Capture of kind "probs" that names fewer layers or heads, with
-``reduce`` or with ``top_k``; without attention they end the request with an error that says so.
-Columns are positions, so that they do not go with ``context_shift``.
+Each needs ``capture="probs"``, or a Capture of kind "probs", which may choose layers or heads or
+use ``reduce`` or ``top_k``. Without attention they end the request with an error that says so. They
+take columns for positions, so they do not work with ``context_shift``.
 
-- `AlignAtt` stops when the model has come to the end of a source that is still growing.
+- `AlignAtt` stops when the model reaches the end of a source that is still growing.
   Papi, Turchi, Negri: AlignAtt, Interspeech 2023, https://arxiv.org/abs/2305.11408
 - `LookbackGuard` holds the model to its source.
   Chuang et al.: Lookback Lens, EMNLP 2024, https://arxiv.org/abs/2407.07071
-- `ReRead` writes an instruction again when attention to it has faded.
+- `ReRead` repeats an instruction once attention to it has faded.
   Li et al.: Measuring and Controlling Instruction (In)Stability, COLM 2024,
   https://arxiv.org/abs/2402.10962
 
-Removing what the model does not look at is `kqview.mods.pruning`.
+`kqview.mods.pruning` removes what the model does not attend to.
 """
 
 from collections import deque
@@ -37,7 +37,7 @@ Row = NDArray[np.float32]
 Span = tuple[int, int]
 """Positions ``start .. stop - 1`` of the prompt."""
 Place = Span | str
-"""A part of the prompt: its positions, or its text, of which the first occurrence counts."""
+"""A part of the prompt: its positions, or its text, which stands for the first occurrence."""
 
 
 def head_rows(
@@ -48,12 +48,13 @@ def head_rows(
     layers: Sequence[int] | None = None,
     heads: Sequence[int] | None = None,
 ) -> Row:
-    """Rows of single heads of a captured attention, float32 of shape ``(n_rows, n_context)``.
+    """Return captured attention as one row per layer and head, float32 ``(n_rows, n_context)``.
 
     Args:
         attention: As in a ForwardPass or a Token, in any of its shapes.
         n_context: Number of columns: the tokens before the next one.
-        positions: As in the same event, for captures with ``top_k``; other columns are 0.
+        positions: Positions from the same event, for captures with ``top_k``; other columns become
+            0.
         layers: Indices of captured layers; None for all.
         heads: Indices of captured heads; None for all.
 
@@ -71,13 +72,13 @@ def head_rows(
         return np.concatenate(rows if heads is None else [row[list(heads)] for row in rows])
     except IndexError:
         raise InvalidCapture(
-            f"layers={layers} and heads={heads} are not all in the capture; these are indices of "
-            "what is captured"
+            f"layers={layers} and heads={heads} are not all in the capture; both are indices into "
+            "the captured ones"
         ) from None
 
 
 def _full(values: NDArray[Any], positions: NDArray[np.int32] | None, n_context: int) -> Row:
-    """*values* of one layer as whole rows."""
+    """*values* of one layer as full rows."""
     values = np.atleast_2d(values).astype(np.float32)
     if positions is None:
         return values
@@ -104,11 +105,11 @@ def _place(name: str, given: object) -> Place:
 
 
 def find_text(ids: Sequence[int], text: str, token_bytes: Callable[[int], bytes]) -> Span | None:
-    """Positions of the tokens of *ids* that hold the first occurrence of *text*; None without one.
+    """Positions of the tokens of *ids* that contain the first occurrence of *text*, or None.
 
     Args:
         ids: Ids of a prompt.
-        text: What to find.
+        text: Text to find.
         token_bytes: Bytes of an id, such as `Engine.token_bytes`.
     """
     pieces = [token_bytes(id_) for id_ in ids]
@@ -130,8 +131,8 @@ def _fraction(name: str, given: object) -> float:
 class _AttentionMod(Mod):
     """A mod that reads the rows of every forward pass, of some layers and heads.
 
-    It follows the generated tokens. Other mods may take tokens back or add some unseen; the number
-    of tokens in each ForwardPass says what there is.
+    It tracks the generated tokens. Other mods may remove or add tokens without its seeing that; the
+    number of tokens in each ForwardPass tells how many there are.
     """
 
     def __init__(
@@ -144,14 +145,14 @@ class _AttentionMod(Mod):
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
         """See Mod."""
         self._n_prompt = 0
-        self._ids: list[int | None] = []  # None for those that were added unseen
+        self._ids: list[int | None] = []  # None for those added by other mods
         self._prompt: list[int] = []
         self._span: Span = (0, 1)
 
     def on_prefilled(
         self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Note the prompt, and find the part of it that matters."""
+        """Note the prompt, and find the part that matters."""
         self._prompt = event.prompt_ids
         place = self._place
         if isinstance(place, str):
@@ -167,7 +168,7 @@ class _AttentionMod(Mod):
     def on_forward_pass(
         self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Read the rows, and act on them."""
+        """Read the rows and act on them."""
         if event.step == 1:
             self._n_prompt = event.n_tokens
         n_generated = event.n_tokens - self._n_prompt
@@ -187,27 +188,27 @@ class _AttentionMod(Mod):
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Follow the tokens."""
+        """Track the tokens."""
         self._ids += event.added_tokens
         return None
 
     def on_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Answer to the rows of a forward pass, shape ``(n_rows, n_context)``."""
+        """Handle the rows of a forward pass, shape ``(n_rows, n_context)``."""
         raise NotImplementedError
 
 
 class AlignAtt(_AttentionMod):
-    """Stops before a token that looks at the end of the source.
+    """Stops before a token that attends to the end of the source.
 
-    For a source that is still arriving, as in simultaneous translation: what the model would write
-    next depends on what is not there yet. Call `generate` again with a longer source and the text
+    For a source that is still arriving, as in simultaneous translation: what to write next depends
+    on what has not arrived yet. Call `generate` again with a longer source and the text
     so far.
 
     Args:
-        source: The source: its text or positions in the prompt.
-        frontier: Number of positions at the end of the source that are too close to it.
+        source: The source, as text or as positions in the prompt.
+        frontier: Number of positions at the end of the source that a token must not attend to most.
         layers: Indices of captured layers whose rows are averaged; None for all.
         heads: Indices of captured heads whose rows are averaged; None for all.
 
@@ -237,7 +238,7 @@ class AlignAtt(_AttentionMod):
             raise RequestError("AlignAtt ends the text, but this model has no end-of-text id")
         self._end_id: int = tokenizer.eos_token_id
         self.alignment: list[int] = []
-        """Position in the source that each token looked at most, that of the last one included."""
+        """Position in the source that each token attended to most, the last one included."""
         self.is_stopped = False
         """Whether the frontier was reached."""
 
@@ -255,10 +256,10 @@ class AlignAtt(_AttentionMod):
 
 
 def lookback_ratio(rows: Row, source: Span, n_prompt: int) -> float:
-    """How far *rows* look at the source instead of at what is newly written; 1.0 for nothing else.
+    """How much *rows* attend to the source rather than to generated text, from 0.0 to 1.0.
 
-    The mean weight of a source token, divided by that plus the mean weight of a generated token;
-    averaged over the rows, as in Lookback Lens.
+    The mean weight of a source token, divided by the sum of that and the mean weight of a generated
+    token; averaged over the rows, as in Lookback Lens. 1.0 before anything was generated.
 
     Args:
         rows: Attention of shape ``(n_rows, n_context)``, kind "probs".
@@ -274,20 +275,20 @@ def lookback_ratio(rows: Row, source: Span, n_prompt: int) -> float:
 
 
 class LookbackGuard(_AttentionMod):
-    """Acts when the model looks away from its source while it writes.
+    """Acts when the model stops attending to its source while it generates.
 
-    With "damp", tokens that are not in the source become less likely for as long as the ratio of
-    the pass is below the floor; special tokens, such as the end of the text, do not. With
-    "resample", a window of tokens whose mean ratio is below the floor is taken back and written
-    another way: each attempt at a place begins with another token.
+    With "damp", tokens that are not in the source become less likely in each step whose
+    `lookback_ratio` is below the floor; special tokens, such as the end of the text, are spared.
+    With "resample", a window of tokens whose mean ratio is below the floor is taken back and
+    sampled again: each attempt at a place begins with a different token.
 
     Args:
         source: The source: its text or positions in the prompt.
-        floor: The smallest `lookback_ratio` that is let be, from 0 to 1.
-        then: What to do below it.
-        penalty: With "damp": what is subtracted from the logits, in nats.
+        floor: The smallest `lookback_ratio` that is accepted, from 0 to 1.
+        then: What to do below the floor.
+        penalty: With "damp": amount subtracted from the logits, in nats.
         window: With "resample": number of tokens judged together.
-        retries: With "resample": number of attempts more at one place; then the text stays.
+        retries: With "resample": number of further attempts at one place; then the text stays.
         layers: Indices of captured layers; None for all.
         heads: Indices of captured heads; None for all.
 
@@ -320,13 +321,13 @@ class LookbackGuard(_AttentionMod):
         """See Mod."""
         super().begin(request_id, tokenizer)
         self.ratios: list[float] = []
-        """`lookback_ratio` of each generated token that is left."""
+        """`lookback_ratio` of each generated token that remains."""
         self.n_damped = 0
         """Number of steps whose logits were changed."""
         self.n_taken_back = 0
         """Number of tokens taken back."""
-        self._banned: dict[int, list[int]] = {}  # first ids of windows taken back, by their place
-        self._n_kept = 0  # tokens that stay, whatever comes
+        self._banned: dict[int, list[int]] = {}  # first ids of windows taken back, by place
+        self._n_kept = 0  # tokens that are never taken back
 
     def on_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
@@ -334,7 +335,7 @@ class LookbackGuard(_AttentionMod):
         """See Mod."""
         n_generated = len(self._ids)
         ratio = lookback_ratio(rows, self._span, self._n_prompt)
-        # Tokens that were added unseen are not judged.
+        # Tokens added by other mods are not judged.
         self.ratios = [*self.ratios[:n_generated], *[1.0] * (n_generated - len(self.ratios)), ratio]
         if self._then == "resample":
             banned = self._banned.get(n_generated)
@@ -354,7 +355,7 @@ class LookbackGuard(_AttentionMod):
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Judge a window that is full."""
+        """Judge the window once it is full."""
         super().on_added(event, actions, tokenizer)
         n_generated = len(self._ids)
         if self._then == "damp" or event.forced or n_generated - self._n_kept < self._window:
@@ -373,17 +374,17 @@ class LookbackGuard(_AttentionMod):
 
 
 class ReRead(_AttentionMod):
-    """Writes an instruction again when the model has stopped looking at it.
+    """Repeats an instruction once the model stops attending to it.
 
     Args:
-        instruction: The instruction: its text or positions in the prompt.
-        floor: The smallest share of attention, from 0 to 1, that the instruction and what was
-            written of it again get together, as a mean over the heads and over *window* tokens.
-        reminder: What to write; None for the instruction itself, special tokens aside.
-        after: The last characters of a text after which a reminder may come; "" for anywhere.
+        instruction: The instruction, as text or as positions in the prompt.
+        floor: The smallest accepted share of attention, from 0 to 1, that the instruction and its
+            reminders get together, averaged over the heads and over *window* tokens.
+        reminder: Text to write; None for the instruction itself without its special tokens.
+        after: Characters after which a reminder may come; "" for anywhere.
         window: Number of tokens over which the share is averaged.
-        gap: Number of tokens from one reminder to the next, at least.
-        most: The largest number of reminders.
+        gap: Minimum number of tokens between reminders.
+        most: Maximum number of reminders.
         layers: Indices of captured layers; None for all.
         heads: Indices of captured heads; None for all.
 
@@ -418,12 +419,12 @@ class ReRead(_AttentionMod):
         """See Mod."""
         super().begin(request_id, tokenizer)
         self.shares: list[float] = []
-        """Share of attention that the instruction got, for each step."""
+        """Share of attention that the instruction got in each step."""
         self.reminded_at: list[int] = []
         """Positions of the reminders."""
         self._copies: list[Span] = []
         self._latest: deque[float] = deque(maxlen=self._window)
-        self._due: list[int] = []  # ids that the last answer asked for
+        self._due: list[int] = []  # ids that the last action forces
 
     def on_rows(
         self, rows: Row, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
@@ -450,7 +451,7 @@ class ReRead(_AttentionMod):
         return actions.force_tokens(self._due)
 
     def _is_at_end(self, tokenizer: "ModTokenizer") -> bool:
-        """Whether the text so far ends in a character after which a reminder may come."""
+        """Whether a reminder may come after the last character of the text."""
         last = self._ids[-1] if self._ids else None
         if not self._after:
             return True
@@ -459,7 +460,7 @@ class ReRead(_AttentionMod):
     def on_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Note the reminder, unless another mod has written in its place."""
+        """Note the reminder, unless another mod wrote in its place."""
         super().on_added(event, actions, tokenizer)
         if self._due and event.forced and event.added_tokens == self._due:
             self.reminded_at.append(self._at)

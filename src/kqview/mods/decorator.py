@@ -1,8 +1,8 @@
-"""Mods as functions and as classes: `@mod`, `Mod`, and `begin`, which readies one for a request.
+"""Mods as functions and as classes: `@mod`, `Mod`, and `begin`, which prepares them for a request.
 
 A mod is called as ``(event, actions, tokenizer)``. A function that takes fewer positional arguments
-gets the first ones; that is read from its signature once, so that a TypeError out of its own code
-stays what it is.
+gets the first ones; its signature is read once, so that a TypeError from its own code is not
+mistaken for a wrong number of arguments.
 """
 
 import copy
@@ -26,12 +26,12 @@ _N_ARGUMENTS: Final = 3
 
 
 class Mod:
-    """Base of mods with state of their own for each request.
+    """Base class of mods that keep state for each request.
 
     Override the methods for the events that matter; each returns an action or None, and may be
     ``async``. Pass an instance (or the class, if it needs no arguments) to ``generate``. Each
-    request works with a shallow copy of it, on which `begin` is called first: state of a request is
-    set there, options in ``__init__``. `Generation.mods` has the copies.
+    request works with a shallow copy of it, on which `begin` is called first: set options in
+    ``__init__`` and the state of a request in `begin`. `Generation.mods` has the copies.
 
     One request calls its copy from one thread at a time.
     """
@@ -42,27 +42,27 @@ class Mod:
         return type(self).__name__
 
     def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
-        """Set up the state of a request, before its first event."""
+        """Set up the state of a request; called before its first event."""
 
     def on_prefilled(
         self, event: Prefilled, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> "Answer | Awaitable[Answer]":
-        """Answer to the prompt."""
+        """Handle the prompt."""
 
     def on_forward_pass(
         self, event: ForwardPass, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> "Answer | Awaitable[Answer]":
-        """Answer to the logits of the next token."""
+        """Handle the logits of the next token."""
 
     def on_sampled(
         self, event: Sampled, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> "Answer | Awaitable[Answer]":
-        """Answer to a sampled token."""
+        """Handle a sampled token."""
 
     def on_added(
         self, event: Added, actions: ActionBuilder, tokenizer: ModTokenizer
     ) -> "Answer | Awaitable[Answer]":
-        """Answer to added tokens."""
+        """Handle added tokens."""
 
     def on_end(self, end: RequestEnd) -> None:
         """Clean up after the request; called once, however it ends."""
@@ -117,15 +117,15 @@ def mod(
     name: str | None = None,
     on_end: EndHook | None = None,
 ) -> FunctionMod | Callable[[ModFunction], FunctionMod]:
-    """Make a mod of a function ``(event, actions, tokenizer)`` that returns an action or None.
+    """Make a mod from a function ``(event, actions, tokenizer)`` that returns an action or None.
 
-    The function may be ``async``; then the generation must be iterated with ``async for``. It is
-    called by every request that has the mod, perhaps at the same time: keep state by
-    ``event.request_id`` and drop it in *on_end*, or derive from `Mod`.
+    The function may be ``async``; then the generation must be iterated with ``async for``. All
+    requests that have the mod call it, possibly at the same time: store state under
+    ``event.request_id`` and free it in *on_end*, or derive from `Mod`.
 
     Args:
         function: The function.
-        name: Name of the mod in the trace; None for that of the function.
+        name: Name of the mod in the trace; None for the function's name.
         on_end: Called with a `RequestEnd` once for each request, however it ends.
 
     Raises:
@@ -156,7 +156,7 @@ class BoundMod:
 
 
 def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list[BoundMod]:
-    """Ready *mods* for a request; copies those that have state.
+    """Prepare *mods* for a request; copies those that have state.
 
     Exceptions of a `Mod.begin` reach the caller.
     """
@@ -177,7 +177,7 @@ def check_mods(mods: object) -> Sequence[Any]:
     """*mods* as a sequence of mods.
 
     Raises:
-        RequestError: It is no sequence, or something in it is no mod.
+        RequestError: It is not a sequence, or an item is not a mod.
     """
     if not isinstance(mods, Sequence) or isinstance(mods, str | bytes):
         raise invalid("mods", "a sequence of mods", shown(mods))

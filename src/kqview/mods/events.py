@@ -1,8 +1,8 @@
-"""What a mod is told of its request: Prefilled, then ForwardPass, Sampled and Added in each step.
+"""Events: what a mod sees of its request: Prefilled, then ForwardPass, Sampled and Added per step.
 
-Prefilled has step 0 and comes once. Steps are counted from 1; each is one forward pass. An event
-is shared by all mods of the request, except that a later mod gets a ForwardPass with the logits
-that an earlier one has adjusted. Arrays are read-only and stay valid for as long as they are held.
+Prefilled comes once, as step 0. Steps count from 1; each is one forward pass. All mods of a request
+get the same event, except that a ForwardPass has the logits as earlier mods have adjusted them.
+Arrays are read-only and stay valid for as long as they are held.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ _dialogue: Final[ContextVar[Dialogue | None]] = ContextVar("kqview_dialogue", de
 
 @contextlib.contextmanager
 def conversation_of(dialogue: Dialogue | None) -> Generator[None]:
-    """Requests that are made inside are of this chat, for ``context_info``; None for no chat."""
+    """Give requests made inside the context this chat, for ``context_info``; None for no chat."""
     token = _dialogue.set(dialogue)
     try:
         yield
@@ -69,7 +69,7 @@ class ContextInfo:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefilled:
-    """The prompt is known and has not been evaluated: a mod may still change it.
+    """The prompt is known but not evaluated yet: a mod may still change it.
 
     Attributes:
         request_id: The ``request_id`` of the generation.
@@ -96,8 +96,9 @@ class ForwardPass:
     Attributes:
         request_id: The ``request_id`` of the generation.
         step: Number of the step, from 1.
-        logits: The model's raw logits, float32 of shape ``(n_vocab,)``.
-        n_tokens: Number of tokens before the next one: the prompt and what was generated.
+        logits: The model's raw logits, as adjusted by earlier mods, float32 of shape
+            ``(n_vocab,)``.
+        n_tokens: Number of tokens before the next one: prompt plus generated tokens.
         attention: The row of the query that computed the logits, as ``Token.attention``; None
             without capture.
         attention_positions: As ``Token.attention_positions``.
@@ -127,7 +128,7 @@ class ForwardPass:
 
 
 def log_sum_exp(logits: NDArray[np.float32]) -> np.float32:
-    """What is subtracted from logits to make log-probabilities of them."""
+    """Log of the sum of exponentials: logits minus this are log-probabilities."""
     largest = logits.max()
     return largest + np.float32(np.log(np.sum(np.exp(logits - largest), dtype=np.float64)))
 
@@ -172,7 +173,7 @@ class Added:
     Attributes:
         request_id: The ``request_id`` of the generation.
         step: Number of the step, from 1.
-        added_tokens: Ids of the tokens: the sampled one, or all those that a mod put in its place.
+        added_tokens: Ids of the tokens: the sampled one, or those that a mod put in its place.
         forced: Whether a mod chose them.
     """
 

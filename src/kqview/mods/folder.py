@@ -2,14 +2,15 @@
 
 A mod named ``brief`` is what the file ``brief.py`` defines, in this order:
 
-- ``make``: a function that returns the mod. It gets the options of the request by name.
-- the mod of that name, such as ``brief``,
-- else the only mod of the file. A class derived from `Mod` gets the options by name when it is
-  made; a function takes none.
+- ``make``, a function that returns the mod; it gets the options of the request by name.
+- the mod with the file's name, such as ``brief``.
+- the only mod in the file.
 
-A file runs when its mod is first asked for, and again after it has changed; requests that run keep
-what they began with. Code comes from the folder alone: names are checked, and nothing a caller
-sends is ever run.
+A class derived from `Mod` gets the options by name when it is instantiated; a function takes none.
+
+A file runs when its mod is first requested, and again after it has changed; running requests keep
+the version they began with. Code comes only from the folder: names are checked, and nothing that a
+caller sends is ever executed.
 """
 
 import importlib.util
@@ -36,11 +37,11 @@ _MOST_SHOWN: Final = 20
 
 @dataclass(frozen=True, slots=True)
 class ModInfo:
-    """A mod of the folder.
+    """A mod in the folder.
 
     Attributes:
-        name: What requests call it.
-        summary: First line of the documentation of its file, "" without any.
+        name: Name by which requests select it.
+        summary: First line of its file's docstring, "" without one.
         error: Why its file cannot be used; None if it can.
     """
 
@@ -51,7 +52,7 @@ class ModInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """A file as it was loaded: its identity, and how it makes the mod or why it cannot."""
+    """A loaded file: its identity, and how to make its mod or why that fails."""
 
     identity: tuple[int, ...]
     make: Callable[..., Any] | None
@@ -61,20 +62,20 @@ class _Loaded:
 
 
 class ModFolder:
-    """The mods of a folder; any thread. Reading it and running its files may take time.
+    """The mods of a folder; any thread. Methods may take time: they read and run files.
 
     Args:
         path: The folder.
 
     Raises:
-        RequestError: There is no such folder.
+        RequestError: The folder does not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(path)
         if not os.path.isdir(self.path):
             raise RequestError(
-                f"mods_dir is {os.fspath(path)!r}, which is no folder; make it, or name another",
+                f"mods_dir is {os.fspath(path)!r}, which is not a folder; create it, or name one",
                 parameter="mods_dir",
             )
         self._lock = threading.Lock()
@@ -99,11 +100,11 @@ class ModFolder:
         return infos
 
     def get(self, name: str, options: Mapping[str, Any] | None = None) -> Any:
-        """The mod *name* for one request.
+        """Return the mod *name* for one request.
 
         Args:
-            name: Of the mod.
-            options: Passed to the mod by name; None for none.
+            name: Name of the mod.
+            options: Options of the mod by name; None for none.
 
         Raises:
             RequestError: There is no such mod, or it does not take these options.
@@ -114,7 +115,8 @@ class ModFolder:
             known = self.names()
             listed = ", ".join(known[:_MOST_SHOWN]) + (", ..." if len(known) > _MOST_SHOWN else "")
             raise RequestError(
-                f"mods has {shown(name)}; there is {f'only {listed}' if known else 'none'} here",
+                f"mods has {shown(name)}, which this server does not have; "
+                f"{f'it has {listed}' if known else 'it has no mods'}",
                 parameter="mods",
             )
         if loaded.make is None:
@@ -125,7 +127,7 @@ class ModFolder:
         try:
             made = loaded.make(**given)
         except (TypeError, ValueError) as error:
-            # RequestError is one: what a mod says of its options is for whoever sent them.
+            # RequestError is a ValueError: the sender of the options needs the mod's message.
             raise RequestError(f"mod {name}: {error}", parameter="mods") from error
         except (Exception, SystemExit) as error:
             _log.exception("mod %s cannot be made", name)
@@ -135,14 +137,16 @@ class ModFolder:
         try:
             check_mods([made])
         except RequestError as error:
-            _log.error("%s of mod %s returned no mod: %s", _MAKE, name, error)
-            raise ModFileError(f"mod {name} cannot be used: its file makes no mod") from None
+            _log.error("%s of mod %s did not return a mod: %s", _MAKE, name, error)
+            raise ModFileError(
+                f"mod {name} cannot be used: its {_MAKE} does not return a mod"
+            ) from None
         return made
 
     # ---- files
 
     def _load(self, name: str) -> _Loaded | None:
-        """The file of *name*, as it is now; None if there is none."""
+        """The current file of *name*; None if there is none."""
         path = os.path.join(self.path, name + _SUFFIX)
         with self._lock:
             try:
@@ -179,12 +183,12 @@ def _module(name: str, path: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Classes look up their module by name; the cache of byte code is not asked, because a file
-    # that changes twice within a second would get the older one.
+    # Classes look up their module by name; the bytecode cache is bypassed, because it
+    # would serve a file that changes twice within a second in its older version.
     sys.modules[module_name] = module
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec", dont_inherit=True)
-    exec(code, module.__dict__)  # the operator's own file
+    exec(code, module.__dict__)  # a file of the operator's
     return module
 
 

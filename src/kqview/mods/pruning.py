@@ -1,15 +1,14 @@
-"""Pruning while generating: what the model looks at least is removed from its context.
+"""Pruning while generating: what receives the least attention is removed from the context.
 
-`generate_pruned` generates in parts. Each part is a request that captures attention; between two
-of them, the spans with the least attention are left out of the next prompt, and ``reuse="shift"``
-moves the rest of the cache together: all gaps close in one shift, and only the last token is
-evaluated again. What is kept was computed while the removed tokens were visible, so that the result
-is approximate, as after `Slot.shift`.
+`generate_pruned` generates in parts. Each part is a request that captures attention. The next
+part's prompt omits the spans with the least attention, and ``reuse="shift"`` closes all gaps in the
+cache in one shift, so only the last token is re-evaluated. What is kept was computed while the
+removed tokens were visible, so the result is approximate, as after `Slot.shift`.
 
-The score of a token is the attention that later queries have paid to it, as in H2O (Zhang et al.,
+The score of a token is the sum of attention that later queries paid to it, as in H2O (Zhang et al.,
 NeurIPS 2023, https://arxiv.org/abs/2306.14048); the first tokens stay because they are attention
-sinks (Xiao et al., ICLR 2024, https://arxiv.org/abs/2309.17453), the latest because little has
-looked at them yet.
+sinks (Xiao et al., ICLR 2024, https://arxiv.org/abs/2309.17453), the latest because few
+queries have seen them.
 """
 
 import codecs
@@ -26,7 +25,7 @@ from kqview.types import Capture, Token
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Their state would begin anew with each part.
+# Their state would start over with each part.
 _REFUSED: Final = ("grammar", "json_schema", "regex", "stop", "mods", "context_shift", "slot")
 _TAKEN: Final = ("reuse", "reuse_min_tokens", "max_tokens", "sampling")
 
@@ -43,7 +42,7 @@ class Part(Protocol):
 
 
 class Generates(Protocol):
-    """What is needed of an engine; `Engine` is one."""
+    """What pruning needs of an engine; `Engine` provides it."""
 
     @property
     def n_ctx(self) -> int: ...
@@ -56,9 +55,9 @@ class PrunedGeneration:
     """Iterator of Token whose context stays within a limit; see `generate_pruned`.
 
     Attributes:
-        ids: All ids: the prompt, then what was generated.
+        ids: All ids: the prompt, then the generated ones.
         places: Index in *ids* of each token in the context, ascending.
-        removed: Each pruning: the indices in *ids* that it removed.
+        removed: The indices in *ids* that each pruning removed.
         finish_reason: As of a Generation; None while it runs.
     """
 
@@ -187,30 +186,30 @@ def generate_pruned(
     Args:
         engine: The engine; its model's positions must be movable, see `Slot.shift`.
         prompt: Text or ids, as in `generate`.
-        max_context: The largest number of tokens in the context; None for the size of a slot.
+        max_context: Maximum number of tokens in the context; None for the size of a slot.
         max_tokens: Maximum number of tokens to generate.
         prune: Share of *max_context* that each pruning removes, above 0 and at most 0.75.
-        span_tokens: Number of neighbouring tokens that are kept or removed together.
-        n_first: Number of tokens at the beginning that stay.
-        n_last: Number of latest tokens that stay, at least *span_tokens*.
-        capture: What decides: a Capture of kind "probs" without ``reduce`` to fewer layers, or
-            ``top_k`` for less memory.
-        **options: Further options of `generate`, which hold for each part. Not among them: stop
-            strings, grammars, JSON schemas, regular expressions, mods and slots.
+        span_tokens: Number of adjacent tokens that are kept or removed together.
+        n_first: Number of tokens at the beginning that are always kept.
+        n_last: Number of latest tokens that are always kept, at least *span_tokens*.
+        capture: The attention that decides: "probs" or a Capture of that kind, such as one of some
+            layers, or one with ``top_k`` for less memory.
+        **options: Further options of `generate`, applied to each part. Not supported: stop strings,
+            grammars, JSON schemas, regular expressions, mods and slots.
 
     Returns:
-        An iterator of Token. The columns of ``token.attention`` are the context at that token: the
-        first of ``places``. Its ``index`` counts over all parts.
+        An iterator of Token. The columns of ``token.attention`` are the context at that token, see
+        ``places``. ``token.index`` counts over all parts.
 
     Raises:
-        RequestError: An option is out of range or does not go with pruning; also any error of
-            `generate`, while iterating.
+        RequestError: An option is out of range or not supported with pruning. Iterating raises the
+            errors of `generate`.
     """
     refused = [name for name in (*_REFUSED, *_TAKEN) if name in options]
     if refused:
         raise RequestError(
-            f"{', '.join(refused)} cannot be given: the text is generated in parts, which set or "
-            "would not share them",
+            f"{', '.join(refused)} cannot be used: the text is generated in parts, which set "
+            "them or would not share their state; leave them out",
             parameter=refused[0],
         )
     span_tokens = whole_number("span_tokens", span_tokens)

@@ -1,4 +1,4 @@
-"""ModTokenizer: the tokenizer that mods get, with the methods that users of the mod kit know."""
+"""ModTokenizer: the tokenizer that mods get, with the method names of Hugging Face's."""
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
@@ -22,9 +22,9 @@ class TokenModel(Protocol):
 
 
 class ModTokenizer:
-    """Text to ids and back, under the names of a Hugging Face tokenizer; any thread.
+    """Converts text to ids and back, like a Hugging Face tokenizer; any thread.
 
-    Made by the engine, once for all its requests.
+    The engine makes one for all its requests.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class ModTokenizer:
         self._token_bytes = token_bytes
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of *text*; *add_special_tokens* adds what the model expects around a text.
+        """Ids of *text*; *add_special_tokens* adds those that the model expects.
 
         Raises:
-            RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express.
+            RequestError: *text* is too long, or contains surrogates, which UTF-8 cannot encode.
         """
         return self._tokenize(text, add_special_tokens)
 
@@ -64,10 +64,10 @@ class ModTokenizer:
         return self._token_bytes(id)
 
     def get_vocab(self) -> dict[str, int]:
-        """Every id by the text of its token; do not change it.
+        """Map the text of each token to its id; do not change it.
 
-        Bytes that are not UTF-8 are written ``\\xNN``. Where tokens share a text, all but the first
-        have ``<id>`` behind it.
+        Bytes that are not UTF-8 are written ``\\xNN``. If tokens share a text, ``<id>`` is
+        appended to all but the first.
         """
         return self._vocab
 

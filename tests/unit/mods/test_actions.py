@@ -98,7 +98,7 @@ def test_subclasses_of_events_and_actions_are_refused():
     class Forced(ForceTokens):
         pass
 
-    with pytest.raises(InvalidActionError, match="no event"):
+    with pytest.raises(InvalidActionError, match="not an event"):
         check_action(Later("r", 1, 3), ForceTokens([1]), N_VOCAB)
     with pytest.raises(InvalidActionError, match="one action"):
         check_action(EVENTS["Sampled"], Forced([1]), N_VOCAB)

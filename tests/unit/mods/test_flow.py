@@ -126,13 +126,13 @@ def test_summary_is_that_of_the_flow_that_was_entered():
     assert run(FlowEngine(outer.root, [inner, outer]))[0] == "inner"
 
 
-def test_routes_without_a_question_in_a_circle_are_refused():
+def test_routes_that_form_a_cycle_without_a_question_are_refused():
     first = ok().with_auto_answer(lambda state: "no")
     first.then(first)
     flow = FlowEngine(first).as_mod()
     flow.begin("r", WORDS.tokenizer())
     event = ForwardPass("r", 1, np.zeros(WORDS.n_vocab, np.float32))
-    with pytest.raises(RequestError, match="circle"):
+    with pytest.raises(RequestError, match="cycle"):
         flow(event, ActionBuilder(event), WORDS.tokenizer())
 
 

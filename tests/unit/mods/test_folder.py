@@ -144,12 +144,12 @@ def test_file_is_loaded_once_and_again_when_it_changed(tmp_path: Path):
         assert mods.get("quiet") is not first
         assert kqview.errors.n_loads == 2  # pyright: ignore
         path.unlink()
-        with pytest.raises(RequestError, match="none here"):
+        with pytest.raises(RequestError, match="no mods"):
             mods.get("quiet")
     finally:
         del kqview.errors.n_loads  # pyright: ignore
 
 
 def test_folder_that_is_missing_is_refused(tmp_path: Path):
-    with pytest.raises(RequestError, match="no folder"):
+    with pytest.raises(RequestError, match="not a folder"):
         ModFolder(tmp_path / "none")

@@ -1,10 +1,10 @@
-"""The mod kit: questions that the model answers in the middle of its text, flows of them, and chat.
+"""The mod kit: questions that the model answers within its text, flows of them, and the chat.
 
 - Strategies say what an answer may look like: `ChoicesStrat`, `UntilStrat`, `CharsStrat`,
-  `ListStrat`, and by llguidance `RegexStrat` and `JsonSchemaStrat`.
+  `ListStrat` and, with llguidance, `RegexStrat` and `JsonSchemaStrat`.
 - `SelfPrompt` and `self_prompt_mod` ask one question; an `EraseMode` says what stays of it.
 - `FlowEngine` asks questions whose answers decide what comes next.
-- `get_conversation`, `get_schemas` and `tool_call_pairs` read the chat that a request is made of.
+- `get_conversation`, `get_schemas` and `tool_call_pairs` read the chat behind a request.
 
 Everything that belongs to a request is freed with it, and nothing is shared between requests.
 """

@@ -20,7 +20,7 @@ from kqview.mods.kit.token_table import Ids, TokenTable
 if TYPE_CHECKING:
     from kqview.mods.tokenizer import ModTokenizer
 
-# A list of JSON may be written with any white space, and a weak model may write nothing else.
+# JSON allows any amount of whitespace, and a weak model might write nothing else.
 _JSON_DEFAULTS: Final = {"whitespace_flexible": False}
 
 
@@ -47,7 +47,7 @@ class RegexStrat:
 
 @dataclass(frozen=True)
 class JsonSchemaStrat:
-    """The answer is JSON that a schema describes, written without optional white space.
+    """The answer is JSON that a schema describes, written without optional whitespace.
 
     Attributes:
         schema: The JSON schema, as a mapping or as JSON text. Its key ``x-guidance`` sets
@@ -60,7 +60,7 @@ class JsonSchemaStrat:
         """Compile it for *tokenizer*.
 
         Raises:
-            InvalidSampling: The schema is no JSON, or asks for what llguidance does not know.
+            InvalidSampling: The schema is not JSON, or uses what llguidance does not support.
             KqviewError: llguidance is not installed.
         """
         text = self.schema if isinstance(self.schema, str) else json.dumps(self.schema)
@@ -68,12 +68,12 @@ class JsonSchemaStrat:
         try:
             grammar = matcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
         except ValueError as error:
-            raise InvalidSampling(f"schema is no JSON: {error}", parameter="schema") from None
+            raise InvalidSampling(f"schema is not JSON: {error}", parameter="schema") from None
         return GrammarStrategy("schema", grammar, tokenizer)
 
 
 class GrammarState:
-    """How far an answer has come in a grammar; owns llguidance's matcher."""
+    """Progress of an answer in a grammar; owns llguidance's matcher."""
 
     def __init__(self, matcher: Any) -> None:
         self.matcher = matcher
@@ -115,7 +115,7 @@ class GrammarStrategy(Strategy[GrammarState]):
         if token_id in self._table.end_ids and self.can_end(state):
             state.is_ended = True
             return None
-        # Asked first: a matcher that was given a wrong token is broken afterwards.
+        # Checked first: a wrong token would leave the matcher unusable.
         if not self._table.pieces[token_id] or not state.matcher.validate_tokens([token_id]):
             return Backtrack(1)
         state.matcher.consume_token(token_id)
@@ -133,7 +133,7 @@ class GrammarStrategy(Strategy[GrammarState]):
         """See Strategy."""
         if self.can_end(state):
             return ""
-        # Up to the last whole character.
+        # Up to the last complete character.
         return cast("bytes", state.matcher.compute_ff_bytes()).decode("utf-8", "ignore")
 
     def _new_matcher(self) -> Any:
@@ -141,7 +141,7 @@ class GrammarStrategy(Strategy[GrammarState]):
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())[:300]
             raise InvalidSampling(
-                f"{self._name} is refused by llguidance: {reason}; correct it",
+                f"{self._name} is not accepted by llguidance: {reason}; correct it",
                 parameter=self._name,
             )
         return matcher

@@ -1,6 +1,6 @@
-"""The chat that a request is made of, as mods read it: messages, tool calls and their results.
+"""The chat behind a request, as mods read it: messages, tool calls and their results.
 
-All of it is read from the event, which belongs to one request; a mod cannot see another's.
+All of it comes from the event, which belongs to one request; a mod cannot see other requests.
 """
 
 import copy
@@ -12,14 +12,14 @@ from kqview.mods.events import Prefilled
 
 
 def get_conversation(event: Prefilled) -> list[dict[str, Any]]:
-    """The messages of the request of *event*, copied; empty for a request that is no chat."""
+    """Copy of the messages of the chat of *event*; empty if the request is not a chat."""
     return [copy.deepcopy(dict(message)) for message in event.context_info.messages or ()]
 
 
 def get_schemas(event: Prefilled) -> list[dict[str, Any]]:
-    """The tools that the chat of *event* offers, copied: each with name, description, parameters.
+    """Copy of the tools of the chat of *event*: each has name, description and parameters.
 
-    The wrapper ``{"type": "function", "function": ...}`` is taken off.
+    The wrapper ``{"type": "function", "function": ...}`` is removed.
     """
     tools = [copy.deepcopy(dict(tool)) for tool in event.context_info.tools or ()]
     return [dict(_function(tool)) for tool in tools]
@@ -27,7 +27,7 @@ def get_schemas(event: Prefilled) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class ToolCallPair:
-    """A tool call in a conversation, and what came back.
+    """A tool call in a conversation, and its result.
 
     Attributes:
         call: The call as the assistant's message has it: ``id`` and ``function``, with ``name`` and
@@ -55,13 +55,13 @@ def _function(call: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tool_call_pairs(messages: Sequence[Mapping[str, Any]]) -> list[ToolCallPair]:
-    """Each tool call in *messages* with the result that answers it, in the order of the calls.
+    """Pair each tool call in *messages* with its result, in the order of the calls.
 
     A result belongs to the call that has its ``tool_call_id``. Results and calls without an id are
     matched in their order, within the messages that follow the calls.
     """
     pairs: list[ToolCallPair] = []
-    n_closed = 0  # pairs of earlier turns: an id may come again
+    n_closed = 0  # pairs of earlier turns: an id may recur
     for message in messages:
         if calls := message.get("tool_calls"):
             n_closed = len(pairs)

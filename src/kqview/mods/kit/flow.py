@@ -1,8 +1,8 @@
 """Flow: questions whose answers decide what is asked next.
 
-A `FlowQuestion` says what is asked and where each answer leads. A `FlowEngine` runs a flow in every
-request that has it: it asks with `Asking`, writes answers into the request's `FlowState`, and
-follows the routes. A route leads to another question, to a `FlowDefinition`, or to something that
+A `FlowQuestion` says what is asked and where each answer leads. A `FlowEngine` runs a flow in each
+of its requests: it asks with `Asking`, stores answers in the request's `FlowState`, and follows the
+routes. A route leads to another question, to a `FlowDefinition`, or to something that
 ends the flow: a message, a summary, an output, tool calls, or nothing more.
 
 Questions may be shared by any number of flows and requests: they hold no state of a request.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kqview.mods.actions import ActionBuilder
     from kqview.mods.tokenizer import ModTokenizer
 
-_N_ROUTES_MAX: Final = 1000  # without a token between them: the routes lead in a circle
+_N_ROUTES_MAX: Final = 1000  # without a token between them: the routes form a cycle
 
 
 @dataclass
@@ -34,7 +34,7 @@ class FlowState:
     Attributes:
         request_id: The request.
         answers: The answer to each question so far, by its name, in the order of asking.
-        data: For the caller's functions; empty at first.
+        data: Free for the caller's functions; empty at first.
     """
 
     request_id: str
@@ -44,7 +44,7 @@ class FlowState:
 
 @dataclass(frozen=True)
 class Route:
-    """Where a flow goes on; the ``route_`` functions make one."""
+    """Where a flow continues; made by the ``route_`` functions."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class _Leave(Route):
 
 
 Target = "FlowQuestion | FlowDefinition | Route | str | Callable[[FlowState], Any]"
-"""A question; a flow; a text, which is a message; a route; or a function that returns one."""
+"""A question, a flow, a text (a message), a route, or a function of the state that returns one."""
 
 
 def route_question(question: "FlowQuestion") -> Route:
@@ -118,7 +118,7 @@ def route_tool(callback: ToolCallback) -> Route:
 
 
 def route_noop() -> Route:
-    """End the flow; the model writes on."""
+    """End the flow; the model continues the text."""
     return _Leave()
 
 
@@ -157,12 +157,12 @@ class FlowQuestion:
         self._auto_answer: Callable[[FlowState], str | None] | None = None
 
     def on(self, answer: str, target: Any) -> Self:
-        """Go to *target* after this answer, whatever its case."""
+        """Go to *target* after this answer, ignoring case and surrounding whitespace."""
         self._transitions[_key(answer)] = _checked(target)
         return self
 
     def then(self, target: Any) -> Self:
-        """Go to *target* after an answer that has no route of its own."""
+        """Go to *target* after any answer without a route of its own."""
         self._default = _checked(target)
         return self
 
@@ -176,20 +176,20 @@ class FlowQuestion:
         return self
 
     def branch(self, function: Callable[[FlowState], Any]) -> Self:
-        """Ask ``function(state)`` for the target, where `on` and `then` name none.
+        """Call ``function(state)`` for the target where `on` and `then` set none.
 
-        None from it ends the flow.
+        If it returns None, the flow ends.
         """
         self._branch = function
         return self
 
     def with_auto_answer(self, function: Callable[[FlowState], str | None]) -> Self:
-        """Do not ask if ``function(state)`` returns the answer; None asks the model."""
+        """Use the answer that ``function(state)`` returns; if it returns None, ask the model."""
         self._auto_answer = function
         return self
 
     def known_answer(self, state: FlowState) -> str | None:
-        """The answer that needs no asking, if there is one."""
+        """Return the answer of the auto-answer function, if there is one."""
         return None if self._auto_answer is None else self._auto_answer(state)
 
     def resolve(self, state: FlowState, answer: str) -> Route:
@@ -235,10 +235,10 @@ def _checked(target: object) -> Any:
 
 
 def route_of(target: object, state: FlowState) -> Route:
-    """*target* as a route, None being `route_noop`; calls what is a function.
+    """Return *target* as a route; calls functions, and takes None for `route_noop`.
 
     Raises:
-        RequestError: A function returned no target.
+        RequestError: A function did not return a target.
     """
     for _ in range(_N_ROUTES_MAX):
         match target:
@@ -256,20 +256,20 @@ def route_of(target: object, state: FlowState) -> Route:
                 target = target(state)
             case _:
                 raise invalid("target", "a question, a flow, a text or a route", shown(target))
-    raise RequestError("functions return functions as targets without end; return a route")
+    raise RequestError("target functions keep returning functions; return a route")
 
 
 class FlowEngine:
     """Runs flows in the requests of a mod.
 
     In a function mod, return what `handle_event` returns, and pass ``on_end=engine.end`` to `mod`,
-    which frees the state of a request; or take `as_mod`, which does both. Requests that run at the
+    which frees the state of a request; or use `as_mod`, which does both. Requests that run at the
     same time must not share a ``request_id`` in a function mod.
 
     Args:
         entry_question: The first question of every request.
-        flows: The flows by name. The first flow whose root is the entry question is the current one
-            at the beginning; without one, the first of all is.
+        flows: The flows, by name or as a list. The current flow is at first the one whose root is
+            the entry question; if there is none, the first of all.
 
     Raises:
         RequestError: An argument has the wrong type.
@@ -291,23 +291,23 @@ class FlowEngine:
     def handle_event(
         self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Answer to any event of a request; Prefilled begins its flow."""
+        """Handle any event of a request; Prefilled begins its flow."""
         run = self._runs.get(event.request_id)
         if run is None or isinstance(event, Prefilled):
             run = self._runs[event.request_id] = FlowRun(self, event.request_id, tokenizer)
         return run.handle_event(event, actions)
 
     def state(self, request_id: str) -> FlowState | None:
-        """What the flow of a request knows; None for a request that has none."""
+        """State of the flow in a request; None for an unknown request."""
         run = self._runs.get(request_id)
         return None if run is None else run.state
 
     def end(self, end: RequestEnd) -> None:
-        """Forget a request; for the ``on_end`` of `mod`."""
+        """Free the state of a request; pass this as ``on_end`` to `mod`."""
         self._runs.pop(end.request_id, None)
 
     def as_mod(self, name: str = "flow") -> "FlowMod":
-        """This flow as a mod."""
+        """Return this flow as a mod."""
         return FlowMod(self, name)
 
 
@@ -323,7 +323,7 @@ class FlowRun:
         self._asking: Asking | None = None
 
     def handle_event(self, event: Event, actions: "ActionBuilder") -> Action | None:
-        """Ask, listen to the answer, and follow its route."""
+        """Ask, follow the answer, and take its route."""
         match event:
             case ForwardPass():
                 return self._on_forward_pass(event, actions)
@@ -351,7 +351,7 @@ class FlowRun:
             if not isinstance(route, _Ask | _Enter):
                 return self._leave(route, actions)
             self._enter(route)
-        raise RequestError("the routes of this flow lead in a circle without a question; end one")
+        raise RequestError("the routes of this flow form a cycle without a question; break it")
 
     def _enter(self, route: _Ask | _Enter) -> None:
         """Begin the question of *route*, or note its answer if that is known."""
@@ -366,7 +366,7 @@ class FlowRun:
         self._asking = question.self_prompt.ask(self._tokenizer)
 
     def _note_answer(self) -> None:
-        """Once the answer is whole, find where it leads."""
+        """Once the answer is complete, find where it leads."""
         asking, question = self._asking, self._question
         if asking is not None and question is not None and asking.is_complete:
             self._asking = self._question = None
@@ -412,7 +412,7 @@ class FlowMod(Mod):
 
     @property
     def state(self) -> FlowState:
-        """What the flow knows."""
+        """State of the flow in the request."""
         return self._run.state
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
@@ -422,5 +422,5 @@ class FlowMod(Mod):
     def __call__(
         self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Answer to any event."""
+        """Handle any event."""
         return self._run.handle_event(event, actions)

@@ -1,8 +1,8 @@
 """SelfPrompt: the model answers a question that a mod writes into its text.
 
-`SelfPrompt` describes the question. `Asking` is one asking of it, in one request: it forces the
-prompt, masks the logits while the model answers, and erases afterwards what is not to stay. All of
-it is tokens of the request, which count against its ``max_tokens``.
+`SelfPrompt` describes the question. `Asking` asks it once, in one request: it forces the prompt,
+masks the logits while the model answers, and afterwards erases what should not stay. Question and
+answer are tokens of the request and count against its ``max_tokens``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _N_TAKEN_BACK_MAX: Final = 3
 Text = str | Sequence[int] | Mapping[str, Any]
-"""Text; or its ids; or ``{"text": ...}`` or ``{"tokens": ...}``."""
+"""A text, its ids, ``{"text": ...}`` or ``{"tokens": ...}``."""
 
 
 class EraseMode(Enum):
@@ -38,21 +38,21 @@ class EraseMode(Enum):
     PROMPT = "prompt"
     """The question; the answer stays."""
     ALL = "all"
-    """Question and answer: the text is as if they had not been asked."""
+    """Question and answer: the text continues as if the question had not been asked."""
 
 
 def tokenize(text: str, tokenizer: "ModTokenizer") -> list[int]:
-    """Ids of *text* in the middle of another one, without the special tokens around a text."""
+    """Ids of *text* in the middle of a text, without special tokens around it."""
     return tokenizer.encode(text, add_special_tokens=False)
 
 
 class SelfPrompt:
     """A question to the model in the middle of its text.
 
-    Immutable but for its askings, which it keeps by request: in a function mod, call
-    `handle_event`, or its parts, and return what they return; pass ``on_end=question.end`` to
-    `mod`, which frees the asking. `self_prompt_mod` does all that. Requests that run at the same
-    time must not share a ``request_id``.
+    Apart from its askings, which it stores by ``request_id``, it is immutable. In a function mod,
+    return what `handle_event` (or the method for one event) returns, and pass
+    ``on_end=question.end`` to `mod`, which frees the asking. `self_prompt_mod` does all that.
+    Requests that run at the same time must not share a ``request_id``.
 
     Args:
         prompt: The question, as text, ids, ``{"text": ...}`` or ``{"tokens": ...}``.
@@ -60,8 +60,8 @@ class SelfPrompt:
         completion: Text after the answer, in the forms of *prompt*; left out with EraseMode.PROMPT
             and ALL, and after a list with its own end.
         erase: What is removed after the answer.
-        argmax_sampling: Whether the answer is the most probable one, token by token; False samples
-            it at the request's temperature.
+        argmax_sampling: Whether each token of the answer is the most probable one; False samples
+            at the request's temperature.
 
     Raises:
         RequestError: An argument is malformed.
@@ -91,7 +91,7 @@ class SelfPrompt:
     def ask(
         self, tokenizer: "ModTokenizer", strategy: StrategyDescription | None = None
     ) -> "Asking":
-        """A new asking, with another *strategy* if one is given."""
+        """Return a new asking, with *strategy* in place of the question's own if given."""
         return Asking(
             prompt=_ids(self._prompt, tokenizer),
             completion=_ids(self._completion, tokenizer),
@@ -106,7 +106,7 @@ class SelfPrompt:
     def handle_event(
         self, event: Event, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Answer to any event."""
+        """Handle any event."""
         match event:
             case Prefilled():
                 return self.handle_prefilled(event, actions, tokenizer)
@@ -120,25 +120,25 @@ class SelfPrompt:
     def handle_prefilled(
         self, event: Prefilled, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> None:
-        """Begin an asking in the request of *event*."""
+        """Begin to ask in the request of *event*."""
         self._askings[event.request_id] = self.ask(tokenizer)
 
     def handle_forward_pass(
         self, event: ForwardPass, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Write the question, or mask the answer's logits; the first call begins the question."""
+        """Write the question, or mask the logits of the answer; the first call begins to ask."""
         return self._asking(event.request_id, tokenizer).on_forward_pass(event, actions)
 
     def handle_added(
         self, event: Added, actions: "ActionBuilder", tokenizer: "ModTokenizer"
     ) -> Action | None:
-        """Follow the answer, and erase when it is whole."""
+        """Follow the answer, and erase once it is complete."""
         return self._asking(event.request_id, tokenizer).on_added(event, actions)
 
     def refresh_responses(
         self, responses: Sequence[str], request_id: str, tokenizer: "ModTokenizer"
     ) -> None:
-        """Ask anew in one request, with these choices for the answer."""
+        """Ask again in one request, with these choices for the answer."""
         self._askings[request_id] = self.ask(tokenizer, ChoicesStrat(responses))
 
     def is_complete(self, request_id: str) -> bool:
@@ -147,17 +147,17 @@ class SelfPrompt:
         return asking is not None and asking.is_complete
 
     def answer_tokens(self, request_id: str) -> list[int]:
-        """Ids of the answer so far; empty for a request that has none."""
+        """Ids of the answer so far; empty for an unknown request."""
         asking = self._askings.get(request_id)
         return [] if asking is None else list(asking.answer_ids)
 
     def answer(self, request_id: str) -> str:
-        """The answer so far, without the marks of its strategy."""
+        """The answer so far, without the delimiters of its strategy."""
         asking = self._askings.get(request_id)
         return "" if asking is None else asking.answer
 
     def end(self, end: RequestEnd) -> None:
-        """Forget a request; for the ``on_end`` of `mod`."""
+        """Free the state of a request; pass this as ``on_end`` to `mod`."""
         self._askings.pop(end.request_id, None)
 
     def _asking(self, request_id: str, tokenizer: "ModTokenizer") -> "Asking":
@@ -204,20 +204,20 @@ class Asking:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the question is over, completion included.
+        """Whether the question is finished, completion included.
 
-        The answer is whole then, unless other mods of the request wrote what the strategy refuses
-        more than three times.
+        The answer is then complete, unless other mods of the request wrote tokens that the strategy
+        refuses more than three times.
         """
         return self._phase is _Phase.DONE
 
     @property
     def answer(self) -> str:
-        """Text of the answer so far, without the marks of its strategy."""
+        """Text of the answer so far, without the delimiters of its strategy."""
         return self.strategy.trim_answer(self.tokenizer.decode(self.answer_ids))
 
     def on_forward_pass(self, event: ForwardPass, actions: "ActionBuilder") -> Action | None:
-        """Force the question; then mask the logits, until the answer is whole."""
+        """Force the question, then mask the logits until the answer is complete."""
         if self._phase is _Phase.PROMPT:
             return actions.force_tokens(self.prompt)
         if self._phase is _Phase.COMPLETION:
@@ -244,7 +244,7 @@ class Asking:
     def on_added(self, event: Added, actions: "ActionBuilder") -> Action | None:
         """Advance by the tokens that were added.
 
-        Where they are not what was asked for, another mod has written, and the next step tries
+        If they are not those that were forced, another mod wrote them, and the next step tries
         again.
         """
         forced = event.added_tokens if event.forced else None
@@ -287,7 +287,7 @@ class Asking:
         return actions.backtrack(asked_for.n + n_behind, tokens or None)
 
     def _finish(self, actions: "ActionBuilder", behind: list[int]) -> Action | None:
-        """End the answer; *behind* are tokens that another mod has added after it."""
+        """End the answer; *behind* are tokens that another mod added after it."""
         self._phase = _Phase.DONE
         if self.erase is EraseMode.NONE:
             if self.completion and not self.strategy.has_end:
@@ -327,7 +327,7 @@ def _ids(text: str | list[int], tokenizer: "ModTokenizer") -> list[int]:
 class SelfPromptMod(Mod):
     """A mod that asks one question at the start of the text; see `self_prompt_mod`.
 
-    ``generation.mods`` has the copy that a request works with, and so its answer.
+    ``generation.mods`` has the copy that a request works with; read `answer` there.
     """
 
     def __init__(self, question: SelfPrompt, name: str) -> None:
@@ -346,7 +346,7 @@ class SelfPromptMod(Mod):
 
     @property
     def answer(self) -> str:
-        """The answer so far, without the marks of its strategy."""
+        """The answer so far, without the delimiters of its strategy."""
         return self._asking.answer
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
@@ -375,10 +375,10 @@ def self_prompt_mod(
     argmax_sampling: bool = True,
     name: str = "self_prompt",
 ) -> SelfPromptMod:
-    """A mod that asks a question before the model writes anything else.
+    """Return a mod that asks a question before the model writes anything else.
 
     Args:
-        prompt: See SelfPrompt, also for the other arguments.
+        prompt: The question; this and the following as in SelfPrompt.
         strategy: What the answer may look like.
         completion: Text after the answer.
         erase: What is removed after the answer.

@@ -1,12 +1,12 @@
 """Strategies: what an answer may look like, enforced token by token.
 
-A strategy is named by a small immutable description (`ChoicesStrat` and its siblings), which
+A strategy begins as a small immutable description (`ChoicesStrat` and its siblings), which
 `into_strategy` compiles for one tokenizer. The compiled `Strategy` holds no state of a request:
 `start` makes that, one object for each answer, and every other method takes it.
 
 A token may be any piece of the text that is still possible, not only the one that the tokenizer
-would choose. Where an answer is whole and could still go on ("hi", where "hit" is another choice),
-`can_end` is true and the end tokens are among the allowed ones: the model decides.
+would choose. Where an answer is complete but could continue ("hi", where "hit" is another choice),
+`can_end` is true and the end tokens are allowed too: the model decides.
 """
 
 import re
@@ -31,20 +31,20 @@ State = TypeVar("State")
 
 
 class Strategy(ABC, Generic[State]):
-    """A compiled strategy; *State* is the type of one answer's progress. Immutable, any thread."""
+    """A compiled strategy, immutable, any thread; *State* holds the progress of one answer."""
 
     has_end: bool = False
-    """Whether the answer writes its own end, so that no completion has to follow it."""
+    """Whether the answer includes its own end, so that no completion needs to follow."""
 
     @abstractmethod
     def start(self, tokenizer: "ModTokenizer") -> State:
-        """The state of an answer of which nothing is written yet."""
+        """Return the state of an answer that has not begun."""
 
     @abstractmethod
     def allowed_tokens(self, state: State, tokenizer: "ModTokenizer") -> Ids:
-        """Ids that may come next; empty for all that `disallowed_tokens` does not name.
+        """Ids that may come next, shape ``(n,)``; empty allows all but `disallowed_tokens`.
 
-        The end tokens are among them where `can_end` is true.
+        They include the end tokens where `can_end` is true.
         """
 
     def disallowed_tokens(self, state: State, tokenizer: "ModTokenizer") -> Ids:
@@ -55,28 +55,27 @@ class Strategy(ABC, Generic[State]):
     def step(
         self, state: State, token_id: int, tokenizer: "ModTokenizer"
     ) -> ForceTokens | Backtrack | None:
-        """Advance *state* by a token that was added.
+        """Advance *state* by an added token.
 
         Returns:
-            None; or ForceTokens to write next, for which *state* is advanced as well; or, for a
-            token that cannot come here, the Backtrack that takes it back: *state* is then as
-            before.
+            None; or ForceTokens to write next, by which *state* has been advanced too; or, for a
+            token that is not allowed here, a Backtrack that removes it, with *state* unchanged.
         """
 
     @abstractmethod
     def is_complete(self, state: State) -> bool:
-        """Whether the answer is whole and nothing can follow in it."""
+        """Whether the answer is complete and cannot continue."""
 
     def can_end(self, state: State) -> bool:
-        """Whether the answer is whole as it stands."""
+        """Whether the answer is complete as it stands."""
         return self.is_complete(state)
 
     def forced_text(self, state: State) -> str:
-        """The text that must come next, if there is only one; else ""."""
+        """Return the text that must come next if there is only one; else ""."""
         return ""
 
     def trim_answer(self, text: str) -> str:
-        """The answer without the marks around it, from its whole *text*."""
+        """Return the complete answer *text* without its delimiters."""
         return text
 
 
@@ -102,7 +101,7 @@ def _ids(ids: Sequence[int]) -> Ids:
 class ChoicesStrat:
     """The answer is one of *choices*.
 
-    A choice that another one continues can be reached as well as the longer one.
+    One choice may be the beginning of another; both can be reached.
 
     Attributes:
         choices: The texts to choose from, none of them empty.
@@ -114,7 +113,7 @@ class ChoicesStrat:
         """Check the choices.
 
         Raises:
-            RequestError: There is none, or one is empty or no text.
+            RequestError: There are none, or one is empty or not a str.
         """
         object.__setattr__(self, "choices", _texts("choices", self.choices))
 
@@ -215,12 +214,12 @@ class UntilEndType(Enum):
 
 @dataclass(frozen=True)
 class UntilStrat:
-    """The answer is free text up to an end, which is written too; the model cannot end before.
+    """The answer is free text up to and including an end; the model cannot stop before it.
 
-    `Strategy.trim_answer` takes *start* and the end away.
+    `Strategy.trim_answer` removes *start* and the end.
 
     Attributes:
-        start: Text that the answer begins with; may be "".
+        start: Text with which the answer begins; may be "".
         end_type: How to read *end*.
         end: The closing tag, or the characters of which any one ends the answer.
     """
@@ -368,9 +367,9 @@ class CharsStrat:
 
     Attributes:
         mode: The kind.
-        stop: The largest number of characters; or a text that ends the answer and is not a part of
-            it; or None, and the answer ends where the model writes another character.
-        min: The smallest number of characters.
+        stop: Maximum number of characters; or a text that ends the answer and is not part of it; or
+            None: the answer ends where the model would write a character of another kind.
+        min: Minimum number of characters.
     """
 
     mode: CharsMode
@@ -583,7 +582,7 @@ class ListStrat:
         table = TokenTable.of(tokenizer)
         elements = self.elements
         if isinstance(elements, CharsStrat) and not isinstance(elements.stop, str):
-            # What ends an element is no part of it.
+            # What ends an element is not part of it.
             ends = "".join(text[:1] for text in (self.wrap or self.sep, self._closing))
             element: Strategy[Any] = CharsStrategy(
                 elements.mode, elements.stop, elements.min, table, without=ends

@@ -1,4 +1,4 @@
-"""TokenTable: which ids a text may begin with, as strategies need it; pure Python on a vocabulary.
+"""TokenTable: the bytes of every token, and the lookups by prefix that strategies need.
 
 Made once for each tokenizer, which keeps it alive; immutable afterwards, any thread.
 """
@@ -22,7 +22,7 @@ NO_IDS: Final[Ids] = np.empty(0, np.int64)
 
 
 class TokenTable:
-    """The bytes of every id of a vocabulary, with the look-ups that strategies make.
+    """The bytes of every id of a vocabulary, with the lookups that strategies need.
 
     Control tokens, such as the end of the text, have no bytes here: no answer contains one.
 
@@ -49,7 +49,7 @@ class TokenTable:
 
     @classmethod
     def of(cls, tokenizer: "ModTokenizer") -> "TokenTable":
-        """The table of *tokenizer*, made at the first call."""
+        """Return the table of *tokenizer*, made at the first call."""
         table = _tables.get(tokenizer)
         if table is None:
             table = _tables[tokenizer] = cls(tokenizer)
@@ -57,7 +57,7 @@ class TokenTable:
 
     @cached_property
     def texts(self) -> list[str | None]:
-        """Text of each id; None for control tokens and for bytes that are no text on their own."""
+        """Text of each id; None for control tokens and for incomplete UTF-8."""
         return [_text(piece) if piece else None for piece in self.pieces]
 
     @cached_property
@@ -65,7 +65,7 @@ class TokenTable:
         return sorted(self._ids)
 
     def beginnings(self, text: bytes) -> list[int]:
-        """Ids whose bytes are a beginning of *text*, or all of it."""
+        """Ids whose bytes are a prefix of *text*, or all of it."""
         return [
             i
             for n in range(1, min(len(text), self._longest) + 1)
@@ -73,7 +73,7 @@ class TokenTable:
         ]
 
     def longer_than(self, text: bytes) -> list[int]:
-        """Ids whose bytes begin with *text* and go on."""
+        """Ids whose bytes begin with *text* and are longer."""
         pieces = self._sorted
         found: list[int] = []
         for k in range(bisect_left(pieces, text), len(pieces)):
@@ -84,7 +84,7 @@ class TokenTable:
         return found
 
 
-# A cache alone: a table holds nothing of a request, and goes with its tokenizer.
+# Only a cache: a table holds nothing of a request and is freed with its tokenizer.
 _tables: WeakKeyDictionary["ModTokenizer", TokenTable] = WeakKeyDictionary()
 
 
