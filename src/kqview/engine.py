@@ -424,18 +424,18 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             capture: The attention to hand out: a Capture, or its kind as a string.
             slot: Index of the slot to use; None for the one that shares the most tokens with the
                 prompt.
-            mods: Called in this order with each event of the request, see `kqview.mods`. A request
-                with mods, callables or a trace is queued when it is first iterated; the last three
-                errors below are then raised there.
+            mods: Mods to call, in this order, with each event of the request; see `kqview.mods`. A
+                request with mods, callables or a trace is queued when it is first iterated; the
+                last three errors below are then raised there.
             logits_processor: Called in each step, after the mods, with the ids of prompt and text
-                and the logits, float32 ``(n_vocab,)``. It changes the array, which is its own, or
-                returns another one of the same shape. What it raises, iterating raises.
+                and a copy of the logits, float32 ``(n_vocab,)``. It changes that array in place or
+                returns another of the same shape. Its exceptions are raised by iterating.
             stopping: Called in each step with the ids of prompt and text; a true result ends the
-                generation with finish reason "stop". What it raises, iterating raises.
-            mod_time_limit_s: Maximum time in seconds of each call of a mod, which then runs on a
-                thread of the request, or is awaited. A call that takes longer counts as Noop. It is
-                left to itself, and until it returns, its mod is not called. None for no limit, and
-                calls on the consumer's own thread.
+                generation with finish reason "stop". Its exceptions are raised by iterating.
+            mod_time_limit_s: Time limit of each call of a mod, in seconds. Sync mods then run on a
+                thread of the request. A call that takes longer counts as Noop; it is abandoned, and
+                its mod is not called again until it returns. None sets no limit and runs mods on
+                the consumer's own thread.
             trace: Whether to record `Generation.trace`; None records it if there are mods. A
                 function, such as `kqview.trace.Poster.post`, also gets it when the request ends.
             request_id: Name for logs; generated if omitted.
@@ -449,7 +449,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 visible.
             reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
                 shorter runs count as coincidence.
-            cache_prompt: False evaluates every token of the prompt, whatever *reuse* says.
+            cache_prompt: False evaluates every token of the prompt, regardless of *reuse*.
             context_shift: When the slot is full, discard old tokens and continue instead of ending
                 with finish reason "length". As approximate as "shift". Columns then refer to the
                 tokens that remain, see ``token.discarded``.

@@ -12,7 +12,7 @@
     +-- ModelError                     the model file
     |   +-- ModelLoadError
     |   +-- UnsupportedModel
-    +-- ModFileError                   a file of the folder of mods
+    +-- ModFileError                   a file in the folder of mods
     +-- CapacityError                  the limits of this process: retry later or raise a limit
     |   +-- PoolExhausted
     |   +-- QueueFull
@@ -145,14 +145,14 @@ class InvalidActionError(RequestError):
     """A mod built or returned an action that its event does not allow, or with invalid values.
 
     Raised inside the mod, by the methods of ``actions`` and the classes of `kqview.mods`. Iterating
-    never raises it: an invalid answer counts as Noop, and the trace has the error.
+    never raises it: an invalid action counts as Noop, and the trace has the error.
     """
 
 
 class EmittedError(RequestError):
     """A mod refused the request with EmitError; the message is the mod's.
 
-    Not raised for a mod that fails: that counts as Noop.
+    Not raised when a mod fails: that counts as Noop.
     """
 
 
@@ -177,7 +177,7 @@ class UnsupportedModel(ModelError):
 
 
 class ModFileError(KqviewError):
-    """A file of a folder of mods cannot be loaded, or fails to make its mod; see the log."""
+    """A file in a folder of mods cannot be loaded, or does not make a mod; see the log."""
 
 
 class CapacityError(KqviewError):

@@ -1,8 +1,8 @@
-"""Scoring: how a model judges given texts; a base of Engine.
+"""Scoring: log-probabilities of given texts; a base of Engine.
 
-A text becomes a request that evaluates its prompt and samples nothing. The engine thread turns the
-logits of each step into scores before the next one, so that no more than one step's logits are in
-memory, however long the text is.
+Each text becomes a request that evaluates its prompt and samples nothing. The engine thread turns
+the logits of each step into scores before the next one, so only one step's logits are in memory at
+a time, however long the text is.
 """
 
 from asyncio import to_thread
@@ -51,8 +51,8 @@ class _Work:
 
 
 class Scoring:
-    """`score`; any thread. It waits, without the GIL, until all texts are done; `ascore` does so
-    without blocking an event loop.
+    """`score` and `ascore`; any thread. `score` waits without the GIL until all texts are done;
+    `ascore` does not block the event loop.
     """
 
     _core: CoreEngine
@@ -83,31 +83,31 @@ class Scoring:
     ) -> Score | list[Score]:
         """Compute the log-probability that the model gives each token of one or more texts.
 
-        The whole text is evaluated at once, in steps whose logits need at most 64 MiB. This is what
-        perplexity, the comparison of given answers (lm-eval's loglikelihood) and ``echo`` need.
-        Only tokens whose scores are not asked for come out of a slot's KV cache: with ``last``,
-        texts with a common beginning evaluate it once. In a coroutine, use `ascore`.
+        The whole text is evaluated as a prompt, in steps whose logits take at most 64 MiB. Use it
+        for perplexity and for comparing given answers (lm-eval's loglikelihood). Only tokens whose
+        scores are not requested can come from a slot's KV cache: with ``last``, a prefix that texts
+        share is evaluated once. In a coroutine, use `ascore`.
 
         Args:
             texts: A text, or its token ids, used unchanged; or a list of these.
             last: Number of tokens, counted from the end, to score; for a list of texts also a list
-                with the number for each. None for all but the first, which has nothing before it.
-            top_logprobs: Number of most probable tokens to return for each place, at most 1000;
-                None for none.
+                with the number for each. None for all but the first, which nothing precedes.
+            top_logprobs: Number of most probable tokens to return for each scored token, at most
+                1000; None for none.
             priority: As in `Engine.generate`.
             lora: As in `Engine.generate`.
-            add_special: As in `tokenize`. With a token that starts the text, every token of the
-                text itself has a score.
+            add_special: As in `tokenize`. If a beginning-of-text token is added, every token of the
+                text itself gets a score.
             parse_special: As in `tokenize`.
 
         Returns:
             A Score for one text, a list of them for a list. Values differ from those of a
-            generation by the rounding of matrices of another size (about 1e-3 with a float16
+            generation by rounding, because its matrices have other sizes (about 1e-3 with a float16
             cache, less with float32).
 
         Raises:
             PromptTooLong: A text has more tokens than a slot can hold; nothing was computed.
-            RequestError: There is no text, a text is empty, or an option is out of range.
+            RequestError: No text was given, a text is empty, or an option is out of range.
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model is an encoder or a diffusion model, which does not predict
                 the next token.
@@ -157,8 +157,8 @@ class Scoring:
         self._core.check_open()
         if not self._can_generate:
             raise UnsupportedModel(
-                f"{self._info.architecture} models do not predict the next token, so they score "
-                "no text; use a causal language model"
+                f"{self._info.architecture} models do not predict the next token, so they "
+                "cannot score texts; use a causal language model"
             )
         n_top = (
             None

@@ -1,6 +1,6 @@
 """Text batch: many texts as requests of one engine, some of them queued ahead.
 
-What `Embedding` and `Scoring` share: telling one text from several, and keeping every slot busy.
+Shared by `Embedding` and `Scoring`: tells one text from several, and keeps every slot busy.
 """
 
 from collections import deque

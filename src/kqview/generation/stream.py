@@ -362,7 +362,7 @@ class Generation:
     def tokens(self) -> list[int]:
         """Ids handed out so far; not Token objects, which would keep their attention in memory.
 
-        With mods: without those that were taken back, and with all that one step has added.
+        With mods, without those that were taken back, and with all those that a step added.
         """
         return list(self._ids)
 
@@ -403,33 +403,33 @@ class Generation:
         slot = self._handle.slot
         return None if slot < 0 else slot
 
-    # ---- of mods; see SteeredGeneration
+    # ---- mods; see SteeredGeneration
 
     @property
     def mods(self) -> tuple[Any, ...]:
-        """The mods of this request; of a `kqview.Mod`, the copy that has its state."""
+        """The mods of this request; for a `kqview.Mod`, the copy with the request's state."""
         return ()
 
     @property
     def trace(self) -> Trace | None:
         """What happened in each step; None without mods, unless ``trace=True`` was given.
 
-        It grows while the request runs and is whole when `finish_reason` is set. It belongs to the
-        caller and outlives the generation.
+        It grows while the request runs and is complete once `finish_reason` is set. It belongs to
+        the caller and outlives the generation.
         """
         return None
 
     @property
     def tool_calls(self) -> Any:
-        """What a mod gave to ToolCalls, with finish reason "tool_calls"; otherwise None."""
+        """The payload of a mod's ToolCalls, with finish reason "tool_calls"; otherwise None."""
         return None
 
     @property
     def n_removed(self) -> int:
-        """Number of tokens that mods took back since the last one that was handed out.
+        """Number of yielded tokens that mods took back since the last one was yielded.
 
-        The next token has this number, see ``Token.n_removed``. At the end it is what falls off the
-        text that was handed out.
+        The next token has this number as ``Token.n_removed``. At the end of the generation, drop
+        that many from the text received.
         """
         return 0
 

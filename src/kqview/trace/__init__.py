@@ -1,7 +1,7 @@
 """The trace of a request: its events, calls of mods, logs and actions, as data and as JSON.
 
 The JSON is Thunder's ingest format. `Engine.generate` makes traces, see `Generation.trace`;
-`kqview ingest` keeps and shows them.
+`kqview ingest` stores and shows them.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The attention of one forward pass in a form that a trace can keep: its largest columns."""
+"""The attention of one forward pass as a trace stores it: the columns with the most."""
 
 import math
 from typing import Any, Final, cast
@@ -10,7 +10,7 @@ from kqview.types import Capture
 from kqview.types.token import Attention, Positions
 
 TOP_COLUMNS: Final = 32
-"""Columns that `top_columns` keeps by default."""
+"""Number of columns that `top_columns` keeps by default."""
 _DIGITS: Final = 5
 
 
@@ -23,15 +23,15 @@ def top_columns(
     n_columns: int | None = None,
     k: int = TOP_COLUMNS,
 ) -> dict[str, Any] | None:
-    """What a token looked at, averaged over layers and heads.
+    """Summarize what a token attended to, averaged over layers and heads.
 
     Args:
         rows: ``attention`` of the event.
         capture: What was captured.
         positions: ``attention_positions`` of the event, with ``Capture(top_k=...)``.
         scale: `ModelInfo.attention_scale`, for rows of kind "logits".
-        n_columns: Tokens before this one; needed with *positions*.
-        k: Most columns to keep.
+        n_columns: Number of tokens before this one; needed with *positions*.
+        k: Maximum number of columns to keep.
 
     Returns:
         ``positions``, indices into prompt and output before the token, the most attended first;

@@ -1,13 +1,14 @@
-"""Trace: what happened in one request, as data that goes to JSON and back.
+"""Trace: what happened in one request, as data that converts to JSON and back.
 
-The JSON is what `kqview ingest`, and any other receiver of Thunder's ingest format, is posted: five
-lists and objects named ``request``, ``events``, ``mod_calls``, ``mod_logs`` and ``actions``. A call
+The JSON is what is posted to `kqview ingest`, or any other receiver of Thunder's ingest format: an
+object with ``request``, ``events``, ``mod_calls``, ``mod_logs`` and ``actions``. A call
 names its event by that event's index, a log or an action names its call by the call's index; an
-event's ``sequence_order`` is its own index. Fields have the names of the JSON's keys.
+event's ``sequence_order`` is its own index. Fields have the names of the JSON keys.
 
-A trace holds what was recorded, unchanged. `Trace.to_payload` makes it fit for JSON and for
-databases: no NUL, no lone surrogates, no infinities, names and token texts cut to their columns.
-`kqview.trace.recorder` writes a trace, `kqview.trace.replay` rebuilds a request's ids from one.
+A trace holds what was recorded, unchanged. `Trace.to_payload` makes it valid for JSON and
+databases: without NUL, lone surrogates or infinities, and with names and token texts cut to the
+width of receivers' columns. `kqview.trace.recorder` writes a trace, `kqview.trace.replay` rebuilds
+a request's ids from one.
 """
 
 import json
@@ -24,7 +25,7 @@ import numpy as np
 from kqview.errors import RequestError
 
 Json = Any
-"""What JSON can say: None, bool, int, float, str, lists and dicts of these."""
+"""A JSON value: None, bool, int, float, str, or a list or dict of these."""
 Object = dict[str, Json]
 
 EventType = Literal["Prefilled", "ForwardPass", "Sampled", "Added"]
@@ -35,7 +36,7 @@ ActionType = Literal[
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
 
 LOWEST_LOGPROB: Final = -9999.0
-"""Stands for a logprob of minus infinity, which JSON cannot say."""
+"""Stands for a logprob of minus infinity, which JSON cannot express."""
 _LONGEST_NAME: Final = 255  # characters that receivers keep of a name or an id
 _LONGEST_TOKEN_TEXT: Final = 100
 _LONGEST_SHAPE: Final = 100
@@ -44,7 +45,7 @@ _DEEPEST: Final = 32  # levels of lists and objects; a mod's payload may contain
 
 
 def now() -> datetime:
-    """The time at this moment, with a time zone, as records keep it."""
+    """The current time in UTC, as records store it."""
     return datetime.now(UTC)
 
 
@@ -53,24 +54,24 @@ def now() -> datetime:
 
 @dataclass(slots=True, kw_only=True)
 class TraceRequest:
-    """The request of a trace; whatever is not known is None.
+    """The request of a trace; unknown fields are None.
 
     Attributes:
         request_id: Unique among all requests; a receiver replaces an older trace of the same id.
         created_at: When the request began.
         completed_at: When it ended.
         model: Name of the model.
-        user_api_key: Who sent the request: a digest, never a key itself.
-        max_tokens: Most tokens that it could generate.
-        temperature: Of sampling.
+        user_api_key: Sender of the request: a digest of the key, never the key itself.
+        max_tokens: Limit of tokens to generate.
+        temperature: Sampling temperature.
         mod_text: Names of its mods, joined by commas.
         active_mod_name: Name of its first mod.
-        user_prompt: Text of the prompt that was evaluated, a mod's changes included.
+        user_prompt: Text of the prompt that was evaluated, including changes by mods.
         user_prompt_token_ids: Its ids.
         final_token_ids: Ids of the output.
         final_text: Text of the output.
-        inference_stats: ``finish_reason``, ``error``, figures of `kqview.Usage`, and ``trace``:
-            limits of this trace and what they cut off.
+        inference_stats: ``finish_reason``, ``error``, the fields of `kqview.Usage`, and
+            ``trace``: limits of this trace and what they cut off.
     """
 
     request_id: str
@@ -97,18 +98,18 @@ class TraceEvent:
         event_type: Which event; it decides which of the fields below are set.
         step: From 1, one for each forward pass whose logits were sampled; 0 for Prefilled.
         created_at: When it happened.
-        prompt_length: Prefilled: tokens in the prompt.
-        tokens_so_far_len: Tokens generated before the event.
-        max_steps: Prefilled: most tokens that may be generated.
-        input_text: ForwardPass: the last 70 characters before the token to come.
+        prompt_length: Prefilled: number of tokens in the prompt.
+        tokens_so_far_len: Number of tokens generated before the event.
+        max_steps: Prefilled: limit of tokens to generate.
+        input_text: ForwardPass: the last 70 characters before the next token.
         top_tokens: ForwardPass: the most probable tokens, best first, each with ``token`` (id),
             ``token_str``, ``logprob`` and ``prob``.
         sampled_token: Sampled: the id.
         token_text: Sampled: its text.
         added_tokens: Added: the ids.
-        added_token_count: Added: how many.
-        forced: Added: whether a mod gave them.
-        details: Whatever else is known. ForwardPass: ``attention``, see
+        added_token_count: Added: number of ids.
+        forced: Added: whether a mod forced them.
+        details: Further data. ForwardPass: ``attention``, see
             `kqview.trace.attention.top_columns`; ``entropy`` in nats. Added: ``tokens_as_text``;
             ``n_kept`` if not all ids became output, such as the end-of-text token. Prefilled:
             ``tokens_as_text`` of the prompt that was evaluated, unless it is long.
@@ -135,13 +136,13 @@ class ModCall:
     """One call of a mod.
 
     Attributes:
-        event_sequence_order: Index of the event that the mod was called with.
+        event_sequence_order: Index of the event with which the mod was called.
         mod_name: Name of the mod.
         event_type: That of the event.
         step: That of the event.
         created_at: When the call began.
-        execution_time_ms: How long it took, in milliseconds; with a time limit, at most that.
-        exception_occurred: Whether it raised, ran out of time or returned no valid action.
+        execution_time_ms: Duration in milliseconds, at most the time limit.
+        exception_occurred: Whether it raised, timed out or returned an invalid action.
         exception_message: The exception's class and message.
         exception_traceback: Its traceback.
     """
@@ -159,7 +160,7 @@ class ModCall:
 
 @dataclass(slots=True, kw_only=True)
 class ModLog:
-    """One line that a mod printed or logged during the call of index ``mod_call_sequence``."""
+    """One line that a mod printed or logged during the call with index ``mod_call_sequence``."""
 
     mod_call_sequence: int
     mod_name: str
@@ -181,19 +182,19 @@ class TraceAction:
         new_length: AdjustedPrefill: its number of tokens.
         adjusted_max_steps: AdjustedPrefill: the new limit of tokens, if it was changed.
         token_count: Number of ``tokens``.
-        tokens: ForceTokens, ForceOutput, Backtrack, AdjustedPrefill: ids that go in.
-        tokens_as_text: Their texts, one for each.
+        tokens: ForceTokens, ForceOutput, Backtrack, AdjustedPrefill: the ids of the action.
+        tokens_as_text: The text of each.
         tokens_preview: Text of the first ten.
         backtrack_steps: Backtrack: number of ids that were removed.
         backtrack_token_count: Backtrack: number of replacement tokens.
-        logits_shape: AdjustedLogits: such as "[1, 32000]".
-        temperature: AdjustedLogits: for this step, if it was changed.
-        has_tool_calls: ToolCalls: whether there are any.
+        logits_shape: AdjustedLogits: shape as text, such as "[1, 32000]".
+        temperature: AdjustedLogits: temperature of this step, if it was changed.
+        has_tool_calls: ToolCalls: whether the payload is not empty.
         tool_calls: ToolCalls: the payload.
         error_message: EmitError: the message.
         details: ``is_applied`` is False for an action that had no effect, because another mod's
-            came first; ``n_kept`` is how many of ``tokens`` went in, if not all; and ``tokens``
-            and ``tokens_as_text`` for receivers that look for them here.
+            came first; ``n_kept`` is how many of ``tokens`` became output, if not all; ``tokens``
+            and ``tokens_as_text`` are here too for receivers that expect them.
     """
 
     mod_call_sequence: int
@@ -218,7 +219,7 @@ class TraceAction:
 
     @property
     def is_applied(self) -> bool:
-        """Whether it had an effect; True of traces that do not say."""
+        """Whether it had an effect; True for traces that do not say."""
         return (self.details or {}).get("is_applied", True) is not False
 
 
@@ -229,8 +230,8 @@ class TraceAction:
 class Trace:
     """A request with its events, calls of mods, logs and actions, each list in order of time.
 
-    While the request runs, its recorder appends to the lists; at any moment each index in them is
-    valid.
+    While the request runs, its recorder appends to the lists; every index in them is valid at any
+    moment.
     """
 
     request: TraceRequest
@@ -241,12 +242,12 @@ class Trace:
 
     @property
     def is_cut(self) -> bool:
-        """Whether a limit cut something off; then `kqview.trace.replay` cannot rebuild the ids."""
+        """Whether a limit cut off records; `kqview.trace.replay` then cannot rebuild the ids."""
         limits = (self.request.inference_stats or {}).get("trace")
         return isinstance(limits, dict) and bool(cast("Object", limits).get("is_cut"))
 
     def to_payload(self) -> Object:
-        """The trace as JSON values that every receiver takes; see the head of this file."""
+        """Return the trace as JSON values that every receiver accepts; see the head of this file."""
         request, *lists = self._snapshot()
         return {
             "request": _written(request),
@@ -254,9 +255,9 @@ class Trace:
         }
 
     def json_parts(self) -> Iterator[str]:
-        """`to_payload` as JSON in parts, ASCII only.
+        """Yield `to_payload` as JSON in parts, ASCII only.
 
-        Each part is small, so that other threads run between two of them.
+        The parts are small, so that other threads can run in between.
         """
         request, *lists = self._snapshot()
         yield f'{{"request":{_json(_written(request))}'
@@ -268,7 +269,7 @@ class Trace:
         yield "}"
 
     def to_json(self) -> str:
-        """`to_payload` as a text; ASCII only, on one line."""
+        """Return `to_payload` as JSON; ASCII only, on one line."""
         return "".join(self.json_parts())
 
     def _snapshot(self) -> tuple[Any, ...]:
@@ -280,10 +281,10 @@ class Trace:
 
     @classmethod
     def from_payload(cls, payload: object) -> Self:
-        """The trace of a payload. Unknown keys are ignored, missing lists are empty.
+        """Return the trace of a payload. Unknown keys are ignored, missing lists are empty.
 
         Raises:
-            RequestError: A key is missing or has the wrong type, or an index leads nowhere; the
+            RequestError: A key is missing or has the wrong type, or an index is out of range; the
                 message names it.
         """
         top = _object(payload, "payload")
@@ -310,10 +311,10 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The trace of a JSON text.
+        """Return the trace of a JSON text.
 
         Raises:
-            RequestError: It is not JSON, or as `from_payload`.
+            RequestError: It is not JSON, or as for `from_payload`.
         """
         try:
             payload = json.loads(text)
@@ -336,7 +337,7 @@ _LONGEST: Final[Mapping[str, int]] = {
 
 
 def cleaned_text(text: str, longest: int | None = None) -> str:
-    """*text* without what UTF-8 or a database cannot hold, and at most *longest* characters."""
+    """Return *text* without what UTF-8 or a database cannot hold, cut to *longest* characters."""
     if "\0" in text:
         text = text.replace("\0", "\N{SYMBOL FOR NULL}")
     if not text.isascii():  # there may be lone surrogates
@@ -347,7 +348,7 @@ def cleaned_text(text: str, longest: int | None = None) -> str:
 
 
 def cleaned(value: object, key: str = "", depth: int = 0) -> Json:
-    """*value* as JSON can say it; anything that is no JSON value becomes its ``repr``."""
+    """Return *value* as a JSON value; anything else becomes its ``repr``."""
     if isinstance(value, np.generic):
         return cleaned(cast("object", value.item()), key, depth)
     if isinstance(value, bool | int | None):

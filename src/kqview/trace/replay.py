@@ -1,14 +1,14 @@
 """Replay: rebuilds what a request generated from the events and actions of its trace.
 
-An Added event appends its tokens. An action of a call for that event follows it:
+An Added event appends its tokens. The actions of its calls then apply:
 
-- Backtrack takes back the last ``backtrack_steps`` tokens. At an Added event its own tokens go in
-  at once; at others an Added event brings them.
+- Backtrack removes the last ``backtrack_steps`` tokens. At an Added event its own tokens follow at
+  once; at others an Added event brings them.
 - ForceTokens at an Added event appends its tokens; at others an Added event brings them.
 - ForceOutput replaces everything with its tokens, ToolCalls and EmitError with nothing.
 
-Tokens beyond ``n_kept`` of an event or an action, such as that of the end of the text, are no
-output, but a Backtrack counts them.
+Tokens beyond ``n_kept`` of an event or action, such as the end of the text, are not output, but a
+Backtrack counts them.
 """
 
 from collections.abc import Iterable
@@ -17,9 +17,9 @@ from kqview.trace.record import Trace, TraceAction, TraceEvent
 
 
 def final_ids(trace: Trace) -> list[int]:
-    """The output's ids, as the records of *trace* say; equals its ``final_token_ids``.
+    """Return the ids of the output, rebuilt from *trace*; equals its ``final_token_ids``.
 
-    The result is shorter where a limit cut events off, see `Trace.is_cut`.
+    The result is shorter if a limit cut off events, see `Trace.is_cut`.
     """
     actions: list[list[TraceAction]] = [[] for _ in trace.events]
     for action in trace.actions:
@@ -50,7 +50,7 @@ def final_ids(trace: Trace) -> list[int]:
 
 
 class _Tape:
-    """Ids so far, and of each whether it is output."""
+    """The ids so far, each with whether it is output."""
 
     def __init__(self) -> None:
         self._ids: list[tuple[int, bool]] = []

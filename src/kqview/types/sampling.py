@@ -268,23 +268,23 @@ class Sampling:
     )
     top_n_sigma: float = _number(
         0.0,
-        "Drop tokens whose logit is more than this many standard deviations of all logits below "
-        "the best, before the truncations above; 0 is off.",
+        "Drop tokens whose logit is more than this many standard deviations (of all logits) below "
+        "the largest, before the truncations above; 0 is off.",
         low=0,
     )
     min_keep: int = _integer(
         0,
-        "Tokens that top-p, min-p, typical and XTC sampling leave at least, if there are so many.",
+        "Minimum number of tokens that top-p, min-p, typical and XTC sampling keep.",
     )
     dynatemp_range: float = _number(
         0.0,
-        "The temperature moves this far below and above ``temperature``, the higher the entropy of "
-        "the tokens that are left; 0 is off.",
+        "Dynamic temperature: from this far below ``temperature`` to this far above it, rising with "
+        "the entropy of the remaining tokens; 0 is off.",
         low=0, high=1000,
     )  # fmt: skip
     dynatemp_exponent: float = _number(
         1.0,
-        "Power of the entropy, from 0 to 1, by which the temperature moves.",
+        "Exponent of the normalized entropy in dynamic temperature.",
         low=0, high=1000,
     )  # fmt: skip
     repeat_penalty: float = _number(
@@ -370,8 +370,8 @@ class Sampling:
     post_sampling_probs: bool = _row(
         False,
         _to_flag,
-        "Report the probabilities from which a token was drawn, after all options above, instead "
-        "of the model's own.",
+        "Report the probabilities that the token was drawn from, after all samplers, instead of "
+        "the model's own.",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Score: how a model judges the tokens of a given text."""
+"""Score: log-probabilities and ranks that a model gives the tokens of a text."""
 
 import math
 from collections.abc import Sequence
@@ -24,17 +24,17 @@ class TokenScore(Protocol):
 class Score:
     """The result of `Engine.score` for one text.
 
-    Every array has an entry for each token. The first token has nothing before it, so it has no
-    score, and with ``last`` neither have those before the last ones.
+    Every array has one entry per token. The first token has no score, because nothing precedes it;
+    with ``last``, only the last tokens have one.
 
     Attributes:
         ids: Ids of the text.
-        logprobs: float32 ``(n_tokens,)``: natural logarithm of the probability of each token after
+        logprobs: float32 ``(n_tokens,)``: natural logarithm of the probability of each token given
             those before it, before bias, temperature and grammar; NaN without a score.
-        ranks: int32 ``(n_tokens,)``: number of tokens that the model preferred at that place, 0 for
-            its first choice; of equally probable tokens the lower id comes first. -1 without a
+        ranks: int32 ``(n_tokens,)``: number of tokens that the model ranks higher at that place, 0 for
+            its first choice; of equally probable tokens the lower id ranks higher. -1 without a
             score.
-        top_logprobs: For each token the most probable ids at its place with their logprobs, best
+        top_logprobs: For each token, the most probable ids at its place with their logprobs, best
             first; an empty list without a score. None unless requested.
     """
 
@@ -50,7 +50,7 @@ class Score:
 
     @property
     def total(self) -> float:
-        """Sum of the logprobs, which is the logprob of the scored tokens as a whole."""
+        """Sum of the logprobs: the logprob of the scored tokens as a sequence."""
         return float(self.logprobs[self.ranks >= 0].sum(dtype=np.float64))
 
     @property
@@ -60,13 +60,13 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """exp of the mean negative logprob; NaN if nothing has a score."""
+        """exp of the mean negative logprob; NaN if no token has a score."""
         n = self.n_scored
         return math.exp(-self.total / n) if n else math.nan
 
     @classmethod
     def empty(cls, ids: Sequence[int], *, has_top: bool) -> "Score":
-        """A score without values yet; `set` fills them in."""
+        """Return a score without values; `set` fills them in."""
         n = len(ids)
         return cls(
             list(ids),
@@ -76,7 +76,7 @@ class Score:
         )
 
     def set(self, start: int, scores: Sequence[TokenScore]) -> None:
-        """Fill in the scores of the tokens from *start* on."""
+        """Fill in the scores of tokens, beginning with *start*."""
         end = start + len(scores)
         self.logprobs[start:end] = [one.logprob for one in scores]
         self.ranks[start:end] = [one.rank for one in scores]
@@ -84,7 +84,7 @@ class Score:
             self.top_logprobs[start:end] = [one.top_logprobs for one in scores]
 
     def __repr__(self) -> str:
-        """One line; arrays appear as numbers of tokens."""
+        """One line, with counts in place of arrays."""
         return (
             f"Score(n_tokens={len(self.ids)}, n_scored={self.n_scored}, total={self.total:.6g}, "
             f"perplexity={self.perplexity:.6g})"

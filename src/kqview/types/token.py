@@ -43,9 +43,9 @@ class Token:
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
             this token, float32 ``(n_hidden_layers, n_embd)``. Otherwise None.
-        forced: Whether a mod gave this token; it was not sampled, and has no logprob.
-        n_removed: Number of tokens that mods took back between the token handed out before this one
-            and this one: that many fall off the end of the text. Always 0 without mods.
+        forced: Whether a mod forced this token; it was not sampled and has no logprob.
+        n_removed: Number of tokens, counted back from the token yielded before this one, that mods
+            took back: drop that many from the end of the text. Always 0 without mods.
         capture: What was captured, with its layers filled in; None without capture.
         discarded: With ``context_shift``: the tokens discarded before this row, as indices into the
             prompt followed by the generated tokens; the columns are the remaining ones. Otherwise
@@ -169,7 +169,7 @@ class PromptBlock:
             None.
         hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape
             ``(n_rows, n_values)``.
-        scores: Always empty from `attend`. Carries what `Engine.score` makes its result of.
+        scores: Always empty from `attend`. Carries scores to `Engine.score`.
     """
 
     start: int
