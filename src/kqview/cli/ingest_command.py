@@ -25,7 +25,7 @@ def ingest(
         str,
         typer.Option(
             envvar="KQVIEW_INGEST_DATABASE",
-            help="A file for SQLite, or the URL of a database: sqlite:///FILE, "
+            help="SQLite file, or database URL: sqlite:///FILE or "
             "postgresql://USER:PASSWORD@HOST/NAME.",
         ),
     ] = "traces.db",
@@ -34,31 +34,33 @@ def ingest(
     key: Annotated[
         list[str] | None,
         typer.Option(
-            help="The operator's key, who sees and deletes everything; other readers see traces "
-            "whose user_api_key they send. Without any, everybody sees everything. Or "
-            "KQVIEW_INGEST_KEYS in the environment, with commas between several.",
+            help="Key of the operator, who sees and deletes everything; other readers see only "
+            "traces whose user_api_key they send. Without any, everyone sees everything. May also "
+            "be set as KQVIEW_INGEST_KEYS, separated by commas.",
         ),
     ] = None,
     post_key: Annotated[
         list[str] | None,
         typer.Option(
-            help="A key that may post traces; without any, everybody may. Or "
+            help="Key that may post traces; without any, everyone may. May also be set as "
             "KQVIEW_INGEST_POST_KEYS.",
         ),
     ] = None,
     public: Annotated[
-        bool, typer.Option(help="Allow an address that others can reach without keys.")
+        bool, typer.Option(help="Listen for other machines even without keys.")
     ] = False,
-    max_traces: Annotated[int, typer.Option(help="Traces that are kept; 0 for no limit.")] = 0,
+    max_traces: Annotated[
+        int, typer.Option(help="Maximum number of traces to keep; 0 for no limit.")
+    ] = 0,
     max_stored_bytes: Annotated[
-        int, typer.Option(help="Bytes of traces, as posted, that are kept; 0 for no limit.")
+        int, typer.Option(help="Maximum bytes of traces, as posted, to keep; 0 for no limit.")
     ] = 0,
     max_age_s: Annotated[
-        float, typer.Option(help="Seconds that a trace is kept; 0 for no limit.")
+        float, typer.Option(help="Seconds to keep a trace; 0 for no limit.")
     ] = 0.0,
-    max_body_bytes: Annotated[int, typer.Option(help="Largest trace.")] = MOST_BODY_BYTES,
+    max_body_bytes: Annotated[int, typer.Option(help="Maximum size of a trace.")] = MOST_BODY_BYTES,
     max_posts: Annotated[
-        int, typer.Option(help="Posts at a time, waiting ones included.")
+        int, typer.Option(help="Maximum number of posts at a time, waiting ones included.")
     ] = MOST_POSTS,
     cors_origin: Annotated[
         list[str] | None,
@@ -69,11 +71,11 @@ def ingest(
     ] = None,
     allowed_hosts: Annotated[
         list[str] | None,
-        typer.Option(help="A name by which clients may call the server, besides its address."),
+        typer.Option(help="Host name that clients may use, besides the address."),
     ] = None,
     trusted_proxy: Annotated[
         list[str] | None,
-        typer.Option(help="Address or network of a proxy whose X-Forwarded-For counts."),
+        typer.Option(help="Address or network of a proxy whose X-Forwarded-For is trusted."),
     ] = None,
     ssl_certfile: Annotated[
         str | None, typer.Option(help="Certificate chain in PEM; turns on HTTPS.")
@@ -85,8 +87,8 @@ def ingest(
 ) -> None:
     """Receive traces of generations with mods, store them, and show them on a page.
 
-    Engines post to /ingest. Traces go to the file traces.db of the current folder unless
-    --database says where.
+    Engines post to /ingest. Traces are stored in traces.db in the current folder unless
+    --database says otherwise.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Runs the receiver under uvicorn until a signal ends it: running posts are stored, feeds end."""
+"""Runs the receiver under uvicorn until a signal; running posts are then stored, feeds ended."""
 
 import logging
 import os
@@ -27,7 +27,7 @@ def run(app: IngestApp, listener: socket.socket) -> None:
 
 
 class ReceiverServer(uvicorn.Server):
-    """uvicorn that ends the feeds, which would last, before it waits for requests."""
+    """uvicorn that ends the feeds, which would never finish, before it waits for requests."""
 
     def __init__(self, app: IngestApp) -> None:
         """Serve *app*, with its limits on connections."""
@@ -59,7 +59,7 @@ class ReceiverServer(uvicorn.Server):
             )
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End with status 0, at a second signal at once."""
+        """End with status 0; at a second signal, end at once."""
         if self.should_exit:
             os._exit(128 + sig)
         self.should_exit = True

@@ -1,6 +1,6 @@
-"""``kqview demo --mods``: the mods that the package has, at work on one prompt.
+"""``kqview demo --mods``: the bundled mods at work on one prompt.
 
-What a mod did is read from the trace of its generation: tokens that it took back stay visible.
+What a mod did is read from the trace of its generation, so tokens that it took back are shown too.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ _SIGNS: dict[Mark, tuple[str, str]] = {
 
 @dataclass
 class Piece:
-    """A token that was in the text at some time."""
+    """A token that is or was in the text."""
 
     id: int
     mark: Mark
@@ -41,7 +41,9 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
 
     source = prompt.partition(".")[0].strip()
     beginning = " ".join(source.split()[:5])
-    copying = Capture("probs", layers=[1], heads=[0, 1, 2, 3])  # heads that look where they copy
+    copying = Capture(
+        "probs", layers=[1], heads=[0, 1, 2, 3]
+    )  # heads that attend to what they copy
     shown: list[tuple[str, list[Mod], Capture | str | None]] = [
         ("Without a mod", [], None),
         (
@@ -54,17 +56,17 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
             None,
         ),
         (
-            f"AlignAtt: stops before a token that looks at the end of {beginning!r}",
+            f"AlignAtt: stops before a token that attends to the end of {beginning!r}",
             [AlignAtt(beginning)],
             copying,
         ),
         (
-            "LookbackGuard: takes back tokens that look away from the first sentence",
+            "LookbackGuard: takes back tokens that attend too little to the first sentence",
             [LookbackGuard(source, 0.3, "resample", window=8)],
             "probs",
         ),
         (
-            "ReRead: writes the first sentence again when attention to it has faded",
+            "ReRead: repeats the first sentence once attention to it has faded",
             [ReRead(source, 0.2, reminder=f" {source}.", window=4, most=1)],
             "probs",
         ),
@@ -86,7 +88,7 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
 
 
 def pieces(trace: "Trace") -> list[Piece]:
-    """Every token of a trace in the order of the text, those that were taken back included."""
+    """Return every token of a trace in text order, including those that were taken back."""
     applied: list[list[TraceAction]] = [[] for _ in trace.events]
     for action in trace.actions:
         if action.is_applied:
@@ -107,7 +109,7 @@ def pieces(trace: "Trace") -> list[Piece]:
 
 
 def _kept(ids: list[int], mark: Mark, of: "TraceEvent | TraceAction") -> Iterator[Piece]:
-    """Those of *ids* that became text: that which ends it does not."""
+    """Those of *ids* that became text; the one that ends it does not."""
     n_kept = (of.details or {}).get("n_kept")
     return (Piece(id_, mark) for id_ in ids[: n_kept if isinstance(n_kept, int) else None])
 

@@ -1,4 +1,4 @@
-"""The optional receiver of traces: an ASGI app. Needs ``pip install "kqview[ingest]"``."""
+"""The optional trace receiver: an ASGI app. Needs ``pip install "kqview[ingest]"``."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""The receiver's ASGI app: the server's own layers around the routes of `routes`."""
+"""The receiver's ASGI app: the server's middleware around the routes in `routes`."""
 
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -25,7 +25,7 @@ class IngestApp(Door):
     """What `create_app` returns: an ASGI 3 application.
 
     Attributes:
-        receiver: For whoever runs the server: to end the feeds at a signal.
+        receiver: The receiver; whoever runs the app ends its feeds at a signal.
     """
 
     def __init__(self, asgi: ASGIApp, receiver: Receiver) -> None:
@@ -34,10 +34,10 @@ class IngestApp(Door):
 
 
 def create_app(settings: IngestSettings) -> IngestApp:
-    """The ASGI app that receives traces and shows them; it opens the database at once.
+    """Return the ASGI app that receives and shows traces; opens the database at once.
 
     Raises:
-        RequestError: There is no such database, or a newer kqview has changed it.
+        RequestError: The database cannot be opened, or belongs to a newer kqview.
     """
     receiver = Receiver(settings)
     metrics = Metrics(receiver)

@@ -1,7 +1,7 @@
-"""Payload: a posted trace, checked part by part, and rows made of it; pure, no database.
+"""Payload: checks a posted trace part by part and makes rows of it; pure, no database.
 
-A trace may have 75 MiB. Its bytes are split once, without decoding; then one part after the other
-is decoded, checked and written, so that no more than a slice of it is objects at a time.
+A trace may have 75 MiB. Its bytes are split once, without decoding; then the parts are decoded,
+checked and written one by one, so that only a slice of them exists as objects at a time.
 """
 
 import re
@@ -64,7 +64,7 @@ class Posted:
         """Split *body*.
 
         Raises:
-            RequestError: It is no JSON.
+            RequestError: It is not JSON.
             Unprocessable: A section is missing or of a wrong type.
         """
         self.n_bytes = len(body)
@@ -97,7 +97,7 @@ class Posted:
             order = event.sequence_order
             if order in self._orders:
                 raise RequestError(
-                    f"{place}.sequence_order is {order}, as that of an event before; number the "
+                    f"{place}.sequence_order is {order}, like that of an earlier event; number the "
                     "events 0, 1, 2, ..."
                 )
             self._orders.add(order)
@@ -172,7 +172,7 @@ class Posted:
         if not 0 <= sequence < n_calls:
             raise RequestError(
                 f"{place}.mod_call_sequence is {sequence}, and the trace has {n_calls} mod_calls; "
-                "it is an index that begins at 0"
+                "use an index into them, from 0"
             )
 
 
@@ -210,7 +210,7 @@ def _decoded(decoder: "msgspec.json.Decoder[_T]", raw: bytes | Raw, place: str) 
         where = f"{at[0]} - at `{place}{at[2]}" if at[1] else f"{message} - at `{place}`"
         raise Unprocessable(f"the trace cannot be read: {where}; correct it") from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}; correct it") from None
+        raise RequestError(f"the body is not JSON: {error}; correct it") from None
 
 
 def _row(one: msgspec.Struct, place: str) -> Row:
@@ -226,7 +226,7 @@ def _column(name: str, value: Any, place: str) -> Any:
         try:
             text = bytes(value).decode()
         except UnicodeDecodeError as error:
-            raise RequestError(f"the body is no JSON: {error}; correct it") from None
+            raise RequestError(f"the body is not JSON: {error}; correct it") from None
         return None if text == "null" else text
     if isinstance(value, list):
         return msgspec.json.encode(value).decode()

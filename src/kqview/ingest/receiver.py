@@ -1,8 +1,8 @@
-"""Receiver: what happens to posts and reads, between the routes and the store.
+"""Receiver: handles posts and reads, between the routes and the store.
 
-It belongs to the event loop. Parsing and the database run on its threads: writers, one on SQLite,
-which has one writer anyway, and readers. Memory is bounded by the number of writers, however many
-post: large bodies wait in files.
+It belongs to the event loop. Parsing and database access run on its threads: readers and writers,
+one writer on SQLite, which allows only one anyway. The number of writers bounds memory, however
+many clients post: large bodies wait in files.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ _N_READERS: Final = 4
 _N_WRITERS: Final = 4  # on PostgreSQL
 _OFFLOAD_BYTES: Final = 64 * 1024
 _POLL_S: Final = 1.0  # other processes may write to the database too
-_ALIVE_S: Final = 15.0  # between signs of life on a quiet feed
+_ALIVE_S: Final = 15.0  # between keep-alive comments on a quiet feed
 _PRUNE_S: Final = 60.0
 _MOST_NEWS: Final = 100  # summaries in one query of a feed
 
@@ -42,7 +42,7 @@ class Receiver:
         """Open the database.
 
         Raises:
-            RequestError: As `Store`.
+            RequestError: As for `Store`.
         """
         self.options = settings
         self.budget = Budget(settings.web.memory_budget_bytes or 0)
@@ -57,7 +57,7 @@ class Receiver:
 
     @property
     def settings(self) -> Settings:
-        """How it is reached."""
+        """Address, keys and HTTP limits."""
         return self.options.web
 
     @property
@@ -66,13 +66,13 @@ class Receiver:
         return self._n_posts
 
     def open(self) -> None:
-        """Begin to delete what is kept too long, if there is a limit."""
+        """Begin to delete what exceeds the limits, if there are any."""
         options = self.options
         if options.max_traces or options.max_stored_bytes or options.max_age_s:
             self._pruning = asyncio.create_task(self._prune())
 
     async def close(self) -> None:
-        """End what runs and close the database."""
+        """End running work and close the database."""
         self.end_feeds()
         if self._pruning is not None:
             self._pruning.cancel()
@@ -83,7 +83,7 @@ class Receiver:
         self.store.close()
 
     async def offload(self, n_bytes: int, work: Callable[..., Any], *args: Any) -> Any:
-        """Do *work* here, or in another thread if *n_bytes* would hold up the event loop."""
+        """Do *work* here, or on a reader's thread if *n_bytes* would block the event loop."""
         return work(*args) if n_bytes < _OFFLOAD_BYTES else await self.read(work, *args)
 
     async def read(self, work: Callable[..., _T], *args: Any) -> _T:
@@ -102,7 +102,7 @@ class Receiver:
         most = self.options.max_posts
         if self._n_posts >= most:
             raise CapacityError(
-                f"{most} traces are being received or stored already; post again later"
+                f"{most} traces are already being received or stored; post again later"
             )
         self._n_posts += 1
         try:
@@ -123,7 +123,7 @@ class Receiver:
         return await asyncio.get_running_loop().run_in_executor(self._writers, work, *args)
 
     async def _prune(self) -> None:
-        """Keep what is stored within its limits: now, after posts, and as traces grow old."""
+        """Keep what is stored within the limits: at the start, after posts, and as traces age."""
         options = self.options
         while True:
             news = self._news
@@ -136,7 +136,7 @@ class Receiver:
                     older_than if options.max_age_s else None,
                 )
                 if n_deleted:
-                    _log.info("deleted %d traces, to keep within the limits", n_deleted)
+                    _log.info("deleted %d traces to stay within the limits", n_deleted)
             except KqviewError as error:
                 _log.error("old traces were not deleted: %s", error)
             await asyncio.sleep(_POLL_S)
@@ -156,7 +156,7 @@ class Receiver:
         self._tell()
 
     async def feed(self, reader: Reader, revision: int | None) -> AsyncGenerator[Frames]:
-        """Summaries of what is stored from now on, or after *revision*, which names an event."""
+        """Yield summaries of traces stored after *revision*, or from this moment if it is None."""
         yield []
         if revision is None:
             revision = await self.read(self.store.revision)

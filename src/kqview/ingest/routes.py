@@ -1,4 +1,4 @@
-"""Routes: every path of the receiver, thin; what they do is in `receiver` and `store`."""
+"""Routes: every path of the receiver; the work is done in `receiver` and `store`."""
 
 from collections.abc import Awaitable, Callable
 from importlib import resources
@@ -31,7 +31,7 @@ _POLICY: Final = "default-src 'self'; img-src 'self' data:"
 
 
 class Metrics:
-    """Counters of one receiver, and what the database holds when they are asked for."""
+    """Counters of one receiver, and totals read from the database on request."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -127,7 +127,7 @@ def operations(
 
     whoever_may_delete: Access = "admin" if has_keys else "open"
     return [
-        _operation("POST", "/ingest", ingest, "Store a trace, in place of an older one of its id.",
+        _operation("POST", "/ingest", ingest, "Store a trace; replaces an older one with its id.",
                    also=("/v1/ingest",), access="user", body=Upload, upload=Trace, status=201),
         _operation("GET", "/v1/traces", list_traces, "Traces, newest first.",
                    reply=TraceList, query=_FILTERS),
@@ -142,7 +142,7 @@ def operations(
                    access="open"),
         _operation("GET", "/metrics", show_metrics, "Counters in Prometheus' format.",
                    access=whoever_may_delete),
-        _operation("GET", "/openapi.json", openapi, "This API for programs.", access="open"),
+        _operation("GET", "/openapi.json", openapi, "The OpenAPI description.", access="open"),
         *_pages(),
     ]  # fmt: skip
 
@@ -162,7 +162,7 @@ def _operation(
 
 
 def _pages() -> list[Operation]:
-    """The trace page: its files are public, what it shows is not."""
+    """The trace page; its files are public, the traces are not."""
     folder = resources.files("kqview.ingest").joinpath("static")
     found: list[Operation] = []
     for file in folder.iterdir() if folder.is_dir() else ():
@@ -183,7 +183,7 @@ def _page(file: Any, kind: str) -> Callable[[Call], Awaitable[HttpReply]]:
 
 
 def _unknown(request_id: str) -> NotFound:
-    return NotFound(f"there is no trace {request_id!r}; GET /v1/traces lists what there is")
+    return NotFound(f"there is no trace {request_id!r}; GET /v1/traces lists all")
 
 
 def _check_media(call: Call) -> None:
@@ -191,11 +191,11 @@ def _check_media(call: Call) -> None:
     if kind != "application/json" and not (kind.startswith("application/") and "+json" in kind):
         raise UnsupportedMedia(f"the body is of type {kind!r}; send JSON as application/json")
     if coding := call.headers.get("content-encoding"):
-        raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it as it is")
+        raise UnsupportedMedia(f"the body is encoded as {coding!r}; send it uncompressed")
 
 
 def _text(sent: str) -> str:
-    """*sent* as texts are stored, without NUL."""
+    """*sent* without NUL, as texts are stored."""
     return sent.replace("\0", "")
 
 

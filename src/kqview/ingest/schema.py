@@ -1,8 +1,8 @@
 """Schema: a trace as engines post it and as it is read back, and the replies of lists; pure data.
 
-The fields are those of the payload that inference engines send to ``/ingest``: one request with its
-events, the calls of mods for them, and what those calls logged and did. Unknown fields are ignored.
-JSON of any shape (``details``, ``top_tokens``) is kept as the text that came, and never decoded.
+The fields are those that inference engines post to ``/ingest``: a request with its events, the
+calls of mods for them, and the logs and actions of those calls. Unknown fields are ignored. JSON of
+any shape (``details``, ``top_tokens``) is kept as received and never decoded.
 """
 
 from datetime import datetime
@@ -35,7 +35,7 @@ def _info() -> LogLevel:
 
 
 class Request(msgspec.Struct, omit_defaults=True):
-    """What was asked for, and what came of it."""
+    """The request and its result."""
 
     request_id: RequestId
     created_at: Time = None
@@ -75,7 +75,7 @@ class Event(msgspec.Struct, omit_defaults=True):
 
 
 class ModCall(msgspec.Struct, omit_defaults=True):
-    """One call of a mod, for the event of that ``sequence_order``."""
+    """One call of a mod, for the event whose ``sequence_order`` it names."""
 
     event_sequence_order: I32
     mod_name: str

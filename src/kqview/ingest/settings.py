@@ -1,4 +1,4 @@
-"""Settings of the receiver: what it stores and keeps, and, in `web`, how it is reached."""
+"""Settings of the receiver: its database and limits and, in `web`, its address and keys."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -28,10 +28,10 @@ def web_settings(
     public: bool = False,
     access_log: bool = True,
 ) -> Settings:
-    """The server's settings that count for a receiver.
+    """Return the server's settings that apply to a receiver.
 
     Raises:
-        RequestError: A setting is wrong.
+        RequestError: A setting is invalid.
     """
     return Settings(
         host=host,
@@ -55,17 +55,17 @@ def web_settings(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IngestSettings:
-    """What a receiver is started with; checked when it is built.
+    """Settings of a receiver; checked when it is made.
 
     Attributes:
         database: A file for SQLite, or the URL of a database: ``sqlite:///FILE``,
             ``postgresql://USER:PASSWORD@HOST/NAME``.
-        max_traces: Traces that are kept, the newest ones; 0 for no limit.
-        max_stored_bytes: Bytes of traces, as they were posted, that are kept; 0 for no limit.
-        max_age_s: Seconds for which a trace is kept; 0 for no limit.
-        max_posts: Posts at a time, waiting ones included; more get 503.
-        web: How it is reached: address, keys, limits. ``admin_keys`` are the operator's, who sees
-            and deletes everything; ``api_keys`` may post.
+        max_traces: Number of traces to keep, the newest ones; 0 for no limit.
+        max_stored_bytes: Bytes of traces to keep, as posted; 0 for no limit.
+        max_age_s: Seconds for which to keep a trace; 0 for no limit.
+        max_posts: Maximum number of posts at a time, waiting ones included; more get 503.
+        web: Address, keys and HTTP limits. ``admin_keys`` are the operator's, who sees and deletes
+            everything; ``api_keys`` may post.
     """
 
     database: str = field(repr=False)  # it may hold a password
@@ -76,20 +76,22 @@ class IngestSettings:
     web: Settings = field(default_factory=web_settings)
 
     def __post_init__(self) -> None:
-        """Check what is not checked by ``web``."""
+        """Check what ``web`` does not check."""
         for name in ("max_traces", "max_stored_bytes", "max_age_s"):
             if getattr(self, name) < 0:
                 raise RequestError(f"{name} is {getattr(self, name)}; use 0 for no limit, or more")
         if self.max_posts < 1:
             raise RequestError(f"max_posts is {self.max_posts}; the minimum is 1")
         if self.web.api_keys and not self.web.admin_keys:
-            raise RequestError("post_keys need keys (--key) beside them: nobody could read")
+            raise RequestError(
+                "post_keys are set without keys, so nobody could read; set a key too (--key)"
+            )
 
     def check_bind(self) -> None:
-        """Refuse to be reached by others without keys.
+        """Refuse to listen for other machines without keys.
 
         Raises:
-            RequestError: The address is no loopback address, a kind of key is missing, and
+            RequestError: The address is not a loopback address, a kind of key is missing, and
                 ``public`` is off.
         """
         web = self.web
@@ -105,5 +107,5 @@ class IngestSettings:
         )
         raise RequestError(
             f"{web.host} can be reached from other machines; set {missing}, listen on 127.0.0.1, "
-            "or say public (--public)"
+            "or allow it (--public)"
         )

@@ -94,12 +94,12 @@ class Store:
             url: ``sqlite:///FILE``, or FILE alone, or ``postgresql://USER:PASSWORD@HOST/NAME``.
 
         Raises:
-            RequestError: There is no such database, or a newer kqview has changed it.
+            RequestError: The database cannot be opened, or belongs to a newer kqview.
             StorageFailed: The database fails.
         """
         self._engine = _engine(url)
         self.url = self._engine.url
-        """What was opened, for another engine of SQLAlchemy."""
+        """The database's URL, for another SQLAlchemy engine."""
         self.kind = self._engine.dialect.name
         """``sqlite`` or ``postgresql``."""
         self._insert: Any = (sqlite if self.kind == "sqlite" else postgresql).insert
@@ -126,7 +126,7 @@ class Store:
             Its revision.
 
         Raises:
-            RequestError: It is no JSON, or a link leads nowhere.
+            RequestError: It is not JSON, or refers to an event or call that does not exist.
             Unprocessable: A field is missing or of a wrong type.
             CapacityError: Another process writes for too long, or the database does not answer.
             StorageFull: There is no room for it.
@@ -357,15 +357,15 @@ def _engine(url: str) -> sa.Engine:
             return sa.create_engine(parsed.set(drivername="postgresql+psycopg"), pool_pre_ping=True)
         if kind != "sqlite":
             raise RequestError(
-                f"there is no support for databases of {kind}; use sqlite:///FILE or "
+                f"{kind} databases are not supported; use sqlite:///FILE or "
                 "postgresql://USER:PASSWORD@HOST/NAME (--database)"
             )
         if parsed.database in (None, "", ":memory:"):
-            raise RequestError("traces need a file to lie in; write sqlite:///FILE (--database)")
+            raise RequestError("traces need a database file; write sqlite:///FILE (--database)")
         engine = sa.create_engine(parsed, connect_args={"timeout": _BUSY_S})
     except (ArgumentError, NoSuchModuleError) as error:
         raise RequestError(
-            "the database cannot be named so; write sqlite:///FILE or "
+            "this is not the URL of a database; write sqlite:///FILE or "
             "postgresql://USER:PASSWORD@HOST/NAME (--database)"
         ) from error
     except ModuleNotFoundError as error:
@@ -407,7 +407,7 @@ def _begin_sqlite(db: sa.Connection) -> None:
 
 @contextlib.contextmanager
 def _named_failures() -> Generator[None]:
-    """Failures of the database in the program's own words.
+    """Translate failures of the database into the errors of kqview.
 
     Raises:
         CapacityError: Another process has written for `_BUSY_S`, or the database does not answer.
@@ -489,7 +489,7 @@ def _place(cursor: str) -> tuple[int, int]:
 
 
 def _part(kind: Any, row: Any, reader: Reader) -> Any:
-    """A struct of *kind* from a row of its table: JSON stays the text that it is."""
+    """Make a struct of *kind* from a row of its table; JSON stays text."""
     values: dict[str, Any] = {}
     for name in kind.__struct_fields__:
         if name == "user_api_key":
@@ -515,7 +515,7 @@ _JSON: Final = frozenset(
 
 
 def _shown_key(digest: str | None, reader: Reader) -> str | None:
-    """The key itself to whoever sent it, else its digest, which is all that is stored."""
+    """Return the key to readers who sent it, else its digest, which is all that is stored."""
     if digest is None:
         return None
     return reader.key if digest == reader.owner and reader.key else f"sha256:{digest}"

@@ -1,9 +1,9 @@
-"""Tables: where traces lie, as SQLAlchemy Core sees them. `migrations` makes them.
+"""Tables: where traces are stored, for SQLAlchemy Core. `migrations` creates them.
 
 Columns have the names of the payload's fields. Times are microseconds since 1970, lists and JSON of
 any shape are JSON text, so that both databases hold the same. A part's key is the trace and the
-number by which other parts link to it, so that links are foreign keys and rows need no ids of their
-own.
+number by which other parts refer to it, so that references are foreign keys and rows need no ids of
+their own.
 """
 
 from typing import Final

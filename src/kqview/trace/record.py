@@ -247,7 +247,7 @@ class Trace:
         return isinstance(limits, dict) and bool(cast("Object", limits).get("is_cut"))
 
     def to_payload(self) -> Object:
-        """Return the trace as JSON values that every receiver accepts; see the head of this file."""
+        """Return the trace as JSON values that every receiver accepts, see the file head."""
         request, *lists = self._snapshot()
         return {
             "request": _written(request),

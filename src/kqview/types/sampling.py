@@ -278,8 +278,8 @@ class Sampling:
     )
     dynatemp_range: float = _number(
         0.0,
-        "Dynamic temperature: from this far below ``temperature`` to this far above it, rising with "
-        "the entropy of the remaining tokens; 0 is off.",
+        "Dynamic temperature: from this far below ``temperature`` to this far above it, rising "
+        "with the entropy of the remaining tokens; 0 is off.",
         low=0, high=1000,
     )  # fmt: skip
     dynatemp_exponent: float = _number(

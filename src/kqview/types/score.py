@@ -31,9 +31,9 @@ class Score:
         ids: Ids of the text.
         logprobs: float32 ``(n_tokens,)``: natural logarithm of the probability of each token given
             those before it, before bias, temperature and grammar; NaN without a score.
-        ranks: int32 ``(n_tokens,)``: number of tokens that the model ranks higher at that place, 0 for
-            its first choice; of equally probable tokens the lower id ranks higher. -1 without a
-            score.
+        ranks: int32 ``(n_tokens,)``: number of tokens that the model ranks higher at that place, 0
+            for its first choice; of equally probable tokens the lower id ranks higher. -1 without
+            a score.
         top_logprobs: For each token, the most probable ids at its place with their logprobs, best
             first; an empty list without a score. None unless requested.
     """
