@@ -519,7 +519,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 wanted,
                 steering,
                 prompt=ids,
-                temperature=sampling.temperature,
+                sampling=sampling,
                 request_id=request_id,
                 capture=capture,
                 stop=sampling.stop,

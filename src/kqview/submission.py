@@ -215,7 +215,7 @@ class Submission:
         steering: SteeringOptions,
         *,
         prompt: list[int],
-        temperature: float,
+        sampling: Sampling,
         request_id: str | None,
         capture: Capture | None = None,
         stop: Sequence[str] = (),
@@ -227,7 +227,7 @@ class Submission:
             options: The request for the core; its prompt and limit may still change.
             steering: What steers it.
             prompt: Ids of the prompt.
-            temperature: Of the request, for its trace.
+            sampling: Of the request.
             request_id: As of `submit`; if there is none, the request gets one of its own in the
                 world, because traces are kept by it.
             capture: As of `submit`.
@@ -238,7 +238,11 @@ class Submission:
         mods = begin(steering.mods, request_id, self._tokenizer)
         recorder = None
         if steering.has_trace:
-            recorder = self._recorder(request_id, options, temperature, mods, steering.on_trace)
+            recorder = self._recorder(
+                request_id, options, sampling.temperature, mods, steering.on_trace
+            )
+        constraints = (sampling.grammar, sampling.json_schema, sampling.regex)
+        is_constrained = any(one is not None for one in constraints)
 
         def submit(ids: list[int], max_tokens: int) -> _core.Generation:
             options.prompt = ids
@@ -264,6 +268,7 @@ class Submission:
                 detokenize=self._text_of,
                 is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
                 attention=self._looker(resolved),
+                picks_slowly=is_constrained,
             )
 
         resolved = capture.resolved(self._info) if capture else None

@@ -653,6 +653,22 @@ async def test_async_mods_are_awaited_beside_each_other(engine: Engine, plain: l
         assert await asyncio.gather(ids(), ids()) == [plain, plain]
 
 
+async def test_grammar_holds_on_an_event_loop_as_it_does_elsewhere(engine: Engine):
+    options: dict[str, Any] = {"grammar": "root ::= [a-z ]*", "max_tokens": 12, **GREEDY}
+    plain = engine.generate(PROMPT, **options)
+    ids = [token.id for token in plain]
+    steered = engine.generate(PROMPT, mods=[at(Added, lambda event: None)], **options)
+    assert [token.id async for token in steered] == ids
+    cancelled = engine.generate(PROMPT, mods=[at(Added, lambda event: None)], **options)
+    await anext(cancelled)
+    task = asyncio.ensure_future(anext(cancelled))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await cancelled.aclose()
+    assert [token.id async for token in engine.generate(PROMPT, **options)] == ids
+
+
 async def test_async_class_mod_keeps_its_state(engine: Engine):
     class Count(Mod):
         def begin(self, request_id: str, tokenizer: Any) -> None:

@@ -10,9 +10,11 @@ takes pieces off its end first, then tokens that were added in earlier steps. At
 cut where the text ends: at a token that ends it, at the limit of tokens, behind a stop string.
 """
 
+import asyncio
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Final, Protocol
 
 import numpy as np
@@ -63,10 +65,11 @@ _PROCESSED: Final = "logits of logits_processor"
 
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
 Stopping = Callable[[list[int]], object]
-Steps = Generator[Call, Outcome, "Decision"]
-"""Calls to make, outcomes to send in; returns a decision."""
+Pick = Callable[[], "Picked"]
+Steps = Generator[Call | Pick, Any, "Decision"]
+"""Calls to make, outcomes or tokens to send in; returns a decision."""
 Cut = Callable[[int, Sequence[int]], int | None]
-_Telling = Generator[Call, Outcome, None]
+_Telling = Generator[Call | Pick, Any, None]
 _Ending = tuple[Terminal, TraceAction | None]
 
 
@@ -180,6 +183,8 @@ class Steering:
         detokenize: Text of ids.
         is_end: Whether an id ends a text.
         attention: The row of a forward pass as the trace keeps it; None to leave it out.
+        picks_slowly: Whether sampling may take long, as with a grammar; then an event loop does not
+            wait for it.
     """
 
     def __init__(
@@ -198,6 +203,7 @@ class Steering:
         detokenize: Callable[[list[int]], str],
         is_end: Callable[[int], bool],
         attention: Callable[[ForwardPass], Object | None],
+        picks_slowly: bool = False,
     ) -> None:
         self.mods = mods
         self.recorder = recorder
@@ -212,6 +218,7 @@ class Steering:
         self._detokenize = detokenize
         self._is_end = is_end
         self._attention = attention
+        self._picks_slowly = picks_slowly
         self._prompt: list[int] = []
         self._prompt_text = ""
         self._n_steps = 0
@@ -281,8 +288,10 @@ class Steering:
         yield from self._forward_pass(forward, so_far)
         decision = Decision()
         if not so_far.is_dropped and so_far.end is None:
-            decision.picked = forward.pick(so_far.logits, so_far.temperature)
-            yield from self._sampled(decision.picked.id, so_far)
+            pick = partial(forward.pick, so_far.logits, so_far.temperature)
+            picked: Picked = (yield pick) if self._picks_slowly else pick()
+            decision.picked = picked
+            yield from self._sampled(picked.id, so_far)
         if so_far.end is None:
             yield from self._added(decision.picked, so_far)
         if so_far.end is not None:
@@ -361,7 +370,7 @@ class Steering:
         answers: list[tuple[Action, int | None]] = []
         for one in self.mods:
             called = None if self.recorder is None else self.recorder.call(recorded, one.name)
-            outcome = yield Call(one, event, self._log_of(called))
+            outcome: Outcome = yield Call(one, event, self._log_of(called))
             action: Action = Noop()
             if outcome.error is None:
                 try:
@@ -554,7 +563,7 @@ class Steering:
         try:
             call = next(steps)
             while True:
-                outcome = self._caller.call(call)
+                outcome = self._caller.call(call) if isinstance(call, Call) else call()
                 if self._has_ended:
                     self.void()
                     return None
@@ -575,7 +584,10 @@ class Steering:
         try:
             call = next(steps)
             while True:
-                outcome = await self._caller.acall(call)
+                if isinstance(call, Call):
+                    outcome = await self._caller.acall(call)
+                else:
+                    outcome = await asyncio.to_thread(call)
                 if self._has_ended:
                     self.void()
                     return None

@@ -7,6 +7,7 @@ whose logits depend on all ids. What the mods did is also rebuilt from the trace
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -759,3 +760,24 @@ def test_trace_of_random_mods_rebuilds_the_ids():
         n_steps += len(ran.forwards)
         n_requests += 1
     assert ends >= {"length", "stop", "stop_token"}
+
+
+async def test_slow_pick_does_not_hold_up_the_loop():
+    picked_on: list[int] = []
+
+    class Forward(FakeForward):
+        def pick(self, logits: Any = None, temperature: float | None = None) -> Picked:
+            picked_on.append(threading.get_ident())
+            return super().pick(logits, temperature)
+
+    for picks_slowly in (False, True):
+        steering = steer([], [], picks_slowly=picks_slowly)
+        await steering.arun(steering.prefill(PROMPT, max_tokens=8))
+        forward = Forward(logits_after(PROMPT), len(PROMPT), 8, 0)
+        decisions = [
+            await steering.arun(steering.step(forward, lambda n, ids: None)),
+            steering.run(steering.step(forward, lambda n, ids: None)),
+        ]
+        ids = [[] if one is None else one.ids for one in decisions]
+        assert ids == [[int(np.argmax(forward.logits))]] * 2
+    assert [one == threading.get_ident() for one in picked_on] == [True, True, False, True]
