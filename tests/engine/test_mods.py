@@ -669,6 +669,25 @@ async def test_grammar_holds_on_an_event_loop_as_it_does_elsewhere(engine: Engin
     assert [token.id async for token in engine.generate(PROMPT, **options)] == ids
 
 
+async def test_other_tasks_run_while_forced_tokens_are_handed_out(engine: Engine):
+    n_turns = 0
+
+    async def count() -> None:
+        nonlocal n_turns
+        while True:
+            n_turns += 1
+            await asyncio.sleep(0)
+
+    output = at(Added, lambda event: ForceOutput([65] * 2000))
+    generation = engine.generate(PROMPT, mods=[output], **GREEDY)
+    first = await anext(generation)
+    counting = asyncio.ensure_future(count())
+    rest = [token.id async for token in generation]
+    counting.cancel()
+    assert [first.id, *rest] == [65] * 2000
+    assert n_turns > 20
+
+
 async def test_async_class_mod_keeps_its_state(engine: Engine):
     class Count(Mod):
         def begin(self, request_id: str, tokenizer: Any) -> None:

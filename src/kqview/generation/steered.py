@@ -27,6 +27,7 @@ from kqview.types import PromptBlock, Token
 if TYPE_CHECKING:
     from kqview.generation.text import Mark
 
+_READY_AT_ONCE: Final = 32  # tokens between which other tasks run
 _CORE_ENDS: Final = {"stop", "length", "stop_token", "error"}
 
 
@@ -152,6 +153,8 @@ class SteeredGeneration(Generation):
 
     async def _atake_next(self) -> Token | PromptBlock | None:
         if (token := self._next_ready()) is not None:
+            if len(self._ready) % _READY_AT_ONCE == 0:  # a mod may force thousands
+                await asyncio.sleep(0)
             return token
         while self._reason is None:
             if not self._is_submitted:
