@@ -1,8 +1,8 @@
-"""What does a mod cost its own request, and what the requests beside it?
+"""What does a mod cost its own request, and the other requests?
 
-Greedy, flash attention on, through `Engine.generate`. Every prompt stays in its slot; a time begins
-with the first token. The slow mod sleeps, so that it holds neither the GIL nor a core: what is left
-is what waiting for it costs. It runs on a thread of its own, as its consumer.
+Greedy, flash attention on, through `Engine.generate`. Every prompt stays in its slot; timing begins
+with the first token. The slow mod sleeps, so it holds neither the GIL nor a core: only the cost of
+waiting for it remains. It is consumed on a thread of its own.
 """
 
 from __future__ import annotations

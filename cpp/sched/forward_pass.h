@@ -1,8 +1,8 @@
-// One forward pass of a steered request: its logits, the choice that the request's picker makes of
-// them, and what the consumer decides. The engine goes on with other slots meanwhile.
-// Owner:   the event in the mailbox, then the consumer's. Views of the logits share the row alone.
-// Threads: made on the engine thread; then the consumer's, one call at a time.
-// Never:   touches a slot: the engine thread carries the decision out.
+// One forward pass of a steered request: its logits, the token that the request's picker chooses
+// from them, and the consumer's decision. Meanwhile the engine continues with other slots.
+// Owner:   the event in the mailbox, then the consumer's. Views of the logits share only the row.
+// Threads: made on the engine thread; then the consumer's thread, one call at a time.
+// Never:   touches a slot: the engine thread carries out the decision.
 #pragma once
 
 #include <memory>

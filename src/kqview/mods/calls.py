@@ -49,11 +49,11 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a call.
+    """The result of a call.
 
     Attributes:
         answer: What the mod returned; None if it failed.
-        time_ms: How long it took.
+        time_ms: Duration in milliseconds.
         error: Why it failed, as "ValueError: text"; None if it returned.
         traceback: Traceback of the exception, "" without one.
     """

@@ -1,13 +1,13 @@
-"""Steering: what the mods of one request make of each forward pass. Knows no engine.
+"""Steering: calls a request's mods in each step and combines their actions. Knows no engine.
 
-Each step is one forward pass: `Steering.step` tells the mods of it, of the token that is sampled
-from its logits and of the tokens that this adds, and makes one `Decision` of their actions. It is a
-generator of calls, so that synchronous and asynchronous consumers share it: whoever runs it makes
-each call, by a `Caller`, and sends the outcome in (`run`, `arun`).
+Each step is one forward pass: `Steering.step` tells the mods of the pass, of the token sampled from
+its logits and of the tokens added, and turns their actions into one `Decision`. It is a generator
+of calls, so that synchronous and asynchronous consumers share it: `run` and `arun` make each call
+through a `Caller` and send the outcome in.
 
-Within a step, tokens are a list of pieces that nobody outside sees before the decision. Backtrack
-takes pieces off its end first, then tokens that were added in earlier steps. At the end the list is
-cut where the text ends: at a token that ends it, at the limit of tokens, behind a stop string.
+Within a step, tokens are a list of pieces, not visible outside before the decision. Backtrack
+removes pieces from its end first, then tokens added in earlier steps. Finally the list is cut where
+the text ends: at an end-of-text token, at the limit of tokens, or after a stop string.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ from kqview.trace.recorder import INPUT_CHARACTERS
 from kqview.types import Usage
 
 _TOP_TOKENS: Final = 20
-# Steps that a request may take, so that mods that keep taking back do not run for ever.
+# Limit of steps of a request, so that mods that keep backtracking cannot run forever.
 _STEPS_PER_TOKEN: Final = 16
 _STEPS_MORE: Final = 256
 _LOWEST: Final = np.float32(-1e30)
@@ -109,17 +109,17 @@ class Forward(Protocol):
 
 @dataclass(slots=True)
 class Decision:
-    """What follows from a step.
+    """What to do after a step.
 
     Attributes:
         n_removed: Number of tokens of earlier steps to take back.
         ids: Ids to add after that.
-        n_sampled: 1 if the first of *ids* is the sampled token, else 0: all are forced.
-        end: Finish reason, if the request ends with this.
-        replaces_all: Whether *ids* are the whole text, and not for the model.
+        n_sampled: 1 if the first of *ids* is the sampled token; 0 if all are forced.
+        end: Finish reason, if the request ends with this step.
+        replaces_all: Whether *ids* are the whole text, which the model does not evaluate.
         picked: The sampled token.
         tool_calls: Payload of ToolCalls, with end "tool_calls".
-        error: To be raised, for EmitError.
+        error: Error to raise, for EmitError.
         prompt: Ids of the prompt to evaluate; of Prefilled only.
         max_tokens: Limit of tokens to generate; of Prefilled only.
     """
@@ -548,7 +548,7 @@ class Steering:
         return decision
 
     def void(self) -> None:
-        """Nothing came of the last step: its trace must not say that the text has changed."""
+        """Mark the last step in the trace as without effect: it was not applied."""
         for record in self._records:
             nothing: Object = (
                 {"n_kept": 0} if isinstance(record, TraceEvent) else {"is_applied": False}
@@ -603,10 +603,10 @@ class Steering:
             self._leave()
 
     def check_idle(self) -> None:
-        """Raise BusyError while a mod runs: it would wait for itself."""
+        """Raise BusyError while a mod runs, which would wait for itself."""
         if self._is_stepping:
             raise BusyError(
-                f"a mod of {self._request_id} runs, and its generation waits for the mod; a mod "
+                f"a mod of {self._request_id} is running and its generation waits for it; a mod "
                 "cannot iterate the generation that calls it"
             )
 
@@ -627,7 +627,7 @@ class Steering:
     ) -> None:
         """The request has ended: finish its trace and call the end hooks, once; any thread.
 
-        If a mod runs at this moment, that is done when it returns.
+        If a mod is running, this happens when it returns.
         """
         with self._lock:
             if self._has_ended:

@@ -1,7 +1,7 @@
-"""The field ``mods`` of every API, and what mods put into replies. Pure.
+"""The field ``mods`` of every API, and what mods add to replies. Pure.
 
-A request names mods of the server's folder: ``["brief", {"name": "ban", "word": "no"}]``; what
-else an entry has are options of that mod.
+A request names mods of the server's folder: ``["brief", {"name": "ban", "word": "no"}]``; further
+fields of an entry are options of that mod.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from kqview.trace.record import cleaned_text
 Object = dict[str, Any]
 ModsField = Annotated[list[str | Object], msgspec.Meta(max_length=64)]
 
-_MODEL_PARTS: Final = 3  # "org/model/mod", as OpenAI clients that have no field of ours name a mod
+_MODEL_PARTS: Final = 3  # "org/model/mod", for OpenAI clients that cannot send the field
 
 
 def mods_of(field: Sequence[str | Object] | None) -> tuple[ModWanted, ...]:
@@ -63,7 +63,7 @@ def mods_of_model(
 def removed(removal: Removal, n_characters: int | None = None) -> Object:
     """``removed`` of a stream: how many tokens mods took back, and characters to drop.
 
-    *n_characters* if the client has another number of them than the tokens had.
+    *n_characters* is given if the client has received another number than the tokens had.
     """
     n = removal.n_characters if n_characters is None else n_characters
     return {"tokens": removal.n_tokens, "characters": n}
@@ -93,8 +93,8 @@ def calls_of(payload: object) -> list[ModCallOut]:
     """The calls in what a mod gave to ``actions.tool_calls``: one, or a list of them.
 
     A call is ``{"id", "type", "function": {"name", "arguments"}}``, with arguments as JSON or as an
-    object; ``{"name", "arguments"}`` will do. Anything else is one call of a function without a
-    name, whose argument it is.
+    object; ``{"name", "arguments"}`` is accepted too. Anything else becomes the arguments of one
+    call of a function with an empty name.
     """
     if isinstance(payload, str):
         with contextlib.suppress(ValueError, RecursionError):
