@@ -1,11 +1,10 @@
-"""SteeredGeneration: a generation whose forward passes wait for mods, or for its callables.
+"""SteeredGeneration: a generation whose forward passes wait for mods or for callables.
 
-The core hands out each forward pass as a ForwardEvent and leaves the slot out of its steps until
-the answer. `Steering` decides; here its decision becomes the answer, the text and the tokens. All
-tokens of a decision are handed out before the next forward pass is taken, so that nothing that was
-handed out too early has to be taken back.
+The core hands out each forward pass as a ForwardEvent and leaves the slot out of its steps until it
+is answered. `Steering` decides; here its decision becomes the answer, the text and the tokens. All
+tokens of a decision are yielded before the next forward pass is taken.
 
-A request with mods is submitted at the first iteration: its mods see the prompt before, and async
+A request with mods is submitted at the first iteration: its mods see the prompt first, and async
 mods need the consumer's event loop for that.
 """
 
@@ -40,7 +39,7 @@ class MakeSteering(Protocol):
 
 
 class _Unsubmitted:
-    """Stands for the core's handle of a request that is not submitted."""
+    """Stands in for the core's handle until the request is submitted."""
 
     end = None
     slot = -1
@@ -66,15 +65,15 @@ class SteeredGeneration(Generation):
         submit: Callable[[list[int], int], _core.Generation],
         **facts: Unpack[GenerationFacts],
     ) -> None:
-        """Begin a request that is not submitted yet.
+        """Prepare a request without submitting it.
 
         Args:
             steering: Makes its Steering.
             prompt: Ids of its prompt.
             max_tokens: Limit of tokens to generate.
             dialogue: The chat that the prompt was made of, if it is one.
-            submit: Submits the request with the prompt and limit that its mods have left.
-            **facts: As of Generation.
+            submit: Submits the request with the prompt and limit as its mods leave them.
+            **facts: As for Generation.
         """
         super().__init__(None, **facts)
         self._handle = cast("_core.Generation", _Unsubmitted())
@@ -204,7 +203,7 @@ class SteeredGeneration(Generation):
             raise
 
     def _begin(self, decision: Decision | None) -> None:
-        """Submit the request with the prompt that the mods have left, unless they have ended it."""
+        """Submit the request with the prompt as the mods leave it, unless they have ended it."""
         if decision is None:  # it was cancelled meanwhile
             return
         self._is_submitted = True
@@ -218,7 +217,7 @@ class SteeredGeneration(Generation):
         self._end(decision.end)
 
     def _decide(self, event: _core.ForwardEvent, decision: Decision | None) -> None:
-        """Answer to *event*, and note what that makes of the text."""
+        """Answer *event*, and update the text."""
         if decision is None:
             return
         end = decision.end

@@ -6,7 +6,7 @@ of a task. With a time limit, a mod that exits (SystemExit) has failed like any 
 end the server that calls it.
 
 A Python thread cannot be stopped. A mod that exceeds its time limit keeps its thread, and the
-request goes on with another one; until the mod returns, calls of it fail at once.
+request continues with another one; until the mod returns, further calls of it fail at once.
 """
 
 import asyncio

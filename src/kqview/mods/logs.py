@@ -1,7 +1,7 @@
-"""What a mod prints and logs during a call, without touching the output of other threads.
+"""Captures what a mod prints and logs during a call, and leaves the output of other threads alone.
 
-While a mod runs, `sys.stdout` is a router that looks at a context variable: text of a mod's context
-goes to its call, all other text to the stream that was there before. Context variables follow a
+While a mod runs, `sys.stdout` is a router that reads a context variable: text printed in a mod's
+context goes to its call, all other text to the original stream. Context variables follow a
 thread or a task, so mods of several requests may print at the same time. Records of `logging` are
 seen as they are made, by a record factory that is installed once and passes everything on: which
 records exist is decided by the levels of their loggers, and handlers get them as usual.

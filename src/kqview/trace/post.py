@@ -1,9 +1,9 @@
 """Poster: sends finished traces to a receiver, in the background.
 
 `Poster.post` only appends to a bounded queue; two threads do the rest. The writer encodes a trace
-and puts it into the spool: a folder, in which every trace is one file until the receiver has it, or
-memory if there is no folder. The sender posts what is in the spool, the oldest first. A trace may
-be sent more than once, after a crash for example; receivers replace the older one of the same
+and puts it into the spool: a folder in which each trace is a file until the receiver has it, or
+memory if there is no folder. The sender posts what is in the spool, oldest first. A trace may be
+sent more than once, such as after a crash; receivers replace an older one with the same
 ``request_id``.
 
 Several processes may share a folder: each sends what it finds there when it starts.
@@ -58,9 +58,9 @@ class PosterStats:
         n_sent: Traces that the receiver has.
         n_waiting: Traces that wait, in the queue or in the spool.
         n_waiting_bytes: Size of those in the spool.
-        n_refused: Traces that the receiver will never take.
-        n_dropped: Traces that were lost, because queue or spool were full.
-        n_failures: Attempts that failed and are repeated.
+        n_refused: Traces that the receiver rejected for good.
+        n_dropped: Traces that were lost because the queue or the spool was full.
+        n_failures: Attempts that failed and were retried.
         last_error: Why the last attempt failed; None after a success.
     """
 
@@ -96,19 +96,20 @@ class Poster:
 
     Args:
         url: Where to post, ``http`` or ``https``; the path is ``/ingest`` if it has none.
-        spool: Folder for traces that wait; made if it does not exist. Without one they are kept in
-            memory and lost with the process.
+        spool: Folder for waiting traces, created if necessary. Without one they are kept in memory
+            and lost with the process.
         headers: Further headers, such as ``Authorization``.
-        timeout_s: Longest time that a post may take, in seconds.
-        max_queued: Most traces between `post` and the spool; beyond it the oldest is dropped.
-        max_spool_bytes: Most bytes that wait in the spool; beyond it the oldest is dropped.
-        first_retry_s: Wait after the first failure, in seconds; it doubles with each further one,
-            less up to half of it by chance.
+        timeout_s: Time limit of a post, in seconds.
+        max_queued: Maximum number of traces between `post` and the spool; beyond it the oldest is
+            dropped.
+        max_spool_bytes: Maximum size of the spool; beyond it the oldest trace is dropped.
+        first_retry_s: Wait after the first failure, in seconds; it doubles with each further
+            failure and is shortened at random by up to half.
         max_retry_s: Longest wait, in seconds.
 
     Raises:
-        RequestError: The URL is no ``http`` or ``https`` URL of a host.
-        OSError: The folder cannot be made or read.
+        RequestError: *url* is not an ``http`` or ``https`` URL of a host.
+        OSError: The folder cannot be created or read.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class Poster:
     # ---- for callers
 
     def post(self, trace: Trace) -> None:
-        """Send *trace*, which must not change any more, at some time; returns at once.
+        """Queue *trace*, which must not change any more, for sending; returns at once.
 
         A full queue drops its oldest trace, and a closed poster drops this one; both are counted.
         """
@@ -170,7 +171,7 @@ class Poster:
             self._changed.notify_all()
 
     def stats(self) -> PosterStats:
-        """Counters at this moment."""
+        """Return the current counters."""
         with self._changed:
             return PosterStats(
                 n_posted=self._n_posted,
@@ -185,15 +186,15 @@ class Poster:
             )
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until nothing waits any more, at most *timeout_s*; returns whether that is so."""
+        """Wait until all traces are sent, at most *timeout_s* seconds; return whether they are."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Send what waits for at most *timeout_s* seconds, then end; idempotent.
+        """Send waiting traces for at most *timeout_s* seconds, then end; idempotent.
 
-        What is still in a spool folder is sent by the next Poster of that folder. After a failure
-        nothing is repeated.
+        The next Poster of a spool folder sends what remains there. A failed attempt is not
+        retried.
         """
         with self._changed:
             is_first = not self._is_closing

@@ -32,7 +32,7 @@ _log: Final = logging.getLogger("kqview.trace")
 MAX_EVENTS: Final = 60_000
 """Default limit of events: three for each of 20,000 tokens."""
 MAX_BYTES: Final = 32 * 2**20
-"""Default limit of a trace's JSON, roughly; receivers take 75 MiB."""
+"""Approximate default limit of a trace's JSON; receivers accept 75 MiB."""
 INPUT_CHARACTERS: Final = 70
 """Length of ``input_text``."""
 _PREVIEW_TOKENS: Final = 10
@@ -67,9 +67,9 @@ class TraceRecorder:
         Args:
             request: What is known of the request.
             text_of: Text of a token.
-            max_events: Most events to record.
-            max_bytes: About how large the JSON may become.
-            on_finish: Called with the trace at its end, such as `Poster.post`.
+            max_events: Maximum number of events to record.
+            max_bytes: Approximate maximum size of the JSON.
+            on_finish: Called with the finished trace, such as `Poster.post`.
         """
         self.trace = Trace(request)
         self._text_of = text_of
@@ -84,7 +84,7 @@ class TraceRecorder:
             request.created_at = now()
 
     def set_prompt(self, ids: Sequence[int], text: str) -> None:
-        """Note the prompt that is evaluated, after Prefilled; one above the limit is left out."""
+        """Note the prompt to evaluate, after Prefilled; one that exceeds the limit is left out."""
         if self._takes(2 * (len(ids) * _ID_BYTES + len(text))):
             self.trace.request.user_prompt = text
             self.trace.request.user_prompt_token_ids = list(ids)
@@ -278,7 +278,7 @@ class TraceRecorder:
         usage: Usage | None = None,
         error: str | None = None,
     ) -> None:
-        """The request has ended, in whatever way; *ids* and *text* are its output."""
+        """The request has ended, for whatever reason; *ids* and *text* are its output."""
         request = self.trace.request
         request.completed_at = now()
         request.final_token_ids = list(ids)
@@ -300,7 +300,7 @@ class TraceRecorder:
     # ---- limits
 
     def _takes(self, n_bytes: int, *, is_forced: bool = False) -> bool:
-        """Whether *n_bytes* more fit, and if so, or if *is_forced*, count them."""
+        """Return whether *n_bytes* more fit; if so, or if *is_forced*, count them."""
         with self._lock:
             if not is_forced and self._n_bytes + n_bytes > self._max_bytes:
                 return False
