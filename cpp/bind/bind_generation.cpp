@@ -11,11 +11,13 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 #include <optional>
 
 #include "base/fork_guard.h"
 #include "bind/bind.h"
+#include "sample/logit_scan.h"
 #include "sched/wakeup.h"
 
 namespace kqview::bind {
@@ -83,6 +85,15 @@ picked_token pick(const taken_pass& self, const nb::object& logits,
     return self.with([&](engine&, const std::shared_ptr<request>& of) {
         return self.event.pass->pick(*of, adjusted.values, temperature);
     });
+}
+
+std::pair<std::vector<std::pair<token_id, float>>, double> outlook(const nb::object& logits,
+                                                                   int n_top) {
+    const auto read = values_of("logits", logits);
+    const nb::gil_scoped_release release;  // `read` keeps the array
+    logprob_scan scan;
+    scan.read(read.values.data(), static_cast<std::int32_t>(read.values.size()), n_top);
+    return {scan.top(), scan.entropy()};
 }
 
 const char* ends(const taken_pass& self, token_id id) {
@@ -330,6 +341,13 @@ void bind_events(nb::module_& module) {
         .def_prop_ro(
             "written_at", [](const taken_pass& self) { return written_at(self.event); },
             "As in TokenEvent.");
+
+    module.def("outlook", &outlook, nb::arg("logits"), nb::arg("n_top"),
+               nb::sig("def outlook(logits: typing.Any, n_top: int) -> tuple[list[tuple[int, "
+                       "float]], float]"),
+               "What raw logits say of the next token: the best ids with their logprobs, and the "
+               "entropy\nof all in nats. Best first, of equal ones the lower id; ids of logit -inf "
+               "are left out.\nOne pass over the row, without the GIL.");
 
     nb::class_<token_score>(module, "TokenScore", "How the model judged a token of the prompt.")
         .def_ro("logprob", &token_score::logprob)

@@ -35,6 +35,8 @@ float_lanes larger(float_lanes a, float_lanes b) { return b > a ? b : a; }
 
 constexpr float minus_inf = -std::numeric_limits<float>::infinity();
 constexpr std::size_t block_size = 128;
+// exp_nonpositive() is constant below it; 0 * -inf of a probability and its log must not arise.
+constexpr float lowest_exponent = -87.0F;
 
 // The maximum of a full block; `unordered` gets a bit for every NaN.
 float scan_block(const float* x, int_lanes& unordered) {
@@ -62,29 +64,47 @@ bool is_better(const scored_token& a, const scored_token& b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-// log(sum(exp(x))) of n finite or -inf logits with maximum `max`. Relative error of the sum below
-// 1e-6: exponentials in float32, summed in blocks into a double.
-double log_sum_exp(const float* logits, std::int32_t n, float max) {
+// What a softmax divides by, in logs, and the entropy of its probabilities.
+struct softmax_sums {
+    double log_sum = 0.0;
+    double entropy = 0.0;
+};
+
+// Of n finite or -inf logits with maximum `max`. Relative error of the sums below 1e-6:
+// exponentials in float32, summed in blocks into a double.
+softmax_sums sums_of(const float* logits, std::int32_t n, float max) {
     // Every logit is -inf: there is nothing to normalise.
-    if (!(max >= std::numeric_limits<float>::lowest())) return 0.0;
+    if (!(max >= std::numeric_limits<float>::lowest())) return {};
 
     constexpr std::size_t n_sum_block = 256 * n_lanes;  // 256 float additions between doubles
     const auto count = static_cast<std::size_t>(n);
     double sum = 0.0;
+    double weighted = 0.0;  // sum of exp(x) * x, x relative to the maximum
     for (std::size_t begin = 0; begin < count; begin += n_sum_block) {
         const std::size_t end = std::min(count, begin + n_sum_block);
         float_lanes total{};
+        float_lanes total_weighted{};
+        const auto add = [&](float_lanes some) {
+            const float_lanes x = larger(float_lanes{} + lowest_exponent, some - max);
+            const float_lanes one = exp_nonpositive(x);
+            total += one;
+            total_weighted += one * x;
+        };
         std::size_t i = begin;
-        for (; i + n_lanes <= end; i += n_lanes) total += exp_nonpositive(load(logits + i) - max);
+        for (; i + n_lanes <= end; i += n_lanes) add(load(logits + i));
         if (i < end) {
             float rest[n_lanes];
-            std::fill(std::begin(rest), std::end(rest), std::numeric_limits<float>::lowest());
+            std::fill(std::begin(rest), std::end(rest), minus_inf);
             std::copy(logits + i, logits + end, rest);
-            total += exp_nonpositive(load(rest) - max);
+            add(load(rest));
         }
-        for (std::size_t j = 0; j < n_lanes; ++j) sum += static_cast<double>(total[j]);
+        for (std::size_t j = 0; j < n_lanes; ++j) {
+            sum += static_cast<double>(total[j]);
+            weighted += static_cast<double>(total_weighted[j]);
+        }
     }
-    return static_cast<double>(max) + std::log(sum);
+    const double log_sum = std::log(sum);
+    return {static_cast<double>(max) + log_sum, log_sum - weighted / sum};
 }
 
 }  // namespace
@@ -170,7 +190,9 @@ void logit_scan::top(std::int32_t k, std::vector<scored_token>& out) {
 void logprob_scan::read(const float* logits, std::int32_t n, std::int32_t n_top) {
     scan_.read(logits, n);
     scan_.top(n_top, top_);
-    log_sum_ = log_sum_exp(logits, n, scan_.max());
+    const auto sums = sums_of(logits, n, scan_.max());
+    log_sum_ = sums.log_sum;
+    entropy_ = sums.entropy;
 }
 
 std::vector<std::pair<token_id, float>> logprob_scan::top() const {

@@ -1,7 +1,7 @@
 // Reads a whole row of logits: its largest values, without sorting the vocabulary or building
 // candidates, and log-probabilities.
 // Owner:   owns scratch buffers, kept from token to token; the logits belong to the caller.
-// Threads: engine thread only.
+// Threads: one at a time.
 // Never:   changes the logits.
 #pragma once
 
@@ -68,6 +68,8 @@ public:
     float of(float logit) const {
         return static_cast<float>(static_cast<double>(logit) - log_sum_);
     }
+    // Of the whole distribution, in nats.
+    double entropy() const { return entropy_; }
     // Best first, the lowest id first among equals; fewer than n_top if the others are -inf.
     std::vector<std::pair<token_id, float>> top() const;
 
@@ -75,6 +77,7 @@ private:
     logit_scan scan_;
     std::vector<scored_token> top_;
     double log_sum_ = 0.0;
+    double entropy_ = 0.0;
 };
 
 }  // namespace kqview

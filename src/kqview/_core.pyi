@@ -223,6 +223,13 @@ class ForwardEvent:
     written_at: Final[int]
     """As in TokenEvent."""
 
+def outlook(logits: Any, n_top: int) -> tuple[list[tuple[int, float]], float]:
+    """
+    What raw logits say of the next token: the best ids with their logprobs, and the entropy
+    of all in nats. Best first, of equal ones the lower id; ids of logit -inf are left out.
+    One pass over the row, without the GIL.
+    """
+
 class TokenScore:
     """How the model judged a token of the prompt."""
 

@@ -87,6 +87,18 @@ class SteeringOptions:
     on_trace: Callable[[Trace], object] | None = None
 
 
+class _TokenTexts(dict[int, str]):
+    """Texts of tokens for traces, each made when it is first asked for."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token: int) -> str:
+        text = self[token] = self._token_bytes(token).decode("utf-8", "replace")
+        return text
+
+
 class Submission:
     """The requests of one engine; any thread."""
 
@@ -110,7 +122,7 @@ class Submission:
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
-        self._token_texts: dict[int, str] = {}
+        self._token_texts = _TokenTexts(token_bytes)
         self._tokenizer = tokenizer
         self._on_end = on_end
         self._turns = Turns()
@@ -320,14 +332,7 @@ class Submission:
             mod_text=", ".join(names) or None,
             active_mod_name=names[0] if names else None,
         )
-        texts = self._token_texts
-
-        def text_of(token: int) -> str:
-            text = texts.get(token)
-            if text is None:
-                text = texts[token] = self._text_of([token])
-            return text
-
+        text_of = self._token_texts.__getitem__
         return TraceRecorder(request, text_of=text_of, on_finish=on_trace)
 
     def _text_of(self, ids: Iterable[int]) -> str:

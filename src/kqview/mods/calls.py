@@ -181,7 +181,7 @@ class Caller:
         try:
             with Captured(call.log):
                 answer = call.mod.call(*self._arguments(call))
-                if inspect.isawaitable(answer):
+                if answer is not None and inspect.isawaitable(answer):
                     _close(answer)
                     raise RequestError(
                         f"mod {call.mod.name} returned an awaitable; declare it with async def",

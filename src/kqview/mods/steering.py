@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview import _core
 from kqview.errors import BusyError, EmittedError, InvalidActionError, RequestError
 from kqview.mods.actions import (
     Action,
@@ -47,8 +48,6 @@ from kqview.mods.events import (
     Prefilled,
     RequestEnd,
     Sampled,
-    log_sum_exp,
-    top_ids,
 )
 from kqview.mods.logs import Log
 from kqview.trace import TraceAction, TraceEvent, TraceRecorder
@@ -60,7 +59,6 @@ _TOP_TOKENS: Final = 20
 # Limit of steps of a request, so that mods that keep backtracking cannot run forever.
 _STEPS_PER_TOKEN: Final = 16
 _STEPS_MORE: Final = 256
-_LOWEST: Final = np.float32(-1e30)
 _PROCESSED: Final = "logits of logits_processor"
 
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
@@ -316,14 +314,13 @@ class Steering:
         )
         recorded = None
         if self.recorder is not None:
-            top = top_ids(event.logits, _TOP_TOKENS)
-            logprobs = event.logits - log_sum_exp(event.logits)
+            top, entropy = _core.outlook(event.logits, _TOP_TOKENS)
             recorded = self.recorder.forward_pass(
                 so_far.number,
                 n_generated=len(self._ids),
                 input_text=(self._prompt_text + self._text())[-INPUT_CHARACTERS:],
-                top_tokens=list(zip(top.tolist(), logprobs[top].tolist(), strict=True)),
-                entropy=_entropy(logprobs),
+                top_tokens=top,
+                entropy=entropy,
                 attention=self._attention(event),
             )
         yield from self._tell(event, recorded, so_far)
@@ -679,12 +676,6 @@ def _read_only(row: NDArray[np.float32]) -> NDArray[np.float32]:
     view = row.view()
     view.flags.writeable = False
     return view
-
-
-def _entropy(logprobs: NDArray[np.float32]) -> float:
-    probs = np.exp(logprobs)
-    # 0 * -inf is 0 here.
-    return float(-np.dot(probs, np.maximum(logprobs, _LOWEST)))
 
 
 def _ignore(_message: str, _level: object) -> None: ...

@@ -123,7 +123,16 @@ class TraceRecorder:
             entropy: Of the distribution, in nats.
             attention: From `kqview.trace.attention.top_columns`.
         """
-        top = [self._top_token(token, logprob) for token, logprob in top_tokens]
+        text_of = self._text_of
+        top: list[Object] = [
+            {
+                "token": token,
+                "token_str": text_of(token),
+                "logprob": logprob,
+                "prob": math.exp(logprob),
+            }
+            for token, logprob in top_tokens
+        ]
         more: Object = {}
         if entropy is not None:
             more["entropy"] = round(entropy, 4)
@@ -170,14 +179,6 @@ class TraceRecorder:
             return None
         events.append(TraceEvent(event_type=kind, step=step, created_at=now(), **known))
         return len(events) - 1
-
-    def _top_token(self, token: int, logprob: float) -> Object:
-        return {
-            "token": token,
-            "token_str": self._text_of(token),
-            "logprob": logprob,
-            "prob": math.exp(logprob),
-        }
 
     # ---- mods
 
