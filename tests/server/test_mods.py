@@ -693,6 +693,18 @@ def test_traces_of_every_end_are_posted(serve: Serve, mods_dir: Path, tmp_path: 
         assert one.request.completed_at is not None
 
 
+def test_traces_of_two_keys_differ_in_their_ids_however_long_these_are(serve: Serve):
+    with receiving() as receiver:
+        served = serve(Settings(trace_url=receiver.url, trace="all", api_keys=("one", "two")))
+        for key in ("one", "two"):
+            with served.client(headers={"authorization": f"Bearer {key}"}) as client:
+                body = {**kobold(), "request_id": "x" * 400}
+                assert client.post("/api/v1/generate", json=body).status_code == 200
+        receiver.wait(lambda: len(receiver.posts) >= 2)
+    ids = {Trace.from_payload(one).request.request_id for one in receiver.payloads}
+    assert len(ids) == 2
+
+
 def test_every_request_is_traced_if_the_operator_wants_it(serve: Serve):
     with receiving() as receiver:
         served = serve(Settings(trace_url=receiver.url, trace="all"))

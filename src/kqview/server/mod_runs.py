@@ -4,6 +4,7 @@ Mods come only from the folder ``mods_dir``. Their calls run on threads with a t
 that a mod that hangs holds up neither the event loop nor, for long, its request.
 """
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from kqview.trace.post import Poster, PosterStats
 _log: Final = logging.getLogger("kqview.mods")
 _MOST_QUEUED: Final = 64  # traces of long requests take tens of megabytes
 _OWNER_CHARACTERS: Final = 16  # of the digest of a key
+_LONGEST_ID: Final = 128  # with the digest it is well below what receivers take
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +127,9 @@ class ModRuns:
         if owner:
             # A receiver replaces traces of one id: nobody may replace those of another key.
             digest = owner[:_OWNER_CHARACTERS]
+            if len(trace.request.request_id) > _LONGEST_ID:  # else the end, the key's, is cut off
+                named = trace.request.request_id.encode("utf-8", "replace")
+                trace.request.request_id = hashlib.sha256(named).hexdigest()
             trace.request.user_api_key = f"sha256:{owner}"  # `kqview ingest` shows it to its owner
             trace.request.request_id = f"{trace.request.request_id}@{digest}"
         self._poster.post(trace)
