@@ -67,7 +67,7 @@ void batch_builder::plan_cohort(std::size_t first) {
     n_each_ = 0;
     end_of_cohort_ = first + 1;
     const auto is_captured = [](const slot& one) { return one.active && one.active->capture; };
-    if (!model_.has_cache() || !model_.is_causal() ||
+    if (!can_mix_prompts() || !model_.has_cache() || !model_.is_causal() ||
         std::any_of(slots_.begin(), slots_.end(), is_captured)) {
         return;
     }
@@ -94,6 +94,10 @@ void batch_builder::plan_cohort(std::size_t first) {
     }
 }
 
+// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those of
+// another.
+bool batch_builder::can_mix_prompts() const { return !model_.has_cache() || model_.can_truncate(); }
+
 // Prompts share a step if they were planned to, or if they are embedded: those that end with the
 // step, and that llama.cpp pools alike.
 bool batch_builder::may_join(slot& target) const {
@@ -105,7 +109,7 @@ bool batch_builder::may_join(slot& target) const {
     }
     if (!target.active->embeds || !target.is_in_prompt()) return false;
     const auto part = next_chunk(target);
-    return before.ends_embedding() && part.ends_embedding() &&
+    return can_mix_prompts() && before.ends_embedding() && part.ends_embedding() &&
            static_cast<int>(tokens_.size()) + part.n_tokens <= model_.n_chunk() &&
            target.cache.lora() == before.target->cache.lora() &&
            (!model_.has_cache() || is_adjacent) &&

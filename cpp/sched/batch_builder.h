@@ -63,6 +63,7 @@ private:
 
     bool fill_prefill();
     void plan_cohort(std::size_t first);
+    bool can_mix_prompts() const;
     bool may_join(slot& target) const;
     bool fill_decode();
     bool fill_decode(const lora_scales* only);

@@ -576,6 +576,29 @@ async def test_mod_that_would_wait_for_its_own_slot_is_told_so(
         assert generation.request_id in failures(generation)[0]
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("limit_s", [None, 30.0])
+async def test_consumer_that_holds_the_slot_itself_is_told_so(
+    make_engine: MakeEngine, tiny_llama: Path, limit_s: float | None, is_async: bool
+):
+    engine = make_engine(tiny_llama)
+    nothing = mod(lambda event: None)
+    first, second = (
+        start(engine, nothing, max_tokens=50, mod_time_limit_s=limit_s) for _ in range(2)
+    )
+    if is_async:
+        await anext(first)
+        with pytest.raises(errors.BusyError):
+            await anext(second)
+    else:
+        next(first)
+        with pytest.raises(errors.BusyError):
+            next(second)
+    first.close()
+    await run(second, is_async=is_async)
+    assert len(second.tokens) == 50
+
+
 async def test_async_mod_that_would_wait_for_its_own_slot_is_told_so(
     make_engine: MakeEngine, tiny_llama: Path
 ):

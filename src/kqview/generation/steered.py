@@ -194,6 +194,8 @@ class SteeredGeneration(Generation):
         except BusyError as error:  # of a callable: its forward pass is gone, so this is the end
             self._fail(error)
             raise
+        finally:
+            self._taker.note()  # a mod with a time limit ran on another thread
 
     async def _arun(self, steps: Steps) -> Decision | None:
         try:
@@ -201,6 +203,8 @@ class SteeredGeneration(Generation):
         except BusyError as error:
             self._fail(error)
             raise
+        finally:
+            self._taker.note(asyncio.current_task())
 
     def _begin(self, decision: Decision | None) -> None:
         """Submit the request with the prompt as the mods leave it, unless they have ended it."""
