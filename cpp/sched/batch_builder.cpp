@@ -94,8 +94,8 @@ void batch_builder::plan_cohort(std::size_t first) {
     }
 }
 
-// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those of
-// another.
+// Not with a recurrent state: llama.cpp's graph of plamo2 takes the tokens of one prompt for those
+// of another.
 bool batch_builder::can_mix_prompts() const { return !model_.has_cache() || model_.can_truncate(); }
 
 // Prompts share a step if they were planned to, or if they are embedded: those that end with the
