@@ -12,7 +12,6 @@ request continues with another one; until the mod returns, further calls of it f
 import asyncio
 import contextlib
 import inspect
-import logging
 import threading
 import time
 import traceback
@@ -28,7 +27,6 @@ from kqview.mods.events import Event, RequestEnd
 from kqview.mods.logs import Captured, Log
 from kqview.mods.tokenizer import ModTokenizer
 
-_log: Final = logging.getLogger("kqview.mods")
 _IDLE_S: Final = 10.0  # an idle thread of a request ends after this, and a new one starts if needed
 
 
@@ -164,11 +162,11 @@ class Caller:
             return
         late = self._late.get(id(mod))
         if late is not None:
-            late.when_returned(lambda: _run_end(mod, end))
+            late.when_returned(lambda: mod.end(end))
         elif self._limit_s is None:
-            _run_end(mod, end)
+            mod.end(end)
         else:
-            self._job(lambda: _run_end(mod, end))  # a hook that hangs holds up nobody
+            self._job(lambda: mod.end(end))  # a hook that hangs holds up nobody
 
     def close(self) -> None:
         """Let the thread of the request end."""
@@ -374,14 +372,6 @@ def _close(answer: object) -> None:
     close = getattr(answer, "close", None)
     if close is not None:
         close()
-
-
-def _run_end(mod: BoundMod, end: RequestEnd) -> None:
-    assert mod.on_end is not None
-    try:
-        mod.on_end(end)
-    except Exception:
-        _log.exception("the end hook of mod %s failed for %s", mod.name, end.request_id)
 
 
 def _ms_since(started: float) -> float:

@@ -8,6 +8,7 @@ mistaken for a wrong number of arguments.
 import copy
 import functools
 import inspect
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, cast, overload
 
@@ -21,6 +22,7 @@ Answer = Action | None
 ModFunction = Callable[..., "Answer | Awaitable[Answer]"]
 EndHook = Callable[[RequestEnd], object]
 
+_log: Final = logging.getLogger("kqview.mods")
 _POSITIONAL: Final = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 _N_ARGUMENTS: Final = 3
 
@@ -65,7 +67,11 @@ class Mod:
         """Handle added tokens."""
 
     def on_end(self, end: RequestEnd) -> None:
-        """Clean up after the request; called once, however it ends."""
+        """Clean up after the request; called once, however it ends.
+
+        What it raises is logged as an error of ``kqview.mods``: the request has its result already,
+        and the end hooks of other mods are still due.
+        """
 
     def __call__(
         self, event: Event, actions: ActionBuilder, tokenizer: ModTokenizer
@@ -154,22 +160,36 @@ class BoundMod:
         self.n_arguments = n_arguments_of(mod)
         self.is_async = _is_async(mod)
 
+    def end(self, end: RequestEnd) -> None:
+        """Call the end hook, if there is one; an exception is logged, see `Mod.on_end`."""
+        if self.on_end is None:
+            return
+        try:
+            self.on_end(end)
+        except Exception:
+            _log.exception("the end hook of mod %s failed for %s", self.name, end.request_id)
+
 
 def begin(mods: Sequence[Any], request_id: str, tokenizer: ModTokenizer) -> list[BoundMod]:
     """Prepare *mods* for a request; copies those that have state.
 
-    Exceptions of a `Mod.begin` reach the caller.
+    Exceptions of a `Mod.begin` reach the caller, after the end hooks of the mods before it.
     """
     bound: list[BoundMod] = []
-    for given in mods:
-        if _is_mod_class(given) or isinstance(given, Mod):
-            one: Mod = given() if isinstance(given, type) else copy.copy(given)
-            one.begin(request_id, tokenizer)
-            bound.append(BoundMod(one, one.name, one.on_end))
-        elif isinstance(given, FunctionMod):
-            bound.append(BoundMod(given, given.name, given.on_end))
-        else:
-            bound.append(BoundMod(given, _name_of(given), getattr(given, "on_end", None)))
+    try:
+        for given in mods:
+            if _is_mod_class(given) or isinstance(given, Mod):
+                one: Mod = given() if isinstance(given, type) else copy.copy(given)
+                one.begin(request_id, tokenizer)
+                bound.append(BoundMod(one, one.name, one.on_end))
+            elif isinstance(given, FunctionMod):
+                bound.append(BoundMod(given, given.name, given.on_end))
+            else:
+                bound.append(BoundMod(given, _name_of(given), getattr(given, "on_end", None)))
+    except BaseException as error:
+        for ready in bound:
+            ready.end(RequestEnd(request_id, "error", error=error))
+        raise
     return bound
 
 

@@ -126,6 +126,20 @@ def test_end_hook_that_is_no_function_is_refused():
         mod(on_end=5)(lambda event: None)  # type: ignore[arg-type]
 
 
+def test_mods_before_one_that_cannot_begin_are_ended():
+    class Fails(Mod):
+        def begin(self, request_id: str, tokenizer: Any) -> None:
+            raise LookupError(request_id)
+
+    ends: list[RequestEnd] = []
+    first, last = (mod(on_end=ends.append)(lambda event: None) for _ in range(2))
+    with pytest.raises(LookupError) as raised:
+        begin([first, Fails, last], "r", TOKENIZER)
+    assert [(end.request_id, end.finish_reason, end.error) for end in ends] == [
+        ("r", "error", raised.value)
+    ]
+
+
 def test_each_request_has_a_copy_of_a_class_mod():
     counting = Counting(limit=7)
     (one,), (two,) = begin([counting], "a", TOKENIZER), begin([counting], "b", TOKENIZER)

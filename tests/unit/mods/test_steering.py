@@ -682,19 +682,23 @@ def test_stopping_sees_every_token_and_ends_the_request():
 # ---- the end
 
 
-def test_end_hooks_are_called_once_with_the_final_ids():
+def test_end_hooks_are_called_once_with_the_final_ids(caplog: pytest.LogCaptureFixture):
     ends: list[Any] = []
 
     class Ends(Mod):
         def on_end(self, end: Any) -> None:
             ends.append(end)
-            raise RuntimeError("ignored")
+            raise RuntimeError("of the hook")
 
     ids: list[int] = [3, 4]
     steering = steer([Ends, mod(on_end=ends.append)(lambda event: None)], ids)
     steering.finish("cancelled")
     steering.finish("length")
     assert [(end.finish_reason, end.ids) for end in ends] == [("cancelled", (3, 4))] * 2
+    assert [record.getMessage()[:28] for record in caplog.records] == [
+        "the end hook of mod Ends fai"
+    ]
+    assert "RuntimeError: of the hook" in caplog.text
 
 
 def test_request_that_ends_while_a_mod_runs_calls_the_hooks_after_it():
