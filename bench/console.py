@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 from settings import Settings, add_options, settings_of
 
+from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.records import CELL_LEGEND, LeftOut, SweepRow, append_record, by_reason, tables
 from kqview.bench.sweep import is_failure
 
@@ -47,6 +48,17 @@ class ProgressLine:
     def tick(self, n: int = 1) -> None:
         """*n* parts of the row are done."""
         self._progress.advance(self._task, n * self._step)
+
+    def pairs(
+        self, name: str, baseline: Callable[[], float], candidate: Callable[[], float], n_pairs: int
+    ) -> Pairs:
+        """Measure row *name*: two things in turn, a tick for each pair."""
+        self.start(name, n_pairs)
+        pairs = Pairs()
+        for pair in alternate(baseline, candidate, n_pairs):
+            pairs.add(*pair)
+            self.tick()
+        return pairs
 
 
 @contextmanager

@@ -16,7 +16,6 @@ from report import Timing
 from runs import open_engine
 
 from kqview import Engine, mod
-from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
@@ -137,14 +136,8 @@ def _measure(settings: Settings, line: ProgressLine, name: str, runs: ModRuns) -
     }
     what, candidate, against, baseline, counted = cases[name]
     target = CASES[name]
-    n_pairs = settings.pairs_for(target)
-    line.start(name, n_pairs)
-    baseline()
-    candidate()
-    pairs = Pairs()
-    for pair in alternate(baseline, candidate, n_pairs):
-        pairs.add(*pair)
-        line.tick()
+    baseline(), candidate()  # memory of the first blocks and graphs
+    pairs = line.pairs(name, baseline, candidate, settings.pairs_for(target))
     return Timing(
         name=name,
         what=what,

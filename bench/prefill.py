@@ -16,7 +16,6 @@ from report import Timing
 from runs import PrefillRuns, open_engine
 
 from kqview import Capture
-from kqview.bench.pairs import Pairs, alternate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -75,12 +74,8 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
 def _measure(settings: Settings, line: ProgressLine, runs: PrefillRuns, name: str) -> Timing:
     case = CASES[name]
     n_pairs = settings.n_pairs if case.target else min(settings.n_pairs, MOST_PAIRS)
-    line.start(name, n_pairs)
     run = runs.attend_ms if case.attend else runs.ms
-    pairs = Pairs()
-    for baseline, candidate in alternate(lambda: runs.ms(None), lambda: run(case.capture), n_pairs):
-        pairs.add(baseline, candidate)
-        line.tick()
+    pairs = line.pairs(name, lambda: runs.ms(None), lambda: run(case.capture), n_pairs)
     return Timing(
         name=name,
         what=f"{case.what}, all heads; flash attention {'on' if case.flash_attn else 'off'}",

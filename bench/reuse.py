@@ -17,7 +17,6 @@ from console import attempt, main
 from report import Timing
 from runs import open_engine
 
-from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
@@ -93,12 +92,7 @@ class _Runs:
 def _measure(settings: Settings, line: ProgressLine, runs: _Runs, name: str) -> Timing:
     is_reuse = name in REUSE
     ways = (runs.evaluate_ms, runs.keep_ms) if is_reuse else (runs.copy_ms, runs.shift_ms)
-    n_pairs = settings.pairs_for(None)
-    line.start(name, n_pairs)
-    pairs = Pairs()
-    for baseline, candidate in alternate(*ways, n_pairs):
-        pairs.add(baseline, candidate)
-        line.tick()
+    pairs = line.pairs(name, *ways, settings.pairs_for(None))
     flash = f"flash attention {'on' if name.endswith('flash') else 'off'}"
     return Timing(
         name=name,

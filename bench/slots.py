@@ -22,7 +22,6 @@ from report import Timing
 from runs import open_engine
 from started import Started, free_port, is_healthy
 
-from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
@@ -254,12 +253,7 @@ def _measure(
     baseline: Callable[[], float],
 ) -> Timing:
     target = CASES[name]
-    n_pairs = settings.pairs_for(target)
-    line.start(name, n_pairs)
-    pairs = Pairs()
-    for pair in alternate(baseline, candidate, n_pairs):
-        pairs.add(*pair)
-        line.tick()
+    pairs = line.pairs(name, baseline, candidate, settings.pairs_for(target))
     return Timing(
         name=name,
         what=what,

@@ -16,7 +16,6 @@ from console import attempt, main
 from report import Timing
 from runs import open_engine
 
-from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
@@ -78,13 +77,9 @@ def _measure(settings: Settings, line: ProgressLine, engine: Engine, name: str) 
     is_save = what == "Slot.save"
     copy: Callable[[], object] = source.tobytes if is_save else lambda: np.copyto(room, source)
     ours: Callable[[], object] = slot.save if is_save else lambda: slot.restore(blob)
-    line.start(name, settings.n_pairs)
-    pairs = Pairs()
-    for baseline, candidate in alternate(
-        lambda: _ms(settings, copy), lambda: _ms(settings, ours), settings.n_pairs
-    ):
-        pairs.add(baseline, candidate)
-        line.tick()
+    pairs = line.pairs(
+        name, lambda: _ms(settings, copy), lambda: _ms(settings, ours), settings.n_pairs
+    )
     return Timing(
         name=name,
         what=f"{what}, F16 cache; flash attention {'on' if flash_attn else 'off'}",

@@ -25,7 +25,6 @@ from serve_client import Wire
 from started import Started, free_port, is_healthy
 from state import BLOB_BYTES, QUICK_BLOB_BYTES, tokens_of
 
-from kqview.bench.pairs import Pairs, alternate
 from kqview.bench.sweep import prompt_ids
 
 if TYPE_CHECKING:
@@ -160,15 +159,10 @@ def _measure(
         else:
             bare.receive(blob)
 
-    n_pairs = settings.pairs_for(None)
-    line.start(name, n_pairs)
-    pairs = Pairs()
     ours()
-    for baseline, candidate in alternate(
-        lambda: _ms(settings, alone), lambda: _ms(settings, ours), n_pairs
-    ):
-        pairs.add(baseline, candidate)
-        line.tick()
+    pairs = line.pairs(
+        name, lambda: _ms(settings, alone), lambda: _ms(settings, ours), settings.pairs_for(None)
+    )
     return Timing(
         name=name,
         what=f"{CASES[name]} as {_BINARY}",
