@@ -12,9 +12,9 @@ API = SERVER / "api"
 DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 # Each part may import those before it, dialects (api) all before them.
 ORDER = (
-    "supervisor", "worker", "errors", "settings", "config", "budget", "security", "attention",
-    "kept", "workers", "mod_runs", "models", "run", "slots", "sessions", "service", "endpoint",
-    "uvicorn_parts", "sockets", "pages", "access", "api", "app",
+    "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
+    "attention", "kept", "workers", "mod_runs", "models", "run", "slots", "sessions", "service",
+    "endpoint", "uvicorn_parts", "sockets", "pages", "access", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

@@ -153,8 +153,9 @@ def test_buckets_of_many_clients_are_bounded(monkeypatch: pytest.MonkeyPatch):
     gate = Gate(Settings(rate_limit=1.0))
     for i in range(50):
         gate.check(scope(client=f"10.0.1.{i}"), access="user")
-    assert gate._rate is not None
-    assert len(gate._rate._buckets) == 10
+    rate = gate._rate()
+    assert rate is not None
+    assert len(rate._buckets) == 10
 
 
 @pytest.mark.parametrize(

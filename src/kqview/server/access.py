@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +26,7 @@ from kqview.errors import CapacityError, KqviewError
 from kqview.server import pages
 from kqview.server.endpoint import UNKNOWN, Connection, error_reply, frames_of
 from kqview.server.errors import MethodNotAllowed, NotFound, RateLimited, answer_of
+from kqview.server.live import Live
 from kqview.server.security import LOOPBACK_ORIGIN, Peers, client_name
 from kqview.server.settings import Settings
 
@@ -46,11 +47,11 @@ _TOO_MANY: Final = (
 class Door:
     """The outermost ASGI app: which client calls by which path, and what lies below it."""
 
-    def __init__(self, asgi: ASGIApp, settings: Settings) -> None:
+    def __init__(self, asgi: ASGIApp, settings: Settings | Live) -> None:
         """Let connections in to *asgi*."""
         self._asgi = asgi
-        self._idle_s = settings.idle_timeout_s
-        self._peers = Peers(settings.trusted_proxies)
+        self._live = Live.of(settings)
+        self._peers = self._live.derived(lambda config: config.settings.trusted_proxies, Peers)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection, as ASGI says."""
@@ -59,14 +60,14 @@ class Door:
             return
         connection = _connection(send)
         scope.setdefault("state", {})["connection"] = connection
-        self._peers.resolve(scope)
+        self._peers().resolve(scope)
         # "/x/" is "/x"; in "/x%2F" the slash belongs to a name.
         if len(scope["path"]) > 1 and not scope.get("raw_path", b"").lower().endswith(b"%2f"):
             scope["path"] = scope["path"].rstrip("/") or "/"
         try:
             await self._asgi(scope, receive, send)
         finally:
-            connection.watch(self._idle_s)
+            connection.watch(self._live.settings.idle_timeout_s)
 
 
 def _connection(send: Send) -> Connection:
@@ -78,18 +79,27 @@ def _connection(send: Send) -> Connection:
     return uvicorn_parts.connection(send)
 
 
-def with_cors(app: ASGIApp, settings: Settings) -> ASGIApp:
+def with_cors(app: ASGIApp, settings: Settings | Live) -> ASGIApp:
     """*app* with the headers that let pages of the allowed origins call it."""
-    return _Cors(
-        app,
-        allow_origins=[one for one in settings.cors_origins if one != "loopback"],
-        allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in settings.cors_origins else None,
-        allow_methods=["*"],
-        allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after", "content-range", "x-attention-shape"],
-        allow_private_network=True,
-        max_age=_PREFLIGHT_S,
-    )
+
+    def made(origins: Sequence[str]) -> ASGIApp:
+        return _Cors(
+            app,
+            allow_origins=[one for one in origins if one != "loopback"],
+            allow_origin_regex=LOOPBACK_ORIGIN.pattern if "loopback" in origins else None,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "content-range", "x-attention-shape"],
+            allow_private_network=True,
+            max_age=_PREFLIGHT_S,
+        )
+
+    cors = Live.of(settings).derived(lambda config: config.settings.cors_origins, made)
+
+    async def pass_on(scope: Scope, receive: Receive, send: Send) -> None:
+        await cors()(scope, receive, send)
+
+    return pass_on
 
 
 def no_route(guide: str) -> Callable[[Request, Exception], Awaitable[Response]]:
@@ -148,13 +158,13 @@ class AccessLog:
     def __init__(
         self,
         app: ASGIApp,
-        settings: Settings,
+        settings: Settings | Live,
         requests: prometheus_client.Counter,
         paths: Iterable[str],
     ) -> None:
         """Wrap *app*; requests to paths other than *paths* are counted in *requests* as one."""
         self._app = app
-        self._settings = settings
+        self._live = Live.of(settings)
         self._requests = requests
         self._paths = frozenset(paths)
         self._running: dict[object, str] = {}
@@ -209,11 +219,11 @@ class AccessLog:
         self.on_running(self._running.values())
         self._n_of[client] += 1
         try:
-            if len(self._running) > self._settings.max_connections:
+            if len(self._running) > self._live.settings.max_connections:
                 await _refuse(
                     scope, hear, watch, CapacityError("too many connections; try again later")
                 )
-            elif self._n_of[client] > self._settings.max_connections_per_client:
+            elif self._n_of[client] > self._live.settings.max_connections_per_client:
                 await _refuse(scope, hear, watch, RateLimited(_TOO_MANY))
             else:
                 await self._app(scope, hear, watch)
@@ -242,7 +252,7 @@ class AccessLog:
         template = getattr(scope.get("route"), "path", path)
         known = template if template in self._paths else "other"
         self._requests.labels(known, str(line["status"])).inc()
-        if self._settings.access_log:
+        if self._live.settings.access_log:
             line["client"] = (scope.get("client") or ("local", 0))[0]
             line["method"] = scope.get("method", "WS")
             line["path"] = path[:_MOST_PATH]

@@ -24,7 +24,9 @@ from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
+from kqview.server.config import Config
 from kqview.server.endpoint import Endpoint, Operation
+from kqview.server.live import Live
 from kqview.server.security import Gate
 from kqview.server.service import Service
 from kqview.server.settings import Settings
@@ -43,39 +45,42 @@ class App(Door):
     """
 
     def __init__(self, asgi: ASGIApp, service: Service, log: AccessLog) -> None:
-        super().__init__(asgi, service.settings)
+        super().__init__(asgi, service.live)
         self.service = service
         self.log = log
 
 
 def create_app(
-    engine_or_settings: Engine | Settings | None = None, settings: Settings | None = None
+    served: Engine | Config | Settings | None = None,
+    settings: Config | Settings | None = None,
 ) -> App:
-    """The ASGI app that serves an engine.
+    """The ASGI app that serves an engine, or the models of a configuration.
 
     Args:
-        engine_or_settings: An engine, which stays yours to close; or settings that name a model,
-            which is opened when the app starts and closed when it ends.
+        served: An engine, which stays yours to close; or a configuration or settings that name a
+            model, which is opened when the app starts and closed when it ends.
         settings: Limits, keys and defaults, if the first argument is an engine.
 
     Raises:
         RequestError: There is neither an engine nor a model.
     """
-    engine = engine_or_settings if isinstance(engine_or_settings, Engine) else None
+    engine = served if isinstance(served, Engine) else None
     if settings is None:
-        settings = engine_or_settings if isinstance(engine_or_settings, Settings) else Settings()
-    if engine is None and settings.model is None and not settings.demo:
+        settings = Settings() if served is None or isinstance(served, Engine) else served
+    is_settings = isinstance(settings, Settings)
+    if engine is None and not (settings.demo or settings.model if is_settings else settings.models):
         raise RequestError(
-            "create_app got neither an engine nor a model; pass an Engine, or Settings with "
-            "model=FILE or demo=True"
+            "create_app got neither an engine nor a model; pass an Engine, Settings with "
+            "model=FILE or demo=True, or a Config with models"
         )
-    service = Service(engine, settings)
+    service = Service(engine, Live.of(settings))
+    live = service.live
     metrics = pages.Metrics(service)
     description: dict[str, Any] = {}
     operations = pages.operations(metrics, description)
     for dialect in DIALECTS:
         operations += dialect.OPERATIONS
-    has_keys = bool(settings.api_keys or settings.admin_keys)
+    has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
     description |= pages.describe(operations, version=__version__, has_keys=has_keys)
 
     @asynccontextmanager
@@ -87,14 +92,14 @@ def create_app(
             await service.close()
 
     router = Starlette(
-        routes=list(_routes(operations, service, Gate(settings))),
+        routes=list(_routes(operations, service, Gate(live))),
         lifespan=lifespan,
         exception_handlers={HTTPException: no_route("/docs")},
     )
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
-    log = AccessLog(router, settings, metrics.requests, paths)
-    return App(with_cors(log, settings), service, log)
+    log = AccessLog(router, live, metrics.requests, paths)
+    return App(with_cors(log, live), service, log)
 
 
 def _routes(operations: Iterable[Operation], service: Service, gate: Gate) -> Iterable[BaseRoute]:

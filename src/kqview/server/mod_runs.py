@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.mods.folder import ModFolder, ModInfo
+from kqview.server.live import Live
 from kqview.server.settings import Settings
 from kqview.trace import Trace
 from kqview.trace.post import Poster, PosterStats
@@ -34,17 +35,17 @@ class ModWanted:
 class ModRuns:
     """The mods and the poster of a server; any thread, except for `close`."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings | Live) -> None:
         """Use what *settings* name.
 
         Raises:
             RequestError: There is no such folder.
         """
-        self._settings = settings
-        self._limit_s = settings.mod_time_limit_s
-        self._most = settings.max_mods
-        self._folder = None if settings.mods_dir is None else ModFolder(settings.mods_dir)
-        self._traces_all = settings.trace == "all"
+        self._live = Live.of(settings)
+        self._folder = self._live.derived(
+            lambda config: config.settings.mods_dir,
+            lambda path: None if path is None else ModFolder(path),
+        )
         self._poster: Poster | None = None
 
     def open(self) -> None:
@@ -54,7 +55,7 @@ class ModRuns:
             RequestError: The URL cannot be posted to.
             OSError: The spool cannot be made.
         """
-        settings = self._settings
+        settings = self._live.settings
         if self._poster is None and settings.trace_url is not None:
             key = settings.trace_key
             self._poster = Poster(
@@ -67,11 +68,12 @@ class ModRuns:
     @property
     def is_open(self) -> bool:
         """Whether requests may name mods."""
-        return self._folder is not None
+        return self._folder() is not None
 
     def list(self) -> list[ModInfo]:
         """The mods of the folder; may take time."""
-        return [] if self._folder is None else self._folder.list()
+        folder = self._folder()
+        return [] if folder is None else folder.list()
 
     def check(self, wanted: Sequence[ModWanted]) -> None:
         """Refuse mods that no request may have.
@@ -79,15 +81,16 @@ class ModRuns:
         Raises:
             RequestError: There is no folder of mods, or there are too many.
         """
-        if wanted and self._folder is None:
+        if wanted and not self.is_open:
             raise RequestError(
                 f"mods has {wanted[0].name[:80]!r}, but this server has no mods; start it with "
                 "--mods-dir, or leave mods out",
                 parameter="mods",
             )
-        if len(wanted) > self._most:
+        most = self._live.settings.max_mods
+        if len(wanted) > most:
             raise RequestError(
-                f"mods has {len(wanted)} mods, the limit is {self._most}; send fewer",
+                f"mods has {len(wanted)} mods, the limit is {most}; send fewer",
                 parameter="mods",
             )
 
@@ -104,11 +107,12 @@ class ModRuns:
             ModFileError: A mod's file is broken.
         """
         options: dict[str, Any] = {}
-        if wanted and self._folder is not None:
-            options["mods"] = [self._folder.get(one.name, one.options) for one in wanted]
-            options["mod_time_limit_s"] = self._limit_s
+        settings, folder = self._live.settings, self._folder()
+        if wanted and folder is not None:
+            options["mods"] = [folder.get(one.name, one.options) for one in wanted]
+            options["mod_time_limit_s"] = settings.mod_time_limit_s
         # Without a poster, a trace still says which mods failed.
-        if wanted or (self._poster is not None and self._traces_all):
+        if wanted or (self._poster is not None and settings.trace == "all"):
             options["trace"] = partial(self._ended, owner, model)
         return options
 

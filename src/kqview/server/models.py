@@ -14,7 +14,7 @@ from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
 from kqview.errors import KqviewError
 from kqview.server.errors import Forbidden, NotFound, ShuttingDown
-from kqview.server.settings import Settings
+from kqview.server.live import Live
 from kqview.types import EngineStats
 
 _log: Final = logging.getLogger("kqview.server")
@@ -35,9 +35,7 @@ class Models:
         is_closing: Whether no model is opened any more.
     """
 
-    def __init__(
-        self, engine: Engine | None, settings: Settings, *, on_switch: Callable[[], None]
-    ) -> None:
+    def __init__(self, engine: Engine | None, live: Live, *, on_switch: Callable[[], None]) -> None:
         """Serve *engine*, which stays the caller's; with None, `load` opens the settings' model.
 
         *on_switch* ends what runs on the old engine.
@@ -45,10 +43,10 @@ class Models:
         self.engine = engine
         self.absence = "no model is loaded"
         self.is_closing = False
-        self._settings = settings
+        self._live = live
         self._on_switch = on_switch
         self._owns_engine = False
-        self._path = settings.model
+        self._path = live.settings.model
         self._given: dict[str, int | None] = {}  # options of the model that override the settings
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
@@ -73,7 +71,7 @@ class Models:
         given: dict[str, int | None],
         progress: Callable[[float], object] | None,
     ) -> Engine:
-        s = self._settings
+        s = self._live.settings
         return Engine(
             MODEL_PATH if path is None else path,
             progress=progress,
@@ -87,7 +85,7 @@ class Models:
         )
 
     def _options(self, given: dict[str, int | None]) -> dict[str, Any]:
-        s = self._settings
+        s = self._live.settings
         return {
             "n_ctx": s.n_ctx,
             "n_slots": s.n_slots,
@@ -118,7 +116,7 @@ class Models:
 
     async def switch(self, name: str, options: dict[str, int | None]) -> Engine:
         """As `Service.switch_model`."""
-        path = model_file(self._settings.models_dir, name)
+        path = model_file(self._live.settings.models_dir, name)
         switch = asyncio.ensure_future(self._switch(name, path, options))
         self._switches.add(switch)
         switch.add_done_callback(self._switched)

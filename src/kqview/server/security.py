@@ -29,7 +29,9 @@ from starlette.datastructures import Headers, QueryParams
 from starlette.types import Scope
 
 from kqview.errors import RequestError
+from kqview.server.config import Config
 from kqview.server.errors import Forbidden, RateLimited, Unauthorized
+from kqview.server.live import Live
 from kqview.server.settings import Settings
 
 
@@ -187,11 +189,14 @@ _MOST_CLIENTS: Final = 10_000
 class Gate:
     """Admits a request, or raises the reason why not."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings | Live) -> None:
         """Enforce *settings*."""
-        self._settings = settings
-        self._rate = _RateLimit(settings.rate_limit) if settings.rate_limit else None
-        self._hosts = _Hosts(settings)
+        self._live = Live.of(settings)
+        self._rate = self._live.derived(
+            lambda config: config.settings.rate_limit,
+            lambda limit: _RateLimit(limit) if limit else None,
+        )
+        self._hosts = self._live.derived(_names_of, _Hosts)
 
     def check(self, scope: Scope, *, access: Access) -> Caller:
         """Check one request or WebSocket, to an operation with this *access*.
@@ -205,7 +210,7 @@ class Gate:
         headers = Headers(scope=scope)
         hosts = self._check_hosts(scope, headers)
         self._check_origin(scope, headers, hosts)
-        settings = self._settings
+        settings = self._live.settings
         key = self._key(scope, headers)
         is_admin = _is_one_of(key, settings.admin_keys)
         is_user = _is_one_of(key, settings.api_keys) or is_admin
@@ -234,8 +239,8 @@ class Gate:
         Raises:
             RateLimited: There were too many.
         """
-        if self._rate is not None:
-            self._rate.take(caller.name)
+        if (rate := self._rate()) is not None:
+            rate.take(caller.name)
 
     def _check_hosts(self, scope: Scope, headers: Headers) -> list[str]:
         """The hosts that the request names: its own Host, and the one that its proxy forwarded."""
@@ -243,7 +248,7 @@ class Gate:
         if forwarded := scope.get("state", {}).get("forwarded_host"):
             hosts.append(forwarded)
         for host in hosts:
-            if not self._hosts.allows(host, scope):
+            if not self._hosts().allows(host, scope):
                 raise Forbidden(
                     f"this server is not called {host!r}; use its address, or add the "
                     "name to allowed_hosts (--allowed-hosts)"
@@ -251,7 +256,7 @@ class Gate:
         return hosts
 
     def _check_origin(self, scope: Scope, headers: Headers, hosts: list[str]) -> None:
-        allowed = self._settings.cors_origins
+        allowed = self._live.settings.cors_origins
         origin = headers.get("origin")
         if "*" in allowed or (origin is not None and is_allowed_origin(origin, allowed)):
             return
@@ -262,7 +267,7 @@ class Gate:
             )
             if headers.get("sec-fetch-site") != "cross-site" or is_link:
                 return
-        elif self._hosts.is_own_page(origin, hosts, scope):
+        elif self._hosts().is_own_page(origin, hosts, scope):
             return
         page = "another site" if origin is None else repr(origin)
         raise Forbidden(
@@ -272,7 +277,7 @@ class Gate:
 
     def _key(self, scope: Scope, headers: Headers) -> str:
         key = sent_key(headers)
-        if not key and scope["type"] == "websocket" and self._settings.query_key:
+        if not key and scope["type"] == "websocket" and self._live.settings.query_key:
             key = QueryParams(scope["query_string"]).get("api_key", "")
         return key
 
@@ -290,12 +295,16 @@ def is_allowed_origin(origin: str, allowed: Sequence[str]) -> bool:
     return "loopback" in allowed and LOOPBACK_ORIGIN.fullmatch(origin) is not None
 
 
+def _names_of(config: Config) -> frozenset[str]:
+    return frozenset({config.settings.host.lower(), *config.settings.allowed_hosts})
+
+
 class _Hosts:
     """The names of this server."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._takes_any = "*" in settings.allowed_hosts
-        self._names = {settings.host.lower(), *settings.allowed_hosts}
+    def __init__(self, names: frozenset[str]) -> None:
+        self._takes_any = "*" in names
+        self._names = names
         self._suffixes = tuple(name[1:] for name in self._names if name.startswith("*."))
 
     def allows(self, host: str, scope: Scope) -> bool:

@@ -26,6 +26,7 @@ from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
 from kqview.server.kept import Kept
+from kqview.server.live import Live
 from kqview.server.mod_runs import ModRuns
 from kqview.server.models import Models, model_names
 from kqview.server.run import GenerateRequest, LastRun, Run
@@ -60,9 +61,11 @@ _SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as J
 class Service:
     """What every dialect calls, from the event loop that serves."""
 
-    def __init__(self, engine: Engine | None, settings: Settings) -> None:
+    def __init__(self, engine: Engine | None, settings: Settings | Live) -> None:
         """Serve *engine*, which stays the caller's; with None, `open` opens the settings' model."""
-        self.settings = settings
+        self.live = Live.of(settings)
+        """The configuration; it may change between two looks."""
+        settings = self.live.settings
         memory_bytes = settings.memory_budget_bytes
         self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
         self.kept = Kept(self.budget, settings.kept_attention_bytes)
@@ -72,11 +75,11 @@ class Service:
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
-        self._models = Models(engine, settings, on_switch=self._model_leaves)
-        self.slots = Slots(settings, self.runs, lambda: self.engine)
-        self.sessions = Sessions(settings)
-        self.mod_runs = ModRuns(settings)
-        self.files = StateFiles(settings)
+        self._models = Models(engine, self.live, on_switch=self._model_leaves)
+        self.slots = Slots(self.live, self.runs, lambda: self.engine)
+        self.sessions = Sessions(self.live)
+        self.mod_runs = ModRuns(self.live)
+        self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
         # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
         # waits for another kind.
@@ -89,6 +92,11 @@ class Service:
         self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = set()
+
+    @property
+    def settings(self) -> Settings:
+        """The settings that count at the moment."""
+        return self.live.settings
 
     # ---- life
 

@@ -19,8 +19,8 @@ from typing import Final
 
 from kqview.errors import CapacityError, RequestError, StateError
 from kqview.server.errors import NotFound, NotSupported, StorageFailed, StorageFull
+from kqview.server.live import Live
 from kqview.server.security import Caller
-from kqview.server.settings import Settings
 from kqview.slot import Slot
 from kqview.state.durable import remove_leftovers
 from kqview.state.files import SlotMarks, StateFacts, read_marked, write_marked
@@ -61,9 +61,9 @@ class Sessions:
     memory for all.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._has_several_keys = len(settings.api_keys) + len(settings.admin_keys) > 1
+    def __init__(self, live: Live) -> None:
+        self._live = live
+        settings = live.settings  # sizes that need a restart to change
         self._most_of_key = max(1, settings.max_sessions // 2)
         self._most_bytes_of_key = settings.max_session_bytes // 2
         self._saving = threading.Lock()  # counting a key's sessions, and adding one
@@ -83,7 +83,7 @@ class Sessions:
                 self._check_share(caller.owner, key, len(saved.blob))
                 return self._store.save(key, saved)
         except CapacityError:
-            s = self._settings
+            s = self._live.settings
             raise StorageFull(
                 f"no room for a session of {len(saved.blob)} bytes: the server keeps up to "
                 f"{s.max_sessions} sessions (max_sessions) and {s.max_session_bytes} bytes "
@@ -92,7 +92,8 @@ class Sessions:
 
     def _check_share(self, owner: str, key: str, n_bytes: int) -> None:
         """Raise StorageFull if a session of this size is more than *owner* may have."""
-        if not self._has_several_keys:
+        settings = self._live.settings
+        if len(settings.api_keys) + len(settings.admin_keys) <= 1:
             return  # the limits are those of everybody
         sizes = [
             info.n_bytes
@@ -178,14 +179,15 @@ def _unknown(session_id: int) -> Generator[None]:
 class StateFiles:
     """Files of saved slots in the settings' ``slot_save_path``, ``max_saved_bytes`` at most."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, live: Live) -> None:
         """Remove what dead processes left half-written.
 
         Raises:
             RequestError: ``slot_save_path`` is not a folder.
         """
-        self._settings = settings
+        self._live = live
         self._lock = threading.Lock()
+        settings = live.settings
         self._root = None if settings.slot_save_path is None else Path(settings.slot_save_path)
         if self._root is not None:
             if not self._root.is_dir():
@@ -229,7 +231,7 @@ class StateFiles:
     def place(self, caller: Caller, name: str, n_bytes: int) -> Generator[Path]:
         """Where to write a file with a blob of *n_bytes*, one at a time; raises as `write`."""
         path = self._path(caller, name)
-        limit = self._settings.max_saved_bytes
+        limit = self._live.settings.max_saved_bytes
         with self._lock, _named(path, name):
             path.parent.mkdir(mode=0o700, exist_ok=True)
             held = self._held_bytes() - _size(path)

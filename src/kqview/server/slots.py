@@ -17,8 +17,8 @@ from kqview.engine import Engine
 from kqview.errors import BusyError, UnknownSlot
 from kqview.generation.stream import Generation
 from kqview.server.errors import NotFound
+from kqview.server.live import Live
 from kqview.server.security import Caller
-from kqview.server.settings import Settings
 from kqview.server.workers import Workers
 from kqview.slot import Slot
 from kqview.state.files import NO_MARKS, SlotMarks, check_trailer, split
@@ -42,12 +42,12 @@ class Slots:
 
     def __init__(
         self,
-        settings: Settings,
+        live: Live,
         runs: Mapping[Any, UsesSlots],
         engine: Callable[[], Engine],
     ) -> None:
         """Guard the slots of the *engine* that serves, on which *runs* run."""
-        self._settings = settings
+        self._live = live
         self._runs = runs
         self._engine = engine
         self._workers = Workers(_N_WORKERS, "slots")
@@ -135,7 +135,7 @@ class Slots:
         *,
         fills: bool,
     ) -> _T:
-        end_s = asyncio.get_running_loop().time() + self._settings.slot_wait_s
+        end_s = asyncio.get_running_loop().time() + self._live.settings.slot_wait_s
         # Whoever reads a slot does so before or after the others, never in between.
         await self._until(end_s, slot, self._locks[slot.id].acquire())
         try:
@@ -168,8 +168,9 @@ class Slots:
             raise self._busy(slot) from None
 
     def _busy(self, slot: Slot) -> BusyError:
+        wait_s = self._live.settings.slot_wait_s
         return BusyError(
-            f"slot {slot.id} is in use and was not free within {self._settings.slot_wait_s:g} s "
+            f"slot {slot.id} is in use and was not free within {wait_s:g} s "
             "(slot_wait_s); try again when its generation has ended"
         )
 

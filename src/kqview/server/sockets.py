@@ -121,6 +121,7 @@ class Socket:
             Disconnected: The client is gone.
             TooLarge: The message is larger than the limit.
             RateLimited: The client sends too often.
+            Unauthorized: Its key was revoked.
             ShuttingDown: The server ends.
             KqviewError: It does not fit into the memory that the client may hold.
             TimeoutError: Nothing came in time.
@@ -256,9 +257,9 @@ class SocketEndpoint:
         known = self._operation.subprotocols
         caller = None
 
-        def count() -> None:
-            if caller is not None and self._operation.access != "open":
-                self._gate.count(caller)
+        def check() -> None:
+            if caller is not None:  # its key may be revoked by now
+                self._gate.check(scope, access=self._operation.access)
 
         socket = Socket(
             self._service,
@@ -267,7 +268,7 @@ class SocketEndpoint:
             subprotocol=next((n for n in scope.get("subprotocols", ()) if n in known), None),
             connection=connection_of(scope),
             takes_frames=FRAMES in (scope.get("extensions") or {}),
-            on_message=count,
+            on_message=check,
         )
         self._service.on_drain.add(socket.go_away)
         holds = contextlib.ExitStack()

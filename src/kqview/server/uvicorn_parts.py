@@ -36,6 +36,7 @@ from websockets.protocol import State
 from kqview.errors import KqviewError
 from kqview.server.budget import Hold
 from kqview.server.endpoint import FRAMES, UNKNOWN, Connection, frames_of
+from kqview.server.live import Live
 from kqview.server.security import Peers, client_name, tls_context
 from kqview.server.settings import Settings
 
@@ -98,12 +99,14 @@ def connection(send: Send) -> Connection:
     return UvicornConnection(owner) if is_ours else UNKNOWN
 
 
-def uvicorn_options(settings: Settings) -> dict[str, Any]:
-    """Options of uvicorn.Config that apply the limits of *settings* to connections; TLS included.
+def uvicorn_options(given: Settings | Live) -> dict[str, Any]:
+    """Options of uvicorn.Config that apply the limits of *given* to connections; TLS included.
 
     Raises:
         RequestError: As `tls_context`.
     """
+    live = Live.of(given)
+    settings = live.settings  # but for clients, what a connection is limited to needs a restart
     tls = tls_context(settings)
     if not is_checked():
         _log.warning(
@@ -117,7 +120,7 @@ def uvicorn_options(settings: Settings) -> dict[str, Any]:
     limits = {
         "idle_s": settings.idle_timeout_s,
         "most": settings.max_connections,
-        "clients": _Clients(settings),
+        "clients": _Clients(live),
     }
     kind = type("HttpProtocol", (_BoundedHttpProtocol,), limits)
     if tls is not None:
@@ -178,9 +181,9 @@ def allow_files(settings: Settings) -> None:
 class _Clients:
     """Counts the connections of each client; trusted proxies are not limited."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._most = settings.max_connections_per_client
-        self._peers = Peers(settings.trusted_proxies)
+    def __init__(self, settings: Settings | Live) -> None:
+        self._live = Live.of(settings)
+        self._peers = self._live.derived(lambda config: config.settings.trusted_proxies, Peers)
         self._n_of: Counter[str] = Counter()
 
     def enter(self, address: str | None) -> str | None:
@@ -189,10 +192,10 @@ class _Clients:
         Raises:
             OverflowError: The client has too many; this one is not counted.
         """
-        if address is None or self._peers.trusts(address):
+        if address is None or self._peers().trusts(address):
             return None
         name = client_name(address)
-        if self._n_of[name] >= self._most:
+        if self._n_of[name] >= self._live.settings.max_connections_per_client:
             raise OverflowError
         self._n_of[name] += 1
         return name
