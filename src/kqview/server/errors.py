@@ -53,7 +53,15 @@ class UnsupportedMedia(ServerError):
 
 
 class Unprocessable(ServerError):
-    """The body is JSON, but a field is missing or of a wrong type."""
+    """The body is JSON, but a field is missing, of a wrong type, or has an impossible value.
+
+    Attributes:
+        parameter: The field, None if no single one is known.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
 
 
 class RateLimited(ServerError):
