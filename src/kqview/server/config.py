@@ -136,8 +136,12 @@ class ChatSessions(_Table, frozen=True):
 
     Attributes:
         ttl_s: Seconds after its last use that a session is forgotten.
-        max_messages: Most messages of a session; the oldest leave first.
-        max_sessions: Most sessions; the one unused for longest leaves first.
+        max_messages: Most messages of a session; the oldest turns, a prompt and its answer, leave
+            first.
+        max_sessions: Most sessions; of the key that has most, the one unused for longest leaves
+            first.
+        max_bytes: Most bytes of all messages; sessions leave in the same way. One session may have
+            an eighth of it.
         database: SQLite file that keeps them over a restart; None keeps them in memory.
         states_dir: Folder for the KV cache of each session (SES1), so that a returning one goes on
             without evaluating its history; None keeps none.
@@ -147,6 +151,7 @@ class ChatSessions(_Table, frozen=True):
     ttl_s: float = 3600.0
     max_messages: int = 50
     max_sessions: int = 1000
+    max_bytes: int = 2**28
     database: str | None = None
     states_dir: str | None = None
     max_state_bytes: int = 2**36

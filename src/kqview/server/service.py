@@ -24,6 +24,7 @@ from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
 from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
+from kqview.server.conversations import Conversations
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
 from kqview.server.kept import Kept
 from kqview.server.live import Live
@@ -78,6 +79,7 @@ class Service:
         self._models = Models(engine, self.live, on_switch=self._model_leaves)
         self.slots = Slots(self.live, self.runs, lambda: self.engine)
         self.sessions = Sessions(self.live)
+        self.conversations = Conversations(self.live, self.budget)
         self.mod_runs = ModRuns(self.live)
         self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
@@ -107,6 +109,7 @@ class Service:
             KqviewError: As the constructor of Engine.
         """
         await asyncio.to_thread(self.load)
+        await self.conversations.open()
 
     def load(self, progress: Callable[[float], object] | None = None) -> None:
         """Like `open`, but blocking, before the event loop runs; `open` then finds it done.
@@ -150,6 +153,7 @@ class Service:
     async def close(self) -> None:
         """End everything, including the engine if it is ours."""
         await self.drain(self.settings.shutdown_grace_s)
+        await self.conversations.close(max(_LEAST_CLOSE_S, self.grace_left_s))
         await self._models.close(max(_LEAST_CLOSE_S, self.grace_left_s))
         await asyncio.to_thread(self.mod_runs.close, max(_LEAST_CLOSE_S, self.grace_left_s))
         self._workers.shutdown(wait=False, cancel_futures=True)
