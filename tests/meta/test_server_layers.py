@@ -13,9 +13,9 @@ DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 # Each part may import those before it, dialects (api) all before them.
 ORDER = (
     "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
-    "attention", "kept", "workers", "mod_runs", "models", "run", "slots", "sessions",
-    "conversation_store", "conversations", "service", "endpoint", "uvicorn_parts", "sockets",
-    "pages", "access", "api", "app",
+    "attention", "kept", "workers", "mod_runs", "models", "run", "events_bus", "cancelling",
+    "slots", "sessions", "conversation_store", "conversations", "service", "endpoint",
+    "uvicorn_parts", "sockets", "pages", "access", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

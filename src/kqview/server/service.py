@@ -24,8 +24,10 @@ from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
 from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
+from kqview.server.cancelling import Cancelling
 from kqview.server.conversations import Conversations
 from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
+from kqview.server.events_bus import Bus
 from kqview.server.kept import Kept
 from kqview.server.live import Live
 from kqview.server.mod_runs import ModRuns
@@ -70,6 +72,8 @@ class Service:
         memory_bytes = settings.memory_budget_bytes
         self.budget = Budget(physical_memory_bytes() // 4 if memory_bytes is None else memory_bytes)
         self.kept = Kept(self.budget, settings.kept_attention_bytes)
+        self.bus = Bus()
+        self.cancelling = Cancelling()
         self.runs: dict[tuple[str, str], Run] = {}
         """Runs by owner and request_id."""
         self.started_s = time.monotonic()
@@ -93,7 +97,7 @@ class Service:
         self._works: dict[asyncio.Timeout, KqviewError | None] = {}
         self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
-        self.on_drain: set[Callable[[], Awaitable[None]]] = set()
+        self.on_drain: set[Callable[[], Awaitable[None]]] = {self.bus.close}
 
     @property
     def settings(self) -> Settings:

@@ -253,7 +253,6 @@ OPERATIONS: Final[Sequence[Operation]] = [
     ),
     _operation(
         "GET", "/v1/models", list_models, "The model that is served.", reply=schema.Models,
-        also=("/models",),
     ),
     _operation(
         "GET", "/v1/models/{id}", show_model, "The model, by its id.", reply=schema.Model

@@ -1,0 +1,255 @@
+"""Routes of MIA4: glue between endpoints, the service and the pure parts."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from kqview.errors import InternalError, KqviewError
+from kqview.server.api.attention_field import AttentionWriter
+from kqview.server.api.mia4 import convert, frames, schema
+from kqview.server.api.mia4.convert import error_body
+from kqview.server.api.mia4.turn import Named, Turn
+from kqview.server.cancelling import Cancelled
+from kqview.server.endpoint import EVENT_TAIL, Call, Feed, Frames, Handler, HttpReply, Operation
+from kqview.server.errors import NotFound, answer_of
+from kqview.server.events_bus import Subscription
+from kqview.server.service import Service
+from kqview.types import Usage
+
+_TAG: Final = "mia4"
+# Templates may take seconds: their work is large enough for another thread.
+_LARGE: Final = 2**20
+_ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
+_KEEP_ALIVE_S: Final = 15.0
+_KEEP_ALIVE: Final = b": nothing happened"
+
+_log: Final = logging.getLogger("kqview.server")
+
+
+# ---- generating
+
+
+async def generate(call: Call, body: schema.GenerateBody) -> Feed:
+    """A turn of a conversation; errors before its stream begins are those of HTTP."""
+    # A name in a path has no slash, which the header may have.
+    request_id = body.request_id or call.request_id.replace("/", "-")
+    async with contextlib.AsyncExitStack() as resources:
+        work = resources.enter_context(call.service.cancelling.known(call.caller.owner, request_id))
+        try:
+            async with work.waiting():
+                turn = await _begun(call, body, request_id, resources)
+        except Cancelled:
+            return Feed(_of_nothing(request_id, body.model or "", resources.pop_all()))
+        work.runs(turn.run)
+        return Feed(_streamed(call.service, turn, resources.pop_all()))
+
+
+async def _begun(
+    call: Call,
+    body: schema.GenerateBody,
+    request_id: str,
+    resources: contextlib.AsyncExitStack,
+) -> Turn:
+    service = call.service
+    config = service.live.config
+    model_id, model = next(iter(config.models.items()))
+    engine = service.engine
+    with call.hold.part() as ids:  # a prompt that fits is small
+        ids.take(_ID_BYTES * call.n_body_bytes)
+        plan = await service.converted(
+            _LARGE, call.hold, convert.plan_of, body, request_id=request_id, engine=engine,
+            settings=config.settings, llm=config.llm, model=model,
+        )  # fmt: skip
+        run = await service.start(plan.request, call.caller, call.hold)
+    resources.push_async_callback(run.aclose)
+    attention = None
+    if plan.request.attention is not None:
+        attention = AttentionWriter(run, engine.model, service.kept)
+    publish = partial(service.bus.publish, owner=call.caller.owner)
+    return Turn(run, plan, Named(request_id, model_id, body.session_id), attention, publish)
+
+
+async def _streamed(
+    service: Service, turn: Turn, resources: contextlib.AsyncExitStack
+) -> AsyncGenerator[Frames]:
+    """Every frame of *turn*; holds *resources* meanwhile."""
+    run = turn.run
+    failure: KqviewError | None = None
+    async with resources:
+        try:
+            yield ()  # the client hears that it was admitted
+            async for step in run:
+                sent = await service.offload(step.n_bytes, turn.token, step)
+                del step  # the pool wants its memory back while the client reads
+                if sent:
+                    yield _events(sent)
+            if sent := turn.finish():
+                yield _events(sent)
+        except KqviewError as error:
+            failure = error
+        except Exception as error:
+            _log.error("stream of %s failed", run.request_id, exc_info=error)
+            failure = InternalError("the server failed; its log says more")
+        finally:
+            # The slot is free before the client hears that it is.
+            await run.aclose()
+            last = turn.end(None if failure is None else answer_of(failure))
+        yield _events(last)
+
+
+async def _of_nothing(
+    request_id: str, model_id: str, resources: contextlib.AsyncExitStack
+) -> AsyncGenerator[Frames]:
+    """The stream of a request that was cancelled before it was admitted."""
+    async with resources:
+        usage = frames.usage(request_id, model_id, frames.figures_of(Usage(), 0.0, 0))
+        yield _events([usage, frames.end(request_id, "cancelled")])
+
+
+def _events(sent: Sequence[bytes]) -> Frames:
+    return (EVENT_TAIL.join(sent),)
+
+
+async def cancel(call: Call) -> HttpReply:
+    """End a request in whatever phase it is."""
+    request_id = call.path["request_id"]
+    state = call.service.cancelling.cancel(call.caller, request_id)
+    if state is None:
+        raise NotFound(f"there is no request {request_id[:80]!r}, or it ended long ago")
+    body = msgspec.json.encode(schema.Cancelled(request_id, state))
+    return HttpReply(body, status=202)
+
+
+# ---- attention that is kept
+
+
+async def list_attention(call: Call) -> schema.KeptAttention:
+    """Which rows are kept of a request."""
+    name = call.path["request_id"]
+    rows = call.service.kept.find(call.caller.owner, name)
+    if rows is None:
+        raise _not_kept(name)
+    return convert.kept_attention(name, rows)
+
+
+async def show_attention(call: Call) -> HttpReply:
+    """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
+    name, seq = call.path["request_id"], call.path["seq"]
+    rows = call.service.kept.find(call.caller.owner, name)
+    if rows is None:
+        raise _not_kept(name)
+    n = int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 10 else -1
+    row = rows.choices[0].get(n)
+    if row is None:
+        raise NotFound(
+            f"row {seq[:20]!r} of {name[:80]!r} is not kept; GET /generate/{name[:80]}/attention "
+            "lists those that are"
+        )
+    headers = {
+        "cache-control": "private, no-store",
+        "x-attention-shape": ",".join(map(str, row.shape)),
+    }
+    return HttpReply(row.data, row.media_type, headers=headers)
+
+
+def _not_kept(name: str) -> NotFound:
+    return NotFound(
+        f"no attention of {name[:80]!r} is kept: it was never asked for with overrides.attention, "
+        "or newer rows took its place"
+    )
+
+
+# ---- events
+
+
+async def events(call: Call) -> Feed:
+    """What happens: generations of the caller's key, and models."""
+    async with contextlib.AsyncExitStack() as resources:
+        subscription = await resources.enter_async_context(
+            call.service.bus.subscribed(sees=call.caller.may_see)
+        )
+        return Feed(_published(subscription, resources.pop_all()))
+
+
+async def _published(
+    subscription: Subscription, resources: contextlib.AsyncExitStack
+) -> AsyncGenerator[Frames]:
+    async with resources:
+        yield ()
+        while True:
+            try:
+                async with asyncio.timeout(_KEEP_ALIVE_S):
+                    event = await anext(subscription)
+            except TimeoutError:
+                yield (_KEEP_ALIVE,)
+            except StopAsyncIteration:
+                return
+            else:
+                yield (frames.frame(type(event).__name__, event),)
+
+
+# ---- what there is
+
+
+async def show_config(call: Call) -> schema.Config:
+    """What pages show."""
+    return schema.Config(call.service.live.config.ui.mode)
+
+
+async def list_models(call: Call) -> schema.Models:
+    """Every model that is configured."""
+    service = call.service
+    created = int(time.time())
+    cards: list[schema.Object] = []
+    for id_, model in service.live.config.models.items():
+        state = {"state": "loaded"}
+        cards.append(convert.card_of(id_, model, context_length=service.max_context, state=state))
+    data = [
+        {"id": card["id"], "object": "model", "created": created, "owned_by": "kqview"}
+        for card in cards
+    ]
+    return schema.Models(models=cards, data=data)
+
+
+# ---- the table
+
+
+def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
+    return Operation(
+        method=method, path=path, handler=handler, tag=_TAG, summary=summary,
+        error_body=error_body, **more,
+    )  # fmt: skip
+
+
+OPERATIONS: Final[Sequence[Operation]] = [
+    _operation(
+        "GET", "/config", show_config, "What a page shows.", reply=schema.Config
+    ),
+    _operation("GET", "/models", list_models, "Every model.", reply=schema.Models),
+    _operation(
+        "POST", "/generate", generate, "A turn of a conversation, as Server-Sent Events.",
+        body=schema.GenerateBody, streams=True,
+    ),
+    _operation(
+        "POST", "/cancel/{request_id}", cancel, "End a request.",
+        reply=schema.Cancelled, status=202,
+    ),
+    _operation(
+        "GET", "/generate/{request_id}/attention", list_attention,
+        "Attention rows that are kept of a request with overrides.attention.",
+        reply=schema.KeptAttention,
+    ),
+    _operation(
+        "GET", "/generate/{request_id}/attention/{seq}", show_attention,
+        "The attention row of one token as bytes.",
+    ),
+    _operation(
+        "GET", "/events", events, "What happens, as Server-Sent Events.", streams=True,
+    ),
+]  # fmt: skip

@@ -1,0 +1,79 @@
+"""Bodies of the MIA4 API. Types alone: msgspec reads, checks and writes them."""
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+Object = dict[str, Any]
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+# Safe in logs, headers and paths.
+RequestId = Annotated[str, Meta(pattern=r"^[A-Za-z0-9._:+=@~-]{1,64}$")]
+
+
+# ---- requests
+
+
+class GenerateBody(Struct, kw_only=True):
+    """A turn of a conversation.
+
+    Attributes:
+        prompt: What the user says.
+        session_id: The conversation that it continues; None for none, which nothing is kept of.
+        model: Id of the model; None for the default one.
+        overrides: Fields of sampling, ``reasoning_preset``, ``max_output_tokens`` and
+            ``attention``; names that are not known are listed in ``filtered_out``.
+        request_id: Name for `POST /cancel/{request_id}`; without one it is that of the header
+            ``X-Request-Id``, or made up.
+    """
+
+    prompt: str
+    session_id: Name | None = None
+    model: Name | None = None
+    overrides: Annotated[Object, Meta(max_length=64)] | None = None
+    request_id: RequestId | None = None
+
+
+# ---- replies
+
+
+class Config(Struct):
+    """What a page shows."""
+
+    ui_mode: Literal["admin", "user"]
+
+
+class Models(Struct, kw_only=True):
+    """Every model, loaded or not; ``data`` is the list in OpenAI's form."""
+
+    models: list[Object]
+    data: list[Object]
+    object: Literal["list"] = "list"
+
+
+class Cancelled(Struct):
+    """Reply to a cancellation; ``state`` is "cancelling", or "ended" if it had ended before."""
+
+    request_id: str
+    state: Literal["cancelling", "ended"]
+
+
+class KeptRow(Struct):
+    """The attention row of one token that is kept."""
+
+    seq: int
+    token_id: int
+    text: str
+    shape: tuple[int, ...]
+
+
+class KeptAttention(Struct, kw_only=True):
+    """Which rows are kept of a request."""
+
+    request_id: str
+    values: str
+    format: str
+    dtype: str
+    layers: tuple[int, ...]
+    n_left_out: int
+    rows: list[KeptRow]
