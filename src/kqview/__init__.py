@@ -1,7 +1,10 @@
 """kqview: llama.cpp in your process, with the attention of each generated token as a numpy view."""
 
 import logging
+from importlib import import_module
 from importlib.metadata import version
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from kqview import errors
 from kqview.engine import Engine
@@ -13,6 +16,7 @@ from kqview.mods import Mod, mod
 from kqview.slot import Slot
 from kqview.types import (
     Capture,
+    ChatPrompt,
     Classification,
     EngineHealth,
     EngineStats,
@@ -23,16 +27,29 @@ from kqview.types import (
     Score,
     SlotStats,
     Token,
+    Tokenized,
     Usage,
 )
+
+if TYPE_CHECKING:
+    from kqview import viz as viz
 
 # A library is silent until its user configures logging.
 logging.getLogger("kqview").addHandler(logging.NullHandler())
 
 __version__ = version("kqview")
 
+
+def __getattr__(name: str) -> ModuleType:
+    """Load `kqview.viz` when it is first used."""
+    if name == "viz":
+        return import_module("kqview.viz")
+    raise AttributeError(f"module 'kqview' has no attribute {name!r}")
+
+
 __all__ = [
     "Capture",
+    "ChatPrompt",
     "Classification",
     "Engine",
     "EngineHealth",
@@ -49,6 +66,7 @@ __all__ = [
     "Slot",
     "SlotStats",
     "Token",
+    "Tokenized",
     "Usage",
     "errors",
     "mod",

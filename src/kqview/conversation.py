@@ -1,7 +1,10 @@
 """Conversation: turns chat messages into a prompt with the model's template; a base of Engine."""
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
 
@@ -9,11 +12,13 @@ from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
-from kqview.errors import KqviewError, UnsupportedModel
+from kqview.chat.spans import message_ends
+from kqview.errors import KqviewError, RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
+from kqview.offsets import Offsets
 from kqview.submission import GenerateOptions
-from kqview.types import ModelInfo
+from kqview.types import ChatPrompt, ModelInfo
 
 if TYPE_CHECKING:
     from kqview.chat.template import ChatTemplate, Part
@@ -33,6 +38,10 @@ class Conversation:
         self._control_ids = {self._model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
         self._control_id_set = frozenset(ids)
         self._templates: dict[str, ChatTemplate] = {}
+
+    @abstractmethod
+    def _offsets(self, text: str, ids: list[int]) -> Offsets:
+        """See Vocabulary."""
 
     @property
     def control_tokens(self) -> Mapping[str, int]:
@@ -87,6 +96,7 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         tokenize: Literal[True] = True,
+        spans: Literal[False] = False,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> list[int]: ...
@@ -98,7 +108,21 @@ class Conversation:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        tokenize: Literal[True] = True,
+        spans: Literal[True],
+        chat_template: str | None = None,
+        template_options: Mapping[str, Any] | None = None,
+    ) -> ChatPrompt: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
         tokenize: Literal[False],
+        spans: Literal[False] = False,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
     ) -> str: ...
@@ -110,9 +134,10 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         tokenize: bool = True,
+        spans: bool = False,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
-    ) -> list[int] | str:
+    ) -> list[int] | ChatPrompt | str:
         """Render *messages* as a prompt with the model's chat template.
 
         Only the template can produce special tokens. The contents of messages, tools and options
@@ -125,6 +150,8 @@ class Conversation:
             add_generation_prompt: End the prompt with the header of the assistant's message.
             tokenize: Return ids. False returns text, for reading only, because special tokens and
                 contents look alike in it.
+            spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
+                the template once more for each message.
             chat_template: Template to use instead of the model's own.
             template_options: Extra variables for the template, such as ``enable_thinking``.
 
@@ -136,6 +163,11 @@ class Conversation:
             KqviewError: jinja2 is not installed.
         """
         self._core.check_open()
+        if spans and not tokenize:
+            raise RequestError(
+                "spans are ranges of ids, so they need tokenize=True; leave one of the two out",
+                parameter="spans",
+            )
         checked = checked_messages(messages)
         checked_tool_list = checked_tools(tools)
         source = self._info.chat_template if chat_template is None else chat_template
@@ -145,13 +177,25 @@ class Conversation:
                 "pass one as chat_template, or use generate"
             )
         encode("chat_template", source)
-        parts = self._template(source).render(
-            checked,
-            tools=checked_tool_list,
-            add_generation_prompt=add_generation_prompt,
-            options=checked_options(template_options),
+        template = self._template(source)
+        render = partial(
+            template.render, tools=checked_tool_list, options=checked_options(template_options)
         )
-        return self._chat_ids(parts) if tokenize else "".join(part.text for part in parts)
+        parts = render(checked, add_generation_prompt=add_generation_prompt)
+        if not tokenize:
+            return _text_of(parts)
+        ids = self._chat_ids(parts)
+        if not spans:
+            return ids
+        text = _text_of(parts)
+        ends = message_ends(text, checked, render, ends_of_turn=self._ends_of_turn())
+        starts = [start for start, _ in self._offsets(text, ids)]
+        places = [0, *(bisect_left(starts, end) for end in ends)]
+        return ChatPrompt(ids, list(pairwise(places)))
+
+    def _ends_of_turn(self) -> list[str]:
+        ids = {self._info.eot_token_id, self._info.eos_token_id}
+        return [text for text, id_ in self._control_ids.items() if id_ in ids]
 
     def _template(self, source: str) -> "ChatTemplate":
         """The compiled template. Compiling takes milliseconds, and few templates are in use."""
@@ -220,3 +264,7 @@ class Conversation:
     def _names_control(self, text: str) -> bool:
         ids = self._model.tokenize(encode("messages", text), False, True)
         return not self._control_id_set.isdisjoint(ids)
+
+
+def _text_of(parts: "Iterable[Part]") -> str:
+    return "".join(part.text for part in parts)

@@ -334,7 +334,7 @@ class Embedding:
     def _submit(self, who: str, ids: list[int], priority: int) -> Generation:
         wanted = self._submission.options(ids, request_id=None, priority=priority)
         wanted.only_attends = wanted.embeds = True
-        return self._submission.submit(who, wanted, n_prompt=len(ids), request_id=None)
+        return self._submission.submit(who, wanted, prompt=ids, request_id=None)
 
     @cached_property
     def _labels(self) -> list[str]:

@@ -278,6 +278,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             # Without the full cache, columns of layers with a window are not positions.
             has_all_columns=swa_full or self._model.n_swa == 0,
             token_bytes=self._bytes_of,
+            known_bytes=self._token_bytes,
             tokenizer=ModTokenizer(
                 self._model,
                 tokenize=lambda text, add: self.tokenize(text, add_special=add),
@@ -527,7 +528,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         return self._submission.submit(
             "generate",
             wanted,
-            n_prompt=len(ids),
+            prompt=ids,
             request_id=request_id,
             capture=capture,
             stop=sampling.stop,
@@ -591,7 +592,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         generation = self._submission.submit(
             "attend",
             wanted,
-            n_prompt=len(ids),
+            prompt=ids,
             request_id=request_id,
             capture=wanted_capture,
         )

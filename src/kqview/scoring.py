@@ -182,7 +182,7 @@ class Scoring:
             wanted.only_attends = True
             wanted.n_scores = n_last[i]
             wanted.n_top_scores = n_top or 0
-            return self._submission.submit("score", wanted, n_prompt=len(ids[i]), request_id=None)
+            return self._submission.submit("score", wanted, prompt=ids[i], request_id=None)
 
         scores = [Score.empty(one, has_top=n_top is not None) for one in ids]
         return _Work(is_one, scores, in_turn(ids, self._core.n_slots, submit))

@@ -12,6 +12,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal, get_args
 
 from kqview import _core
@@ -45,6 +46,7 @@ from kqview.trace.attention import top_columns
 from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.sampling import SamplingOptions
+from kqview.types.token import Context
 
 Reuse = Literal["exact", "prefix", "shift"]
 """Which part of a slot's KV cache a prompt takes over, see `Engine.generate`."""
@@ -112,6 +114,7 @@ class Submission:
         run_ahead: int,
         has_all_columns: bool,
         token_bytes: Callable[[int], bytes],
+        known_bytes: Mapping[int, bytes],
         tokenizer: ModTokenizer,
         on_end: Callable[[], None],
     ) -> None:
@@ -122,6 +125,7 @@ class Submission:
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
+        self._known_bytes = known_bytes  # what token_bytes has returned
         self._token_texts = _TokenTexts(token_bytes)
         self._tokenizer = tokenizer
         self._on_end = on_end
@@ -199,7 +203,7 @@ class Submission:
         name: str,
         options: _core.RequestOptions,
         *,
-        n_prompt: int,
+        prompt: list[int],
         request_id: str | None,
         capture: Capture | None = None,
         stop: Sequence[str] = (),
@@ -209,7 +213,7 @@ class Submission:
         Args:
             name: Start of the ``request_id`` if the caller gives none.
             options: The request for the core.
-            n_prompt: Number of tokens in the prompt.
+            prompt: Ids of the prompt.
             request_id: The caller's name for the request.
             capture: The capture set in *options*.
             stop: Strings that end the generation.
@@ -217,7 +221,7 @@ class Submission:
         handle = self._core.submit(options)
         return Generation(
             handle,
-            **self._facts(request_id or f"{name}-{handle.id}", options, n_prompt, capture, stop),
+            **self._facts(request_id or f"{name}-{handle.id}", options, prompt, capture, stop),
         )
 
     def steer(
@@ -292,20 +296,21 @@ class Submission:
             ),
             dialogue=current_conversation(),
             submit=submit,
-            **self._facts(request_id, options, len(prompt), capture, stop),
+            context_of=partial(self._context, capture),
+            **self._facts(request_id, options, prompt, capture, stop),
         )
 
     def _facts(
         self,
         request_id: str,
         options: _core.RequestOptions,
-        n_prompt: int,
+        prompt: list[int],
         capture: Capture | None,
         stop: Sequence[str],
     ) -> GenerationFacts:
         return {
             "request_id": request_id,
-            "n_prompt": n_prompt,
+            "context": self._context(capture, prompt),
             "n_keep": options.n_keep,
             "capture": capture.resolved(self._info) if capture else None,
             "stop": stop,
@@ -314,6 +319,12 @@ class Submission:
             "on_end": self._on_end,
             "turns": self._turns,
         }
+
+    def _context(self, capture: Capture | None, prompt: list[int]) -> Context:
+        if capture is not None:
+            for token_id in set(prompt) - self._known_bytes.keys():
+                self._token_bytes(token_id)
+        return Context(prompt, self._info.n_head, self._known_bytes)
 
     def _recorder(
         self,

@@ -1,10 +1,14 @@
 """Vocabulary: converts text to token ids and back; a base of Engine."""
 
 from collections.abc import Iterable
+from typing import Literal, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import checked_id, checked_ids, encode
+from kqview.errors import UnsupportedModel
+from kqview.offsets import Offsets, offsets_of
+from kqview.types import Tokenized
 
 
 class Vocabulary:
@@ -17,25 +21,75 @@ class Vocabulary:
         self._has_vocab: bool = self._model.has_vocab
         self._token_bytes: dict[int, bytes] = {}
 
+    @overload
     def tokenize(
-        self, text: str, *, add_special: bool = False, parse_special: bool = True
-    ) -> list[int]:
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: Literal[False] = False,
+    ) -> list[int]: ...
+
+    @overload
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: Literal[True],
+    ) -> Tokenized: ...
+
+    def tokenize(
+        self,
+        text: str,
+        *,
+        add_special: bool = True,
+        parse_special: bool = True,
+        offsets: bool = False,
+    ) -> list[int] | Tokenized:
         """Convert *text* to token ids; any thread, even during generation.
 
-        Time and memory are proportional to the length of *text*, whatever it contains.
+        The ids are those that `generate` makes of a str prompt. Time and memory are proportional to
+        the length of *text*, whatever it contains.
 
         Args:
             text: Any text of at most 16 MiB as UTF-8.
-            add_special: Add the ids that the model expects around a text, such as BOS.
+            add_special: Add the ids that the model expects around a text, such as BOS. Pass False
+                for a piece of a text, such as a word to look for among ids.
             parse_special: Convert the text of a special token to its id; False treats it as
                 ordinary text.
+            offsets: Return a Tokenized: the ids, and for each the characters that it stands for.
 
         Raises:
             RequestError: *text* is too long, or has surrogates, which UTF-8 cannot express.
-            UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use.
+            UnsupportedModel: The model file has no vocabulary, or one that llama.cpp cannot use. Or
+                *offsets* is true, and the vocabulary changes the text in a way that cannot be
+                followed.
         """
         self._core.check_open()
-        return self._model.tokenize(encode("text", text), add_special, parse_special)
+        data = encode("text", text)
+        ids = self._model.tokenize(data, add_special, parse_special)
+        if not offsets:
+            return ids
+        plain = self._model.tokenize(data, False, parse_special) if add_special else ids
+        n_added = len(ids) - len(plain)
+        n_before = next((n for n in range(n_added + 1) if ids[n : n + len(plain)] == plain), 0)
+        end = len(text)
+        spans = self._offsets(text, ids[n_before : n_before + len(plain)])
+        return Tokenized(
+            ids, [(0, 0)] * n_before + spans + [(end, end)] * (len(ids) - n_before - len(spans))
+        )
+
+    def _offsets(self, text: str, ids: list[int]) -> Offsets:
+        spans = offsets_of(text, [self._bytes_of(i) for i in ids])
+        if spans is None:
+            raise UnsupportedModel(
+                "this model's vocabulary rewrites the text, so its tokens have no offsets in it; "
+                "leave offsets out, or compare token_text(id) with the text"
+            )
+        return spans
 
     def detokenize(self, ids: Iterable[int]) -> str:
         """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.

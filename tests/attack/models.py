@@ -466,7 +466,7 @@ def use_file(path: Path, base: Path | None) -> None:
         ids: list[int] = []
         for text in TEXTS:
             with contextlib.suppress(errors.UnsupportedModel):
-                ids = engine.tokenize(text, add_special=True)
+                ids = engine.tokenize(text)
                 engine.detokenize(ids)
         prompt = ids[:8] or [0, 0]
         if model.attention_layers:

@@ -139,7 +139,7 @@ def test_content_that_prolongs_a_special_token_leaves_it_as_it_is(
 ):
     path = tiny_gguf.write_model(tmp_path / "overlap.gguf", specials=("<a>", "<a>x>"))
     engine = make_engine(path)
-    assert engine.tokenize("<a>x>") == [261]
+    assert engine.tokenize("<a>x>", add_special=False) == [261]
     ids = engine.apply_chat_template(
         [{"role": "user", "content": "x> y"}], chat_template="<a>{{ messages[0].content }}<a>"
     )
@@ -157,11 +157,13 @@ def test_hostile_content_changes_no_ids_but_its_own(
     engine = make_engine(path)
     ids = engine.apply_chat_template(TALK, chat_template=shapes.PHI)
     text = engine.apply_chat_template(TALK, chat_template=shapes.PHI, tokenize=False)
-    assert ids == engine.tokenize(text)
-    assert engine.tokenize("<|end|>\n") == engine.tokenize("<|end|>")
+    assert ids == engine.tokenize(text, add_special=False)
+    assert engine.tokenize("<|end|>\n", add_special=False) == engine.tokenize(
+        "<|end|>", add_special=False
+    )
     hostile = [*TALK[:2], {"role": "user", "content": "What is <|end|>?"}]
     hostile_ids = engine.apply_chat_template(hostile, chat_template=shapes.PHI)
-    end = engine.tokenize("<|end|>")[0]
+    end = engine.tokenize("<|end|>", add_special=False)[0]
     assert hostile_ids.count(end) == ids.count(end) == 3
     start = [i for i, id_ in enumerate(ids) if id_ == end][1]
     assert hostile_ids[: start + 2] == ids[: start + 2]
@@ -183,8 +185,11 @@ def test_real_vocabularies_give_the_ids_of_the_whole_text(
     )
     text = engine.apply_chat_template(TALK, chat_template=source, tokenize=False)
     ids = engine.apply_chat_template(TALK, chat_template=source)
-    assert ids == engine.tokenize(text)
-    control = {engine.tokenize(start)[0], engine.tokenize(end)[0]}
+    assert ids == engine.tokenize(text, add_special=False)
+    control = {
+        engine.tokenize(start, add_special=False)[0],
+        engine.tokenize(end, add_special=False)[0],
+    }
     assert sum(id_ in control for id_ in ids) == 6
     # The same chat with their texts in it has no more of them.
     hostile = [{**m, "content": f"{m['content']} {end}{start}{end}{end}"} for m in TALK]

@@ -173,7 +173,7 @@ def test_ids_and_logits_are_those_of_hugging_face(
 ) -> None:
     engine = make_engine(converted, flash_attn=False)
     ids = expected_ids(TEXTS[text])
-    assert engine.tokenize(text, add_special=True) == ids
+    assert engine.tokenize(text) == ids
     result = engine.classify(text)
     want = hf_logits(ids)
     np.testing.assert_allclose(result.raw, want, atol=1e-4, rtol=0)
@@ -198,8 +198,10 @@ def test_special_tokens_in_a_text_are_words_unless_they_are_parsed(
     make_engine: MakeEngine, converted: Path
 ) -> None:
     engine = make_engine(converted)
-    assert TOKENS.index("[SEP]") in engine.tokenize("cat[SEP]sat")
-    assert TOKENS.index("[SEP]") not in engine.tokenize("cat[SEP]sat", parse_special=False)
+    assert TOKENS.index("[SEP]") in engine.tokenize("cat[SEP]sat", add_special=False)
+    assert TOKENS.index("[SEP]") not in engine.tokenize(
+        "cat[SEP]sat", parse_special=False, add_special=False
+    )
 
 
 def test_half_precision_halves_the_matrices(
@@ -234,9 +236,9 @@ def test_tokenizer_json_and_old_names_of_norms_are_read(
     folder = write_folder(tmp_path / "cased", tensors=renamed, tokenizer=tokenizer)
     convert_classifier(folder, tmp_path / "cased.gguf")
     engine = make_engine(tmp_path / "cased.gguf", flash_attn=False)
-    assert engine.tokenize("The cat café", add_special=True) == expected_ids(
-        ("[UNK]", "cat", "[UNK]")
-    )
+    assert engine.tokenize("The cat café") == expected_ids(("[UNK]", "cat", "[UNK]"))
+    _, offsets = engine.tokenize("The cat café", offsets=True)
+    assert offsets == [(0, 0), (0, 3), (4, 7), (8, 12), (12, 12)]
     ids = expected_ids(("cat", "sat"))
     np.testing.assert_allclose(engine.classify(ids).raw, hf_logits(ids), atol=1e-4, rtol=0)
 
@@ -319,7 +321,7 @@ def test_random_model_of_transformers_gives_its_logits(
     engine = make_engine(tmp_path / "out.gguf", flash_attn=False)
     for text in TEXTS:
         batch = tokenizer(text, return_tensors="pt")
-        assert engine.tokenize(text, add_special=True) == batch["input_ids"][0].tolist()
+        assert engine.tokenize(text) == batch["input_ids"][0].tolist()
         with torch.no_grad():
             want = model(**batch).logits[0].numpy()
         np.testing.assert_allclose(engine.classify(text).raw, want, atol=1e-4, rtol=0)

@@ -67,7 +67,9 @@ def test_demo_model_on_repeated_random_tokens_has_an_induction_head(
     engine: Engine, record_property: Callable[[str, object], None]
 ) -> None:
     rng = Random(2)
-    control = {engine.tokenize(text)[0] for text in engine.model.special_tokens.values()}
+    control = {
+        engine.tokenize(text, add_special=False)[0] for text in engine.model.special_tokens.values()
+    }
     ordinary = [token_id for token_id in range(engine.model.n_vocab) if token_id not in control]
     probes: list[list[int]] = []
     for _ in range(N_PROBES):
@@ -89,8 +91,8 @@ def test_demo_model_on_unseen_names_in_a_sentence_has_an_induction_head(
             f"One day, {name} found a silver key near the old bridge. "
             f"Then {other} came to the bridge too. {other} took the key and thanked"
         )
-        mention = engine.tokenize(f" {name}")
-        ids = engine.tokenize(told, add_special=True) + mention[: rng.randint(1, len(mention) - 1)]
+        mention = engine.tokenize(f" {name}", add_special=False)
+        ids = engine.tokenize(told) + mention[: rng.randint(1, len(mention) - 1)]
         if (
             ids.count(ids[-1]) == 2
         ):  # a piece that the other name shares has no single earlier mention
@@ -116,14 +118,14 @@ def test_demo_model_reports_a_llama_with_a_chat_template(engine: Engine) -> None
     assert (model.name, model.architecture) == ("kqview demo", "llama")
     assert model.chat_template is not None
     assert "<|im_start|>" in model.chat_template
-    assert engine.tokenize("<|im_end|>") == [model.eot_token_id]
+    assert engine.tokenize("<|im_end|>", add_special=False) == [model.eot_token_id]
 
 
 @pytest.mark.parametrize("text", ['Mirelda\'s "silver key".\n\n  Two spaces', "naïve 東京 🙂 42"])
 def test_demo_vocabulary_of_any_text_detokenizes_to_the_same_text(
     engine: Engine, text: str
 ) -> None:
-    assert engine.detokenize(engine.tokenize(text)) == text
+    assert engine.detokenize(engine.tokenize(text, add_special=False)) == text
 
 
 def test_demo_vocabulary_is_the_one_of_its_training_text(engine: Engine) -> None:

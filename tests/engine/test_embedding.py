@@ -235,9 +235,9 @@ def test_nothing_pooled_gives_a_list_of_rows(make_engine: MakeEngine, bert: Path
 
 def test_text_is_tokenized_as_in_tokenize(make_engine: MakeEngine, bert_mean: Path) -> None:
     engine = make_engine(bert_mean)
-    ids = engine.tokenize("Grüße, and <|im_end|>", add_special=True)
+    ids = engine.tokenize("Grüße, and <|im_end|>")
     np.testing.assert_array_equal(engine.embed("Grüße, and <|im_end|>"), engine.embed(ids))
-    plain = engine.tokenize("<|im_end|>", parse_special=False)
+    plain = engine.tokenize("<|im_end|>", parse_special=False, add_special=False)
     np.testing.assert_array_equal(
         engine.embed("<|im_end|>", parse_special=False), engine.embed(np.array(plain))
     )
@@ -599,7 +599,7 @@ def test_labels_of_several_texts_equal_single_ones(
         assert relative_error(np.asarray(one.raw), np.asarray(alone.raw)) <= TABLE
     assert len({one.raw for one in found}) == 3
     named = engine.classify("good")
-    assert named == engine.classify(engine.tokenize("good", add_special=True))
+    assert named == engine.classify(engine.tokenize("good"))
     assert relative_error(np.asarray(engine.classify(["bad", "good"])[1].raw), named.raw) <= TABLE
 
 
@@ -618,7 +618,10 @@ def test_pair_is_one_prompt_with_the_ids_that_the_vocabulary_asks_for(
     )
     engine = make_engine(model)
     bos, eos = engine.model.bos_token_id, engine.model.eos_token_id
-    query, document = engine.tokenize("who?"), engine.tokenize("me <|im_end|>", parse_special=False)
+    query, document = (
+        engine.tokenize("who?", add_special=False),
+        engine.tokenize("me <|im_end|>", parse_special=False, add_special=False),
+    )
     ids = [bos, *query, eos, tiny_gguf.BERT_SEP, *document, eos]
     found = engine.classify([("who?", "me <|im_end|>"), ("who?", "you")])
     assert found[0] == engine.classify(ids)
@@ -634,7 +637,9 @@ def test_pair_goes_through_the_template_of_the_file(
     )
     engine = make_engine(model)
     text = "<|im_start|>q: {document}? d: {query} of {document}?<|im_end|>"
-    assert engine.classify([("{document}?", "{query}")]) == [engine.classify(engine.tokenize(text))]
+    assert engine.classify([("{document}?", "{query}")]) == [
+        engine.classify(engine.tokenize(text, add_special=False))
+    ]
 
 
 def test_classifier_opened_to_embed_embeds_and_refuses_to_classify(

@@ -842,8 +842,8 @@ def test_tokenizer_of_mods_has_the_names_that_users_know(make_engine: MakeEngine
     assert all(one is tokenizer for one in found)
     text = "a €<|im_end|>"
     ids = tokenizer.encode(text, add_special_tokens=False)
-    assert ids == engine.tokenize(text)
-    assert tokenizer.encode(text) == engine.tokenize(text, add_special=True)
+    assert ids == engine.tokenize(text, add_special=False)
+    assert tokenizer.encode(text) == engine.tokenize(text)
     assert tokenizer.decode(ids) == text
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a €"
     assert tokenizer.decode(ids[0]) == "a"

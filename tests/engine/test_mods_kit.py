@@ -58,7 +58,13 @@ def test_text_after_a_question_that_stays_is_that_of_a_prompt_with_it(engine: En
     text = engine.generate(STORY, mods=[asks], **GREEDY).read()
     added = " took the silver key."
     assert text.startswith(added)
-    n_added = len([i for part in (" took the", " silver key", ".") for i in engine.tokenize(part)])
+    n_added = len(
+        [
+            i
+            for part in (" took the", " silver key", ".")
+            for i in engine.tokenize(part, add_special=False)
+        ]
+    )
     rest = engine.generate(STORY + added, temperature=0, max_tokens=GREEDY["max_tokens"] - n_added)
     assert text == added + rest.read()
 
@@ -128,7 +134,7 @@ def test_aligned_text_ends_before_the_model_looks_at_the_frontier(engine: Engine
     assert whole.startswith(text)
     # While it copies the sentence, each token looks one place further, up to the last of the five.
     assert places == list(range(places[0], places[0] + len(places)))
-    last = engine.tokenize(STORY, add_special=True)[places[-1]]
+    last = engine.tokenize(STORY)[places[-1]]
     assert engine.token_text(last) == " key"
 
 
@@ -149,7 +155,7 @@ def test_reminder_is_in_the_text_where_the_mod_says(engine: Engine):
     worked = generation.mods[0]
     (place,) = worked.reminded_at
     n_prompt = generation.usage.prompt_tokens
-    reminder = engine.tokenize(f" {SOURCE}")
+    reminder = engine.tokenize(f" {SOURCE}", add_special=False)
     assert generation.tokens[place - n_prompt :][: len(reminder)] == reminder
     # The instruction is looked at again afterwards.
     assert worked.shares[place - n_prompt + 1] > 2 * worked.shares[place - n_prompt]

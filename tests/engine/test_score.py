@@ -72,7 +72,7 @@ def test_scores_are_the_logprobs_of_each_token_after_those_before_it(
 
 
 def test_perplexity_of_a_story_is_that_of_its_tokens_one_by_one(engine: Engine) -> None:
-    ids = engine.tokenize(STORY, add_special=True)
+    ids = engine.tokenize(STORY)
     logprobs, _ = expected(engine, ids)
     perplexity = engine.score(STORY).perplexity
     assert perplexity == pytest.approx(math.exp(-np.mean(logprobs)), rel=QUANTISED)
@@ -80,7 +80,7 @@ def test_perplexity_of_a_story_is_that_of_its_tokens_one_by_one(engine: Engine) 
 
 
 def test_top_logprobs_are_the_best_tokens_of_each_place(engine: Engine) -> None:
-    ids = engine.tokenize(STORY)[:12]
+    ids = engine.tokenize(STORY, add_special=False)[:12]
     score = engine.score(ids, top_logprobs=3)
     assert score.top_logprobs is not None
     assert score.top_logprobs[0] == []
@@ -98,12 +98,12 @@ def test_top_logprobs_are_the_best_tokens_of_each_place(engine: Engine) -> None:
 
 def test_text_is_scored_as_its_ids(engine: Engine) -> None:
     score = engine.score(STORY)
-    assert score.ids == engine.tokenize(STORY, add_special=True)
+    assert score.ids == engine.tokenize(STORY)
     np.testing.assert_array_equal(score.logprobs, engine.score(score.ids).logprobs)
 
 
 def test_what_the_model_generates_greedily_is_its_first_choice(engine: Engine) -> None:
-    prompt = engine.tokenize("Anna is a")
+    prompt = engine.tokenize("Anna is a", add_special=False)
     generation = engine.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True)
     generation.read()
     ids = prompt + generation.tokens
@@ -120,7 +120,7 @@ def test_what_the_model_generates_greedily_is_its_first_choice(engine: Engine) -
 def test_last_tokens_alone_are_scored_and_the_rest_may_come_out_of_the_cache(
     engine: Engine, last: int
 ) -> None:
-    ids = engine.tokenize(STORY)
+    ids = engine.tokenize(STORY, add_special=False)
     whole = engine.score(ids)
     for _ in range(2):
         part = engine.score(ids, last=last)
@@ -131,7 +131,7 @@ def test_last_tokens_alone_are_scored_and_the_rest_may_come_out_of_the_cache(
 
 
 def test_prefix_is_evaluated_once_and_no_score_is_lost(engine: Engine) -> None:
-    ids = engine.tokenize(STORY)
+    ids = engine.tokenize(STORY, add_special=False)
     whole = engine.score(ids)
     before = engine.stats().prefill_tokens
     part = engine.score(ids, last=3)
@@ -153,7 +153,7 @@ def test_long_text_in_many_steps_has_the_scores_of_one(
 
 
 def test_texts_are_scored_in_any_number_beside_generations(engine: Engine) -> None:
-    texts = [engine.tokenize(STORY)[: 2 + i % 20] for i in range(60)]
+    texts = [engine.tokenize(STORY, add_special=False)[: 2 + i % 20] for i in range(60)]
     alone = [engine.score(ids) for ids in texts]
     generation = engine.generate("Anna is a", max_tokens=40, temperature=0, ignore_eos=True)
     together = engine.score(texts, last=[1 + i % 3 for i in range(60)])
@@ -180,7 +180,7 @@ def test_coroutine_scores_without_blocking_its_loop(engine: Engine) -> None:
 
     one, two = asyncio.run(both())
     np.testing.assert_allclose(one.logprobs, two[0].logprobs, atol=QUANTISED, equal_nan=True)
-    assert two[1].ids == engine.tokenize("Anna is a", add_special=True)
+    assert two[1].ids == engine.tokenize("Anna is a")
 
 
 def test_cancelled_task_leaves_the_slots_free(engine: Engine) -> None:

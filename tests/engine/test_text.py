@@ -66,16 +66,16 @@ def say(engine: Engine, text: str, **options: Any) -> Generation:
     ],
 )
 def test_tokenizer_gives_the_known_ids_of_qwen2(qwen2: Engine, text: str, ids: list[int]) -> None:
-    assert qwen2.tokenize(text) == ids
+    assert qwen2.tokenize(text, add_special=False) == ids
     assert qwen2.detokenize(ids) == text
     assert b"".join(qwen2.token_bytes(id_) for id_ in ids) == text.encode()
 
 
 def test_special_tokens_are_parsed_only_when_asked_for(qwen2: Engine) -> None:
     text = "<|im_start|>hi<|im_end|>"
-    parsed = qwen2.tokenize(text)
+    parsed = qwen2.tokenize(text, add_special=False)
     assert parsed == [151644, 6023, 151645]
-    plain = qwen2.tokenize(text, parse_special=False)
+    plain = qwen2.tokenize(text, parse_special=False, add_special=False)
     assert not {151644, 151645} & set(plain)
     assert qwen2.detokenize(plain) == text
     assert qwen2.token_text(151645) == "<|im_end|>"
@@ -83,7 +83,7 @@ def test_special_tokens_are_parsed_only_when_asked_for(qwen2: Engine) -> None:
 
 def test_text_survives_the_tokenizer(qwen2: Engine) -> None:
     for text in (MANY_BYTES, " leading and trailing ", "\n\n\t", "e\u0301", "a\0b", "\U0010ffff"):
-        assert qwen2.detokenize(qwen2.tokenize(text)) == text
+        assert qwen2.detokenize(qwen2.tokenize(text, add_special=False)) == text
 
 
 @pytest.mark.parametrize(
@@ -382,7 +382,7 @@ def test_time_is_in_proportion_to_length(name: str, unit: str, llama_cpp_dir: Pa
 def test_megabytes_of_ordinary_text_are_tokenized(demo_engine: Engine):
     text = "Anna gave the red ball to Tom. Tom put it into the box, and went home.\n" * 43_000
     assert len(text) > 3_000_000
-    ids = demo_engine.tokenize(text)
+    ids = demo_engine.tokenize(text, add_special=False)
     assert demo_engine.detokenize(ids) == text
 
 

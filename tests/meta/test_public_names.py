@@ -99,6 +99,7 @@ GENERATION_MEMBERS = {
         "read",
         "prompt_attention",
         "request_id",
+        "prompt_ids",
         "tokens",
         "text",
         "finish_reason",
@@ -175,6 +176,14 @@ def test_capture_has_the_documented_options_and_defaults():
     assert field_defaults(Capture).items() >= CAPTURE_DEFAULTS.items()
     assert Capture("probs").kind == "probs"
     assert callable(Capture.bytes_per_token)
+
+
+def test_tokens_and_prompts_name_their_columns():
+    names = {"column_ids", "column_texts", "layers", "heads"}
+    assert names | {"rows"} <= set(dir(Token))
+    assert names | {"array", "usage"} <= set(dir(kqview.PromptAttention))
+    assert {"Tokenized", "ChatPrompt"} <= set(kqview.__all__)
+    assert keyword_defaults(Engine.tokenize).items() >= {"add_special": True}.items()
 
 
 @pytest.mark.parametrize(("cls", "names"), [(ModelInfo, MODEL_NAMES), (Token, TOKEN_NAMES)])

@@ -54,7 +54,7 @@ def test_reply_has_every_field_of_llama_cpp(demo: Served, client: httpx.Client):
     reply = complete(client, n_predict=4, seed=7)
     expected = demo.engine.generate(PROMPT, max_tokens=4, temperature=0).read()
     settings, timings = reply.pop("generation_settings"), reply.pop("timings")
-    n_prompt = len(demo.engine.tokenize(PROMPT, add_special=True))
+    n_prompt = len(demo.engine.tokenize(PROMPT))
     assert 0 <= reply.pop("id_slot") < 2
     assert reply == {
         "index": 0,
@@ -85,7 +85,7 @@ def test_ids_come_only_if_asked_for(demo: Served, client: httpx.Client):
 
 
 def test_prompt_in_every_form_is_the_same_prompt(demo: Served, client: httpx.Client):
-    ids = demo.engine.tokenize(PROMPT, add_special=True)
+    ids = demo.engine.tokenize(PROMPT)
     expected = complete(client, n_predict=5)["content"]
     for prompt in (ids, {"prompt_string": PROMPT}, [ids[0], PROMPT], [*ids[:2], *ids[2:]]):
         assert complete(client, prompt=prompt, n_predict=5)["content"] == expected
@@ -110,13 +110,13 @@ def test_prompt_is_only_evaluated_if_nothing_is_to_be_predicted(demo: Served, cl
     prompt = "A prompt that no other test has"
     reply = complete(client, prompt=prompt, n_predict=0, id_slot=1)
     assert (reply["content"], reply["tokens_predicted"]) == ("", 0)
-    assert demo.engine.slots[1].tokens == demo.engine.tokenize(prompt, add_special=True)
+    assert demo.engine.slots[1].tokens == demo.engine.tokenize(prompt)
     again = complete(client, prompt=prompt, n_predict=1, id_slot=1)
     assert again["timings"]["prompt_n"] == 1
 
 
 def test_without_cache_prompt_the_whole_prompt_is_evaluated(demo: Served, client: httpx.Client):
-    n_prompt = len(demo.engine.tokenize(PROMPT, add_special=True))
+    n_prompt = len(demo.engine.tokenize(PROMPT))
     for options, n_cached in (({}, n_prompt - 1), ({"cache_prompt": False}, 0)):
         complete(client, n_predict=2, id_slot=0)
         timings = complete(client, n_predict=2, id_slot=0, **options)["timings"]
@@ -194,7 +194,7 @@ def test_probabilities_end_before_the_stop_word(client: httpx.Client):
 def test_bias_in_every_form_bans_a_token(demo: Served, client: httpx.Client):
     first = complete(client, n_predict=1, return_tokens=True)["tokens"][0]
     text = demo.engine.token_text(first)
-    assert demo.engine.tokenize(text, parse_special=False) == [first]
+    assert demo.engine.tokenize(text, parse_special=False, add_special=False) == [first]
     ways: list[Any] = [[[first, False]], [[first, -100]], {str(first): -100}, {str(first): False},
                        [[text, False]], {text: False}]  # fmt: skip
     for bias in ways:

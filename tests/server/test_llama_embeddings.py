@@ -95,7 +95,7 @@ def test_many_short_texts_are_tokenized_in_another_thread(
 
 
 def test_ids_and_mixtures_are_texts_too(embedder: Served, client: httpx.Client):
-    ids = embedder.engine.tokenize(TEXTS[0], add_special=True)
+    ids = embedder.engine.tokenize(TEXTS[0])
     expected = embedder.engine.embed(TEXTS[0])[None]
     for form in (ids, [ids], [{"prompt_string": TEXTS[0]}], [[ids[0], TEXTS[0]]]):
         found = vectors_of(client.post("/embedding", json={"input": form}))

@@ -206,7 +206,7 @@ def test_slot_that_generates_shows_how_far_it_is():
             [slot] = client.get("/slots").json()
             none_free = client.get("/slots?fail_on_no_slot=1")
         assert slot["is_processing"] is True
-        assert slot["n_prompt_tokens"] == len(served.engine.tokenize(PROMPT, add_special=True))
+        assert slot["n_prompt_tokens"] == len(served.engine.tokenize(PROMPT))
         assert slot["params"]["temperature"] == 0.5
         [token] = slot["next_token"]
         assert token["has_next_token"] is True

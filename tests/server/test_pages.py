@@ -33,7 +33,7 @@ def test_start_page_says_what_runs_and_draws_what_it_generates(page: Any, demo: 
     width, height, inked = drawn
     # Row i has the columns before token i; probabilities above 0 are ink.
     n_prompt = width - height + 1
-    assert n_prompt == len(demo.engine.tokenize(prompt, add_special=True))
+    assert n_prompt == len(demo.engine.tokenize(prompt))
     assert inked > 0.9 * sum(n_prompt + i for i in range(height))
     assert page.logged == []
 

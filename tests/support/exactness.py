@@ -36,7 +36,7 @@ def open_demo(**options: Any) -> Any:
 
 
 def ids_of(engine: Engine) -> list[int]:
-    return engine.tokenize(TEXT)[:110]
+    return engine.tokenize(TEXT, add_special=False)[:110]
 
 
 def last_rows(engine: Engine, ids: Sequence[int], kind: Any = "probs") -> Any:

@@ -109,7 +109,7 @@ class FakeEngine:
     def demo(cls, **options: Any) -> FakeEngine:
         return cls("<demo>", **options)
 
-    def tokenize(self, text: str, *, add_special: bool = False, parse_special: bool = True):
+    def tokenize(self, text: str, *, add_special: bool = True, parse_special: bool = True):
         self.tokenized = (text, add_special, parse_special)
         return ([0] if add_special else []) + [1 + i % 7 for i in range(len(text.split()))]
 
@@ -183,7 +183,7 @@ def test_loading_shows_its_progress_on_a_terminal(
 ):
     monkeypatch.setenv("FORCE_COLOR", "1")
     result = run("tokenize", "m", "a", "--ids")
-    assert result.stdout == "1\n"
+    assert result.stdout == "0 1\n"
     assert "loading the model" in result.stderr
 
 
@@ -354,25 +354,26 @@ def test_broken_pipe_is_quiet(engine_class: type[FakeEngine], monkeypatch: pytes
 
 
 def test_tokenize_prints_a_line_a_token(engine_class: type[FakeEngine]):
-    result = run("tokenize", "m", "a b", "--add-special", "--no-parse-special")
+    result = run("tokenize", "m", "a b", "--no-parse-special")
     assert result.stdout == "      0  '<s>'\n      1  'Anna'\n      2  ' has'\n"
     assert engine_class.made[0].tokenized == ("a b", True, False)
 
 
 def test_tokenize_json_has_ids_and_pieces(engine_class: type[FakeEngine]):
     result = run("tokenize", "m", "-", "--json", stdin="a b\n")
-    assert json.loads(result.stdout) == {"ids": [1, 2], "pieces": ["Anna", " has"]}
+    assert json.loads(result.stdout) == {"ids": [0, 1, 2], "pieces": ["<s>", "Anna", " has"]}
 
 
 def test_tokenize_ids_prints_the_ids_alone(engine_class: type[FakeEngine]):
-    assert run("tokenize", "--demo", "a b c", "--ids").stdout == "1 2 3\n"
+    result = run("tokenize", "--demo", "a b c", "--ids", "--no-add-special")
+    assert result.stdout == "1 2 3\n"
 
 
 def test_tokenize_shows_part_of_a_character_as_escapes(
     engine_class: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(engine_class, "token_bytes", lambda self, token_id: b"\xe2\x82")
-    assert json.loads(run("tokenize", "m", "a", "--json").stdout)["pieces"] == [r"\xe2\x82"]
+    assert json.loads(run("tokenize", "m", "a", "--json").stdout)["pieces"][1:] == [r"\xe2\x82"]
 
 
 def test_info_json_holds_every_field_of_the_model(engine_class: type[FakeEngine]):

@@ -86,7 +86,7 @@ def demo(
                 f"--head is {head}, but the model has {engine.model.n_head} heads"
             )
         copied_before = engine.stats().copied_bytes
-        ids = engine.tokenize(PROMPT if prompt is None else prompt, add_special=True)
+        ids = engine.tokenize(PROMPT if prompt is None else prompt)
         tokens, rows = _generate(engine, ids, max_tokens, capture)
         if not rows:
             return

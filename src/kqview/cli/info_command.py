@@ -166,8 +166,12 @@ def tokenize(
     hf: HubOption = None,
     demo: DemoOption = False,
     add_special: Annotated[
-        bool, typer.Option("--add-special", help="Add the special tokens that start a text.")
-    ] = False,
+        bool,
+        typer.Option(
+            "--add-special/--no-add-special",
+            help="Add the special tokens that the model expects around a text.",
+        ),
+    ] = True,
     parse_special: Annotated[
         bool,
         typer.Option(

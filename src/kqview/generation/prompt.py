@@ -6,8 +6,8 @@ from typing import Any, Protocol, Self
 import numpy as np
 
 from kqview.errors import InvalidCapture, OutOfMemory
-from kqview.types import PromptBlock, Usage
-from kqview.types.token import Attention, Positions
+from kqview.types import Capture, PromptBlock, Usage
+from kqview.types.token import Attention, Context, Positions
 
 
 class BlockSource(Protocol):
@@ -45,7 +45,8 @@ class PromptAttention:
         self,
         source: BlockSource,
         start: int,
-        n_prompt: Callable[[], int],
+        context: Callable[[], Context],
+        capture: Capture | None,
         *,
         count_copied: Callable[[int], None],
         budget_bytes: int = 0,
@@ -53,12 +54,39 @@ class PromptAttention:
         self._source = source
         self._count_copied = count_copied
         self.start = start
-        self._n_prompt = n_prompt
+        self._context = context
+        self._capture = capture
         self._budget_bytes = budget_bytes
 
     @property
     def n_rows(self) -> int:
-        return self._n_prompt() - self.start
+        return self._context().n_prompt - self.start
+
+    @property
+    def column_ids(self) -> list[int]:
+        """The token id that each column stands for: the whole prompt."""
+        context = self._context()
+        return context.ids[: context.n_prompt]
+
+    @property
+    def column_texts(self) -> list[str]:
+        """The text of each of `column_ids`; bytes that are not UTF-8 on their own become U+FFFD."""
+        return [self._context().text_of(i) for i in self.column_ids]
+
+    @property
+    def capture(self) -> Capture | None:
+        """What was captured, with its layers filled in."""
+        return self._capture
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's layers that were captured, in the order of the rows."""
+        return tuple(self._capture.layers or ()) if self._capture is not None else ()
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The heads of each layer that were captured, in the order of the rows."""
+        return self._context().heads_of(self._capture)
 
     def __iter__(self) -> Self:
         return self

@@ -22,6 +22,7 @@ from kqview.mods.events import Dialogue
 from kqview.mods.steering import Decision, Steering, Steps
 from kqview.trace import Trace
 from kqview.types import PromptBlock, Token
+from kqview.types.token import Context
 
 if TYPE_CHECKING:
     from kqview.generation.text import Mark
@@ -63,6 +64,7 @@ class SteeredGeneration(Generation):
         max_tokens: int,
         dialogue: Dialogue | None,
         submit: Callable[[list[int], int], _core.Generation],
+        context_of: Callable[[list[int]], Context],
         **facts: Unpack[GenerationFacts],
     ) -> None:
         """Prepare a request without submitting it.
@@ -73,11 +75,13 @@ class SteeredGeneration(Generation):
             max_tokens: Limit of tokens to generate.
             dialogue: The chat that the prompt was made of, if it is one.
             submit: Submits the request with the prompt and limit as its mods leave them.
+            context_of: The context of a prompt that its mods have changed.
             **facts: As for Generation.
         """
         super().__init__(None, **facts)
         self._handle = cast("_core.Generation", _Unsubmitted())
         self._submit = submit
+        self._context_of = context_of
         self._is_submitted = False
         self._prompt = prompt
         self._max_tokens = max_tokens
@@ -211,7 +215,8 @@ class SteeredGeneration(Generation):
         if decision is None:  # it was cancelled meanwhile
             return
         self._is_submitted = True
-        self._n_prompt = len(decision.prompt)
+        if decision.prompt != self._context.ids:
+            self._context = self._context_of(decision.prompt)
         if decision.end is None:
             self._adopt(self._submit(decision.prompt, decision.max_tokens))
             return
@@ -248,6 +253,7 @@ class SteeredGeneration(Generation):
             n_kept = len(self._ids) - decision.n_removed
             self._text.reset(self._marks[n_kept])
             del self._ids[n_kept:], self._marks[n_kept:]
+            self._context = self._context.branch(n_kept)
             self._n_removed += decision.n_removed
         self._tool_calls = decision.tool_calls
         for i, token_id in enumerate(decision.ids):
@@ -263,7 +269,7 @@ class SteeredGeneration(Generation):
         token = Token(token_id, text, len(self._ids), forced=is_forced)
         token.n_removed, self._n_removed = self._n_removed, 0
         token.capture = self._capture
-        self._ids.append(token_id)
+        self._place(token)
         self._ready.append(token)
         return token
 

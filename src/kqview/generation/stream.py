@@ -23,6 +23,7 @@ from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
 from kqview.types import Capture, PromptBlock, Token, Usage
 from kqview.types.stats import read_fields
+from kqview.types.token import Context
 
 _Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEvent
 
@@ -34,7 +35,7 @@ class GenerationFacts(TypedDict):
     """The keyword arguments of Generation."""
 
     request_id: str
-    n_prompt: int
+    context: Context
     n_keep: int
     capture: Capture | None
     stop: Sequence[str]
@@ -74,7 +75,7 @@ class Generation:
         handle: _core.Generation | None,
         *,
         request_id: str,
-        n_prompt: int,
+        context: Context,
         n_keep: int,
         capture: Capture | None,
         stop: Sequence[str],
@@ -84,7 +85,7 @@ class Generation:
         turns: Turns,
     ) -> None:
         self._request_id = request_id
-        self._n_prompt = n_prompt
+        self._context = context
         self._n_keep = n_keep
         self._capture = capture
         self._token_bytes = token_bytes
@@ -236,7 +237,7 @@ class Generation:
             token.hidden = event.hidden
         if event.n_discarded:
             token.discarded = range(self._n_keep, self._n_keep + event.n_discarded)
-        self._ids.append(token_id)
+        self._place(token)
         self._taker.has_taken = True
         end = event.end
         if self._text.stop_match is not None:
@@ -245,6 +246,13 @@ class Generation:
             token.text += self._text.flush()
             self._end(end.finish_reason)
         return token
+
+    def _place(self, token: Token) -> None:
+        """Append *token* to the ids, and tell it which tokens are before it."""
+        context = self._context
+        token._context, token._n_before = context, len(context.ids)  # pyright: ignore[reportPrivateUsage]
+        context.ids.append(token.id)
+        self._ids.append(token.id)
 
     def _end(self, reason: str) -> None:
         if self._reason is None:
@@ -328,7 +336,8 @@ class Generation:
         return PromptAttention(
             self,
             first,
-            lambda: self._n_prompt,
+            lambda: self._context,
+            self._capture,
             count_copied=lambda n_bytes: self._handle.count_copied(n_bytes),
             budget_bytes=budget_bytes,
         )
@@ -357,6 +366,14 @@ class Generation:
     def request_id(self) -> str:
         """The id passed to ``generate``, or else one that the engine made."""
         return self._request_id
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt, including the special tokens that a text was given.
+
+        Mods may change it until the first token.
+        """
+        return self._context.ids[: self._context.n_prompt]
 
     @property
     def tokens(self) -> list[int]:
@@ -394,7 +411,7 @@ class Generation:
         """Token counts and seconds; the engine's own figures once the generation has ended."""
         end = self._handle.end
         if end is None:
-            return Usage(prompt_tokens=self._n_prompt, completion_tokens=len(self._ids))
+            return Usage(prompt_tokens=self._context.n_prompt, completion_tokens=len(self._ids))
         return read_fields(Usage, end, completion_tokens=len(self._ids))
 
     @property

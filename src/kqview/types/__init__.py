@@ -9,10 +9,12 @@ from kqview.types.model import Classification, ModelInfo
 from kqview.types.sampling import Sampling
 from kqview.types.score import Score
 from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
+from kqview.types.text import ChatPrompt, Tokenized
 from kqview.types.token import PromptBlock, Token
 
 __all__ = [
     "Capture",
+    "ChatPrompt",
     "Classification",
     "EngineHealth",
     "EngineStats",
@@ -23,5 +25,6 @@ __all__ = [
     "Score",
     "SlotStats",
     "Token",
+    "Tokenized",
     "Usage",
 ]

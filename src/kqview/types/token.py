@@ -1,7 +1,8 @@
 """Token: a generated token with the attention of its query; PromptBlock: rows of the prompt."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -15,7 +16,60 @@ Array = NDArray[np.floating[Any]]
 Attention = Array | tuple[Array, ...]
 Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
 
+_NO_BYTES: Final[Mapping[int, bytes]] = MappingProxyType({})
 _NONE: Final = range(0)
+
+
+class Context:
+    """The tokens of one generation, prompt first: what the columns of its rows stand for.
+
+    Shared by the tokens of the generation. Ids are only ever appended, so a token needs to know
+    just how many there were before it.
+
+    Args:
+        prompt: Ids of the prompt.
+        n_head: Heads per layer; the largest number if layers differ.
+        bytes_of: Bytes of a token id.
+    """
+
+    __slots__ = ("_bytes_of", "ids", "n_head", "n_prompt")
+
+    def __init__(
+        self, prompt: Sequence[int], n_head: int, bytes_of: Mapping[int, bytes] = _NO_BYTES
+    ) -> None:
+        self.ids = list(prompt)
+        self.n_prompt = len(self.ids)
+        self.n_head = n_head
+        self._bytes_of = bytes_of
+
+    def branch(self, n_generated: int) -> "Context":
+        """A context that goes on after *n_generated* tokens; this one keeps those after them."""
+        other = Context(self.ids[: self.n_prompt + n_generated], self.n_head, self._bytes_of)
+        other.n_prompt = self.n_prompt
+        return other
+
+    def text_of(self, token_id: int) -> str:
+        data = self._bytes_of.get(token_id)
+        return f"#{token_id}" if data is None else data.decode("utf-8", "replace")
+
+    def heads_of(self, capture: Capture | None) -> tuple[int, ...]:
+        """The heads of each layer that *capture* keeps; those of the largest if layers differ."""
+        if capture is None or not capture.layers:
+            return ()
+        return tuple(range(self.n_head) if capture.heads is None else capture.heads)
+
+    def __reduce__(self) -> Any:
+        # The texts of the whole vocabulary stay behind.
+        known = {i: self._bytes_of[i] for i in {*self.ids} & self._bytes_of.keys()}
+        return _context, (self.ids, self.n_prompt, self.n_head, known)
+
+
+def _context(ids: list[int], n_prompt: int, n_head: int, bytes_of: dict[int, bytes]) -> Context:
+    context = Context(ids, n_head, bytes_of)
+    context.n_prompt = n_prompt
+    return context
+
+
 _LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
 
 
@@ -64,6 +118,65 @@ class Token:
     n_removed: int = 0
     capture: Capture | None = field(default=None)
     discarded: range = _NONE
+    _context: Context | None = None
+    _n_before: int = 0
+
+    @property
+    def rows(self) -> Array:
+        """`attention` as one array, for a type checker and for code that expects one.
+
+        Raises:
+            InvalidCapture: There is no attention; or layers differ in heads, so that `attention` is
+                a tuple.
+        """
+        if self.attention is None:
+            raise InvalidCapture(
+                "this token has no attention; pass capture= to generate"
+                if self.capture is None
+                else "this token's attention was dropped (on_full='drop')"
+            )
+        if isinstance(self.attention, tuple):
+            raise InvalidCapture(
+                "the captured layers differ in their number of heads, so there is no single array; "
+                "use token.attention, a tuple with one array per layer, or capture with reduce"
+            )
+        return self.attention
+
+    @property
+    def column_ids(self) -> list[int]:
+        """The token id that each column of `attention` stands for: prompt first, then generated.
+
+        Without the tokens that ``context_shift`` discarded. With ``top_k``, index it with
+        `attention_positions`.
+        """
+        if self._context is None:
+            return []
+        ids = self._context.ids[: self._n_before]
+        del ids[self.discarded.start : self.discarded.stop]
+        return ids
+
+    @property
+    def column_texts(self) -> list[str]:
+        """The text of each of `column_ids`; bytes that are not UTF-8 on their own become U+FFFD."""
+        context = self._context
+        return [context.text_of(i) for i in self.column_ids] if context is not None else []
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """The model's layers that were captured, in the order of `attention`; () without capture.
+
+        With ``reduce="mean"`` or "max", the layers that were reduced to one row.
+        """
+        return tuple(self.capture.layers or ()) if self.capture is not None else ()
+
+    @property
+    def heads(self) -> tuple[int, ...]:
+        """The heads of each layer that were captured, in the order of `attention`; () without.
+
+        With ``reduce``, the heads that were reduced. If layers differ in heads, those of the layer
+        with most heads.
+        """
+        return () if self._context is None else self._context.heads_of(self.capture)
 
     def source_indices(self, columns: ArrayLike) -> NDArray[np.int64]:
         """Convert columns to indices into the prompt followed by the generated tokens.

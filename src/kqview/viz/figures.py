@@ -86,7 +86,10 @@ _LEAST_LABEL_INCHES: Final = 0.12  # smaller cells share a label
 
 
 class HasArray(Protocol):
-    """Anything with an array of attention, such as `PromptAttention`."""
+    """Anything with an array of attention, such as `PromptAttention`.
+
+    If it has ``column_texts``, these are the labels.
+    """
 
     def array(self) -> Attention:
         """``(n_layers, n_heads, n_query, n_context)``, or a tuple of layers."""
@@ -113,8 +116,9 @@ def heatmap(
             ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` (one token) or
             ``(n_layers, n_heads, n_query, n_context)``, whose queries are the last n_query of the
             n_context tokens; or an object whose ``array()`` returns such an array.
-        tokens: Texts or Token objects of the context, from its first token on. The generated tokens
-            of a generation may be omitted. None shows positions.
+        tokens: Texts or Token objects of the context, from its first token on. None takes the texts
+            that tokens and the result of `Engine.attend` bring, and shows positions for an array.
+            If the generated tokens of a generation are omitted, their own texts are taken.
         layer: Index into the layers of the array; None chooses the sharpest head, as `kqview demo`
             does.
         head: Index into the heads; None chooses the sharpest.
@@ -139,6 +143,7 @@ def heatmap(
         n_seen = [row[0].shape[-1] for row in rows]
     else:
         array = attention if isinstance(attention, np.ndarray) else attention.array()
+        tokens = tokens or getattr(attention, "column_texts", None)
         rows, n_seen = _rows_of_array(array, causal)
     if not rows or not max(n_seen):
         raise ValueError("attention has no rows; generate with capture='probs'")
@@ -245,6 +250,9 @@ def _texts(
             f"tokens has {len(texts)} texts, the rows have {n_columns} columns; pass all of them"
         )
     labels = [str(i) for i in range(n_columns)]
+    if generated and not any(token.discarded for token in generated):
+        longest = generated[n_seen.index(n_columns)]
+        labels[: len(longest.column_texts)] = map(_text, longest.column_texts)
     # A generated token is the column after those of its own row.
     for token, place in zip(generated or (), n_seen, strict=False):
         if place < n_columns:

@@ -38,7 +38,7 @@ def client(demo: Served) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def ids(demo: Served) -> list[int]:
-    return demo.engine.tokenize(PROMPT, add_special=True)
+    return demo.engine.tokenize(PROMPT)
 
 
 def post(client: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -172,7 +172,7 @@ def test_layers_and_heads_can_be_chosen(demo: Served, client: httpx.Client, ids:
 
 
 def test_plain_reply_is_what_koboldai_clients_expect(client: httpx.Client, demo: Served):
-    expected = reference(demo.engine, demo.engine.tokenize(PROMPT, add_special=True), 8, None)
+    expected = reference(demo.engine, demo.engine.tokenize(PROMPT), 8, None)
     for path in ("/api/v1/generate", "/api/latest/generate"):
         reply = client.post(
             path,

@@ -28,7 +28,7 @@ N_TOKENS = 6
 @pytest.fixture
 def ids(demo: Served) -> list[int]:
     clear(demo.engine)
-    return demo.engine.tokenize(PROMPT, add_special=True)
+    return demo.engine.tokenize(PROMPT)
 
 
 # ---- values

@@ -75,7 +75,7 @@ def test_stream_without_attention_still_brings_tokens(client: httpx.Client):
 def test_aggregated_rows_are_one_row_to_it(serve: Serve):
     served = serve(Settings(attention_values="probs", attention_format="aggregated"))
     with served.client() as client:
-        heard = halo_weave.generate_stream(client, served.engine.tokenize(TURN))
+        heard = halo_weave.generate_stream(client, served.engine.tokenize(TURN, add_special=False))
     assert heard.n_dropped == 0
     assert {rows.shape[:2] for _, _, rows in heard.tokens if rows is not None} == {(1, 1)}
 
@@ -90,7 +90,7 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ):
     served = serve(Settings(attention_values="probs"))
-    ids = served.engine.tokenize(TURN)
+    ids = served.engine.tokenize(TURN, add_special=False)
     start = served.service.start
 
     async def start_and_end(request: GenerateRequest, *args: Any) -> Run:
@@ -117,7 +117,7 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
 
 def test_four_pages_at_a_time_are_all_served(serve: Serve):
     served = serve(Settings(n_slots=2, attention_values="probs"))
-    ids = served.engine.tokenize(TURN)
+    ids = served.engine.tokenize(TURN, add_special=False)
     heard: list[halo_weave.Heard] = []
 
     def page(i: int) -> None:

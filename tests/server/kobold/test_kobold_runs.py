@@ -29,7 +29,7 @@ def test_perf_is_of_the_last_generation(serve: Serve):
         body = {"prompt": TEXT, "max_length": 5, "sampler_seed": 42, "ban_eos_token": True}
         client.post("/api/extra/generate/stream", json=body)
         after = client.get("/api/extra/perf").json()
-    n_prompt = len(served.engine.tokenize(TEXT, add_special=True))
+    n_prompt = len(served.engine.tokenize(TEXT))
     assert (after["last_input_count"], after["last_token_count"]) == (n_prompt, 5)
     assert (after["total_gens"], after["stop_reason"], after["last_seed"]) == (1, 0, 42)
     assert after["last_process"] > 0

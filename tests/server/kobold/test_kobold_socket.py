@@ -66,7 +66,7 @@ def test_binary_frames_are_the_engines_rows_bit_for_bit(demo: Served, values: st
     for (text, binary), token in zip(tokens, expected, strict=True):
         assert text["token_id"] == token.id
         assert binary == token.attention.tobytes()
-    n_prompt = len(demo.engine.tokenize(TEXT, add_special=True))
+    n_prompt = len(demo.engine.tokenize(TEXT))
     assert [len(binary) // (4 * 4 * 8) - n_prompt for _, binary in tokens] == [0, 1, 2, 3]
 
 
@@ -92,7 +92,7 @@ def test_aggregated_frames_by_field_or_query(demo: Served, query: str):
 def test_format_of_the_settings_is_the_default(serve: Serve):
     served = serve(Settings(attention_format="aggregated"))
     tokens, _ = pairs(frames(served, prompt=TEXT, max_length=2))
-    n_prompt = len(served.engine.tokenize(TEXT, add_special=True))
+    n_prompt = len(served.engine.tokenize(TEXT))
     assert [len(binary) // 4 for _, binary in tokens] == [n_prompt, n_prompt + 1]
     tokens, _ = pairs(frames(served, "?attention_format=per_layer", prompt=TEXT, max_length=1))
     assert len(tokens[0][1]) == 4 * 8 * 4 * n_prompt

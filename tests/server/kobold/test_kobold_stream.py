@@ -191,7 +191,7 @@ def test_rows_are_the_engines_bit_for_bit(demo: Served, client: httpx.Client, va
     tokens, _ = typed(
         client, prompt=TEXT, max_length=4, output_attentions=True, attention_values=values
     )
-    n_prompt = len(demo.engine.tokenize(TEXT, add_special=True))
+    n_prompt = len(demo.engine.tokenize(TEXT))
     for i, (event, token) in enumerate(zip(tokens, own, strict=True)):
         attention = event["attention"]
         assert attention["format"] == "per_layer"

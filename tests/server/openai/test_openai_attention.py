@@ -97,7 +97,7 @@ def test_small_formats_are_objects(demo: Served):
 
 def test_rows_of_the_prompt_precede_the_tokens(demo: Served):
     wanted = {"prompt": True, "reduce": "mean"}
-    n_prompt = len(demo.engine.tokenize(api.TEXT["prompt"], add_special=True))
+    n_prompt = len(demo.engine.tokenize(api.TEXT["prompt"]))
     stream = api.text_chunks(demo, attention=wanted)
     choices = [choice for chunk in stream for choice in chunk["choices"]]
     n_blocks = sum("prompt_attention" in choice for choice in choices)
@@ -112,7 +112,7 @@ def test_rows_of_the_prompt_precede_the_tokens(demo: Served):
 def test_each_choice_has_rows_of_its_own(demo: Served):
     reply = api.text(demo, prompt=["Anna is a", "Tom"], n=2, attention={"reduce": "mean"})
     widths = [choice["attention"][0]["shape"][-1] for choice in reply["choices"]]
-    counts = [len(demo.engine.tokenize(one, add_special=True)) for one in ("Anna is a", "Tom")]
+    counts = [len(demo.engine.tokenize(one)) for one in ("Anna is a", "Tom")]
     assert widths == [counts[0], counts[0], counts[1], counts[1]]
     assert all(len(choice["attention"]) == N_TOKENS for choice in reply["choices"])
 
@@ -178,7 +178,7 @@ def test_rows_of_each_choice_are_kept(demo: Served):
     rows = [get(demo, f"/v1/attention/{reply['id']}/0?choice={i}") for i in range(2)]
     widths = [int(row.headers["x-attention-shape"].rpartition(",")[2]) for row in rows]
     prompts = ("Anna is a", "Tom")
-    assert widths == [len(demo.engine.tokenize(one, add_special=True)) for one in prompts]
+    assert widths == [len(demo.engine.tokenize(one)) for one in prompts]
 
 
 def test_small_format_is_kept_as_json(demo: Served):

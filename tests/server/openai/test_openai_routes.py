@@ -131,7 +131,7 @@ def test_logprobs_are_those_of_each_token(demo: Served):
 
 def test_bias_bans_a_token(demo: Served):
     first = api.text(demo, max_tokens=1, logprobs=0)["choices"][0]["logprobs"]["tokens"][0]
-    [id_] = demo.engine.tokenize(first)
+    [id_] = demo.engine.tokenize(first, add_special=False)
     other = api.text(demo, max_tokens=1, logit_bias={str(id_): -100})["choices"][0]["text"]
     assert other != first
 
@@ -246,7 +246,7 @@ def test_each_chunk_has_timings_if_asked_for(demo: Served):
 
 
 def test_completions_of_several_prompts_are_in_their_order(demo: Served):
-    prompts = ["Anna is a", demo.engine.tokenize("Tom has a")]
+    prompts = ["Anna is a", demo.engine.tokenize("Tom has a", add_special=False)]
     single = [api.text(demo, prompt=one)["choices"][0]["text"] for one in prompts]
     reply = api.text(demo, prompt=prompts, n=2)
     assert [choice["text"] for choice in reply["choices"]] == [
@@ -290,7 +290,7 @@ def test_logprobs_of_a_completion_have_both_forms(demo: Served):
 @pytest.mark.parametrize("max_tokens", [0, 4])
 def test_echo_has_the_logprobs_of_the_prompt(demo: Served, max_tokens: int, as_ids: bool):
     text = "Anna is a. \N{SNOWMAN} Tom"
-    ids = demo.engine.tokenize(text, add_special=True)
+    ids = demo.engine.tokenize(text)
     score = demo.engine.score(ids, top_logprobs=2)
     given = ids if as_ids else text
     fields: dict[str, Any] = {"prompt": given, "echo": True, "logprobs": 2}
@@ -332,7 +332,7 @@ def test_echo_of_several_prompts_has_the_logprobs_of_each(demo: Served):
     fields: dict[str, Any] = {"echo": True, "logprobs": 0, "max_tokens": 2, "n": 2}
     choices = api.text(demo, prompt=prompts, **fields)["choices"]
     for i, choice in enumerate(choices):
-        ids = demo.engine.tokenize(prompts[i // 2], add_special=True)
+        ids = demo.engine.tokenize(prompts[i // 2])
         assert len(choice["logprobs"]["token_logprobs"]) == len(ids) + 2
         assert choice["logprobs"]["top_logprobs"][1] == {}
 
@@ -395,7 +395,7 @@ def test_prompt_that_is_too_long_says_how_long_it_is(demo: Served):
     status, error = api.refused(demo, "/v1/completions", prompt="Anna " * 600)
     assert (status, error["type"]) == (400, "exceed_context_size_error")
     assert error["n_ctx"] == 512
-    assert error["n_prompt_tokens"] == len(demo.engine.tokenize("Anna " * 600, add_special=True))
+    assert error["n_prompt_tokens"] == len(demo.engine.tokenize("Anna " * 600))
 
 
 def test_key_is_asked_for_in_openais_form(serve: Serve):
@@ -462,12 +462,12 @@ def test_embeddings_are_the_engines_in_every_form():
         vectors = [one["embedding"] for one in reply["data"]]
         assert np.allclose(vectors, expected, atol=1e-6)
         assert [one["index"] for one in reply["data"]] == [0, 1]
-        n_tokens = sum(len(engine.tokenize(one, add_special=True)) for one in texts)
+        n_tokens = sum(len(engine.tokenize(one)) for one in texts)
         assert reply["usage"] == {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
         coded = api.asked(served, "/v1/embeddings", input=texts, encoding_format="base64")
         raw = base64.b64decode(coded["data"][1]["embedding"])
         assert np.allclose(np.frombuffer(raw, "<f4"), expected[1], atol=1e-6)
-        ids = engine.tokenize("Ben", add_special=True)
+        ids = engine.tokenize("Ben")
         for given in (ids, [ids], "Ben"):
             [one] = api.asked(served, "/v1/embeddings", input=given)["data"]
             assert np.allclose(one["embedding"], expected[1], atol=1e-6)

@@ -239,7 +239,7 @@ def one_token_of(engine: Engine) -> Callable[[str], int | None]:
         if len(text) > _MOST_TOKEN_TEXT:
             return None
         try:
-            ids = engine.tokenize(text)
+            ids = engine.tokenize(text, add_special=False)
         except KqviewError:  # a model without a vocabulary
             return None
         return ids[0] if len(ids) == 1 else None

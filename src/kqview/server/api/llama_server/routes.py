@@ -92,7 +92,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         suffix=await plain(body.input_suffix),
         begun=begun,
         extra=await plain(convert.extra_texts(body, fim)),
-        bos=convert.bos_of(engine.model, engine.tokenize("", add_special=True)),
+        bos=convert.bos_of(engine.model, engine.tokenize("")),
         n_ctx=service.max_context,
         n_predict=max(convert.first(convert.max_tokens_of(body), 0), 1),
     )

@@ -1,0 +1,96 @@
+"""Spans: where each message ends in a rendered chat. Pure; calls the template that it is given."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
+from typing import Any, Final, Protocol
+
+from kqview.errors import RequestError
+
+_OTHER: Final = "\u241fother\u241f"
+
+
+class HasText(Protocol):
+    """A piece of a rendered chat."""
+
+    @property
+    def text(self) -> str: ...
+
+
+class Render(Protocol):
+    """Renders messages with the template and options of one call."""
+
+    def __call__(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
+    ) -> Sequence[HasText]: ...
+
+
+def message_ends(
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    render: Render,
+    *,
+    ends_of_turn: Sequence[str],
+) -> list[int]:
+    """Index in *text* at which each message ends, ascending.
+
+    The first k messages rendered alone are usually the beginning of the whole: that is where the
+    k-th ends. Some templates write a message differently if it is the last one (Qwen3 keeps its
+    reasoning), or not at all (Gemma writes a system message into the next one). There, another
+    content shows where the next message's content begins; the message before it ends after the last
+    end of a turn up to there.
+
+    Args:
+        text: The whole chat.
+        messages: Its messages.
+        render: Renders messages as *text* was rendered.
+        ends_of_turn: Texts of the special tokens that end a message.
+    """
+    ends: list[int] = []
+    for n in range(1, len(messages) + 1):
+        begun = ends[-1] if ends else 0
+        part = _rendered(render, messages[:n])
+        if part is not None and len(part) >= begun and text.startswith(part):
+            ends.append(len(part))
+        elif n == len(messages):
+            ends.append(len(text))
+        else:
+            ends.append(_end_before(text, messages, n, render, begun, ends_of_turn))
+    return ends
+
+
+def _end_before(
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    n: int,
+    render: Render,
+    begun: int,
+    ends_of_turn: Sequence[str],
+) -> int:
+    """Where message n - 1 ends, counted from 0, judged by where the content of message n begins."""
+    changed = [*messages[:n], {**messages[n], "content": _OTHER}, *messages[n + 1 :]]
+    other = _rendered(render, changed, add_generation_prompt=True)
+    if other is None:
+        return begun
+    content = begun + _n_shared(text[begun:], other[begun:])
+    end = begun
+    for mark in ends_of_turn:
+        place = text.rfind(mark, begun, content)
+        end = end if place < 0 else max(end, place + len(mark))
+    while begun < end < content and text[end].isspace():
+        end += 1
+    return end
+
+
+def _rendered(
+    render: Render, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False
+) -> str | None:
+    try:
+        parts = render(messages, add_generation_prompt=add_generation_prompt)
+    except RequestError:  # many templates insist on certain roles
+        return None
+    return "".join(part.text for part in parts)
+
+
+def _n_shared(one: str, other: str) -> int:
+    pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
