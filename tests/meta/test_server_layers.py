@@ -15,7 +15,7 @@ ORDER = (
     "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
     "attention", "kept", "workers", "mod_runs", "models", "run", "events_bus", "cancelling",
     "slots", "sessions", "conversation_store", "conversations", "service", "endpoint",
-    "uvicorn_parts", "sockets", "pages", "access", "api", "app",
+    "uvicorn_parts", "sockets", "static_files", "pages", "access", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

@@ -1,7 +1,6 @@
 """Routes: every path of the receiver; the work is done in `receiver` and `store`."""
 
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any, Final, Literal
 
 import msgspec
@@ -14,6 +13,7 @@ from kqview.ingest.payload import microseconds
 from kqview.ingest.receiver import Receiver
 from kqview.ingest.schema import Health, Time, Trace, TraceList, Values
 from kqview.ingest.store import Filter, Reader
+from kqview.server import static_files
 from kqview.server.endpoint import Call, Feed, HttpReply, Operation, Upload
 from kqview.server.errors import Answer, NotFound, Unprocessable, UnsupportedMedia
 from kqview.server.security import Access, sent_key
@@ -21,13 +21,7 @@ from kqview.server.security import Access, sent_key
 _MOST_LISTED: Final = 200
 _LISTED: Final = 50
 _FILTERS: Final = ("model", "mod", "finish_reason", "since", "until", "search", "limit", "cursor")
-_MEDIA_TYPES: Final = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-    "svg": "image/svg+xml",
-}
-_POLICY: Final = "default-src 'self'; img-src 'self' data:"
+_SHARED: Final = ("base.css", "dom.js", "events.js")  # of the server's pages
 
 
 class Metrics:
@@ -162,24 +156,18 @@ def _operation(
 
 
 def _pages() -> list[Operation]:
-    """The trace page; its files are public, the traces are not."""
-    folder = resources.files("kqview.ingest").joinpath("static")
-    found: list[Operation] = []
-    for file in folder.iterdir() if folder.is_dir() else ():
-        if kind := _MEDIA_TYPES.get(file.name.rpartition(".")[2]):
-            path = "/" if file.name == "index.html" else f"/static/{file.name}"
-            found.append(
-                _operation("GET", path, _page(file, kind), "A page.", tag="", access="open")
-            )
-    return found
-
-
-def _page(file: Any, kind: str) -> Callable[[Call], Awaitable[HttpReply]]:
-    async def page(call: Call) -> HttpReply:
-        headers = {"content-security-policy": _POLICY}
-        return HttpReply(file.read_bytes(), kind, gzips=True, headers=headers)
-
-    return page
+    """The trace page, which shares some of its parts with the server's pages."""
+    own, shared = static_files.folder("kqview.ingest"), static_files.folder("kqview.server")
+    return [
+        _operation("GET", "/", static_files.page(own / "index.html"), "A page.", tag="",
+                   access="open"),
+        *static_files.parts(own, error_body),
+        *(
+            _operation("GET", f"/static/{name}", static_files.page(shared / name), "Part of it.",
+                       tag="", access="open")
+            for name in _SHARED
+        ),
+    ]  # fmt: skip
 
 
 def _unknown(request_id: str) -> NotFound:

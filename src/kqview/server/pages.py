@@ -8,7 +8,6 @@ server is counted here.
 import re
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from importlib import resources
 from typing import Any, Final
 
 import msgspec
@@ -17,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.errors import KqviewError
+from kqview.server import static_files
 from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
 from kqview.server.errors import Answer
 from kqview.server.run import Run
@@ -287,13 +287,6 @@ def _errors(one: Operation) -> dict[str, Any]:
 
 
 _TAG: Final = "server"
-_POLICY: Final = "default-src 'self'; img-src 'self' data:"
-_STATIC: Final = ("style.css", "start.js", "docs.js")
-_MEDIA_TYPES: Final = {
-    "html": "text/html; charset=utf-8",
-    "css": "text/css; charset=utf-8",
-    "js": "text/javascript; charset=utf-8",
-}
 
 
 class Health(msgspec.Struct):
@@ -329,12 +322,6 @@ def error_body(answer: Answer) -> dict[str, Any]:
 def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]:
     """Rows of the route table; *description* is read on request, so it may be filled later."""
 
-    async def start_page(call: Call) -> HttpReply:
-        return _page("index.html")
-
-    async def docs(call: Call) -> HttpReply:
-        return _page("docs.html")
-
     async def openapi(call: Call) -> HttpReply:
         return HttpReply(msgspec.json.encode(description))
 
@@ -342,9 +329,15 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
         started = {"process-start-time-unix": str(metrics.started_s)}
         return HttpReply(metrics.text(), MEDIA_TYPE, headers=started)
 
+    files = static_files.folder("kqview.server")
+
+    def page(*name: str) -> Handler:
+        return static_files.page(files.joinpath(*name))
+
     return [
-        _get("/", start_page, "What is running, with links."),
-        _get("/docs", docs, "This API for people."),
+        _get("/", page("index.html"), "What is running, with links."),
+        _get("/chat", page("chat", "index.html"), "A chat with the models, for people."),
+        _get("/docs", page("docs.html"), "This API for people."),
         _get("/openapi.json", openapi, "This API for programs."),
         _get(
             "/health",
@@ -353,7 +346,7 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
             Health,
             also=("/v1/health",),
         ),
-        *(_get(f"/static/{name}", _static(name), "Part of a page.", tag="") for name in _STATIC),
+        *static_files.parts(files, error_body),
         _get("/v1/mods", list_mods, "Mods that requests may name.", ModList, access="user"),
         _get("/metrics", show_metrics, "Counters in Prometheus' format.", access="user"),
     ]
@@ -390,16 +383,3 @@ def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) 
         method="GET", path=path, handler=handler, summary=summary,
         error_body=error_body, reply=reply, **more,
     )  # fmt: skip
-
-
-def _static(name: str) -> Handler:
-    async def serve_file(call: Call) -> HttpReply:
-        return _page(name)
-
-    return serve_file
-
-
-def _page(name: str) -> HttpReply:
-    data = resources.files("kqview.server").joinpath("static", name).read_bytes()
-    kind = _MEDIA_TYPES[name.rpartition(".")[2]]
-    return HttpReply(data, kind, headers={"content-security-policy": _POLICY})

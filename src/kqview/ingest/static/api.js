@@ -1,5 +1,7 @@
 // The receiver's read API. A key, where the receiver wants one, is kept for the tab only.
 
+import { readEvents } from "./events.js";
+
 const KEY = "kqview-traces-key";
 
 export class KeyNeeded extends Error {}
@@ -61,7 +63,7 @@ export async function listen(signal, on) {
       const reply = await get("v1/stream", { signal });
       on.state(true);
       n_failed = 0;
-      await readEvents(reply.body, on.trace);
+      for await (const { data } of readEvents(reply.body)) on.trace(data);
     } catch (error) {
       if (signal.aborted || error instanceof KeyNeeded) return;
     }
@@ -70,17 +72,5 @@ export async function listen(signal, on) {
     await new Promise((resolve) =>
       setTimeout(resolve, AGAIN_MS[Math.min(n_failed, AGAIN_MS.length - 1)]),
     );
-  }
-}
-
-async function readEvents(body, ontrace) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) if (line.startsWith("data:")) ontrace(line.slice(5));
   }
 }
