@@ -1,0 +1,115 @@
+// One answer while it comes: reasoning to fold out, the text, and what it cost. Frames are drawn
+// once for each picture of the screen, however many tokens came in between.
+
+import { count, element } from "../dom.js";
+import { Writer } from "./writer.js";
+
+export class Answer {
+  // onmark is told each token that has attention: {channel, text, path, index, nodes}, where *path*
+  // is that of its row and *index* its place among all generated tokens.
+  constructor({ onmark = () => {} } = {}) {
+    this.marks = [];
+    this.onmark = onmark;
+    this.waiting = []; // pieces that are not drawn
+    this.body = element("div", { class: "text" });
+    this.state = element("p", { class: "state note" });
+    this.reasoning = element("div", { class: "text" });
+    this.summary = element("summary", {}, "Reasoning");
+    this.fold = element("details", { class: "reasoning", hidden: true }, this.summary, this.reasoning);
+    this.usage = element("p", { class: "usage note", hidden: true });
+    this.node = element(
+      "article",
+      { class: "turn answer", "aria-label": "Answer" },
+      this.fold,
+      this.body,
+      this.state,
+      this.usage,
+    );
+    this.writers = {
+      token: new Writer(this.body, (mark) => this.tokenNode(mark)),
+      analysis: new Writer(this.reasoning, (mark) => this.tokenNode(mark)),
+    };
+  }
+
+  get text() {
+    return this.writers.token.text;
+  }
+
+  // What it waits for: a text and, where it is known, how much of it is done.
+  wait(text, progress) {
+    const bar =
+      progress === undefined
+        ? element("span", { class: "pulse", "aria-hidden": "true" })
+        : element("progress", { max: 1, value: progress, "aria-label": text });
+    this.state.replaceChildren(bar, text);
+    this.state.hidden = false;
+  }
+
+  // A frame "token" or "analysis".
+  write(channel, { text, attention }) {
+    const mark = attention && { channel, text, path: attention, index: indexOf(attention), nodes: [] };
+    if (mark) this.marks.push(mark);
+    if (this.waiting.length === 0) this.drawing = requestAnimationFrame(() => this.draw());
+    this.waiting.push([channel, text, mark]);
+  }
+
+  draw() {
+    cancelAnimationFrame(this.drawing);
+    if (this.waiting.length === 0) return;
+    this.state.hidden = true;
+    for (const [channel, text, mark] of this.waiting) {
+      if (channel === "analysis" && this.fold.hidden) {
+        this.fold.hidden = false;
+        this.summary.textContent = "Reasoning …";
+      }
+      this.writers[channel].write(text, mark);
+      if (mark) this.onmark(mark);
+    }
+    this.waiting = [];
+    this.ondraw?.();
+  }
+
+  // A frame "reasoning": all of it at once, for servers that do not stream it.
+  reason(text) {
+    this.draw();
+    if (this.writers.analysis.text) return;
+    this.fold.hidden = false;
+    this.writers.analysis.write(text);
+  }
+
+  // An element for a piece of a token; a token with a line end has several.
+  tokenNode(mark) {
+    const node = element("span", { class: "token" });
+    node.mark = mark;
+    mark.nodes.push(node);
+    return node;
+  }
+
+  // Nothing follows. *usage* is the data of that frame, *status* how it ended.
+  end(usage, status) {
+    this.draw();
+    for (const writer of Object.values(this.writers)) writer.end();
+    this.state.hidden = true;
+    this.summary.textContent = "Reasoning";
+    const parts = usage ? usageParts(usage) : [];
+    if (status) parts.push(status);
+    if (usage?.reasoning_tokens) {
+      this.summary.textContent = `Reasoning, ${count(usage.reasoning_tokens, "token")}`;
+    }
+    this.usage.replaceChildren(...parts.map((part) => element("span", {}, part)));
+    this.usage.hidden = parts.length === 0;
+  }
+}
+
+const indexOf = (path) => Number(path.slice(path.lastIndexOf("/") + 1));
+
+function usageParts(usage) {
+  const parts = [
+    count(usage.output_tokens, "token"),
+    `${usage.decode_tps.toFixed(usage.decode_tps < 10 ? 1 : 0)} per second`,
+    `${count(usage.prompt_tokens, "token")} of prompt`,
+    `${(usage.latency_ms / 1000).toFixed(1)} s`,
+  ];
+  if (usage.reasoning_ratio) parts.push(`${Math.round(100 * usage.reasoning_ratio)} % reasoning`);
+  return parts;
+}

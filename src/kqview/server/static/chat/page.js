@@ -1,0 +1,462 @@
+// The chat page. The address names the conversation, "#/ID"; without one a new one begins with the
+// first message. The parts know nothing of each other; here they meet.
+
+import { button, element, field, quietButton } from "../dom.js";
+import { Answer } from "./answer.js";
+import { Attention } from "./attention.js";
+import { ApiError, cancel, fetchConfig, fetchSession, generate, key, listen, newId } from "./api.js";
+import { icon } from "./icons.js";
+import { Models } from "./models.js";
+import { Sessions } from "./sessions.js";
+import { Settings } from "./settings.js";
+
+const ENDS_WITHIN_MS = 3000; // after a cancel, before the connection is given up
+const SAID_CHARACTERS = 1000; // of an answer that a screen reader reads out
+const LONG_CONTEXT = 8192; // above it, rows come as means over the heads
+
+const $ = (id) => document.getElementById(id);
+const say = (text) => ($("said").textContent = text);
+const isNarrow = matchMedia("(max-width: 60rem)");
+
+// ---- the parts
+
+const attention = new Attention();
+const settings = new Settings();
+const models = new Models({ change: () => modelChanged(), problem: (error) => report(error) });
+const sessions = new Sessions($("sessions"), {
+  open: (id) => go(id),
+  problem: (error) => report(error),
+});
+
+let session; // id of the conversation that is shown; undefined for a new one
+let running; // the answer that comes: {answer, requestId, abort, and what its frames said}
+
+// ---- the frame of the page
+
+const menu = button(icon("menu"), () => toggleMenu(), {
+  class: "quiet menu",
+  "aria-label": "Conversations",
+  "aria-controls": "sessions",
+  "aria-expanded": "false",
+});
+const toggles = {
+  attention: toggle("attention", "Attention", "eye"),
+  settings: toggle("settings", "Settings", "settings"),
+};
+const link = element("span", { class: "bad", role: "status" });
+$("top").append(
+  menu,
+  element("div", { class: "model" }, models.select, models.state),
+  link,
+  toggles.attention,
+  toggles.settings,
+);
+
+const prompt = element("textarea", {
+  id: "prompt",
+  rows: 1,
+  placeholder: "Message",
+  "aria-label": "Message",
+  "aria-describedby": "keys",
+  onkeydown: (event) => {
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    send();
+  },
+});
+const sending = element("button", { class: "send", "aria-label": "Send" }, icon("send"));
+const latest = button(icon("down"), () => toEnd(true), {
+  type: "button",
+  class: "quiet latest",
+  "aria-label": "To the latest",
+  hidden: true,
+});
+$("composer").append(
+  latest,
+  element("div", { class: "box" }, prompt, sending),
+  element("p", { id: "keys", class: "note" }, "Enter sends, Shift+Enter begins a line, Esc stops."),
+);
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  if (running) stop();
+  else send();
+});
+
+const keyInput = element("input", { type: "password", autocomplete: "off", value: key.get() });
+const keyForm = element(
+  "form",
+  {
+    class: "key",
+    onsubmit: (event) => {
+      event.preventDefault();
+      key.set(keyInput.value);
+      start();
+    },
+  },
+  field("API key", keyInput),
+  element("button", { class: "quiet" }, "Use this key"),
+);
+
+function toggle(name, title, drawing) {
+  return button([icon(drawing), element("span", {}, title)], () => showPanel(name), {
+    class: "quiet toggle",
+    "aria-pressed": "false",
+    "aria-label": title,
+  });
+}
+
+// Shows the panel *name*, or no panel if it is there already or *name* is undefined.
+function showPanel(name) {
+  const panel = $("panel");
+  const before = panel.dataset.shows;
+  const shows = name === before ? undefined : name;
+  for (const [one, node] of Object.entries(toggles)) node.setAttribute("aria-pressed", one === shows);
+  panel.hidden = !shows;
+  panel.dataset.shows = shows ?? "";
+  document.body.dataset.panel = shows ?? "";
+  if (!shows) {
+    if (before) toggles[before]?.focus();
+    return;
+  }
+  const title = { attention: "Attention", settings: "Settings" }[shows];
+  panel.setAttribute("aria-label", title);
+  panel.replaceChildren(
+    element(
+      "div",
+      { class: "over" },
+      element("h2", {}, title),
+      quietButton(icon("close"), () => showPanel(undefined), { "aria-label": `Close ${title}` }),
+    ),
+    ...(shows === "attention" ? [attention.node] : settingsParts()),
+  );
+  if (shows === "attention") attention.later();
+}
+
+function settingsParts() {
+  return [
+    element("h3", {}, "Answers"),
+    settings.node,
+    element("h3", {}, "Models"),
+    models.list,
+    element("h3", {}, "Access"),
+    keyForm,
+  ];
+}
+
+function toggleMenu(isOpen = document.body.dataset.menu !== "open") {
+  document.body.dataset.menu = isOpen ? "open" : "";
+  menu.setAttribute("aria-expanded", isOpen);
+  if (isOpen) $("sessions").querySelector("button").focus();
+}
+
+function modelChanged() {
+  const { chosen } = models;
+  if (running?.answer && !running.hasBegun && chosen?.state === "loading") {
+    running.answer.wait(`Loading ${chosen.id}`, chosen.progress ?? 0);
+  }
+  if (welcome) welcome.about.textContent = chosen ? aboutModel(chosen) : "";
+}
+
+// ---- the transcript
+
+let welcome;
+
+function showWelcome() {
+  welcome = { about: element("p", { class: "note" }) };
+  $("turns").replaceChildren(
+    element(
+      "div",
+      { class: "welcome" },
+      element("h2", {}, "What shall the model write?"),
+      welcome.about,
+      element(
+        "p",
+        { class: "note" },
+        "Open Attention first to see which words of the prompt the answer looks at.",
+      ),
+    ),
+  );
+  modelChanged();
+}
+
+function aboutModel({ id, context_length: n }) {
+  return n ? `${id} reads up to ${n.toLocaleString("en")} tokens.` : id;
+}
+
+function addTurn(node) {
+  if (welcome) $("turns").replaceChildren();
+  welcome = undefined;
+  $("turns").append(node);
+  toEnd();
+}
+
+function userTurn(text) {
+  const body = element("div", { class: "text" }, text);
+  return element("article", { class: "turn user", "aria-label": "You" }, body);
+}
+
+// An answer of a conversation that was opened.
+function oldAnswer({ content, reasoning }) {
+  const answer = new Answer();
+  if (reasoning) answer.reason(reasoning);
+  answer.writers.token.write(content);
+  answer.end();
+  return answer.node;
+}
+
+let isAtEnd = true;
+new IntersectionObserver(
+  ([{ isIntersecting }]) => {
+    isAtEnd = isIntersecting;
+    latest.hidden = isAtEnd;
+  },
+  { root: $("transcript"), rootMargin: "0px 0px 48px 0px" },
+).observe($("end"));
+
+function toEnd(always = false) {
+  if (always || isAtEnd) $("transcript").scrollTop = $("transcript").scrollHeight;
+}
+
+// An error, with what can be done about it.
+function report(error, again) {
+  if (error.needsKey) keyInput.value = key.get();
+  const node = element(
+    "div",
+    { class: "turn problem", role: "alert" },
+    element("p", {}, element("code", {}, error.code ?? error.name), " ", error.message),
+    error.needsKey && keyForm,
+    again && quietButton("Try again", () => (node.remove(), again())),
+  );
+  addTurn(node);
+  if (error.needsKey) keyInput.focus();
+}
+
+// ---- a message and its answer
+
+async function send(text = prompt.value.trim(), isAgain = false) {
+  if (running || !text || !models.chosen) return;
+  const requestId = newId();
+  if (!session) {
+    session = newId();
+    history.replaceState(null, "", `#/${session}`);
+  }
+  if (!isAgain) {
+    prompt.value = "";
+    addTurn(userTurn(text));
+  }
+  const here = { requestId, abort: new AbortController() };
+  const answer = (here.answer = new Answer({
+    onmark: (mark) => {
+      here.looked ??= attention.begin(requestId);
+      mark.looked = here.looked;
+      here.looked.add(mark);
+    },
+  }));
+  answer.ondraw = () => toEnd();
+  running = here;
+  answer.wait("Waiting for the model");
+  modelChanged();
+  addTurn(answer.node);
+  toEnd(true);
+  setSending(true);
+  say("The model is answering.");
+  const request = { session_id: session, model: models.chosen.id, prompt: text, overrides: overrides() };
+  let problem;
+  try {
+    await generate(request, requestId, here.abort.signal, (event, data) => frame(here, event, data));
+    if (!here.end) throw new ApiError("CONNECTION_LOST", "The connection ended before the answer.");
+    problem = here.error;
+  } catch (error) {
+    if (error.name !== "AbortError") problem = error instanceof ApiError ? error : lost(error);
+  }
+  running = undefined;
+  setSending(false);
+  answer.end(here.usage, here.isStopped ? "stopped" : undefined);
+  here.looked?.end();
+  makeFocusable(here.looked);
+  if (!answer.text && !here.usage) answer.node.remove();
+  if (problem) report(problem, () => send(text, true));
+  else say(answer.text ? `Answer: ${answer.text.slice(0, SAID_CHARACTERS)}` : "The answer is empty.");
+  toEnd();
+  sessions.load().then(showTitle, () => {});
+}
+
+const lost = () => new ApiError("CONNECTION_LOST", "The connection was lost during the answer.");
+
+function overrides() {
+  const found = settings.overrides();
+  if ($("panel").dataset.shows !== "attention") return found;
+  const hasLongContext = (models.chosen.context_length ?? 0) > LONG_CONTEXT;
+  const rows = hasLongContext ? { reduce: "mean_heads" } : { format: "per_layer" };
+  return { ...found, attention: { values: "probs", dtype: "float16", ...rows } };
+}
+
+function frame(here, event, data) {
+  if (event === "start") {
+    here.answer.wait("Reading the prompt");
+    here.hasBegun = true;
+  } else if (event === "token" || event === "analysis") {
+    here.hasBegun = true;
+    here.answer.write(event, data);
+  } else if (event === "reasoning") here.answer.reason(data.reasoning);
+  else if (event === "usage") here.usage = data;
+  else if (event === "error") here.error = ApiError.of(data);
+  else if (event === "end") here.end = data;
+}
+
+// Ends the answer; what was produced stays.
+async function stop() {
+  const here = running;
+  if (!here || here.isStopped) return;
+  here.isStopped = true;
+  const giveUp = setTimeout(() => here.abort.abort(), ENDS_WITHIN_MS);
+  try {
+    await cancel(here.requestId);
+  } catch {
+    here.abort.abort(); // it does not run: perhaps it has not begun
+    clearTimeout(giveUp);
+  }
+}
+
+function setSending(isRunning) {
+  sending.replaceChildren(icon(isRunning ? "stop" : "send"));
+  sending.setAttribute("aria-label", isRunning ? "Stop" : "Send");
+  document.body.dataset.running = isRunning ? "yes" : "";
+}
+
+// ---- tokens of answers: pointing and keys
+
+function makeFocusable(looked) {
+  const first = looked?.marks.find(({ channel }) => channel === "token")?.nodes[0];
+  if (first) first.tabIndex = 0;
+}
+
+const markOf = (target) => target.closest?.(".token")?.mark;
+
+$("turns").addEventListener("pointerover", ({ target }) => {
+  if ($("panel").dataset.shows === "attention") attention.point(markOf(target));
+});
+$("turns").addEventListener("pointerleave", () => attention.point(undefined));
+$("turns").addEventListener("click", ({ target }) => {
+  const mark = markOf(target);
+  if (!mark?.looked || String(getSelection())) return;
+  if ($("panel").dataset.shows !== "attention") showPanel("attention");
+  attention.choose(mark === attention.chosen ? undefined : mark);
+});
+$("turns").addEventListener("focusin", ({ target }) => {
+  const mark = markOf(target);
+  if (mark?.looked && $("panel").dataset.shows === "attention") attention.choose(mark);
+});
+$("turns").addEventListener("keydown", (event) => {
+  const mark = markOf(event.target);
+  if (!mark?.looked) return;
+  const { marks } = mark.looked;
+  const at = marks.indexOf(mark);
+  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: marks.length - 1 }[event.key];
+  if (event.key === "Enter") showPanel("attention");
+  const node = marks[to]?.nodes[0];
+  if (!node) return;
+  event.preventDefault();
+  mark.nodes[0].tabIndex = -1;
+  node.tabIndex = 0;
+  node.focus();
+});
+
+document.addEventListener("keydown", (event) => {
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
+  if (running) stop();
+  else if (document.body.dataset.menu === "open") {
+    toggleMenu(false);
+    menu.focus();
+  } else if (attention.chosen) attention.choose(undefined);
+  else if (isNarrow.matches && !$("panel").hidden) showPanel(undefined);
+});
+
+// ---- conversations
+
+function go(id) {
+  const address = id ? `#/${encodeURIComponent(id)}` : "#/";
+  if (location.hash === address || (!id && !location.hash)) show();
+  else location.hash = address;
+}
+
+// Shows the conversation that the address names.
+async function show() {
+  const id = decodeURIComponent(location.hash.slice(2)) || undefined;
+  if (id && id === session && $("turns").childElementCount > 0) return;
+  running?.abort.abort();
+  session = id;
+  toggleMenu(false);
+  attention.close();
+  sessions.show(id);
+  showTitle();
+  showWelcome();
+  if (!isNarrow.matches) prompt.focus();
+  if (!id) return;
+  try {
+    const { messages } = await fetchSession(id);
+    if (session !== id || running) return;
+    const shown = messages.filter(({ role }) => role === "user" || role === "assistant");
+    for (const one of shown) addTurn(one.role === "user" ? userTurn(one.content) : oldAnswer(one));
+    toEnd(true);
+  } catch (error) {
+    if (session === id) report(error);
+  }
+}
+
+function showTitle() {
+  sessions.show(session);
+  $("title").textContent = session ? sessions.titleOf(session) : "New chat";
+  document.title = session ? `${sessions.titleOf(session)} – kqview` : "kqview: chat";
+}
+
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  prompt.focus();
+});
+addEventListener("hashchange", show);
+
+// ---- the server
+
+// Reads what the server has; with another key that may be something else.
+async function start() {
+  session = undefined;
+  try {
+    const config = await fetchConfig();
+    models.isAdmin = config.ui_mode === "admin";
+    settings.offer(config.reasoning_presets ?? []);
+    await models.load();
+    await sessions.load();
+    await show();
+    hear();
+  } catch (error) {
+    $("turns").replaceChildren();
+    welcome = undefined;
+    report(error, error.needsKey ? undefined : start);
+  }
+}
+
+let isHearing = false;
+
+// Follows the server's events; after a break everything is read anew.
+async function hear() {
+  if (isHearing) return;
+  isHearing = true;
+  let wasAway = false;
+  await listen({
+    event: (name, data) => models.happened(name, data),
+    state: (isListening) => {
+      link.textContent = isListening ? "" : "The server does not answer. Trying again …";
+      if (isListening && wasAway) {
+        models.load().catch(() => {});
+        sessions.load().then(showTitle, () => {});
+      }
+      wasAway = !isListening;
+    },
+    refused: () => {},
+  });
+  isHearing = false;
+}
+
+showWelcome();
+start();
