@@ -21,6 +21,7 @@ from kqview.server.api.chat_work import (
     finish_reason,
     prepare,
 )
+from kqview.server.api.reasoning import Split
 from kqview.server.api.tool_format import Wanted, format_of, grammar, literal
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
@@ -223,7 +224,7 @@ def test_grammar_of_elements_and_of_deepseek_have_their_marks():
 def test_reasoning_that_the_prompt_opened_precedes_the_schema(engine: Engine):
     template = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
     work = prepare(engine, chat(schema={"const": [1]}, chat_template=template))
-    assert work.reading.opened == "<think>"
+    assert work.reading.split.opened == "<think>"
     assert accepts(str(work.request.sampling.grammar), "I think</think>[1]")
     answer = answer_of(work.reading, "I think</think>[1]")
     assert (answer.reasoning, answer.content) == ("I think", "[1]")
@@ -487,7 +488,7 @@ def test_calls_of_harmony_have_channels_of_their_own():
         "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary "
         'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
     )
-    answer = answer_of(Reading(splits="harmony"), text)
+    answer = answer_of(Reading(Split(mode="harmony")), text)
     assert (answer.reasoning, answer.content) == ("Hm.", "")
     assert [(call.name, call.arguments) for call in answer.calls] == [("f", '{"a": 1}')]
 

@@ -437,7 +437,7 @@ def test_mods_that_cannot_be_used_are_refused_before_anything_is_sent(
 
 
 def removal(text: str, n_tokens: int = 1) -> Removal:
-    return Removal(0, n_tokens, 0, 0, text)
+    return Removal(0, n_tokens, 0, 0, [text])
 
 
 def test_client_drops_what_may_become_a_stop_sequence_and_gets_it_again():
@@ -450,7 +450,7 @@ def test_client_drops_what_may_become_a_stop_sequence_and_gets_it_again():
 
 
 def test_reasoning_content_and_calls_are_taken_back_apart():
-    reading = Reading(splits="think", calls="hermes")
+    reading = Reading(calls="hermes")
     call = '<tool_call>{"name": "look", "arguments": {"at": "Anna"}}</tool_call>'
     reader = reading.reader()
     whole = "<think>Hmm.</think>It is noon." + call

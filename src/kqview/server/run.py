@@ -132,14 +132,19 @@ class Removal:
         n_tokens: How many tokens.
         n_characters: Characters of their text.
         n_left: Tokens that are left.
-        text: The text that is left.
+        texts: The text of each token that is left.
     """
 
     sample: int
     n_tokens: int
     n_characters: int
     n_left: int
-    text: str
+    texts: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        """The text that is left."""
+        return "".join(self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +258,7 @@ class Run:
         while sample == 0 and self._logprob_at and self._logprob_at[-1] >= n_left:
             self._logprob_at.pop()
             self.logprobs.pop()
-        return Removal(sample, n, n_characters, n_left, "".join(texts))
+        return Removal(sample, n, n_characters, n_left, tuple(texts))
 
     def last_removals(self) -> list[Removal]:
         """What mods took back after the last token of each sample; once it has ended."""

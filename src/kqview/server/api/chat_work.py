@@ -5,7 +5,7 @@ answer is read. An `AnswerReader` takes the text of one sample as it comes and r
 reasoning, content and tool calls, without stop sequences and marks. Nothing here knows a protocol.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, Literal
@@ -19,11 +19,10 @@ from kqview.server.api.held_text import HeldText
 from kqview.server.api.mods_field import calls_of, removed
 from kqview.server.api.reasoning import (
     THINK_TAGS,
-    HarmonySplitter,
-    NoReasoning,
+    THINKING,
     Piece,
-    Splitter,
-    ThinkSplitter,
+    Split,
+    TokenCounter,
     opened_by,
 )
 from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
@@ -33,6 +32,8 @@ from kqview.server.run import GenerateRequest, Removal, Run
 from kqview.types import Sampling
 
 ReasoningFormat = Literal["none", "auto", "deepseek", "deepseek-legacy"]
+ChooseSplit = Callable[[str, str, Split], Split]
+"""Given a chat template, the end of a prompt and how answers are split by these, how they are."""
 
 WHOLE_CONTEXT: Final = 2**31 - 1
 """``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
@@ -61,6 +62,9 @@ class ChatRequest:
         parallel_calls: Whether an answer may have several calls.
         schema: JSON schema of the answer, None for text.
         reasoning: "none" leaves reasoning in the content.
+        reasoning_budget: Most tokens of reasoning, after which the answer begins; None for any
+            number.
+        split: Chooses how the answer is split, None for what the template says.
         template_options: Further variables of the template.
         chat_template: Instead of the model's own.
         adds_generation_prompt: Whether the prompt ends with the header of the answer.
@@ -82,6 +86,8 @@ class ChatRequest:
     parallel_calls: bool = True
     schema: Mapping[str, Any] | None = None
     reasoning: ReasoningFormat = "auto"
+    reasoning_budget: int | None = None
+    split: ChooseSplit | None = None
     template_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     chat_template: str | None = None
     adds_generation_prompt: bool = True
@@ -119,9 +125,9 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
     is_harmony = form == "harmony"
-    splits: Literal["no", "think", "harmony"] = "harmony" if is_harmony else "think"
-    if chat.reasoning == "none" and not (is_harmony and tools):
-        splits = "no"
+    split = Split(mode="harmony" if is_harmony else "think", opened=opened, may_call=bool(tools))
+    if chat.split is not None:
+        split = chat.split(source, end, split)
     sampling = _constrained(engine, chat, tools, form, _reasoning_of(source, end, opened))
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
@@ -140,7 +146,9 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     )
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
     texts = tool_format.text_parameters(tools)
-    return ChatWork(request, Reading(splits, opened, native if tools else None, stops, texts))
+    if chat.reasoning == "none" and not (is_harmony and tools):
+        split = Split(mode="none")
+    return ChatWork(request, Reading(split, native if tools else None, stops, texts))
 
 
 def template_of(engine: Engine, given: str | None = None) -> str:
@@ -352,15 +360,13 @@ class Reading:
     """How an answer is read.
 
     Attributes:
-        splits: How it marks its reasoning; "no" leaves all of it in the content.
-        opened: The mark with which the prompt has opened reasoning.
+        split: How it marks its reasoning.
         calls: Format of its calls, None if there are no tools.
         stops: Sequences that end it.
         texts: Parameters of each function that are text, as `tool_format.text_parameters`.
     """
 
-    splits: Literal["no", "think", "harmony"] = "think"
-    opened: str | None = None
+    split: Split = THINKING
     calls: Format | None = None
     stops: tuple[str, ...] = ()
     texts: Mapping[str, frozenset[str]] = field(default_factory=dict[str, frozenset[str]])
@@ -389,13 +395,9 @@ class AnswerReader:
     """Reads one sample's text while it comes."""
 
     def __init__(self, reading: Reading) -> None:
-        self._splitter: Splitter = NoReasoning()
-        if reading.splits == "harmony":
-            self._splitter = HarmonySplitter()
-        elif reading.splits == "think":
-            self._splitter = ThinkSplitter(opened_by=reading.opened)
+        self._splitter = reading.split.splitter()
         # A call in a channel of its own needs no tools to be one.
-        form = "harmony" if reading.splits == "harmony" else reading.calls
+        form = "harmony" if reading.split.mode == "harmony" else reading.calls
         self._calls = CallReader(form, reading.texts) if form is not None else None
         self._held = HeldText(reading.stops)
         self._n_shown = 0
@@ -404,9 +406,12 @@ class AnswerReader:
         """Whether the answer has tool calls so far."""
         self._n_content = self._n_reasoning = self._n_calls = 0  # returned so far
         self._reading = reading
+        self.tokens = TokenCounter()
+        """How many tokens of each kind there are, whole after `finish`."""
 
     def feed(self, text: str) -> list[Delta]:
         """Add the text of a token; returns what is certain."""
+        self.tokens.add(text)
         text = self._held.feed(text)
         self._n_shown += len(text)
         return self._counted(self._deltas(self._splitter.feed(text)))
@@ -414,7 +419,7 @@ class AnswerReader:
     def take_back(self, removal: Removal) -> "TakenBack":
         """Mods took tokens back: a reader of what is left, and what the client is to hear."""
         reader = self._reading.reader()
-        deltas = reader.feed(removal.text)
+        deltas = [delta for text in removal.texts for delta in reader.feed(text)]
         lost = removed(removal, self._n_content - reader._n_content)
         if n := self._n_reasoning - reader._n_reasoning:
             lost["reasoning_characters"] = n
@@ -446,12 +451,16 @@ class AnswerReader:
         deltas = self._deltas(pieces)
         if self._calls is not None:
             deltas += self._of_calls(self._calls.flush())
+        self.tokens.end()
         return self._counted(deltas)
 
-    def _deltas(self, pieces: Iterable[Piece]) -> list[Delta]:
+    def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
         deltas: list[Delta] = []
+        self.tokens.classify(pieces)
         for piece in pieces:
-            if piece.kind == "reasoning":
+            if piece.kind == "mark":
+                pass
+            elif piece.kind == "reasoning":
                 deltas.append(Delta(reasoning=piece.text))
             elif self._calls is None:
                 deltas.append(Delta(content=piece.text))

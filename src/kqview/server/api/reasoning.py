@@ -1,21 +1,27 @@
 """Splits an answer into its reasoning, its visible content and the calls in its channels. Pure.
 
 Models mark their reasoning in the text: ``<think>`` blocks, the channels of Harmony (gpt-oss), tags
-such as ``<analysis>`` and ``<final>``, or a line before the answer proper. A splitter reads the
-text as it comes and returns what is certain; it holds back only what may still become a mark, so
-however the text is cut, the pieces of a kind join to the same text.
+such as ``<analysis>`` and ``<final>``, or a line before the answer proper; `Split` says which. A
+splitter reads the text as it comes and returns what is certain; it holds back only what may still
+become a mark, so however the text is cut, the pieces of a kind join to the same text. Marks are
+pieces too: all pieces together join to the whole text.
+
+White space next to a mark belongs to the mark, except in Harmony's channels.
 """
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, Protocol
 
-Kind = Literal["reasoning", "content", "call"]
+Kind = Literal["reasoning", "content", "call", "mark"]
 
 
 class Piece(NamedTuple):
     """Text of one kind; *name* is the function of a "call", whose text is its arguments.
 
-    A "call" begins with an empty text, so that each call is seen even without arguments.
+    A "call" begins with an empty text, so that each call is seen even without arguments. A "mark"
+    is what no client sees: marks, headers of channels, and white space around them.
     """
 
     kind: Kind
@@ -32,6 +38,14 @@ class Splitter(Protocol):
 
     def flush(self) -> list[Piece]:
         """What was held back."""
+        ...
+
+    @property
+    def closing(self) -> str | None:
+        """Text that ends the reasoning here and begins the answer; None outside of reasoning.
+
+        It goes on from a mark that the answer has begun to write.
+        """
         ...
 
 
@@ -70,6 +84,11 @@ class Marks:
         self._held = whole[at + len(mark or "") :]
         return whole[:at], mark
 
+    @property
+    def held(self) -> str:
+        """What may still become a mark."""
+        return self._held
+
     def take(self) -> str:
         """What is held; nothing is then."""
         held, self._held = self._held, ""
@@ -79,6 +98,11 @@ class Marks:
 class NoReasoning:
     """All of it is content."""
 
+    @property
+    def closing(self) -> str | None:
+        """See `Splitter`."""
+        return None
+
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
         return _pieces("content", text)
@@ -86,6 +110,42 @@ class NoReasoning:
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
         return []
+
+
+class _Text:
+    """The text between marks, without the white space next to them.
+
+    Attributes:
+        kind: Kind of the text.
+    """
+
+    def __init__(self) -> None:
+        self.kind: Kind = "content"
+        self._is_after_mark = False
+        self._is_before_mark = False
+        self._space = ""  # may be next to a mark
+
+    def begin(self, kind: Kind, mark: str = "", *, is_before_mark: bool) -> list[Piece]:
+        """After *mark*, the text is of this *kind*; *is_before_mark*: another one may follow."""
+        space, self._space = self._space, ""
+        self.kind, self._is_after_mark, self._is_before_mark = kind, True, is_before_mark
+        return _pieces("mark", space + mark)
+
+    def add(self, text: str) -> list[Piece]:
+        """Add *text*; returns what is certain."""
+        space = ""
+        if self._is_after_mark:
+            words = text.lstrip()
+            space, text = text[: len(text) - len(words)], words
+            self._is_after_mark = not text
+        text = self._space + text
+        words = text.rstrip() if self._is_before_mark else text
+        self._space = text[len(words) :]
+        return _pieces("mark", space) + _pieces(self.kind, words)
+
+    def end(self) -> list[Piece]:
+        """No further mark comes."""
+        return _pieces("mark" if self.kind == "reasoning" else self.kind, self._space)
 
 
 THINK_TAGS: Final[Mapping[str, str]] = {
@@ -101,8 +161,7 @@ THINK_TAGS: Final[Mapping[str, str]] = {
 class ThinkSplitter:
     """Reasoning between two marks at the beginning of the answer, as in ``<think>...</think>``.
 
-    White space around the reasoning is dropped. An answer that does not begin with an opening mark
-    is content, unchanged.
+    An answer that does not begin with an opening mark is content, unchanged.
     """
 
     def __init__(
@@ -110,128 +169,175 @@ class ThinkSplitter:
     ) -> None:
         """Split at *tags*; *opened_by* is the opening mark with which the prompt ends, if any."""
         self._tags = tags
-        self._start = ""
-        self._state: Literal["start", "reasoning", "after", "content"] = "start"
+        self._start: str | None = ""  # what may become an opening mark; None behind it
+        self._text = _Text()
+        self._close = ""
         self._marks = Marks(())
-        self._space = ""  # inside of reasoning, after its last word so far
-        self._has_words = False
         if opened_by is not None:
-            self._open(opened_by)
+            self._open(opened_by, "")
 
-    def _open(self, mark: str) -> None:
-        self._state = "reasoning"
-        self._marks = Marks([self._tags[mark]])
+    def _open(self, tag: str, mark: str) -> list[Piece]:
+        self._start = None
+        self._close = self._tags[tag]
+        self._marks = Marks([self._close])
+        return self._text.begin("reasoning", mark, is_before_mark=True)
+
+    @property
+    def closing(self) -> str | None:
+        """See `Splitter`."""
+        return _rest([self._close], self._marks) if self._text.kind == "reasoning" else None
 
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
-        if self._state == "start":
-            self._start += text
-            begun = self._start.lstrip()
-            mark = next((tag for tag in self._tags if begun.startswith(tag)), None)
-            if mark is not None:
-                self._open(mark)
-                text, self._start = begun[len(mark) :], ""
-            elif any(tag.startswith(begun) for tag in self._tags):
-                return []
-            else:
-                self._state = "content"
-                text, self._start = self._start, ""
         pieces: list[Piece] = []
-        if self._state == "reasoning":
+        if self._start is not None:
+            text = self._start + text
+            begun = text.lstrip()
+            tag = next((tag for tag in self._tags if begun.startswith(tag)), None)
+            if tag is None and any(tag.startswith(begun) for tag in self._tags):
+                self._start = text
+                return []
+            self._start = None
+            if tag is not None:
+                n = len(text) - len(begun) + len(tag)
+                pieces += self._open(tag, text[:n])
+                text = text[n:]
+        if self._text.kind == "reasoning":
             before, mark = self._marks.feed(text)
-            pieces += self._reasoning(before)
+            pieces += self._text.add(before)
             if mark is None:
                 return pieces
-            self._state, text = "after", self._marks.take()
-        if self._state == "after":
-            text = text.lstrip()
-            if not text:
-                return pieces
-            self._state = "content"
-        return pieces + _pieces("content", text)
-
-    def _reasoning(self, text: str) -> list[Piece]:
-        text = self._space + text
-        words = text.rstrip()
-        self._space = text[len(words) :]
-        if not self._has_words:
-            words = words.lstrip()
-            self._has_words = bool(words)
-            if not words:
-                self._space = ""
-        return _pieces("reasoning", words)
+            pieces += self._text.begin("content", mark, is_before_mark=False)
+            text = self._marks.take()
+        return pieces + self._text.add(text)
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        if self._state == "start":
-            start, self._start = self._start, ""
-            return _pieces("content", start)
-        if self._state == "reasoning":
-            return self._reasoning(self._marks.take())
-        return []
+        if self._start:
+            return _pieces("content", self._start)
+        return self._text.add(self._marks.take()) + self._text.end()
 
 
 class TagSplitter:
-    """Text inside of tags, as in ``<analysis>...</analysis><final>...</final>``.
+    """Tags, as in ``<analysis>...</analysis><final>...</final>``, or a marker instead of them.
 
-    Text outside of the tags is content.
+    What is in the first tag is reasoning, and comes as it is written. What precedes the first mark
+    is reasoning too: it is held until that mark comes, and is content if none does. Reasoning ends
+    at its closing tag, at the opening tag of the answer, and at the marker; behind the marker, all
+    is content. The answer ends at its closing tag; text outside of both tags is content.
     """
 
-    def __init__(self, tags: Mapping[str, Kind]) -> None:
-        """*tags*: name of each tag, without its brackets, and the kind of its text."""
-        self._kinds: dict[str, Kind] = {f"<{name}>": kind for name, kind in tags.items()}
-        self._closes = {f"<{name}>": f"</{name}>" for name in tags}
-        self._kind: Kind = "content"
-        self._marks = Marks(self._kinds)
+    def __init__(
+        self,
+        analysis: str = "analysis",
+        final: str = "final",
+        marker: str = "",
+        *,
+        is_open: bool = False,
+    ) -> None:
+        """Split at these.
+
+        Args:
+            analysis: Name of the tag of the reasoning, without brackets.
+            final: Of the tag of the answer.
+            marker: The marker, "" for none.
+            is_open: Whether the prompt ends with the opening tag of the reasoning.
+        """
+        self._open, self._close = f"<{analysis}>", f"</{analysis}>"
+        self._final, self._end, self._marker = f"<{final}>", f"</{final}>", marker
+        self._begun: list[str] | None = None if is_open else []  # before the first mark
+        self._text = _Text()
+        self._marks = Marks([self._open, self._close, self._final, marker])
+        if is_open:
+            self._turn(self._open, "")
+
+    @property
+    def closing(self) -> str | None:
+        """See `Splitter`; None before the first mark, which may never come."""
+        if self._text.kind != "reasoning":
+            return None
+        return _rest([self._close + self._final, self._final, self._marker], self._marks)
 
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
         pieces: list[Piece] = []
         while True:
             before, mark = self._marks.feed(text)
-            pieces += _pieces(self._kind, before)
+            if self._begun is None:
+                pieces += self._text.add(before)
+            else:
+                self._begun.append(before)
             if mark is None:
                 return pieces
+            if self._begun is not None:
+                begun, self._begun = "".join(self._begun), None
+                pieces += self._text.begin("reasoning", is_before_mark=True)
+                pieces += self._text.add(begun)
             text = self._marks.take()
-            if mark in self._kinds:
-                self._kind = self._kinds[mark]
-                self._marks = Marks([self._closes[mark]])
-            else:
-                self._kind = "content"
-                self._marks = Marks(self._kinds)
+            pieces += self._turn(mark, mark)
+
+    def _turn(self, mark: str, text: str) -> list[Piece]:
+        """Go on after *mark*, of which *text* is in the answer."""
+        kind: Kind = "reasoning" if mark == self._open else "content"
+        if mark == self._open:
+            self._marks = Marks([self._close, self._final, self._marker])
+        elif mark == self._marker:
+            self._marks = Marks([])
+        elif mark == self._final:
+            self._marks = Marks([self._end])
+        else:
+            self._marks = Marks([self._open, self._final])
+        return self._text.begin(kind, text, is_before_mark=mark != self._marker)
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        return _pieces(self._kind, self._marks.take())
+        rest = self._marks.take()
+        if self._begun is not None:
+            begun, self._begun = "".join(self._begun), None
+            return _pieces("content", begun + rest)
+        return self._text.add(rest) + self._text.end()
 
 
 class MarkerSplitter:
-    """Reasoning up to a marker, such as ``===FINAL===``, and content after it."""
+    """Reasoning up to a marker, such as ``===FINAL===``, and content after it.
+
+    All is held until the marker comes; without one, all is content.
+    """
 
     def __init__(self, marker: str) -> None:
         """*marker*: at least one character."""
+        self._marker = marker
         self._marks = Marks([marker])
-        self._kind: Kind = "reasoning"
+        self._text = _Text()
+        self._begun: list[str] | None = []
 
     @property
-    def has_answer(self) -> bool:
-        """Whether the marker came."""
-        return self._kind == "content"
+    def closing(self) -> str | None:
+        """See `Splitter`."""
+        return None if self._begun is None else _rest([self._marker], self._marks)
 
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
-        if self._kind == "content":
-            return _pieces("content", text)
+        if self._begun is None:
+            return self._text.add(text)
         before, mark = self._marks.feed(text)
-        pieces = _pieces("reasoning", before)
+        self._begun.append(before)
         if mark is None:
-            return pieces
-        self._kind = "content"
-        return pieces + _pieces("content", self._marks.take())
+            return []
+        begun, self._begun = "".join(self._begun), None
+        return [
+            *self._text.begin("reasoning", is_before_mark=True),
+            *self._text.add(begun),
+            *self._text.begin("content", mark, is_before_mark=False),
+            *self._text.add(self._marks.take()),
+        ]
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        return _pieces(self._kind, self._marks.take())
+        if self._begun is None:
+            return self._text.end()
+        begun, self._begun = "".join(self._begun), None
+        return _pieces("content", begun + self._marks.take())
 
 
 CHANNEL: Final = "<|channel|>"
@@ -239,6 +345,7 @@ MESSAGE: Final = "<|message|>"
 _ENDS: Final = ("<|end|>", "<|return|>", "<|call|>", "<|start|>")
 _FUNCTIONS: Final = "functions."
 _HEADERS: Final = ("assistant", "to=")  # how a header may begin before its channel
+_NEXT_MESSAGE: Final = "<|end|><|start|>assistant"
 
 
 class HarmonySplitter:
@@ -249,13 +356,22 @@ class HarmonySplitter:
     any channel is content.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_call: bool = False) -> None:
+        """*may_call*: `closing` leaves it open whether a call or the answer follows."""
         self._header = ""
         self._is_header = True
         self._has_channel = False
         self._kind: Kind = "content"
         self._name = ""
         self._marks = Marks([MESSAGE, CHANNEL, *_ENDS])
+        answer = "" if may_call else f"{CHANNEL}final{MESSAGE}"
+        self._closing = _NEXT_MESSAGE + answer
+
+    @property
+    def closing(self) -> str | None:
+        """See `Splitter`."""
+        is_reasoning = not self._is_header and self._kind == "reasoning"
+        return _rest([self._closing], self._marks) if is_reasoning else None
 
     def feed(self, text: str) -> list[Piece]:
         """See `Splitter`."""
@@ -267,20 +383,25 @@ class HarmonySplitter:
                 return pieces
             text = ""
             if mark == CHANNEL:
+                pieces += [] if self._is_header else self._begin_header("")
                 self._has_channel = True
-                pieces += [] if self._is_header else self._begin_header()
                 self._header += CHANNEL
             elif mark == MESSAGE and self._is_header:
                 pieces += self._begin_message()
             elif mark == MESSAGE:
                 pieces += self._text(mark)
             else:
-                pieces += self._begin_header()
+                pieces += self._begin_header(mark)
 
-    def _begin_header(self) -> list[Piece]:
-        pieces = self._unmarked()
-        self._is_header, self._header = True, ""
-        return pieces
+    def _begin_header(self, mark: str) -> list[Piece]:
+        pieces = self._end_header()
+        self._is_header = True
+        return pieces + _pieces("mark", mark)
+
+    def _end_header(self) -> list[Piece]:
+        """What became of the header: content if the answer has had no channel."""
+        header, self._header = self._header, ""
+        return _pieces("mark" if self._has_channel else "content", header)
 
     def _begin_message(self) -> list[Piece]:
         header, self._header = self._header, ""
@@ -289,11 +410,12 @@ class HarmonySplitter:
         recipient = header.partition("to=")[2].partition(" ")[0].partition("<|")[0].strip()
         self._name = recipient.removeprefix(_FUNCTIONS)
         channel = header.partition(CHANNEL)[2].split(maxsplit=1)
+        pieces = [Piece("mark", header + MESSAGE)]
         if self._name:
             self._kind = "call"
-            return [Piece("call", "", self._name)]
+            return [*pieces, Piece("call", "", self._name)]
         self._kind = "reasoning" if channel and channel[0] == "analysis" else "content"
-        return []
+        return pieces
 
     def _text(self, text: str) -> list[Piece]:
         if not self._is_header:
@@ -305,22 +427,21 @@ class HarmonySplitter:
         ):
             return []
         self._is_header = False
-        return self._unmarked()
-
-    def _unmarked(self) -> list[Piece]:
-        """An answer that began without a header."""
-        if self._has_channel:
-            return []
-        header, self._header = self._header, ""
-        return _pieces("content", header)
+        return self._end_header()
 
     def flush(self) -> list[Piece]:
         """See `Splitter`."""
-        return self._text(self._marks.take()) + self._unmarked()
+        return self._text(self._marks.take()) + self._end_header()
 
 
 def _pieces(kind: Kind, text: str) -> list[Piece]:
     return [Piece(kind, text)] if text else []
+
+
+def _rest(closings: Sequence[str], marks: Marks) -> str:
+    """The first of *closings* that goes on from what is held; without one, the first as a whole."""
+    held = marks.held
+    return next((one[len(held) :] for one in closings if one.startswith(held)), closings[0])
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
@@ -339,3 +460,115 @@ def opened_by(prompt_end: str, tags: Sequence[str] = tuple(THINK_TAGS)) -> str |
     """The opening mark with which a prompt ends, white space aside; None if there is none."""
     end = prompt_end.rstrip()
     return next((tag for tag in tags if end.endswith(tag)), None)
+
+
+# ---- which of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How an answer marks its reasoning.
+
+    Attributes:
+        mode: Its form; "none" if all of it is content.
+        opened: The mark with which the prompt has opened reasoning, None if it has not.
+        tags: With "tags": names of the tags of reasoning and answer.
+        marker: With "tags" and "marker": the marker; "" for none beside tags.
+        may_call: With "harmony": whether there are functions to call.
+    """
+
+    mode: Literal["none", "think", "harmony", "tags", "marker"] = "think"
+    opened: str | None = None
+    tags: tuple[str, str] = ("analysis", "final")
+    marker: str = ""
+    may_call: bool = False
+
+    def splitter(self) -> Splitter:
+        """A splitter for one answer."""
+        match self.mode:
+            case "none":
+                return NoReasoning()
+            case "think":
+                return ThinkSplitter(opened_by=self.opened)
+            case "harmony":
+                return HarmonySplitter(may_call=self.may_call)
+            case "tags":
+                is_open = self.opened == f"<{self.tags[0]}>"
+                return TagSplitter(*self.tags, self.marker, is_open=is_open)
+            case "marker":
+                return MarkerSplitter(self.marker)
+
+
+THINKING: Final = Split()
+"""``<think>`` and its like, should an answer begin with them."""
+
+
+# ---- tokens
+
+
+class TokenCounter:
+    """Counts an answer's tokens by the kind of their text.
+
+    A token counts as the first of its characters that is no mark, or else as a mark; one without
+    text, such as the first half of a character, as the next one with text.
+
+    Attributes:
+        n_reasoning: Tokens of reasoning.
+        n_final: Tokens of content and calls.
+        n_marks: Tokens of marks.
+    """
+
+    def __init__(self) -> None:
+        self.n_reasoning = self.n_final = self.n_marks = 0
+        self._waiting: deque[tuple[int, int]] = deque()  # tokens, and characters of their text
+        self._n_silent = 0  # tokens without text, before the next one with text
+        self._n_waiting = 0
+        self._kind: Kind = "mark"  # of the first token that waits, so far
+        self._n_classified = 0  # characters of that token
+
+    @property
+    def n_waiting(self) -> int:
+        """Tokens whose kind is not known."""
+        return self._n_waiting + self._n_silent
+
+    def add(self, text: str) -> None:
+        """A token with this text follows."""
+        if not text:
+            self._n_silent += 1
+            return
+        self._waiting.append((1 + self._n_silent, len(text)))
+        self._n_waiting += 1 + self._n_silent
+        self._n_silent = 0
+
+    def classify(self, pieces: Iterable[Piece]) -> None:
+        """The kinds of the text that follows."""
+        for piece in pieces:
+            n_left = len(piece.text)
+            while n_left and self._waiting:
+                n_tokens, n_characters = self._waiting[0]
+                n = min(n_left, n_characters - self._n_classified)
+                n_left -= n
+                self._n_classified += n
+                if self._kind == "mark":
+                    self._kind = piece.kind
+                if self._n_classified == n_characters:
+                    self._waiting.popleft()
+                    self._n_waiting -= n_tokens
+                    self._count(n_tokens)
+
+    def _count(self, n_tokens: int) -> None:
+        match self._kind:
+            case "reasoning":
+                self.n_reasoning += n_tokens
+            case "mark":
+                self.n_marks += n_tokens
+            case _:
+                self.n_final += n_tokens
+        self._kind, self._n_classified = "mark", 0
+
+    def end(self) -> None:
+        """The answer has ended: what still waits, such as a stop sequence, counts as marks."""
+        while self._waiting:
+            self._count(self._waiting.popleft()[0])
+        self.n_marks += self._n_silent
+        self._n_waiting = self._n_silent = 0
