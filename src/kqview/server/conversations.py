@@ -4,7 +4,7 @@ A session answers one request at a time. A second one for the same session waits
 the first may just be ending (its client left), and is then refused with BusyError (409).
 
 What is stored is in `conversation_store`: prompts and answers, neither system prompts and personas
-nor reasoning that is dropped.
+nor reasoning that is dropped. The KV cache is saved beside it (`conversation_states`).
 
 Belongs to one event loop. The database works in one thread of its own.
 """
@@ -15,13 +15,14 @@ import logging
 import unicodedata
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-from kqview.engine import Engine
 from kqview.errors import BusyError, CapacityError, KqviewError, RequestError
 from kqview.server.budget import Budget, Hold
 from kqview.server.config import ChatSessions, Config
+from kqview.server.conversation_states import ConversationStates, HasSlots, Seat
 from kqview.server.conversation_store import (
     ConversationStore,
     History,
@@ -31,11 +32,9 @@ from kqview.server.conversation_store import (
 )
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, TooLarge
 from kqview.server.live import Live
-from kqview.server.run import Run
 from kqview.server.security import Caller
-from kqview.server.slots import Slots
 
-__all__ = ["Conversations", "Message", "SessionInfo", "Turn"]
+__all__ = ["Conversations", "Message", "Seat", "SessionInfo", "Turn"]
 
 _T = TypeVar("_T")
 _log: Final = logging.getLogger("kqview.server")
@@ -55,10 +54,17 @@ class Turn:
         n_left_out: How many of `messages`, from the start, the prompt leaves out.
     """
 
-    def __init__(self, owner: "Conversations", key: Key, history: History) -> None:
+    def __init__(
+        self,
+        owner: "Conversations",
+        key: Key,
+        history: History,
+        copies: "list[asyncio.Task[None]]",
+    ) -> None:
         self.key = key
         self.messages = history.messages
         self.n_left_out = history.n_skipped
+        self._copies = copies
         self._owner = owner
 
     def fit(self, count: Callable[[Sequence[Message]], int], n_most: int) -> Sequence[Message]:
@@ -88,18 +94,22 @@ class Turn:
             self.n_left_out = n_out = 2 * low
         return messages[n_out:]
 
-    @contextlib.asynccontextmanager
-    async def seat(
-        self, model: "HasSlots", caller: Caller, ids: Sequence[int]
-    ) -> AsyncGenerator["Seat"]:
-        """A place in which to generate the answer, where the cache of the history is if it can be.
+    def seat(
+        self, model: HasSlots, caller: Caller, ids: Sequence[int]
+    ) -> AbstractAsyncContextManager[Seat]:
+        """A seat for the run of this turn; its slot is saved afterwards.
+
+        Before it, the cache of the history is restored if no slot has it (`ConversationStates`).
 
         Args:
             model: What the run starts on.
             caller: Who asks.
             ids: The whole prompt.
+
+        Raises:
+            QueueFull: Too many turns wait for a seat.
         """
-        yield Seat()
+        return self._owner.states.seat(model, caller, self.key, ids, self._copies.append)
 
     async def append(self, prompt: str, answer: str, *, model: str) -> None:
         """Store this turn; it is on the disk when this returns, if the sessions have a database.
@@ -117,22 +127,6 @@ class Turn:
             StorageFailed: The database cannot be written.
         """
         await self._owner.append(self, prompt, answer, model)
-
-
-class HasSlots(Protocol):
-    """A model that serves, as far as it is needed here."""
-
-    @property
-    def engine(self) -> Engine: ...
-    @property
-    def slots(self) -> Slots: ...
-
-
-class Seat:
-    """Where one turn is generated; `follow` has to know its run."""
-
-    def follow(self, run: Run) -> None:
-        """Remember the run of this turn, whose slot holds the session when it has ended."""
 
 
 class Conversations:
@@ -155,6 +149,7 @@ class Conversations:
             busy_wait_s: How long a request waits for another one of its session.
         """
         self._live = Live.of(settings)
+        self.states = ConversationStates(self._live, budget)
         self._hold = budget.hold(_CLIENT)
         self._new_store = store
         self._busy_wait_s = busy_wait_s
@@ -186,7 +181,13 @@ class Conversations:
 
     async def _open(self) -> None:
         make = partial(self._new_store, self._limits, fits=self._fits)
-        self._store = await self._in_thread(make)
+        store = await self._in_thread(make)
+        try:
+            await self._in_thread(lambda: self.states.open(store.keys()))
+        except BaseException:
+            await self._in_thread(store.close)
+            raise
+        self._store = store
         self._sweeping = asyncio.create_task(self._sweep_often())
 
     async def close(self, limit_s: float = 1.0) -> None:
@@ -199,6 +200,7 @@ class Conversations:
         self._is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()
+        await asyncio.to_thread(self.states.close)
         if self._store is not None:
             await self._in_thread(self._store.close)
             self._store = None
@@ -225,42 +227,72 @@ class Conversations:
             StorageFailed: The database cannot be read.
         """
         key = Key(owner, checked_id(session_id))
-        async with self._alone(key):
-            history = await self._run(_begun, key, self._turns.keys() - {key})
+        copies: list[asyncio.Task[None]] = []
+        await self._enter(key)
+        try:
+            history = await self._run(self._begun, key, self._turns.keys() - {key})
             with hold.part() as read:
                 read.take(_READ_TIMES * history.n_bytes)
-                yield Turn(self, key, history)
+                yield Turn(self, key, history, copies)
+        finally:
+            self._leave(key, copies)
 
-    @contextlib.asynccontextmanager
-    async def _alone(self, key: Key) -> AsyncGenerator[None]:
+    async def _enter(self, key: Key) -> None:
         place = self._turns.setdefault(key, _Place())
         place.n_users += 1
         try:
-            try:
-                async with asyncio.timeout(self._busy_wait_s):
-                    await place.lock.acquire()
-            except TimeoutError:
+            async with asyncio.timeout(self._busy_wait_s):
+                await place.lock.acquire()
+        except BaseException as error:
+            self._left(key)
+            if isinstance(error, TimeoutError):
                 raise _in_use(key) from None
-            try:
-                yield
-            finally:
-                place.lock.release()
-        finally:
-            place.n_users -= 1
-            if not place.n_users:
-                del self._turns[key]
-                self._freed.set()
+            raise
+
+    def _leave(self, key: Key, copies: Sequence["asyncio.Task[None]"] = ()) -> None:
+        """Let the next request in, once the slot has been copied."""
+        copies = [copy for copy in copies if not copy.done()]
+        if copies:
+            copies[0].add_done_callback(lambda _: self._leave(key, copies))
+            return
+        self._turns[key].lock.release()
+        self._left(key)
+
+    def _left(self, key: Key) -> None:
+        place = self._turns[key]
+        place.n_users -= 1
+        if not place.n_users:
+            del self._turns[key]
+            self._freed.set()
+
+    # In the database's thread, with the store:
+
+    def _begun(self, store: ConversationStore, key: Key, in_use: Collection[Key]) -> History:
+        self.states.forget(store.sweep(in_use))
+        return store.read(key)
+
+    def _append(
+        self, store: ConversationStore, turn: Turn, prompt: str, answer: str, **options: Any
+    ) -> None:
+        self.states.forget(
+            store.append(turn.key, prompt, answer, n_skipped=turn.n_left_out, **options)
+        )
+
+    def _delete(self, store: ConversationStore, key: Key) -> bool:
+        gone = store.delete(key)
+        self.states.forget(gone)
+        return bool(gone)
+
+    def _sweep(self, store: ConversationStore, in_use: Collection[Key]) -> int:
+        gone = store.sweep(in_use)
+        self.states.forget(gone)
+        return len(gone)
 
     async def append(self, turn: Turn, prompt: str, answer: str, model: str) -> None:
         """See `Turn.append`."""
-        work = partial(
-            ConversationStore.append,
-            model=model,
-            n_skipped=turn.n_left_out,
-            in_use=list(self._turns),
-        )
+        work = partial(self._append, model=model, in_use=list(self._turns))
         # Work that waits for its thread is dropped with the task that waits for it.
-        await asyncio.shield(asyncio.ensure_future(self._run(work, turn.key, prompt, answer)))
+        await asyncio.shield(asyncio.ensure_future(self._run(work, turn, prompt, answer)))
 
     # ---- sessions
 
@@ -290,13 +322,16 @@ class Conversations:
             StorageFailed: The database cannot be written.
         """
         key = Key(owner, session_id)
-        async with self._alone(key):
-            if not await self._run(ConversationStore.delete, key):
+        await self._enter(key)
+        try:
+            if not await self._run(self._delete, key):
                 raise _no_session(key)
+        finally:
+            self._leave(key)
 
     async def sweep(self) -> int:
         """Forget the sessions that nobody used for ``ttl_s``; returns how many."""
-        return len(await self._run(ConversationStore.sweep, list(self._turns)))
+        return await self._run(self._sweep, list(self._turns))
 
     async def _sweep_often(self) -> None:
         while True:
@@ -324,11 +359,6 @@ class Conversations:
 
     async def _in_thread(self, work: Callable[..., _T], *args: Any) -> _T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
-
-
-def _begun(store: ConversationStore, key: Key, in_use: Collection[Key]) -> History:
-    store.sweep(in_use)
-    return store.read(key)
 
 
 class _Place:

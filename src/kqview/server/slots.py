@@ -53,7 +53,7 @@ class Slots:
         self._workers = Workers(_N_WORKERS, "slots")
         self._locks: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._freed = asyncio.Event()
-        self._owners: dict[int, str] = {}
+        self._owners: dict[int, str] = {}  # the slot used last is the last entry
         self._n_uses: Counter[int] = Counter()
         self._n_processed: dict[int, int] = {}
         self._known: OrderedDict[bytes, SlotMarks] = OrderedDict()
@@ -73,6 +73,12 @@ class Slots:
                 parameter="id_slot",
             )
         return slots[slot_id]
+
+    def free(self) -> list[Slot]:
+        """Slots that no generation uses at the moment, the one unused for longest first."""
+        places = {slot_id: i for i, slot_id in enumerate(self._owners)}
+        free = [slot for slot in self._engine().slots if not slot.is_busy]
+        return sorted(free, key=lambda slot: places.get(slot.id, -1))
 
     def owner_of(self, slot_id: int) -> str | None:
         """Whose contents the slot holds; None if nobody's."""
@@ -100,6 +106,7 @@ class Slots:
         work: Callable[[Slot], _T],
         *,
         fills: bool = False,
+        wait_s: float | None = None,
     ) -> _T:
         """Do *work* with a slot when no generation uses it.
 
@@ -110,15 +117,18 @@ class Slots:
             slot_id: Index of the slot.
             work: What to do, in another thread.
             fills: Whether *work* replaces what the slot holds, which is the caller's afterwards.
+            wait_s: How long to wait for a slot that is busy; None: ``slot_wait_s``.
 
         Raises:
             UnknownSlot: There is no such slot.
             NotFound: It holds contents of another key.
-            BusyError: It stays busy for ``slot_wait_s``.
+            BusyError: It stays busy for that long.
         """
         slot = self.get(slot_id)
         is_gone = asyncio.Event()
-        using = asyncio.ensure_future(self._use(caller, slot, work, is_gone, fills=fills))
+        if wait_s is None:
+            wait_s = self._live.settings.slot_wait_s
+        using = asyncio.ensure_future(self._use(caller, slot, work, is_gone, wait_s, fills=fills))
         try:
             return await asyncio.shield(using)
         except asyncio.CancelledError:
@@ -132,10 +142,11 @@ class Slots:
         slot: Slot,
         work: Callable[[Slot], _T],
         is_gone: asyncio.Event,
+        wait_s: float,
         *,
         fills: bool,
     ) -> _T:
-        end_s = asyncio.get_running_loop().time() + self._live.settings.slot_wait_s
+        end_s = asyncio.get_running_loop().time() + wait_s
         # Whoever reads a slot does so before or after the others, never in between.
         await self._until(end_s, slot, self._locks[slot.id].acquire())
         try:
@@ -175,6 +186,7 @@ class Slots:
         )
 
     def _used(self, slot_id: int, owner: str, *, n_processed: int) -> None:
+        self._owners.pop(slot_id, None)
         self._owners[slot_id] = owner
         self._n_uses[slot_id] += 1
         self._n_processed[slot_id] = n_processed

@@ -23,6 +23,9 @@ from collections.abc import Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, Final, cast
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kqview.errors import StateFormatError, StateMismatch
 from kqview.state import ses1
 from kqview.state.durable import FileIdentity, write_whole
@@ -287,6 +290,19 @@ def read_parts(path: str | os.PathLike[str], *, follows: bool = True) -> tuple[b
         stream.seek(0)
         blob = stream.read(status.st_size - n_trailer)
         return blob, stream.read(n_trailer)
+
+
+def read_ids(path: str | os.PathLike[str], *, follows: bool = True) -> NDArray[np.int32]:
+    """Ids in a state file, shape (n_tokens,); nothing but them is read, and no checksum checked.
+
+    Raises:
+        StateFormatError: It is not a regular file, or has no SES1 blob.
+        OSError: The file cannot be read.
+    """
+    with _opened(path, follows=follows) as (stream, status):
+        head = stream.read(ses1.HEADER_BYTES)
+        n_bytes = 4 * int.from_bytes(head[len(ses1.MAGIC) :], "little")
+        return ses1.ids_in(head + stream.read(min(n_bytes, status.st_size)))
 
 
 def blob_bytes(path: str | os.PathLike[str]) -> int:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kqview.errors import StateFormatError
 
@@ -61,11 +62,11 @@ class SavedState:
         return len(self.tokens)
 
 
-def inspect(blob: bytes) -> SavedState:
-    """Parse the structure of *blob*; the values of the cache are skipped.
+def ids_in(blob: bytes) -> NDArray[np.int32]:
+    """Ids in *blob*, or in its first bytes; shape (n_tokens,), a read-only view.
 
     Raises:
-        StateFormatError: *blob* is not a SES1 blob, or is truncated.
+        StateFormatError: *blob* is not a SES1 blob, or ends before its ids do.
     """
     if blob[: len(MAGIC)] != MAGIC:
         raise StateFormatError("blob does not start with 'SES1'")
@@ -75,7 +76,18 @@ def inspect(blob: bytes) -> SavedState:
         raise StateFormatError(
             f"the {n_tokens} ids of blob end at byte {kv_at}, but blob ends at {len(blob)}"
         )
-    tokens = np.frombuffer(blob, "<i4", n_tokens, HEADER_BYTES)
+    return np.frombuffer(blob, "<i4", n_tokens, HEADER_BYTES)
+
+
+def inspect(blob: bytes) -> SavedState:
+    """Parse the structure of *blob*; the values of the cache are skipped.
+
+    Raises:
+        StateFormatError: *blob* is not a SES1 blob, or is truncated.
+    """
+    tokens = ids_in(blob)
+    n_tokens = len(tokens)
+    kv_at = HEADER_BYTES + 4 * n_tokens
     if _take("<I", blob, kv_at, "kv magic") != KV_MAGIC:
         raise StateFormatError(f"the cache magic at byte {kv_at} of blob is not llama.cpp's")
     first = _first_part(blob, kv_at + 8, n_tokens)
