@@ -31,12 +31,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Case:
-    """A way to capture; None stands for ten chosen heads, which ones depends on the model."""
+    """A way to capture, against no capture or *baseline*.
+
+    None stands for ten chosen heads, which ones depends on the model.
+    """
 
     what: str
     flash_attn: bool
     capture: Capture | None
     target: float | None = None
+    baseline: Capture | None = None
 
 
 CASES = {
@@ -54,6 +58,14 @@ CASES = {
         "probs, mean over layers and heads", True, Capture("probs", reduce="mean")
     ),
     "decode-flash-top-8": Case("probs, the 8 largest of each row", True, Capture("probs", top_k=8)),
+    # Expected: a sum is read from the row that is still in the cache, and saves writing it.
+    "decode-flash-spans": Case(
+        "probs, sums over two spans of each row",
+        True,
+        Capture("probs", spans=[(0, 512), (512, None)]),
+        target=1.00,
+        baseline=Capture("probs"),
+    ),
     "decode-plain-logits": Case("logits, all heads", False, Capture("logits"), 1.02),
     "decode-plain-probs": Case("probs, all heads", False, Capture("probs"), 1.02),
 }
@@ -82,17 +94,17 @@ def _measure(
     def run(capture: Capture | None) -> float:
         return step_ms(runs.stamps_s(settings.n_tokens, capture=capture), settings.n_skip)
 
-    run(None), run(capture)  # memory of the first blocks and graphs
+    run(case.baseline), run(capture)  # memory of the first blocks and graphs
     pairs = Pairs()
     n_pairs = settings.pairs_for(case.target)
-    for baseline, candidate in alternate(lambda: run(None), lambda: run(capture), n_pairs):
+    for baseline, candidate in alternate(lambda: run(case.baseline), lambda: run(capture), n_pairs):
         pairs.add(baseline, candidate)
         line.tick()
     flash = "on" if case.flash_attn else "off"
     return Timing(
         name=name,
         what=f"{case.what}; flash attention {flash}",
-        baseline="no capture",
+        baseline="whole rows" if case.baseline else "no capture",
         work=f"a decoded token at {settings.n_context} tokens of context",
         pairs=pairs,
         target=settings.target(case.target),

@@ -83,6 +83,13 @@ capture_options read_capture(const nb::object& capture) {
     if (!reduce.is_none()) options.reduce = value_of(reductions, reduce);
     if (const nb::object top_k = capture.attr("top_k"); !top_k.is_none())
         options.top_k = saturated(top_k);
+    if (const nb::object spans = capture.attr("spans"); !spans.is_none()) {
+        for (const nb::handle span : spans) {
+            const nb::object stop = span[1];
+            options.spans.push_back({saturated(nb::object(span[0])),
+                                     stop.is_none() ? column_range::no_stop : saturated(stop)});
+        }
+    }
     options.hidden = indices_of(capture.attr("hidden"));
     return options;
 }

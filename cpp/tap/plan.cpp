@@ -37,8 +37,19 @@ void check_hidden(const capture_options& options, const capture_source& source) 
 
 }  // namespace
 
+cut_ranges::cut_ranges(const std::vector<column_range>& ranges) {
+    for (const auto& one : ranges) cuts.insert(cuts.end(), {one.start, one.stop});
+    std::sort(cuts.begin(), cuts.end());
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    const auto place = [this](int column) {
+        return static_cast<std::size_t>(std::lower_bound(cuts.begin(), cuts.end(), column) -
+                                        cuts.begin());
+    };
+    for (const auto& one : ranges) of_range.push_back({place(one.start), place(one.stop)});
+}
+
 capture_plan::capture_plan(const capture_options& options, const capture_source& source)
-    : options_(options), n_embd_(source.n_embd) {
+    : options_(options), spans_(options.spans), n_embd_(source.n_embd) {
     std::vector<int> available;
     for (const auto& layer : source.attention) available.push_back(layer.il);
     check_hidden(options, source);
@@ -89,7 +100,7 @@ void capture_plan::add_layer(int il, const attention_layer& found) {
 
 // Decides the form in which each layer's device leaves its rows. The host finds the k largest
 // values, after any reduction: ggml_top_k does not order equal values, and on CUDA it launches its
-// kernels row by row.
+// kernels row by row. The host also sums the spans of reduced rows, which are few.
 void capture_plan::plan_devices(const capture_source& source) {
     std::vector<int> joined;  // layers on devices that can reduce them
     bool can_all_reduce = true;
@@ -99,7 +110,10 @@ void capture_plan::plan_devices(const capture_source& source) {
         if (!found.is_on_device) continue;
         auto& want = rows.on_device.emplace();
         want.kind = kind();
-        if (reduce() == row_reduction::none) continue;
+        if (reduce() == row_reduction::none) {
+            want.spans = options_.spans;
+            continue;
+        }
         can_all_reduce = can_all_reduce && found.is_reducible;
         if (!found.is_reducible) continue;
         want.reduce = is_mean(reduce()) ? row_reduction::mean_heads : row_reduction::max_heads;
@@ -114,7 +128,7 @@ void capture_plan::plan_devices(const capture_source& source) {
         if (reduces_layers()) {
             rows.on_device->reduce = reduce();
             rows.on_device->layers = joined;
-        } else if (top_k() == 0) {
+        } else if (keeps_columns() || !rows.on_device->spans.empty()) {
             rows.on_device->type = type();
         }
     }
@@ -126,7 +140,8 @@ std::size_t capture_plan::layer_rows::n_rows_brought() const {
 }
 
 bool capture_plan::is_direct(const layer_rows& rows) const {
-    if (top_k() > 0 || reduces_layers()) return false;
+    if (reduces_layers()) return false;
+    if (!keeps_columns() && rows.on_device->spans.empty()) return false;
     return reduce() == row_reduction::none ||
            (rows.on_device->reduce == reduce() && rows.on_device->type == type());
 }
@@ -151,7 +166,9 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) 
     row_layout where;
     where.n_queries = n_queries;
     where.n_columns = n_columns;
-    where.n_values = top_k() > 0 ? std::min(top_k(), n_columns) : n_columns;
+    where.n_values = !options_.spans.empty() ? static_cast<int>(options_.spans.size())
+                     : top_k() > 0           ? std::min(top_k(), n_columns)
+                                             : n_columns;
     const auto n_values = static_cast<std::size_t>(n_rows()) * static_cast<std::size_t>(n_queries) *
                           static_cast<std::size_t>(where.n_values);
     where.size_bytes = n_values * element_bytes();

@@ -60,6 +60,29 @@ constexpr float unseen_value(row_kind kind) {
     return kind == row_kind::probs ? 0.0f : -std::numeric_limits<float>::infinity();
 }
 
+// Columns [start, stop) of a row, as far as the row has them.
+struct column_range {
+    static constexpr int no_stop = std::numeric_limits<int>::max();  // grows with the context
+
+    int start = 0;
+    int stop = no_stop;
+
+    auto operator<=>(const column_range&) const = default;
+};
+
+// Ranges cut where any of them begins or ends, so that a row's columns are read once, however much
+// the ranges overlap.
+struct cut_ranges {
+    struct part {
+        std::size_t first, last;  // segments [first, last)
+    };
+
+    std::vector<int> cuts;       // ascending; segment i has the columns [cuts[i], cuts[i + 1])
+    std::vector<part> of_range;  // the segments of each range, in the order of the ranges
+
+    explicit cut_ranges(const std::vector<column_range>& ranges);
+};
+
 constexpr std::size_t bytes_of(row_type type) { return type == row_type::f32 ? 4 : 2; }
 
 // The form in which a graph leaves a layer's rows on their device. The remaining work, such as
@@ -69,14 +92,19 @@ struct device_want {
     row_kind kind = row_kind::logits;
     row_type type = row_type::f32;
     row_reduction reduce = row_reduction::none;  // none: one row per head
-    std::vector<int> heads;   // heads to reduce, ascending; empty: all heads of the layer
-    std::vector<int> layers;  // layers reduced to one row by mean or max, ascending
+    std::vector<int> heads;           // heads to reduce, ascending; empty: all heads of the layer
+    std::vector<int> layers;          // layers reduced to one row by mean or max, ascending
+    std::vector<column_range> spans;  // their sums instead of whole rows; only with reduce none
 
     auto operator<=>(const device_want&) const = default;
     // True for one row over several layers. A reduction over layers runs either on one device or on
     // the host.
     bool joins_layers() const { return !layers.empty(); }
     std::size_t element_bytes() const { return bytes_of(type); }
+    // Values that a row of `n_cells` cells leaves.
+    std::size_t n_values(std::size_t n_cells) const {
+        return spans.empty() ? n_cells : spans.size();
+    }
 };
 
 struct capture_options {
@@ -85,8 +113,9 @@ struct capture_options {
     std::optional<std::vector<int>> layers;  // none = all
     std::optional<std::vector<int>> heads;   // none = all
     row_reduction reduce = row_reduction::none;
-    int top_k = 0;            // keep the k largest of each row; 0 = whole rows
-    std::vector<int> hidden;  // layers whose output is captured too
+    int top_k = 0;                    // keep the k largest of each row; 0 = whole rows
+    std::vector<column_range> spans;  // sums over these columns instead of rows; for probs
+    std::vector<int> hidden;          // layers whose output is captured too
 };
 
 // Where the parts of `n_queries` captured queries of `n_columns` columns lie in their block. Values
@@ -94,7 +123,7 @@ struct capture_options {
 struct row_layout {
     int n_queries = 1;
     int n_columns = 0;
-    int n_values = 0;                  // of a row: n_columns, or fewer with top_k
+    int n_values = 0;  // of a row: n_columns, or fewer with top_k, or one for each span
     std::size_t positions_offset = 0;  // int32 (row, query, value), with top_k
     bool has_hidden = false;
     std::size_t hidden_offset = 0;  // float32 (layer, n_embd), one query only
@@ -126,6 +155,9 @@ public:
         return reduce() == row_reduction::mean || reduce() == row_reduction::max;
     }
     int top_k() const { return options_.top_k; }
+    const cut_ranges& spans() const { return spans_; }
+    // True if a row keeps all its columns, as they are.
+    bool keeps_columns() const { return top_k() == 0 && options_.spans.empty(); }
     const std::vector<int>& hidden() const { return options_.hidden; }
     int n_embd() const { return n_embd_; }
     const std::vector<layer_rows>& layers() const { return layers_; }
@@ -151,6 +183,7 @@ private:
     void plan_devices(const capture_source& source);
 
     capture_options options_;
+    cut_ranges spans_;
     std::vector<layer_rows> layers_;   // in the requested order
     std::vector<int> index_of_layer_;  // index into layers_; -1 if nothing is captured
     int n_heads_total_ = 0;

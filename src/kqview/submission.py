@@ -354,7 +354,9 @@ class Submission:
         scale = self._info.attention_scale
 
         def look(event: ForwardPass) -> Object | None:
-            if event.attention is None or capture is None or capture.reduce is not None:
+            if event.attention is None or capture is None:
+                return None
+            if capture.reduce is not None or capture.spans is not None:
                 return None
             return top_columns(
                 event.attention,

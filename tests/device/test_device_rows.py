@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tests.engine.conftest import MakeEngine
 
 N_PROMPT, N_TOKENS = 20, 12
+SPANS = [(0, 3), (2, 21), (21, None), (0, None), (600, None)]
 CAPTURES = {
     **{kind: Capture(kind) for kind in KINDS},
     "float16": Capture("logits", dtype="float16"),
@@ -41,6 +42,10 @@ CAPTURES = {
     "max": Capture("scores", reduce="max"),
     "top_k": Capture("probs", top_k=4),
     "hidden": Capture("probs", layers=[1], hidden=[0, 2]),
+    "spans": Capture("probs", spans=SPANS),
+    "spans of heads": Capture("probs", layers=[2, 0], heads=[3, 1], spans=SPANS, dtype="float16"),
+    "spans of mean_heads": Capture("probs", reduce="mean_heads", spans=SPANS),
+    "spans of mean": Capture("probs", reduce="mean", spans=SPANS, dtype="float16"),
 }
 
 

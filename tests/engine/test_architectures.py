@@ -110,6 +110,11 @@ def test_probs_sum_to_one_or_less_with_sinks(reports: Checks, name: str) -> None
             assert low >= 1 - 1e-6
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in WITHOUT_ATTENTION])
+def test_sums_over_spans_are_those_of_the_rows(reports: Checks, name: str) -> None:
+    assert reports[name].span_error <= 1e-6
+
+
 @pytest.mark.parametrize("name", WITHOUT_CACHE)
 @pytest.mark.parametrize("flash_attn", [False, True])
 def test_diffusion_model_attends_to_both_sides_and_does_not_generate(

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from numpy.typing import NDArray
+
     from kqview.types import Token
     from tests.engine.conftest import MakeEngine
 
@@ -351,3 +353,104 @@ def test_reductions_and_whole_rows_alternate(
         again = run(engine, PROMPT_40, 3, capture=capture)
         for a, b in zip(before, again, strict=True):
             np.testing.assert_array_equal(a.attention, b.attention)  # type: ignore[arg-type]
+
+
+# ---- sums over spans
+
+SPANS: list[tuple[int, int | None]] = [
+    (0, 5),
+    (3, 32),
+    (32, None),
+    (0, None),
+    (29, 30),
+    (900, None),
+]
+
+
+def summed(rows: Any) -> NDArray[np.float64]:
+    """The sums of whole rows over SPANS, in float64."""
+    wide = np.asarray(rows, np.float64)
+    return np.stack([wide[..., start:stop].sum(-1) for start, stop in SPANS], -1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"dtype": "float16"},
+        {"layers": (2, 0), "heads": (3, 1, 0)},
+        {"reduce": "mean_heads"},
+        {"reduce": "max", "dtype": "float16"},
+    ],
+    ids=lambda options: "-".join(options) or "all",
+)
+def test_spans_are_sums_of_whole_rows(
+    make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any], flash_attn: bool
+) -> None:
+    whole, part = (
+        captured(
+            make_engine, tiny_llama, Capture("probs", spans=spans, **options), flash_attn=flash_attn
+        )
+        for spans in (None, SPANS)
+    )
+    half = options.get("dtype") == "float16"
+    # A row of float16 has been rounded before it is summed here.
+    near = {"rtol": 2e-3, "atol": 1e-5} if half else {"rtol": 2e-6, "atol": 1e-12}
+    for sums, rows in zip(part, whole, strict=True):
+        assert isinstance(sums.attention, np.ndarray)
+        assert sums.attention.dtype == (np.float16 if half else np.float32)
+        assert not sums.attention.flags.writeable
+        np.testing.assert_allclose(sums.attention, summed(rows.attention), **near)
+        assert not sums.attention[..., -1].any()  # a range of columns that are not there yet
+
+
+def test_spans_of_every_row_of_a_prompt(
+    make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
+) -> None:
+    engine = make_engine(tiny_llama, flash_attn=flash_attn)
+    whole = engine.attend(PROMPT, Capture("probs")).array()
+    sums = engine.attend(PROMPT, Capture("probs", spans=SPANS)).array()
+    assert isinstance(sums, np.ndarray)
+    assert sums.shape == (N_LAYER, N_HEAD, len(PROMPT), len(SPANS))
+    np.testing.assert_allclose(sums, summed(whole), rtol=2e-6, atol=1e-12)
+
+
+def test_spans_of_each_slot_and_after_a_shift_are_of_its_own_columns(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    # What shares a step with what depends on time, which moves last bits.
+    engine = make_engine(tiny_llama, n_slots=3, n_ctx=64, kv_type="f32", flash_attn=False)
+    shift: dict[str, Any] = {"context_shift": True, "n_keep": 4}
+
+    def rows(spans: list[tuple[int, int | None]] | None) -> list[list[Token]]:
+        capture = Capture("probs", spans=spans)
+        jobs = [
+            engine.generate(
+                random_ids(n, seed=n), max_tokens=60, temperature=0, ignore_eos=True,
+                capture=capture, slot=i, cache_prompt=False, **shift,
+            )
+            for i, n in enumerate((20, 33, 47))
+        ]  # fmt: skip
+        return [list(job) for job in jobs]
+
+    for whole, part in zip(rows(None), rows(SPANS), strict=True):
+        assert [token.id for token in part] == [token.id for token in whole]
+        assert any(token.discarded for token in part)
+        for sums, token in zip(part, whole, strict=True):
+            assert sums.discarded == token.discarded
+            np.testing.assert_allclose(
+                np.asarray(sums.attention), summed(token.attention), rtol=1e-3, atol=1e-5
+            )
+
+
+def test_spans_take_less_memory_and_the_same_nodes(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=0)  # a device has nodes of its own
+    capture = Capture("probs", spans=[(0, 4), (4, None)])
+    run(engine, PROMPT, 3, capture=capture)
+    assert engine.stats().graph_nodes_added == N_LAYER
+    n_bytes = engine.stats().attention_bytes
+    assert (
+        n_bytes == 3 * capture.bytes_per_token(engine.model, 1000) == 3 * N_LAYER * N_HEAD * 2 * 4
+    )

@@ -92,6 +92,28 @@ def test_aggregates_of_the_engine_are_those_of_its_full_rows(engine: Engine, kin
         np.testing.assert_allclose(out.values, values, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("form", ["per_layer", "aggregated"])
+def test_spans_are_sums_of_the_values_sent_without_them(engine: Engine, form: Any):
+    spans = ((0, 2), (1, None))
+    wanted = AttentionWanted(format=form)
+    whole = shaped(wanted, last_row(engine, wanted))
+    wanted = AttentionWanted(format=form, spans=spans)
+    out = shaped(wanted, last_row(engine, wanted))
+    assert isinstance(whole, Dense)
+    assert isinstance(out, Dense)
+    assert (out.spans, out.n_context) == (spans, None)
+    values = whole.values.astype(np.float64)
+    sums = np.stack([values[..., slice(*span)].sum(-1) for span in spans], -1)
+    np.testing.assert_allclose(out.values, sums, rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["sparse", "viz"])
+def test_spans_of_a_format_that_needs_whole_rows_are_refused(engine: Engine, form: Any):
+    with pytest.raises(InvalidCapture, match=f"as {form}") as caught:
+        AttentionWanted(format=form, spans=((0, 2),)).capture(engine.model)
+    assert caught.value.parameter == "spans"
+
+
 def test_late_layers_weigh_more_where_nothing_is_said(engine: Engine):
     full = np.asarray(last_row(engine, AttentionWanted()), np.float64)
     wanted = AttentionWanted(format="aggregated", aggregation="weighted_layers")

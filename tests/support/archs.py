@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
-from kqview import Engine
+from kqview import Capture, Engine
 from kqview.errors import UnsupportedModel
 
 from . import stock
@@ -40,6 +40,7 @@ N_TOKENS = 6
 N_CTX = 256
 # exp of a score this far below the row's largest one is 0 in float32.
 UNDERFLOW = 80.0
+SPANS = [(0, 7), (5, None), (19, 20)]
 
 
 @dataclass
@@ -66,6 +67,8 @@ class Report:
     embedding_error: float = np.inf
     # Largest difference of a generated token's logprob from its score.
     score_error: float = 0.0
+    # Largest difference of a sum over a span of the prompt's rows from that of the whole rows.
+    span_error: float = 0.0
     failure: str = ""
 
     def largest(self, flash_attn: bool, *, first_layer: bool = False) -> float:
@@ -160,6 +163,11 @@ class ModelCheck:
     def _check_prompt(self, engine: Engine, flash_attn: bool) -> None:
         found = engine.attend(self.prompt, capture="probs").array()
         layers = engine.model.attention_layers
+        sums = engine.attend(self.prompt, capture=Capture("probs", spans=SPANS)).array()
+        for part, whole in zip(sums, found, strict=True):
+            want = [whole[..., slice(*span)].sum(-1, dtype=np.float64) for span in SPANS]
+            error = float(np.abs(part - np.stack(want, -1)).max())
+            self.report.span_error = max(error, self.report.span_error)
         self._compare("prompt", flash_attn, layers, [found], self._stock_rows([]))
 
     def _check(self, engine: Engine, kind: Kind, flash_attn: bool) -> None:

@@ -216,6 +216,37 @@ def test_capture_accepts_every_well_formed_option():
     assert hash(capture) == hash(dataclasses.replace(capture))
 
 
+def test_spans_become_pairs_of_ints():
+    spans = [(0, 3), [np.int64(2), None], np.array([4, 900])]
+    capture = Capture("probs", spans=spans)  # pyright: ignore[reportArgumentType]
+    assert capture.spans == ((0, 3), (2, None), (4, 900))
+    assert hash(capture) == hash(dataclasses.replace(capture))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"spans": []}, "no range"),
+        ({"spans": [(0, 1)] * 513}, "512"),
+        ({"spans": 3}, "spans must be ranges"),
+        ({"spans": "01"}, "spans must be ranges"),
+        ({"spans": [5]}, r"\(start, stop\)"),
+        ({"spans": [(0, 1, 2)]}, r"\(start, stop\)"),
+        ({"spans": ["01"]}, r"\(start, stop\)"),
+        ({"spans": [(3, 3)]}, "start < stop"),
+        ({"spans": [(-1, 3)]}, "start < stop"),
+        ({"spans": [(0, 1.5)]}, "start < stop"),
+        ({"spans": [(None, 2)]}, "start < stop"),
+        ({"spans": [(0, 1)], "kind": "scores"}, "not of 'scores'"),
+        ({"spans": [(0, 1)], "top_k": 2}, "top_k and spans"),
+    ],
+)
+def test_spans_that_make_no_sense_are_refused_by_name(options: dict[str, Any], message: str):
+    with pytest.raises(InvalidCapture, match=message) as caught:
+        Capture(**{"kind": "probs", **options})
+    assert caught.value.parameter == "spans"
+
+
 def test_capture_of_turns_a_kind_into_a_capture():
     capture = Capture("scores", layers=[1])
     assert Capture.of(None) is None
@@ -238,6 +269,8 @@ def test_capture_of_turns_a_kind_into_a_capture():
         (Capture(top_k=5), (3, 4, 5), 8, 0),
         (Capture(top_k=50), (3, 4, 10), 8, 0),
         (Capture(hidden=[0, 5]), (3, 4, 10), 4, 2 * 32 * 4),
+        (Capture("probs", spans=[(0, 3), (3, None)]), (3, 4, 2), 4, 0),
+        (Capture("probs", spans=[(0, 3)] * 40, reduce="mean_heads"), (3, 40), 4, 0),
     ],
 )
 def test_bytes_per_token_is_the_size_of_the_arrays(
@@ -369,7 +402,10 @@ def test_hidden_states_have_a_name():
     assert named["blocks.3.hook_resid_post"].shape == (1, 1, 8)
 
 
-@pytest.mark.parametrize("capture", [Capture(reduce="mean_heads"), Capture(top_k=2)])
+@pytest.mark.parametrize(
+    "capture",
+    [Capture(reduce="mean_heads"), Capture(top_k=2), Capture("probs", spans=[(0, 5)])],
+)
 @pytest.mark.parametrize("form", ["to_hf", "named"])
 def test_reduced_rows_are_refused(capture: Capture, form: str):
     with pytest.raises(errors.InvalidCapture, match="rows of single heads"):

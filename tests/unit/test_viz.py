@@ -208,6 +208,13 @@ def test_what_cannot_be_drawn_is_refused(attention: Any, texts: Any, message: st
         heatmap(attention, texts)
 
 
+def test_sums_over_spans_are_refused():
+    capture = Capture("probs", spans=[(0, 2)])
+    token = Token(0, "x", 0, attention=np.ones((1, 1, 1)), capture=capture)
+    with pytest.raises(ValueError, match="capture without spans"):
+        heatmap([token], PROMPT)
+
+
 def test_rows_cut_to_their_largest_values_are_refused():
     token = Token(0, "x", 0, attention=np.ones((1, 1, 2)))
     token.attention_positions = np.zeros((1, 1, 2), np.int32)

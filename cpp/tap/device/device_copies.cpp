@@ -10,9 +10,9 @@ namespace kqview {
 
 namespace {
 
-std::size_t query_floats(const row_target& target) {
-    return static_cast<std::size_t>(target.layout.n_queries) *
-           static_cast<std::size_t>(target.layout.n_columns);
+// Number of values of all queries of one row.
+std::size_t size_of(const row_target& target, int n_values) {
+    return static_cast<std::size_t>(target.layout.n_queries) * static_cast<std::size_t>(n_values);
 }
 
 // Fills columns [first, n_columns) of a row: tokens not decoded yet, for which the graph has no
@@ -74,7 +74,7 @@ void device_copies::place(std::vector<piece> pieces) {
     const auto& plan = *target.plan;
     const auto is_direct = [&](const piece& one) {
         if (one.wanted) return plan.is_direct(*one.wanted);
-        return one.rows->layers.size() == plan.layers().size() && plan.top_k() == 0 &&
+        return one.rows->layers.size() == plan.layers().size() && plan.keeps_columns() &&
                plan.type() == one.rows->want.type;
     };
     if (std::all_of(pieces.begin(), pieces.end(), is_direct)) {
@@ -82,8 +82,9 @@ void device_copies::place(std::vector<piece> pieces) {
             const int row = !one.wanted                            ? 0
                             : plan.reduce() == row_reduction::none ? one.wanted->first_row
                                                                    : one.wanted->index;
-            one.to = target.data +
-                     static_cast<std::size_t>(row) * query_floats(target) * plan.element_bytes();
+            one.to = target.data + static_cast<std::size_t>(row) *
+                                       size_of(target, target.layout.n_values) *
+                                       plan.element_bytes();
             pieces_.push_back(one);
         }
         return;
@@ -91,11 +92,12 @@ void device_copies::place(std::vector<piece> pieces) {
     std::size_t n_rows = 0;
     for (const auto& one : pieces) n_rows += one.n_rows;
     auto& work = work_.emplace_back();
-    work.rows.resize(n_rows * query_floats(target));
+    const auto row_floats = size_of(target, target.layout.n_columns);
+    work.rows.resize(n_rows * row_floats);
     auto* to = work.rows.data();
     for (auto& one : pieces) {
         one.to = reinterpret_cast<std::byte*>(to);
-        to += one.n_rows * query_floats(target);
+        to += one.n_rows * row_floats;
     }
     work.pieces = std::move(pieces);
 }
@@ -126,19 +128,20 @@ std::vector<row_copy> device_copies::of(const device_part::share& share) {
     return copies;
 }
 
-// In a result, query q of head h in stream s is at ((s * n_head + h) * n_rows + q) * n_cells.
+// In a result, query q of head h in stream s is at ((s * n_head + h) * n_rows + q) * n_values.
 void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) const {
     const auto& target = table_.targets[one.i_target];
     const auto& rows = *one.rows;
     const auto element_bytes = rows.want.element_bytes();
-    const auto n_columns = static_cast<std::size_t>(target.layout.n_columns);
+    // Columns, or sums over spans.
+    const auto n_columns = rows.want.n_values(static_cast<std::size_t>(target.layout.n_columns));
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
     const int first = target.i_query - (rows.n_queries - static_cast<int>(rows.n_rows));
     if (first < 0 || static_cast<std::size_t>(first) + n_queries > rows.n_rows) {
         throw error(errc::internal, "the rows of a query are not in its step's graph");
     }
-    const auto n_known = std::min(n_columns, rows.n_cells);
-    const auto from_stride = rows.n_cells * element_bytes;
+    const auto n_known = std::min(n_columns, rows.n_values);
+    const auto from_stride = rows.n_values * element_bytes;
     const auto to_stride = n_columns * element_bytes;
     const bool is_reduced = rows.want.reduce != row_reduction::none;
     std::byte* to = one.to;

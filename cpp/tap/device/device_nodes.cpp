@@ -2,6 +2,8 @@
 
 #include <ggml-alloc.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -137,8 +139,9 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
                                       values->ne[2], values->ne[3]));
     if (!want.heads.empty()) {
         const auto n = static_cast<std::int64_t>(want.heads.size());
-        auto* const list = lists_ ? lists_->find(want.heads)
-                                  : ggml_new_tensor_2d(tensors_, GGML_TYPE_I32, n, values->ne[3]);
+        auto* const list = constants_
+                               ? constants_->find(want.heads)
+                               : ggml_new_tensor_2d(tensors_, GGML_TYPE_I32, n, values->ne[3]);
         if (!list) {
             failure_ = "a list of heads is not on its device";
             return values;
@@ -150,6 +153,26 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
         heads = add(ggml_get_rows(tensors_, heads, of_streams));
     }
     return pooled(heads, heads->ne[1], want.reduce);
+}
+
+// Sums over spans: F32 in memory as ne=[n_spans, n_rows, n_head, n_stream]. Probabilities of cells that a query
+// does not see are 0, so one matrix serves rows of every length. Each row is multiplied on its own:
+// for several at once a device may choose a kernel that rounds them first.
+ggml_tensor* device_node_builder::summed(ggml_tensor* probs,
+                                         const std::vector<column_range>& spans) {
+    auto* const matrix = constants_->find(spans);
+    if (!matrix || matrix->ne[0] < probs->ne[0]) {
+        failure_ = "the spans of a row are not on its device";
+        return probs;
+    }
+    const auto [n_rows, n_head, n_stream] = std::array{probs->ne[1], probs->ne[2], probs->ne[3]};
+    auto* const rows =
+        add(ggml_reshape_4d(tensors_, probs, probs->ne[0], 1, n_rows, n_head * n_stream));
+    auto* const of_cells =
+        add(ggml_view_2d(tensors_, matrix, probs->ne[0], matrix->ne[1], matrix->nb[1], 0));
+    auto* const sums = ggml_mul_mat(tensors_, of_cells, rows);
+    ggml_prec_set_acc(sums, GGML_PREC_F32);
+    return add(sums);
 }
 
 // The mean or maximum of `n` rows, which are the second dimension.
@@ -195,7 +218,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     if (!check(site, want.kind)) return rows;
     rows.n_queries = site.n_queries();
     auto* result = values_of(site, want.kind, n_rows);
-    rows.n_cells = static_cast<std::size_t>(result->ne[0]);
+    rows.n_values = want.n_values(static_cast<std::size_t>(result->ne[0]));
     rows.n_rows = static_cast<std::size_t>(result->ne[1]);
     rows.n_head = static_cast<std::size_t>(result->ne[2]);
     if (want.reduce != row_reduction::none) {
@@ -207,7 +230,11 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
         // Before the mask adds -inf: a value that the cast made infinite would read as masked.
         result = add(ggml_clamp(tensors_, result, -largest_f16, largest_f16));
     }
-    result = masked(result, site, want.kind, n_rows, want.reduce != row_reduction::none);
+    if (want.spans.empty()) {
+        result = masked(result, site, want.kind, n_rows, want.reduce != row_reduction::none);
+    } else {
+        result = summed(contiguous(result), want.spans);
+    }
     if (want.type == row_type::f16) {
         result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));
     } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
@@ -231,7 +258,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
     rows.want = joined.want;
     rows.n_queries = first.n_queries();
-    rows.n_cells = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
+    rows.n_values = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
     rows.n_rows = static_cast<std::size_t>(joined.n_rows);
     rows.n_head = 1;
     rows.n_heads_reduced = joined.n_heads * static_cast<int>(joined.sites.size());
@@ -246,41 +273,63 @@ ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows)
     return add(ggml_cont(tensors_, last_queries(site.output, n_rows)));
 }
 
-void head_lists::keep(std::set<std::vector<int>> lists, int n_streams) {
-    if (lists == lists_) return;
-    lists_.clear();
+void node_constants::keep(wanted all, int n_streams) {
+    if (all == kept_) return;
+    kept_ = {};
     found_.clear();
     buffer_.reset();
     tensors_.reset();
-    if (lists.empty()) return;
-    tensors_.reset(ggml_init({lists.size() * ggml_tensor_overhead() + 1, nullptr, true}));
+    const auto n_tensors = all.lists.size() + all.matrices.size();
+    if (n_tensors == 0) return;
+    tensors_.reset(ggml_init({n_tensors * ggml_tensor_overhead() + 1, nullptr, true}));
     std::vector<ggml_tensor*> made;
-    for (const auto& heads : lists) {
+    for (const auto& heads : all.lists) {
         made.push_back(ggml_new_tensor_2d(tensors_.get(), GGML_TYPE_I32,
                                           static_cast<std::int64_t>(heads.size()), n_streams));
+    }
+    for (const auto& [spans, n_cells] : all.matrices) {
+        made.push_back(ggml_new_tensor_2d(tensors_.get(), GGML_TYPE_F32,
+                                          static_cast<std::int64_t>(n_cells),
+                                          static_cast<std::int64_t>(spans.size())));
     }
     buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(tensors_.get(),
                                                            ggml_backend_dev_buffer_type(device_)));
     if (!buffer_) {
         tensors_.reset();
         throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
-                                             " has no memory left for the list of captured heads; "
-                                             "lower n_ctx, n_slots or n_gpu_layers");
+                                             " has no memory left for the list of captured heads "
+                                             "or spans; lower n_ctx, n_slots or n_gpu_layers");
     }
     auto tensor = made.begin();
-    for (const auto& heads : lists) {
+    for (const auto& heads : all.lists) {
         std::vector<std::int32_t> rows;
         for (int i = 0; i < n_streams; ++i) rows.insert(rows.end(), heads.begin(), heads.end());
         ggml_backend_tensor_set(*tensor++, rows.data(), 0, rows.size() * sizeof(std::int32_t));
     }
-    lists_ = std::move(lists);
+    for (const auto& [spans, n_cells] : all.matrices) {
+        std::vector<float> rows(spans.size() * n_cells, 0.0f);
+        for (std::size_t i = 0; i < spans.size(); ++i) {
+            const auto start = std::min(static_cast<std::size_t>(spans[i].start), n_cells);
+            const auto stop = std::min(static_cast<std::size_t>(spans[i].stop), n_cells);
+            std::fill_n(rows.data() + i * n_cells + start, stop - start, 1.0f);
+        }
+        ggml_backend_tensor_set(*tensor++, rows.data(), 0, rows.size() * sizeof(float));
+    }
+    kept_ = std::move(all);
     found_ = std::move(made);
 }
 
-ggml_tensor* head_lists::find(const std::vector<int>& heads) const {
-    const auto found = lists_.find(heads);
-    if (found == lists_.end()) return nullptr;
-    return found_[static_cast<std::size_t>(std::distance(lists_.begin(), found))];
+ggml_tensor* node_constants::find(const heads& wanted) const {
+    const auto found = kept_.lists.find(wanted);
+    if (found == kept_.lists.end()) return nullptr;
+    return found_[static_cast<std::size_t>(std::distance(kept_.lists.begin(), found))];
+}
+
+ggml_tensor* node_constants::find(const spans& wanted) const {
+    const auto found = kept_.matrices.find(wanted);
+    if (found == kept_.matrices.end()) return nullptr;
+    return found_[kept_.lists.size() +
+                  static_cast<std::size_t>(std::distance(kept_.matrices.begin(), found))];
 }
 
 }  // namespace kqview

@@ -8,6 +8,7 @@
 #include <ggml.h>
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <set>
 #include <string>
@@ -25,14 +26,15 @@ int n_heads_reduced(const device_want& want, const attention_site& site);
 // The device that holds these keys, or their weights if no cache stores them; null: host memory.
 ggml_backend_dev_t device_of(const ggml_tensor* keys);
 
-// The result of one node on its device, laid out as ne=[n_cells, n_rows, n_head, n_stream],
-// contiguous; n_head is 1 after a reduction over heads.
+// The result of one node on its device, laid out as ne=[n_values, n_rows, n_head, n_stream],
+// contiguous; a value is that of a cell, or the sum over a span; n_head is 1 after a reduction over
+// heads.
 struct device_rows {
     std::vector<int> layers;  // one layer, or the layers joined here
     device_want want;
     ggml_tensor* tensor = nullptr;
     int n_queries = 0;  // per stream in the graph; the rows belong to the last ones
-    std::size_t n_cells = 0;
+    std::size_t n_values = 0;
     std::size_t n_rows = 0;
     std::size_t n_head = 0;
     int n_heads_reduced = 0;  // over all `layers` together
@@ -54,36 +56,51 @@ struct joined_layers {
     int n_rows = 0;
 };
 
-// Lists of heads in one device's memory, read by nodes that select heads before they reduce them.
+// Constants in one device's memory that nodes read: lists of heads, which are selected before they
+// are reduced, and matrices that sum a row over spans.
 // Owner:   device_tap.
 // Threads: the engine thread (and the constructor's thread before that thread starts).
-class head_lists {
+class node_constants {
 public:
-    explicit head_lists(ggml_backend_dev_t device) : device_(device) {}
+    using heads = std::vector<int>;
+    using spans = std::vector<column_range>;
 
-    // Keeps these lists, each repeated for `n_streams` streams, and frees all others: graphs that
-    // read one of those must not run again. Raises out_of_memory.
-    void keep(std::set<std::vector<int>> lists, int n_streams);
+    struct wanted {
+        std::set<heads> lists;
+        std::map<spans, std::size_t> matrices;  // and the cells of the longest row that each sums
+
+        bool operator==(const wanted&) const = default;
+    };
+
+    explicit node_constants(ggml_backend_dev_t device) : device_(device) {}
+
+    // Keeps these, the lists each repeated for `n_streams` streams, and frees all others: graphs
+    // that read one of those must not run again. Raises out_of_memory.
+    void keep(wanted all, int n_streams);
 
     // I32 ne=[n_heads, n_streams], the same list for each stream; null if the list is not kept.
-    ggml_tensor* find(const std::vector<int>& heads) const;
+    ggml_tensor* find(const heads& wanted) const;
+    // F32 ne=[n_cells, n_spans], 1 where a cell is in the span, else 0; null if it is not kept.
+    ggml_tensor* find(const spans& wanted) const;
 
 private:
     ggml_backend_dev_t device_;
-    std::set<std::vector<int>> lists_;
+    wanted kept_;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};
     std::unique_ptr<ggml_backend_buffer, decltype(&ggml_backend_buffer_free)> buffer_{
         nullptr, ggml_backend_buffer_free};
-    std::vector<ggml_tensor*> found_;  // in the order of lists_
+    std::vector<ggml_tensor*> found_;  // in the order of the lists, then of the matrices
 };
 
 // Builds the nodes of one graph on one device. It never adds a node that the device cannot compute:
 // ggml would abort, or copy all keys to the host in every step.
 class device_node_builder {
 public:
-    // `lists` must contain every selection of heads; null: only to check what the device supports.
-    device_node_builder(ggml_context* tensors, ggml_backend_dev_t device, const head_lists* lists)
-        : tensors_(tensors), device_(device), lists_(lists) {}
+    // `constants` must contain every selection of heads and all spans; null: only to check what the
+    // device supports.
+    device_node_builder(ggml_context* tensors, ggml_backend_dev_t device,
+                        const node_constants* constants)
+        : tensors_(tensors), device_(device), constants_(constants) {}
 
     // The rows of the last `n_rows` queries. The tensor is null on failure: see failure().
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
@@ -113,6 +130,7 @@ private:
     ggml_tensor* probs_of(const attention_site& site, int n_rows);
     ggml_tensor* values_of(const attention_site& site, row_kind kind, int n_rows);
     ggml_tensor* reduced(ggml_tensor* values, const device_want& want);
+    ggml_tensor* summed(ggml_tensor* probs, const std::vector<column_range>& spans);
     ggml_tensor* pooled(ggml_tensor* rows, std::int64_t n, row_reduction reduce);
     ggml_tensor* masked(ggml_tensor* values, const attention_site& site, row_kind kind, int n_rows,
                         bool is_reduced);
@@ -120,7 +138,7 @@ private:
 
     ggml_context* tensors_;
     ggml_backend_dev_t device_;
-    const head_lists* lists_;
+    const node_constants* constants_;
     std::vector<ggml_tensor*> nodes_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*>
         masks_;  // F32 and contiguous, keyed by llama.cpp's mask

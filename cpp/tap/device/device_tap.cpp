@@ -83,7 +83,7 @@ std::size_t device_tap::bytes_of_row(const graph_plan& plan, int il) const {
         const auto n_head = want.reduce == row_reduction::none ? one.n_head
                             : want.joins_layers()              ? 2
                                                                : 1;
-        n_bytes += n_head * one.n_cells * want.element_bytes();
+        n_bytes += n_head * want.n_values(one.n_cells) * want.element_bytes();
     }
     return n_bytes;
 }
@@ -94,16 +94,19 @@ std::size_t device_tap::work_bytes_of_row(const graph_plan& plan, int il) const 
     return plan.device_wants(il).empty() ? 0 : one.n_head * one.n_cells * sizeof(float);
 }
 
-void device_tap::keep_lists(const graph_plan& plan) {
+void device_tap::keep_constants(const graph_plan& plan) {
     for (const auto& one : paths_) {
-        std::set<std::vector<int>> lists;
+        node_constants::wanted all;
         for (const auto& [il, layer] : layers_) {
             if (layer.on != one.get()) continue;
             for (const auto& want : plan.device_wants(il)) {
-                if (!want.heads.empty()) lists.insert(want.heads);
+                if (!want.heads.empty()) all.lists.insert(want.heads);
+                if (want.spans.empty()) continue;
+                auto& n_cells = all.matrices[want.spans];
+                n_cells = std::max(n_cells, layer.n_cells);
             }
         }
-        one->lists.keep(std::move(lists), n_slots_);
+        one->constants.keep(std::move(all), n_slots_);
     }
 }
 
@@ -139,7 +142,7 @@ void device_tap::reserve(const graph_plan& plan) {
         }
         if (n_bytes > 0) path->way.reserve(n_bytes);
     }
-    keep_lists(plan);
+    keep_constants(plan);
 }
 
 // One row, the last query of each stream, or as many as there is room for if a prompt's rows are
@@ -186,7 +189,7 @@ struct device_tap::builders {
     std::unordered_map<const path*, device_node_builder> by_path{};
 
     device_node_builder& of(path& on) {
-        return by_path.try_emplace(&on, tensors, on.way.device(), &on.lists).first->second;
+        return by_path.try_emplace(&on, tensors, on.way.device(), &on.constants).first->second;
     }
     void put(device_node_builder& builder, ggml_tensor* anchor) {
         for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});

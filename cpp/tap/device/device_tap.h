@@ -67,12 +67,12 @@ public:
     const std::shared_ptr<copy_counters>& counters() const { return counters_; }
 
 private:
-    // One device's transfer to the host, and the head lists that its nodes read.
+    // One device's transfer to the host, and the constants that its nodes read.
     struct path {
         explicit path(ggml_backend_dev_t device, copy_counters& counters)
-            : way(device, counters), lists(device) {}
+            : way(device, counters), constants(device) {}
         transfer way;
-        head_lists lists;
+        node_constants constants;
     };
     struct layer {
         path* on;
@@ -87,7 +87,7 @@ private:
     path& path_to(ggml_backend_dev_t device);
     std::size_t bytes_of_row(const graph_plan& plan, int il) const;
     std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
-    void keep_lists(const graph_plan& plan);
+    void keep_constants(const graph_plan& plan);
     std::string add_rows(const attention_sites& attention, const graph_plan& plan,
                          builders& building);
     std::string add_joined(const attention_sites& attention, const graph_plan& plan,

@@ -29,8 +29,9 @@ struct row_scratch {
     std::vector<float> rows;   // results to convert or reduce before they are written
     std::vector<float> cells;  // dequantised keys of a tile
     std::vector<std::pair<float, std::int32_t>> best;  // the largest values of a row
-    std::vector<float> gathered;  // max_heads_at_once rows over gathered keys, before scatter()
-    std::vector<float> extra;     // a row over keys that stand for no token
+    std::vector<float> gathered;   // max_heads_at_once rows over gathered keys, before scatter()
+    std::vector<float> extra;      // a row over keys that stand for no token
+    std::vector<double> segments;  // sums over parts of a row
 };
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 namespace kqview {
 
@@ -49,6 +50,18 @@ void select_top(const float* row, int n_columns, std::size_t k, std::vector<rank
         least = best.front().first;
     }
     std::sort_heap(best.begin(), best.end(), ranks_before);
+}
+
+// In double, so that a span of thousands of columns loses nothing.
+double sum_of(const float* row, int n_columns) {
+    constexpr int n_lanes = 8;
+    double lanes[n_lanes] = {};
+    int c = 0;
+    for (; c + n_lanes <= n_columns; c += n_lanes) {
+        for (int i = 0; i < n_lanes; ++i) lanes[i] += static_cast<double>(row[c + i]);
+    }
+    for (; c < n_columns; ++c) lanes[0] += static_cast<double>(row[c]);
+    return std::accumulate(lanes, lanes + n_lanes, 0.0);
 }
 
 }  // namespace
@@ -180,6 +193,7 @@ void row_sink::scale(float* row, float factor) const {
 
 void row_sink::write(int i_row, const float* row) {
     if (plan_.top_k() > 0) return write_top(i_row, row);
+    if (!plan_.keeps_columns()) return write_sums(i_row, row);
     std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
     if (plan_.type() == row_type::f32) {
         std::memcpy(to, row, n_columns() * sizeof(float));
@@ -204,6 +218,29 @@ void row_sink::write_top(int i_row, const float* row) {
             reinterpret_cast<ggml_fp16_t*>(to)[i] = ggml_fp32_to_fp16(within_f16(value));
         }
         positions[i] = column;
+    }
+    count(to);
+}
+
+void row_sink::write_sums(int i_row, const float* row) {
+    const auto& [cuts, spans] = plan_.spans();
+    const int n_columns = target_.layout.n_columns;
+    auto& sums = scratch_.segments;
+    sums.clear();
+    for (std::size_t i = 0; i + 1 < cuts.size(); ++i) {
+        const int start = std::min(cuts[i], n_columns);
+        sums.push_back(sum_of(row + start, std::min(cuts[i + 1], n_columns) - start));
+    }
+    std::byte* const to = target_.data + index_of(i_row) * plan_.element_bytes();
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+        const auto [first, last] = spans[i];
+        const auto sum =
+            static_cast<float>(std::accumulate(sums.data() + first, sums.data() + last, 0.0));
+        if (plan_.type() == row_type::f32) {
+            reinterpret_cast<float*>(to)[i] = sum;
+        } else {
+            reinterpret_cast<ggml_fp16_t*>(to)[i] = ggml_fp32_to_fp16(sum);
+        }
     }
     count(to);
 }

@@ -1,5 +1,5 @@
-// Writes finished rows to their block: unchanged, as float16, as their k largest values, or reduced
-// over heads and layers first. Float16 values saturate: beyond +-65504 they would become infinite,
+// Writes finished rows to their block: unchanged, as float16, as their k largest values, as sums
+// over spans, or reduced over heads and layers first. Float16 values saturate: beyond +-65504 they would become infinite,
 // and -inf means masked. One sink serves one compute thread, target and layer.
 // Threads: ggml's compute threads; their shared state is in row_table, synchronised by atomics and
 //          by ggml's barrier between two nodes.
@@ -76,7 +76,7 @@ public:
 private:
     bool is_reduced() const { return plan_.reduce() != row_reduction::none; }
     bool is_direct() const {
-        return plan_.type() == row_type::f32 && plan_.top_k() == 0 && !is_reduced();
+        return plan_.type() == row_type::f32 && plan_.keeps_columns() && !is_reduced();
     }
     std::size_t n_columns() const { return static_cast<std::size_t>(target_.layout.n_columns); }
     std::size_t index_of(int i_row) const;
@@ -84,6 +84,7 @@ private:
     void finish_layer(float* row);
     void write(int i_row, const float* row);
     void write_top(int i_row, const float* row);
+    void write_sums(int i_row, const float* row);
     void count(const std::byte* to);
 
     row_table& table_;

@@ -59,7 +59,8 @@ def head_rows(
         heads: Indices of captured heads; None for all.
 
     Raises:
-        InvalidCapture: There is no attention, or *layers* or *heads* are not in it.
+        InvalidCapture: There is no attention, it is sums over spans, or *layers* or *heads* are not
+            in it.
     """
     if attention is None:
         raise InvalidCapture("there is no attention; pass capture='probs' to generate")
@@ -81,6 +82,10 @@ def _full(values: NDArray[Any], positions: NDArray[np.int32] | None, n_context: 
     """*values* of one layer as full rows."""
     values = np.atleast_2d(values).astype(np.float32)
     if positions is None:
+        if values.shape[-1] != n_context:
+            raise InvalidCapture(
+                f"a row has {values.shape[-1]} values for {n_context} tokens; capture without spans"
+            )
         return values
     rows = np.zeros((len(values), n_context), np.float32)
     np.put_along_axis(rows, np.atleast_2d(positions).astype(np.int64), values, axis=1)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from kqview.errors import InvalidCapture
 from kqview.types import Capture, ModelInfo
-from kqview.types.capture import DType, Kind, Reduce
+from kqview.types.capture import DType, Kind, Reduce, Span
 from kqview.types.token import Array, Attention
 
 Format = Literal["per_layer", "aggregated", "sparse", "viz"]
@@ -48,6 +48,8 @@ class AttentionWanted:
         dtype: Of the values, "float32" or "float16".
         layers: Layers to keep, None for all that have attention.
         heads: Heads to keep, None for all.
+        spans: Of "per_layer" and "aggregated": sums over these ranges of columns, as in Capture,
+            instead of a value per column; None for whole rows.
         layer_weights: Of "weighted_layers", one for each layer kept; None weighs layer i of n with
             ``(i + 1)``, so that late layers count more. Weights are divided by their sum.
         prompt: Also send the rows of the prompt's tokens.
@@ -61,6 +63,7 @@ class AttentionWanted:
     dtype: DType = "float32"
     layers: tuple[int, ...] | None = None
     heads: tuple[int, ...] | None = None
+    spans: tuple[Span, ...] | None = None
     layer_weights: tuple[float, ...] | None = None
     prompt: bool = False
 
@@ -78,6 +81,11 @@ class AttentionWanted:
                 f"rows of the prompt cannot be sent as {self.format}; "
                 "ask for per_layer or aggregated"
             )
+        if self.spans is not None and self.format in ("sparse", "viz"):
+            raise InvalidCapture(
+                f"spans cannot be sent as {self.format}; ask for per_layer or aggregated",
+                parameter="spans",
+            )
         layers = self.layers
         if self.format == "aggregated" and self.aggregation == "last_layer":
             layers = (layers or model.attention_layers)[-1:]
@@ -88,6 +96,7 @@ class AttentionWanted:
             layers=layers,
             heads=self.heads,
             reduce=self._reduce(),
+            spans=self.spans,
             # What is computed further here is computed from float32 and rounded once.
             dtype=self.dtype if self.format == "per_layer" else "float32",
             prompt=self.prompt,
@@ -126,18 +135,20 @@ class Dense:
             ``(n_context,)``, with an axis of ``n_rows`` before the last for rows of a prompt;
             little-endian float32 or float16, C-contiguous; the engine's own view if nothing had to
             be computed. If layers differ in heads, the layers' heads follow each other:
-            ``(1, sum of heads, n_context)``.
+            ``(1, sum of heads, n_context)``. With *spans*, a sum for each instead of ``n_context``.
         heads_by_layer: Heads of each layer if they differ, else None.
+        spans: The ranges of columns that the values are sums of; None: there is a value per column.
     """
 
     format: Literal["per_layer", "aggregated"]
     values: Array
     heads_by_layer: tuple[int, ...] | None = None
+    spans: tuple[Span, ...] | None = None
 
     @property
-    def n_context(self) -> int:
-        """Columns: the tokens before the query."""
-        return self.values.shape[-1]
+    def n_context(self) -> int | None:
+        """Columns: the tokens before the query; None with *spans*, which do not tell."""
+        return self.values.shape[-1] if self.spans is None else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,19 +196,20 @@ def shaped(wanted: AttentionWanted, rows: Attention) -> Shaped:
             and "aggregated" also rows of a prompt, with an axis of queries before the last.
     """
     if wanted.format == "per_layer":
-        return _per_layer(_stacked(rows) if wanted.reduce_heads else rows)
+        return _per_layer(wanted, _stacked(rows) if wanted.reduce_heads else rows)
     if wanted.format == "aggregated":
-        return Dense("aggregated", _rounded(wanted, _aggregated(wanted, rows)))
+        values = _rounded(wanted, _aggregated(wanted, rows))
+        return Dense("aggregated", values, spans=wanted.spans)
     if wanted.format == "sparse":
         return _sparse(_stacked(rows), wanted.top_k)
     return _viz(wanted.kind, rows)
 
 
-def _per_layer(rows: Attention) -> Dense:
+def _per_layer(wanted: AttentionWanted, rows: Attention) -> Dense:
     if isinstance(rows, tuple):
         joined = np.concatenate(rows)[None]
-        return Dense("per_layer", joined, tuple(len(layer) for layer in rows))
-    return Dense("per_layer", rows)
+        return Dense("per_layer", joined, tuple(len(layer) for layer in rows), wanted.spans)
+    return Dense("per_layer", rows, spans=wanted.spans)
 
 
 def _aggregated(wanted: AttentionWanted, rows: Attention) -> Array:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -15,6 +16,9 @@ Kind = Literal["logits", "scores", "probs"]
 Reduce = Literal["mean_heads", "max_heads", "mean", "max"]
 DType = Literal["float32", "float16"]
 OnFull = Literal["raise", "wait", "drop"]
+Span = tuple[int, int | None]
+
+MOST_SPANS: Final = 512
 
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2}
 _POSITION_BYTES: Final = 4  # int32
@@ -36,6 +40,10 @@ class Capture:
         reduce: Reduction done on the device, or None: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
         top_k: Keep only the k largest values of each row, with their positions.
+        spans: Instead of whole rows, the sums of each row over these ranges of columns:
+            ``[(start, stop), ...]``, ascending within a range, in any order and overlapping as you
+            like. A stop of None, or beyond the context, grows with it. Columns not there yet count
+            0. Sums are taken where the rows are computed, of kind "probs" only, after *reduce*.
         dtype: Type of the values, "float32" or "float16". float16 saturates: a value out of range
             becomes 65504 or -65504, so -inf always means a position that is not visible.
         prompt: Also capture the rows of the prompt's own tokens.
@@ -52,6 +60,7 @@ class Capture:
     heads: Sequence[int] | None = None
     reduce: Reduce | None = None
     top_k: int | None = None
+    spans: Sequence[Span] | None = None
     dtype: DType = "float32"
     prompt: bool = False
     hidden: Sequence[int] = ()
@@ -78,10 +87,32 @@ class Capture:
             object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _to_top_k(self.top_k))
+        if self.spans is not None:
+            object.__setattr__(self, "spans", _to_spans(self.spans))
+            self._check_spans()
         if not isinstance(self.prompt, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _invalid("prompt", "True or False", self.prompt)
         object.__setattr__(self, "prompt", bool(self.prompt))
         object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
+
+    def _check_spans(self) -> None:
+        if self.kind != "probs":
+            raise InvalidCapture(
+                f"spans are sums of probabilities, not of '{self.kind}'; capture 'probs'",
+                parameter="spans",
+            )
+        if self.top_k is not None:
+            raise InvalidCapture(
+                "top_k and spans are two ways to shorten rows; leave one of them out",
+                parameter="spans",
+            )
+
+    @property
+    def shortened_by(self) -> Literal["top_k", "spans"] | None:
+        """The option whose values a row holds instead of one per column; None for whole rows."""
+        if self.top_k is not None:
+            return "top_k"
+        return None if self.spans is None else "spans"
 
     @classmethod
     def of(cls, value: "Capture | str | None") -> "Capture | None":
@@ -167,7 +198,8 @@ class Capture:
                 n_rows * min(self.top_k, n_context) * (_ITEM_BYTES[self.dtype] + _POSITION_BYTES)
             )
         else:
-            attention_bytes = n_rows * n_context * _ITEM_BYTES[self.dtype]
+            n_values = n_context if self.spans is None else len(self.spans)
+            attention_bytes = n_rows * n_values * _ITEM_BYTES[self.dtype]
         return attention_bytes + len(self.hidden) * model.n_embd * _ITEM_BYTES["float32"]
 
 
@@ -210,6 +242,29 @@ def _to_top_k(value: object) -> int:
     if top_k is None or top_k < 1:
         raise _invalid("top_k", "a whole number from 1, or None to keep whole rows", value)
     return top_k
+
+
+def _to_spans(spans: object) -> tuple[Span, ...]:
+    if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
+        raise _invalid("spans", "ranges of columns such as [(0, 10), (10, None)]", spans)
+    pairs = tuple(_to_span(span) for span in islice(spans, MOST_SPANS + 1))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if not 0 < len(pairs) <= MOST_SPANS:
+        n = "no range" if not pairs else f"more than {MOST_SPANS} ranges"
+        raise InvalidCapture(
+            f"spans has {n}; pass 1 to {MOST_SPANS}, or None for whole rows", parameter="spans"
+        )
+    return pairs
+
+
+def _to_span(span: object) -> Span:
+    pair = tuple(span) if isinstance(span, Sequence | np.ndarray) else ()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    if isinstance(span, str) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+        raise _invalid("a range of spans", "(start, stop) or (start, None)", span)
+    start = to_index(pair[0])  # pyright: ignore[reportUnknownArgumentType]
+    stop = None if pair[1] is None else to_index(pair[1])  # pyright: ignore[reportUnknownArgumentType]
+    if start is None or start < 0 or (pair[1] is not None and (stop is None or stop <= start)):
+        raise _invalid("a range of spans", "0 <= start < stop, or stop None", span)
+    return start, stop
 
 
 def _to_wait_s(value: object) -> float:

@@ -91,8 +91,8 @@ class Token:
             tokens before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16,
             C-contiguous. If layers differ in heads, a tuple with one ``(n_heads, n_context)`` per
             layer. With ``reduce``: ``(n_layers, n_context)`` or ``(n_context,)``. With ``top_k``:
-            the k largest values of each row, best first, instead of ``n_context``. None without
-            capture, or if ``on_full="drop"`` dropped it.
+            the k largest values of each row, best first, instead of ``n_context``; with ``spans``:
+            a sum for each span. None without capture, or if ``on_full="drop"`` dropped it.
         attention_positions: With ``top_k``: int32 positions of the values, in the shape of
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
@@ -197,7 +197,8 @@ class Token:
             ``attention``. The values equal those of transformers for kind "probs".
 
         Raises:
-            InvalidCapture: There is no attention, or the capture has ``reduce`` or ``top_k``.
+            InvalidCapture: There is no attention, or the capture has ``reduce``, ``top_k`` or
+                ``spans``.
         """
         _, rows = self._rows_by_layer("to_hf")
         return tuple(row[None, :, None, :] for row in rows)
@@ -212,8 +213,8 @@ class Token:
             ``(1, 1, n_embd)`` for hidden states.
 
         Raises:
-            InvalidCapture: There is nothing to name: no capture, a capture with ``reduce`` or
-                ``top_k``, or kind "logits", for which TransformerLens has no name.
+            InvalidCapture: There is nothing to name: no capture, a capture with ``reduce``,
+                ``top_k`` or ``spans``, or kind "logits", for which TransformerLens has no name.
         """
         named: dict[str, NDArray[Any]] = {}
         if self.attention is not None:
@@ -238,8 +239,8 @@ class Token:
             raise InvalidCapture(
                 f"{who}() needs attention, but this token has none; pass capture= to generate"
             )
-        if capture.reduce is not None or capture.top_k is not None:
-            option = "reduce" if capture.reduce is not None else "top_k"
+        option = "reduce" if capture.reduce is not None else capture.shortened_by
+        if option is not None:
             raise InvalidCapture(
                 f"{who}() needs whole rows of single heads, but the capture has {option}; "
                 f"capture without {option}"
@@ -276,8 +277,8 @@ class PromptBlock:
             of the whole prompt in every block. Positions after a query are -inf in logits and
             scores and 0 in probs, unless the model attends in both directions. A reduction removes
             the axis of heads (and layers). If layers differ in heads, a tuple with one
-            ``(n_heads, n_rows, n_context)`` per layer. ``top_k`` keeps k values instead of
-            ``n_context``. None if ``on_full="drop"`` dropped it.
+            ``(n_heads, n_rows, n_context)`` per layer. ``top_k`` and ``spans`` keep k values, or
+            one for each span, instead of ``n_context``. None if ``on_full="drop"`` dropped it.
         positions: With ``top_k``: int32 positions of the values, in the shape of rows. Otherwise
             None.
         hidden: Always None from `attend`. Carries the result of `Engine.embed`: float32 of shape

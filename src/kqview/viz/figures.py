@@ -178,9 +178,12 @@ def _rows_of_tokens(tokens: Sequence[Token]) -> list[list[Values]]:
     rows: list[list[Values]] = []
     for token in tokens:
         attention = token.attention
+        short = None if token.capture is None else token.capture.shortened_by
         if token.attention_positions is not None:
+            short = "top_k"
+        if short is not None:
             raise ValueError(
-                "the rows hold only their largest values (top_k); capture without top_k"
+                f"{short} left the rows without a value per token; capture without {short}"
             )
         if isinstance(attention, tuple):
             rows.append(list(attention))

@@ -374,6 +374,7 @@ def test_lists_of_encoded_elements_become_one_object(n: int):
         {},
         {"dtype": "float16"},
         {"attention_layers": [0, 3], "attention_heads": [5]},
+        {"attention_spans": [[0, 100], [50, 300], [100, None]]},
         {"attention_format": "aggregated"},
         {"attention_format": "aggregated", "encoding": "base64"},
         {"attention_format": "sparse", "sparse_top_k": 7},
@@ -398,7 +399,9 @@ def test_bound_is_above_the_reply_and_not_far(changes: dict[str, Any], packs: bo
         }[shown.format]  # fmt: skip
         dtype = np.float16 if shown.format == "per_layer" else np.float32
         rows = [
-            rng.random((*front, 267 + i)).astype(dtype if shown.dtype == "float16" else np.float32)
+            rng.random((*front, len(shown.spans or range(267 + i)))).astype(
+                dtype if shown.dtype == "float16" else np.float32
+            )
             for i in range(len(TOKENS))
         ]
     n_samples = plan.request.n_samples

@@ -168,6 +168,21 @@ def test_layers_and_heads_can_be_chosen(demo: Served, client: httpx.Client, ids:
     assert attention["layers"] == [3, 1]
 
 
+def test_spans_come_as_sums_that_name_their_ranges(
+    demo: Served, client: httpx.Client, ids: list[int]
+):
+    spans = [[0, 4], [4, None]]
+    capture = Capture("probs", spans=[(0, 4), (4, None)])
+    tokens = reference(demo.engine, ids, 3, capture)
+    body = {**ATTENTION, "max_new_tokens": 3, "input_ids": ids}
+    reply = post(client, **body, attention_spans=spans)
+    for entry, token in zip(reply["attention_data"], tokens, strict=True):
+        attention = entry["attention"]
+        assert attention["spans"] == spans
+        assert "context_length" not in attention
+        np.testing.assert_array_equal(decoded(attention), np.asarray(token.attention))
+
+
 # ---- text
 
 
@@ -357,6 +372,11 @@ def client_refused(demo: Served) -> Iterator[httpx.Client]:
         ),
         (
             {"input_ids": [5], "return_attention": True, "attention_heads": [8]},
+            "INVALID_REQUEST",
+            set(),
+        ),
+        (
+            {"input_ids": [5], "return_attention": True, "attention_spans": [[4, 4]]},
             "INVALID_REQUEST",
             set(),
         ),

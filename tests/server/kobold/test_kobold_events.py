@@ -99,6 +99,14 @@ def test_float16_is_said_and_sent():
     assert base64.b64decode(attention["data"]) == ROWS.astype("<f2").tobytes()
 
 
+def test_sums_over_spans_name_their_ranges():
+    wanted = AttentionWanted(spans=((0, 2), (2, None)))
+    attention = joined(typed(wanted).token(ended(), step(rows=ROWS[..., :2])))["attention"]
+    assert attention["spans"] == [[0, 2], [2, None]]
+    assert attention["shape"] == [2, 3, 2]
+    assert "context_length" not in attention
+
+
 def test_layers_that_differ_in_heads_are_one_row_of_heads():
     rows = (ROWS[0], ROWS[1, :2])
     attention = joined(typed(layers=(1, 3)).token(ended(), step(rows=rows)))["attention"]
@@ -244,6 +252,7 @@ def test_token_without_attention_has_an_empty_binary_frame():
         (AttentionWanted(format="aggregated"), None, ROWS[0, 0], {"format": "aggregated"}),
         (AttentionWanted(dtype="float16"), None, ROWS.astype("<f2"), {"dtype": "float16"}),
         (AttentionWanted(heads=(0, 1, 2)), None, ROWS, {"shape": [2, 3, 4]}),
+        (AttentionWanted(spans=((0, None),)), None, ROWS[..., :1], {"spans": [[0, None]]}),
         (AttentionWanted(), (1, 3), ROWS, {"layers": [1, 3], "shape": [2, 3, 4]}),
         (AttentionWanted(), None, (ROWS[0], ROWS[1, :2]), {"heads_by_layer": [3, 2]}),
     ],

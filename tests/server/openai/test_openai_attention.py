@@ -109,6 +109,23 @@ def test_rows_of_the_prompt_precede_the_tokens(demo: Served):
     assert np.allclose(rows.sum(axis=-1), 1, atol=1e-3)
 
 
+def test_spans_are_sums_of_the_rows(demo: Served):
+    spans = [[0, 3], [3, None]]
+    for delivery in ("reply", "stream"):
+        asked = [{"heads": [2]}, {"heads": [2], "spans": spans}]
+        if delivery == "reply":
+            replies = [api.text(demo, attention=one) for one in asked]
+            whole, sums = (reply["choices"][0]["attention"] for reply in replies)
+        else:
+            whole, sums = (attention_of(api.text_chunks(demo, attention=one)) for one in asked)
+        assert len(whole) == len(sums) == N_TOKENS
+        for row, part in zip(whole, sums, strict=True):
+            assert part["spans"] == spans
+            assert "context_length" not in part
+            expected = [values_of(row)[..., slice(*span)].sum(-1) for span in spans]
+            np.testing.assert_allclose(values_of(part), np.stack(expected, -1), rtol=1e-5)
+
+
 def test_each_choice_has_rows_of_its_own(demo: Served):
     reply = api.text(demo, prompt=["Anna is a", "Tom"], n=2, attention={"reduce": "mean"})
     widths = [choice["attention"][0]["shape"][-1] for choice in reply["choices"]]

@@ -380,6 +380,10 @@ def test_echo_beyond_the_context_is_refused_by_the_name_of_the_field(demo: Serve
          "invalid_request_error", "attention"),
         ("/v1/completions", {**api.TEXT, "attention": {"layers": [10**15]}}, 400,
          "invalid_request_error", "attention"),
+        ("/v1/completions", {**api.TEXT, "attention": {"spans": [[2, 2]]}}, 400,
+         "invalid_request_error", "attention.spans"),
+        ("/v1/completions", {**api.TEXT, "attention": {"spans": [[0, 2]], "values": "logits"}}, 400,
+         "invalid_request_error", "attention.spans"),
         ("/v1/embeddings", {"input": "a"}, 501, "not_supported_error", None),
     ],
 )  # fmt: skip

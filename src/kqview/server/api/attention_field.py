@@ -9,6 +9,7 @@ from msgspec import Struct
 from kqview.errors import RequestError
 from kqview.server.api.attention_protocol import (
     Indices,
+    Spans,
     Weights,
     attention_frame,
     attention_object,
@@ -45,7 +46,9 @@ class Attention(Struct, kw_only=True):
 
     ``delivery`` "inline" puts it into the reply, "id" keeps it for ``GET /v1/attention/{id}/{n}``,
     where id is the reply's own. ``reduce`` is "mean_heads" or "max_heads" for rows of each layer;
-    its other values make one row of all layers, which is the format "aggregated".
+    its other values make one row of all layers, which is the format "aggregated". ``spans`` are
+    ranges of columns ``[start, stop]``, whose sums are sent instead of a value per column; a null
+    stop grows with the context.
     """
 
     values: AttentionValues | None = None
@@ -55,6 +58,7 @@ class Attention(Struct, kw_only=True):
     ) = None
     layers: Indices | None = None
     heads: Indices | None = None
+    spans: Spans | None = None
     layer_weights: Weights | None = None
     top_k: int | None = None
     dtype: Literal["float32", "float16"] | None = None
@@ -67,6 +71,7 @@ ATTENTION_NAMES: Final[Mapping[str, str]] = {
     "kind": "attention.values",
     "layers": "attention.layers",
     "heads": "attention.heads",
+    "spans": "attention.spans",
     "layer_weights": "attention.layer_weights",
 }
 """Parameter of the core -> the field, for `GenerateRequest.names`."""
@@ -108,8 +113,9 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
             "kept_attention_bytes is 0; leave it out",
             parameter="attention",
         )
+    summed = None if given.spans is None else "probs"
     return AttentionWanted(
-        kind=first(given.values, settings.attention_values, DEFAULT_VALUES),
+        kind=first(given.values, summed, settings.attention_values, DEFAULT_VALUES),
         format=form,
         reduce_heads=cast("Any", given.reduce) if reduces_heads else None,
         aggregation="mean" if reduces_heads else cast("Aggregation", given.reduce or "mean"),
@@ -117,6 +123,7 @@ def attention_of(wanted: Attention | bool | None, settings: Settings) -> Attenti
         dtype=given.dtype or "float32",
         layers=_tuple(given.layers),
         heads=_tuple(given.heads),
+        spans=_tuple(given.spans),
         layer_weights=_tuple(given.layer_weights),
         prompt=bool(given.prompt),
     )

@@ -35,6 +35,7 @@ from kqview.server.errors import renamed
 from kqview.server.run import TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, Sampling
+from kqview.types.capture import MOST_SPANS
 
 DEFAULTS: Final[dict[str, Any]] = {
     "max_tokens": 50,
@@ -62,6 +63,7 @@ Ids = Annotated[list[int], msgspec.Meta(max_length=65_536)]
 IdsOrTexts = Annotated[list[int | str], msgspec.Meta(max_length=65_536)]
 Biases = Annotated[dict[str, float], msgspec.Meta(max_length=2**18)]
 Indices = Annotated[list[int], msgspec.Meta(max_length=4096)]
+Spans = Annotated[list[tuple[int, int | None]], msgspec.Meta(max_length=MOST_SPANS)]
 Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
 
 
@@ -128,6 +130,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     attention_top_k: int | None = None
     attention_layers: Indices | None = None
     attention_heads: Indices | None = None
+    attention_spans: Spans | None = None
     dtype: Literal["float32", "float16"] | None = None
 
 
@@ -165,6 +168,7 @@ _OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "kind": ("attention_values",),
         "layers": ("attention_layers",),
         "heads": ("attention_heads",),
+        "spans": ("attention_spans",),
         "top_k": ("sparse_top_k", "attention_top_k"),
     }
 )
@@ -260,14 +264,16 @@ def attention_of(
     """
     if not first(fields.output_attentions, fields.return_attention, asked):
         return None
+    implied = None if fields.attention_spans is None else "probs"
     return AttentionWanted(
-        kind=first(fields.attention_values, settings.attention_values, default),
+        kind=first(fields.attention_values, implied, settings.attention_values, default),
         format=fields.attention_format or settings.attention_format,
         aggregation=fields.aggregation_mode or "mean",
         top_k=first(fields.sparse_top_k, fields.attention_top_k, DEFAULT_TOP_K),
         dtype=fields.dtype or "float32",
         layers=_tuple(fields.attention_layers),
         heads=_tuple(fields.attention_heads),
+        spans=_tuple(fields.attention_spans),
         layer_weights=_tuple(fields.layer_weights),
         prompt=bool(fields.prompt_attention),
     )
@@ -389,8 +395,11 @@ def _dense(dense: Dense, layers: tuple[int, ...] | None) -> Object:
     fields: Object = {
         "format": dense.format,
         "shape": list(dense.values.shape),
-        "context_length": dense.n_context,
     }
+    if dense.spans is None:
+        fields["context_length"] = dense.n_context
+    else:
+        fields["spans"] = dense.spans
     if dense.heads_by_layer is not None:
         fields["heads_by_layer"] = dense.heads_by_layer
     if layers is not None:

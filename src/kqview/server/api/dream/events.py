@@ -267,7 +267,8 @@ def _row_bytes(
         return 2 * n_layers * _NUMBER_BYTES
     if shown.format == "sparse":
         return min(shown.top_k, n_context) * (n_layers + 2) * _NUMBER_BYTES
-    n_values = n_context * (n_layers * n_heads if shown.format == "per_layer" else 1)
+    n_columns = n_context if shown.spans is None else len(shown.spans)
+    n_values = n_columns * (n_layers * n_heads if shown.format == "per_layer" else 1)
     if shown.format == "aggregated" and plan.encoding is None and not packs:
         return n_values * _NUMBER_BYTES
     n_bytes = n_values * (2 if shown.dtype == "float16" else 4)

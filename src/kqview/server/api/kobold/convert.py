@@ -371,6 +371,7 @@ class SocketFrames:
             and wanted.format == "per_layer"
             and wanted.dtype == "float32"
             and wanted.heads is None
+            and wanted.spans is None
             and layers is None
         )
 
