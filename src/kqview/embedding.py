@@ -19,6 +19,7 @@ from kqview._core import Model as CoreModel
 from kqview.arguments import checked_ids, encode
 from kqview.errors import InternalError, UnsupportedModel
 from kqview.generation.stream import Generation
+from kqview.option_names import names_options
 from kqview.submission import Submission
 from kqview.text_batch import Requests, Text, in_turn, items_of, ordered
 from kqview.types import Classification, ModelInfo, PromptBlock
@@ -75,6 +76,7 @@ class Embedding:
         self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
     ) -> Vectors | list[Vectors]: ...
 
+    @names_options("embed")
     def embed(
         self,
         texts: Text | Sequence[Text],
@@ -187,6 +189,7 @@ class Embedding:
         self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
     ) -> list[Classification]: ...
 
+    @names_options("classify")
     def classify(
         self,
         texts: Text | Sequence[Text | Pair],

@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, Unpack
+from typing import Any, Final, Literal, Self, Unpack, cast
 
 from kqview import _core
 from kqview.arguments import checked_ids, encode, seconds, to_index, whole_number
@@ -30,13 +30,21 @@ from kqview.engine_options import (
     model_options,
     progress_callback,
 )
-from kqview.errors import InvalidCapture, UnknownSlot, UnsupportedModel, shown
+from kqview.errors import (
+    InvalidCapture,
+    InvalidToken,
+    RequestError,
+    UnknownSlot,
+    UnsupportedModel,
+    shown,
+)
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.mods.steering import LogitsProcessor, Stopping
 from kqview.mods.tokenizer import ModTokenizer
+from kqview.option_names import names_options
 from kqview.rpc import rpc_endpoints, rpc_timeout
 from kqview.scoring import Scoring
 from kqview.slot import Slot
@@ -53,7 +61,7 @@ from kqview.submission import (
 )
 from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
-from kqview.types.sampling import Sampling, SamplingOptions
+from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
 from kqview.vocabulary import Vocabulary
 
@@ -115,6 +123,25 @@ def check_opening(
         _core.check_opening(model_options(model, n_gpu_layers), options)
     finally:
         _forward_log()
+
+
+def _check_one(prompt: object) -> None:
+    """Refuse several prompts, or the messages of a chat, by their own names."""
+    if not isinstance(prompt, list | tuple) or not prompt:
+        return
+    given = cast("Sequence[object]", prompt)
+    first = given[0]
+    if isinstance(first, Mapping):
+        raise RequestError(
+            f"prompt is a list of {len(given)} messages; use engine.chat(messages)",
+            parameter="prompt",
+        )
+    if isinstance(first, str | list | tuple):
+        raise InvalidToken(
+            f"prompt is a list of {len(given)} prompts, but this takes one prompt; use "
+            "engine.map(prompts)",
+            parameter="prompt",
+        )
 
 
 def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
@@ -209,6 +236,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         UnsupportedModel: The chat template does not parse.
     """
 
+    @names_options("Engine")
     def __init__(
         self,
         model: str | os.PathLike[str],
@@ -389,6 +417,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
 
     # ---- generation
 
+    @names_options("generate", also=OPTIONS)
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -534,6 +563,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             stop=sampling.stop,
         )
 
+    @names_options("attend")
     def attend(
         self,
         prompt: str | Sequence[int],
@@ -607,6 +637,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             text = encode("prompt", prompt)
             ids = self._model.tokenize(text, add_special, parse_special)
         else:
+            _check_one(prompt)
             ids = checked_ids("prompt", prompt)
         self._submission.check_prompt("prompt", ids)
         return ids

@@ -7,6 +7,7 @@
     |   +-- UnknownSlot
     |   +-- InvalidCapture
     |   +-- InvalidSampling
+    |   +-- UnknownOption (TypeError)
     |   +-- InvalidActionError
     |   +-- EmittedError
     +-- ModelError                     the model file
@@ -59,6 +60,7 @@ __all__ = [
     "StateError",
     "StateFormatError",
     "StateMismatch",
+    "UnknownOption",
     "UnknownSlot",
     "UnsupportedModel",
 ]
@@ -138,6 +140,14 @@ class InvalidSampling(RequestError):
     Also raised for a grammar or JSON schema that does not parse, and, while text is generated, for
     one that takes too much time or memory to follow. Not raised for valid values that produce poor
     text.
+    """
+
+
+class UnknownOption(RequestError, TypeError):
+    """A call has no option of this name; the message says what it is called here.
+
+    Names of transformers, OpenAI, vLLM and llama-cpp-python are known. Not raised for a known
+    option with an invalid value.
     """
 
 

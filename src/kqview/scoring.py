@@ -16,6 +16,7 @@ from kqview.arguments import checked_ids, encode, whole_number
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
+from kqview.option_names import names_options
 from kqview.submission import Submission
 from kqview.text_batch import Requests, Text, in_turn, items_of
 from kqview.types import ModelInfo, PromptBlock, Score
@@ -70,6 +71,7 @@ class Scoring:
     @overload
     def score(self, texts: Sequence[Text], **options: Unpack[ScoreOptions]) -> list[Score]: ...
 
+    @names_options("score")
     def score(
         self,
         texts: Text | Sequence[Text],

@@ -121,7 +121,7 @@ ERROR_NAMES = {
     *("InvalidCapture", "InvalidSampling", "ModelError", "ModelLoadError", "UnsupportedModel"),
     *("CapacityError", "PoolExhausted", "QueueFull", "OutOfMemory", "StateError"),
     *("StateFormatError", "StateMismatch", "ClosedError", "BusyError", "DecodeError"),
-    *("InternalError", "InvalidActionError", "EmittedError"),
+    *("InternalError", "InvalidActionError", "EmittedError", "UnknownOption"),
 }
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from kqview.arguments import invalid, to_index, to_number
 from kqview.errors import InvalidCapture, RequestError, shown
+from kqview.option_names import names_fields
 from kqview.types.model import ModelInfo
 
 Kind = Literal["logits", "scores", "probs"]
@@ -24,6 +25,7 @@ _ITEM_BYTES: Final = {"float32": 4, "float16": 2}
 _POSITION_BYTES: Final = 4  # int32
 
 
+@names_fields
 @dataclass(frozen=True, slots=True)
 class Capture:
     """What to capture for every generated token.

@@ -23,6 +23,7 @@ from kqview.arguments import (
     to_number,
 )
 from kqview.errors import InvalidSampling, RequestError, shown
+from kqview.option_names import names_fields
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
 _SEED_MAX: Final = 2**32 - 2  # llama.cpp takes the next number as "choose a random seed"
@@ -243,6 +244,7 @@ class SamplingOptions(TypedDict, total=False):
     post_sampling_probs: bool
 
 
+@names_fields
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is chosen from the model's logits.

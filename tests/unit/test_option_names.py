@@ -1,0 +1,113 @@
+"""Unknown options: the error says what the option is called here."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview import Capture, Engine, Sampling, errors
+from kqview.option_names import names_options, unknown_option
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_ctx=128, n_threads=1) as demo:
+        yield demo
+
+
+@pytest.mark.parametrize(
+    ("option", "here"),
+    [
+        ("max_new_tokens", "here it is max_tokens"),  # transformers
+        ("repetition_penalty", "here it is repeat_penalty"),
+        ("output_attentions", 'here it is capture="probs"'),
+        ("do_sample", "temperature=0"),
+        ("max_completion_tokens", "here it is max_tokens"),  # OpenAI
+        ("response_format", "here it is json_schema"),
+        ("n", "engine.map"),
+        ("stop_token_ids", "here it is stop_tokens"),  # vLLM
+        ("guided_regex", "here it is regex"),
+        ("mirostat_mode", "here it is mirostat"),  # llama-cpp-python
+        ("temperatures", "here it is temperature"),  # nearest match
+        ("Top_K", "here it is top_k"),
+    ],
+)
+def test_option_of_another_library_is_named(engine: Engine, option: str, here: str):
+    given: Any = {option: 1}
+    messages = [{"role": "user", "content": "a"}]
+    for call in (lambda: engine.generate("a", **given), lambda: engine.chat(messages, **given)):
+        with pytest.raises(errors.UnknownOption, match=f"no option {option}; ") as caught:
+            call()
+        assert here in str(caught.value)
+        assert caught.value.parameter == option
+
+
+def test_unknown_option_is_a_type_error_and_a_request_error(engine: Engine):
+    unknown: Any = {"max_new_tokens": 1}
+    with pytest.raises(TypeError):
+        engine.generate("a", **unknown)
+    with pytest.raises(errors.RequestError):
+        engine.generate("a", sampling=Sampling(), **unknown)
+
+
+def of(option: str) -> Any:
+    return {option: 1}
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Engine("x.gguf", **of("ctx_size")), "Engine has no option ctx_size; .* n_ctx"),
+        (lambda: Engine.demo(n_ctxx=1), "Engine has no option n_ctxx; here it is n_ctx"),
+        (lambda: Capture("probs", **of("layer")), "Capture has no option layer; .* layers"),
+        (lambda: Sampling(**of("temp")), "Sampling has no option temp; here it is temperature"),
+        # A name of another library that this function does not have either.
+        (lambda: Capture("probs", **of("temp")), "Capture has no option temp; it has dtype, "),
+    ],
+)
+def test_constructors_name_their_options(call: Any, message: str):
+    with pytest.raises(errors.UnknownOption, match=message):
+        call()
+
+
+def test_every_suggestion_is_an_option_that_exists(engine: Engine):
+    """A renamed option must not leave a suggestion of its old name behind."""
+    from kqview.option_names import _ELSEWHERE  # pyright: ignore[reportPrivateUsage]
+    from kqview.types.sampling import OPTIONS
+
+    known = {*OPTIONS}
+    for function in (Engine.__init__, Engine.generate, Capture):
+        known |= inspect.signature(function).parameters.keys()
+    assert {here for here in _ELSEWHERE.values() if here.isidentifier()} <= known
+    assert not _ELSEWHERE.keys() & (known - {"stop_sequence"})
+
+
+@pytest.mark.parametrize("prompts", [["a", "b"], [[1, 2], [3]], ("a",)])
+def test_list_of_prompts_is_told_to_use_map(engine: Engine, prompts: Any):
+    for call in (engine.generate, engine.attend):
+        with pytest.raises(errors.RequestError, match=rf"{len(prompts)} prompts.* one prompt; use"):
+            call(prompts)
+
+
+def test_messages_are_told_to_use_chat(engine: Engine):
+    messages: Any = [{"role": "user", "content": "Hi"}]
+    with pytest.raises(errors.RequestError, match=r"use engine\.chat"):
+        engine.generate(messages)
+
+
+def test_function_keeps_its_signature_and_its_own_errors():
+    @names_options("call", also=["more"])
+    def call(first: int, *, wanted: int = 0, **more: int) -> int:
+        """Doc."""
+        return first + wanted + sum(more.values())
+
+    assert (call(1, wanted=2, more=3), call.__doc__) == (6, "Doc.")
+    assert list(inspect.signature(call).parameters) == ["first", "wanted", "more"]
+    with pytest.raises(TypeError, match="missing 1 required"):
+        call()  # pyright: ignore[reportCallIssue]
+    assert "it has a, b" in str(unknown_option("call", "quite_different", ["b", "a"]))
