@@ -41,7 +41,7 @@ def test_chat_answers_as_the_engine_does(client: Any, served: Served) -> None:
     assert completion.choices[0].finish_reason == "length"
     assert completion.usage.completion_tokens == 12
     assert completion.model == CHAT["model"]
-    assert [one.id for one in client.models.list()] == [served.service.model_name]
+    assert [one.id for one in client.models.list()] == [served.service.pool.default.name]
 
 
 async def test_async_chat_streams(base_url: str) -> None:

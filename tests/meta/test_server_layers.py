@@ -14,8 +14,8 @@ DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 ORDER = (
     "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
     "attention", "kept", "workers", "mod_runs", "models", "run", "events_bus", "cancelling",
-    "slots", "sessions", "conversation_store", "conversation_states", "conversations",
-    "service", "endpoint", "uvicorn_parts", "sockets", "static_files", "pages",
+    "slots", "served", "pool", "sessions", "conversation_store", "conversation_states",
+    "conversations", "service", "endpoint", "uvicorn_parts", "sockets", "static_files", "pages",
     "access", "api", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.

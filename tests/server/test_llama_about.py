@@ -64,7 +64,7 @@ def test_health_has_both_paths_and_llama_cpps_error(demo: Served, client: httpx.
         reply = own.get("/health")
         assert reply.status_code in (200, 503)  # a closed engine is no hung one
     with serving(Settings()) as served, served.client() as own:
-        served.service._models.engine = None  # pyright: ignore[reportPrivateUsage]
+        served.service.pool.default.loaded = None
         reply = own.get("/v1/health")
         assert reply.status_code == 503
         error = reply.json()["error"]

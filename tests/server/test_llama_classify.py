@@ -101,7 +101,7 @@ def test_reply_has_the_fields_of_the_seed_and_the_values_of_the_model(
     ids = ids_of(classifier, TEXT)
     predictions = body.pop("predictions")
     assert body == {
-        "model": classifier.service.model_name,
+        "model": classifier.service.pool.default.name,
         "object": "list",
         "usage": {"prompt_tokens": len(ids), "total_tokens": len(ids)},
     }

@@ -398,14 +398,14 @@ def test_busy_slot_is_waited_for():
         with busy(served):
             waiting = threading.Thread(target=lambda: replies.append(act(client, "save-state")))
             waiting.start()
-            served.wait_until(lambda: served.service.slots._locks[0].locked())
+            served.wait_until(lambda: served.service.pool.default.slots._locks[0].locked())
             assert not replies
         waiting.join(30)
         assert replies[0].status_code == 200
         # Whoever leaves while waiting does nothing to the slot, and blocks nobody.
         with busy(served), raw_connection(served) as left:
             left.sendall(b"POST /slots/0?action=tokens HTTP/1.1\r\nhost: localhost\r\n\r\n")
-            served.wait_until(lambda: served.service.slots._locks[0].locked())
+            served.wait_until(lambda: served.service.pool.default.slots._locks[0].locked())
             left.close()
         assert act(client, "tokens").status_code == 200
 

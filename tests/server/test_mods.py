@@ -681,7 +681,7 @@ def test_traces_of_every_end_are_posted(serve: Serve, mods_dir: Path, tmp_path: 
     assert reasons == ["length", "stop", "error", "tool_calls", "length", "length"]
     first = traces[0].request
     assert first.request_id.startswith(ids[0])
-    assert first.model == served.service.model_name
+    assert first.model == served.service.pool.default.name
     assert first.active_mod_name == "Rewrite"
     assert "secret" not in str(receiver.payloads)
     assert first.user_api_key == f"sha256:{hashlib.sha256(b'secret').hexdigest()}"

@@ -167,7 +167,9 @@ async def test_texts_that_take_long_hold_up_neither_rows_nor_other_clients(
     monkeypatch.setattr(engine, "tokenize", gate)
     leaver = service.budget.hold("leaver")
     texts = [
-        asyncio.ensure_future(service.ids("word " * 10_000, add_special=False, hold=leaver))
+        asyncio.ensure_future(
+            service.pool.default.ids("word " * 10_000, add_special=False, hold=leaver)
+        )
         for _ in range(8)
     ]
     await gate.wait_entered()
@@ -178,7 +180,9 @@ async def test_texts_that_take_long_hold_up_neither_rows_nor_other_clients(
     async with asyncio.timeout(WITHIN_S):
         assert await service.offload(OFFLOAD_BYTES, lambda: 5) == 5
         other = asyncio.ensure_future(
-            service.ids("word " * 10_000, add_special=False, hold=service.budget.hold("other"))
+            service.pool.default.ids(
+                "word " * 10_000, add_special=False, hold=service.budget.hold("other")
+            )
         )
         await gate.wait_entered()  # it has a thread although the leaver's texts are not done
         gate.opened.set()

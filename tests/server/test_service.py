@@ -46,10 +46,10 @@ def engine() -> Iterator[Engine]:
 @pytest.mark.parametrize("text", ["", "Tom has", "é🙂 ünï", "<|im_start|>user\n", "a" * 40_000])
 async def test_pieces_of_a_text_join_to_it(engine: Engine, text: str):
     service = Service(engine, Settings())
-    pieces = await service.tokenize(text, add_special=False)
+    pieces = await service.pool.default.tokenize(text, add_special=False)
     assert "".join(piece for _, piece in pieces) == text
     assert [id_ for id_, _ in pieces] == engine.tokenize(text, add_special=False)
-    assert await service.detokenize([id_ for id_, _ in pieces]) == text
+    assert await service.pool.default.detokenize([id_ for id_, _ in pieces]) == text
 
 
 async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
@@ -66,7 +66,7 @@ async def test_long_text_does_not_hold_the_event_loop_up(engine: Engine):
 
     ticking = asyncio.create_task(tick())
     started_s = time.process_time()
-    await service.tokenize("word " * 300_000, add_special=False)
+    await service.pool.default.tokenize("word " * 300_000, add_special=False)
     took_s = time.process_time() - started_s
     ticking.cancel()
     assert longest_s < took_s / 10
@@ -236,8 +236,8 @@ async def test_drain_ends_runs_refuses_others_and_is_bounded(engine: Engine):
     async with asyncio.timeout(WITHIN_S):
         await service.drain(3.0)
     assert await consuming == "told"
-    assert service.is_closing
-    assert not service.is_ready
+    assert service.pool.is_closing
+    assert not service.pool.is_ready
     with pytest.raises(ShuttingDown):
         await service.start(request())
 
@@ -264,7 +264,7 @@ async def test_close_closes_its_own_engine_and_not_that_of_the_caller(engine: En
     assert engine.generate("Tom", max_tokens=1).read() is not None
     own = Service(None, Settings(demo=True, n_threads=1))
     await own.open()
-    opened = own.engine
+    opened = own.pool.default.engine
     await own.close()
     with pytest.raises(Exception, match="closed"):
         opened.generate("Tom", max_tokens=1)
@@ -303,7 +303,7 @@ async def test_switch_ends_runs_and_sums_counters(models: Path):
         async with await service.start(request(max_tokens=10)) as run:
             _ = [step async for step in run]
         long = await service.start(request(request_id="long", n_samples=8))
-        switched = asyncio.create_task(service.switch_model("b.gguf"))
+        switched = asyncio.create_task(service.pool.switch("b.gguf", {}))
         async with long, asyncio.timeout(WITHIN_S):
             with pytest.raises(ModelChanged):
                 async for _ in long:
@@ -311,7 +311,7 @@ async def test_switch_ends_runs_and_sums_counters(models: Path):
         await switched
         async with await service.start(request(max_tokens=7)) as run:
             _ = [step async for step in run]
-        n_tokens = [stats.n_tokens for stats in service.stats()]
+        n_tokens = [stats.n_tokens for stats in service.pool.stats()]
         assert len(n_tokens) == 2
         assert n_tokens[0] >= 10 + long.n_tokens
         assert n_tokens[1] == 7
@@ -331,8 +331,8 @@ async def test_model_outside_of_the_folder_or_missing_is_refused_and_the_old_one
     service = await switching(models)
     try:
         with pytest.raises(error):
-            await service.switch_model(name)
-        assert service.model_name == "demo"
+            await service.pool.switch(name, {})
+        assert service.pool.default.name == "demo"
     finally:
         await service.close()
 
@@ -344,7 +344,7 @@ async def test_link_out_of_the_folder_is_refused(models: Path, tmp_path_factory:
     service = await switching(models)
     try:
         with pytest.raises(Forbidden):
-            await service.switch_model("link.gguf")
+            await service.pool.switch("link.gguf", {})
     finally:
         await service.close()
 
@@ -357,7 +357,7 @@ async def test_models_are_listed_and_without_a_folder_none_may_be_switched_to(mo
     try:
         assert await service.models() == []
         with pytest.raises(Forbidden, match="models_dir"):
-            await service.switch_model("b.gguf")
+            await service.pool.switch("b.gguf", {})
     finally:
         await service.close()
 
@@ -376,11 +376,11 @@ async def test_model_that_is_refused_leaves_the_old_one_and_its_requests_alone(
     # Issue 10: the old model was closed before the new one was looked at.
     service = await switching(models)
     try:
-        before = service.engine
+        before = service.pool.default.engine
         run = await service.start(request(max_tokens=30))
         with pytest.raises(error):
-            await service.switch_model(name, **options)
-        assert service.engine is before
+            await service.pool.switch(name, options)
+        assert service.pool.default.engine is before
         async with run:
             assert len([step async for step in run]) == 30
     finally:
@@ -394,13 +394,13 @@ async def test_old_model_is_opened_again_when_the_new_one_fails_after_all(
     settings = Settings(demo=True, models_dir=str(models), n_threads=1, n_ctx=512)
     service = Service(None if is_own else engine, settings)
     await service.open()
-    monkeypatch.setattr("kqview.server.models.check_opening", lambda *_, **__: None)
+    monkeypatch.setattr("kqview.server.served.check_opening", lambda *_, **__: None)
     try:
         with pytest.raises(ModelLoadError):
-            await service.switch_model("broken.gguf")
-        assert (service.engine is engine) is not is_own
-        assert service.model_name == ("demo" if is_own else "kqview demo")
-        assert service.engine.n_ctx == (512 if is_own else engine.n_ctx)
+            await service.pool.switch("broken.gguf", {})
+        assert (service.pool.default.engine is engine) is not is_own
+        assert service.pool.default.name == ("demo" if is_own else "kqview demo")
+        assert service.pool.default.engine.n_ctx == (512 if is_own else engine.n_ctx)
         async with await service.start(request(max_tokens=3)) as run:
             assert len([step async for step in run]) == 3
     finally:
@@ -412,15 +412,17 @@ async def test_without_old_and_new_model_there_is_none_until_the_next_one(
 ):
     service = await switching(models)
     with monkeypatch.context() as patch:
-        patch.setattr("kqview.server.models.check_opening", lambda *_, **__: None)
-        patch.setattr(service._models, "_path", str(models / "broken.gguf"))  # as if it had changed
+        patch.setattr("kqview.server.served.check_opening", lambda *_, **__: None)
+        patch.setattr(
+            service.pool.default, "_path", str(models / "broken.gguf")
+        )  # as if it had changed
         with pytest.raises(ModelLoadError):
-            await service.switch_model("broken.gguf")
+            await service.pool.switch("broken.gguf", {})
     try:
-        assert not service.is_ready
+        assert not service.pool.is_ready
         with pytest.raises(NoModel):
             await service.start(request())
-        await service.switch_model("b.gguf")
+        await service.pool.switch("b.gguf", {})
         async with await service.start(request(max_tokens=1)) as run:
             _ = [step async for step in run]
     finally:

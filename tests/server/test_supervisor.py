@@ -165,7 +165,7 @@ serve = app._asgi
 async def faulty(scope, receive, send):
     if scope.get("path") == "/engine-hangs":
         begin_s = time.monotonic() - 1.6
-        app.service.engine.health = lambda: EngineHealth(
+        app.service.pool.default.engine.health = lambda: EngineHealth(
             "decoding", quiet_s=time.monotonic() - begin_s, n_steps=9, is_lost=False
         )
     if scope.get("path") == "/loop-hangs":

@@ -126,7 +126,9 @@ class ToyRenderer:
 
 
 async def tokenize(call: Call, body: TextBody) -> Tokens:
-    pieces = await call.service.tokenize(body.text, add_special=body.add_special, hold=call.hold)
+    pieces = await call.service.pool.default.tokenize(
+        body.text, add_special=body.add_special, hold=call.hold
+    )
     return Tokens(ids=[id_ for id_, _ in pieces])
 
 
@@ -206,8 +208,8 @@ async def admin(call: Call) -> dict[str, str]:
 
 
 async def switch(call: Call, body: TextBody) -> dict[str, str]:
-    await call.service.switch_model(body.text)
-    return {"model": call.service.model_name}
+    await call.service.pool.switch(body.text, {})
+    return {"model": call.service.pool.default.name}
 
 
 def decoded(raw: bytes | str) -> GenerateBody:

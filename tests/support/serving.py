@@ -69,7 +69,7 @@ class Served:
     @property
     def engine(self) -> Engine:
         """The engine that serves now."""
-        return self.service.engine
+        return self.service.pool.default.engine
 
     def client(self, **options: Any) -> httpx.Client:
         """A client for paths of this server; close it, or use it as a context manager."""

@@ -64,7 +64,7 @@ def run(
 
     watchdog = Watchdog(
         HUNG_FACTOR * settings.stall_timeout_s,
-        trouble=lambda: app.service.stall(HUNG_FACTOR),
+        trouble=lambda: app.service.pool.stall(HUNG_FACTOR),
         on_tick=tick,
     )
     watchdog.start()
@@ -76,7 +76,7 @@ def run(
         _Server(app, configured(app, settings), watchdog, supervised).run(sockets=[listener])
     finally:
         watchdog.stop()
-    if app.service.is_engine_lost:  # its thread would outlive the interpreter
+    if app.service.pool.is_engine_lost:  # its thread would outlive the interpreter
         os._exit(STALLED)
 
 
@@ -150,7 +150,7 @@ class _Server(uvicorn.Server):
             shown = f"[{host}]" if ":" in host else host
             scheme = "https" if self._service.settings.ssl_certfile else "http"
             print(
-                f"kqview serves {self._service.model_name} at {scheme}://{shown}:{port} "
+                f"kqview serves {self._service.pool.default.name} at {scheme}://{shown}:{port} "
                 "(API: /docs); press Ctrl-C to stop",
                 flush=True,
             )

@@ -14,6 +14,9 @@ from kqview.server.settings import FlashAttn, Pooling, Settings
 MARKER: Final = "===FINAL==="
 """Stands between reasoning and answer if a configuration names no other marker."""
 
+UNNAMED: Final = "default"
+"""Id of a model without a name; if it is the only one, clients see the name in its file."""
+
 
 class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
@@ -195,5 +198,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, settings: Settings) -> "Config":
         """The model of *settings* alone, with defaults."""
-        name = settings.aliases[0] if settings.aliases else "default"
+        name = settings.aliases[0] if settings.aliases else UNNAMED
         return cls(settings=settings, models={name: Model(path=settings.model)})

@@ -37,6 +37,7 @@ from kqview.server.budget import Body, Budget, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.run import Removal, Run, Step
 from kqview.server.security import Access, Caller, Gate
+from kqview.server.served import Served
 from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.server.settings import Settings
 from kqview.types import PromptBlock
@@ -86,6 +87,13 @@ class Call:
     n_body_bytes: int = 0
     path: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values of the names in braces in the operation's path."""
+    served: Served | None = None
+
+    @property
+    def model(self) -> Served:
+        """The model of a request whose operation uses one; it stays loaded until the reply ends."""
+        assert self.served is not None, "the operation says that it uses no model"
+        return self.served
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +243,9 @@ class Operation:
         status: Of success, for the description.
         error_body: The dialect's body for a failure.
         access: As `Gate.check` takes it.
+        model: Which model `Call.model` is: "named" by the body's field ``model``, else by
+            ``?model=`` in the URL; "default" without asking; "none" if the handler needs none, or
+            enters the pool itself.
         query: Names of parameters in the URL's query, for the description.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
@@ -252,6 +263,7 @@ class Operation:
     reply: Any = None
     status: int = 200
     access: Access = "user"
+    model: Literal["default", "named", "none"] = "none"
     query: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     streams: bool = False
@@ -405,18 +417,35 @@ class Endpoint:
                 Upload(headers, receive, self._service.settings, hold) as upload,
             ):
                 args, n_body_bytes = await self._args(upload, hold)
-                call = Call(
-                    self._service, caller, headers, QueryParams(scope["query_string"]),
-                    scope["state"]["request_id"], hold, n_body_bytes, scope["path_params"],
-                )  # fmt: skip
+                query = QueryParams(scope["query_string"])
                 after_body = upload.after_body if upload in args else receive
-                async with _WhileConnected(connection, after_body):
+                async with (
+                    _WhileConnected(connection, after_body),
+                    self._model(args, query) as served,
+                ):
+                    call = Call(
+                        self._service, caller, headers, query, scope["state"]["request_id"], hold,
+                        n_body_bytes, scope["path_params"], served,
+                    )  # fmt: skip
                     await self._reply(call, args, response)
         except ClientGone as error:
             if isinstance(error, Stalled):
                 connection.abort()
         except Exception as error:
             await self._fail(response, error)
+
+    @contextlib.asynccontextmanager
+    async def _model(
+        self, args: tuple[Any, ...], query: QueryParams
+    ) -> AsyncGenerator[Served | None]:
+        wanted = self._operation.model
+        if wanted == "none":
+            yield None
+            return
+        named = [*(getattr(one, "model", None) for one in args), query.get("model")]
+        name = next((one for one in named if one), None) if wanted == "named" else None
+        async with self._service.pool.using(name) as served:
+            yield served
 
     async def _args(self, upload: Upload, hold: Hold) -> tuple[tuple[Any, ...], int]:
         """The handler's further arguments, and the size of the body that they were."""

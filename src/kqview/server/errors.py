@@ -171,6 +171,21 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
 """Status and code of each class of error; a subclass without a row has those of its base."""
 
 
+def too_late(limit_s: float) -> TimedOut:
+    """What ends a request that takes too long."""
+    return TimedOut(f"the request took more than {limit_s:g} s, the limit of request_timeout_s")
+
+
+def shutting_down() -> ShuttingDown:
+    """What ends and refuses requests when the server ends."""
+    return ShuttingDown("the server is shutting down; try again later")
+
+
+def model_changed() -> ModelChanged:
+    """What ends the requests of a model that leaves."""
+    return ModelChanged("the model was switched; send the request again")
+
+
 def renamed(error: errors.RequestError, names: Mapping[str, str]) -> errors.RequestError:
     """*error* in the client's words: *names* instead of the core's parameters, and no functions."""
     message = _CALL.sub("", str(error))

@@ -112,11 +112,11 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
-        stats = self._service.stats()
+        stats = self._service.pool.stats()
         for name, (attribute, text) in (_COUNTERS | _LLAMA_COUNTERS).items():
             total = sum(getattr(one, attribute) for one in stats)
             yield CounterMetricFamily(name, text, value=total)
-        current = stats[-1] if self._service.is_ready and stats else None
+        current = stats[-1] if self._service.pool.is_ready and stats else None
         for name, (attribute, text) in (_GAUGES | _LLAMA_GAUGES).items():
             yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
         traces = self._service.mod_runs.trace_stats()
@@ -360,12 +360,14 @@ async def list_mods(call: Call) -> ModList:
 
 async def health(call: Call) -> HttpReply:
     """200 if requests are accepted and make progress, 503 if not."""
+    pool = call.service.pool
     try:
-        if (reason := call.service.stall()) is not None:
-            return _unhealthy(Health("stalled", call.service.model_name, reason), reason)
-        body = Health("ok", call.service.model_name)
+        name = pool.default.name
+        if (reason := pool.stall()) is not None:
+            return _unhealthy(Health("stalled", name, reason), reason)
+        body = Health("ok", name)
     except KqviewError:
-        if call.service.is_closing:
+        if pool.is_closing:
             return _unhealthy(Health("closing"), "the server is shutting down")
         return _unhealthy(Health("no model"), "Loading model")
     return HttpReply(msgspec.json.encode(body))

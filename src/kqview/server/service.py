@@ -1,7 +1,7 @@
 """Service: admits a dialect's neutral request as a `Run` of the engine; knows no protocol.
 
-Belongs to one event loop. Owns every run until that ends, and the engine if it opened it
-(`Models`). Work that would block the loop goes to `Workers`.
+Belongs to one event loop. Owns every run until that ends, and the models (`Pool`). Work that would
+block the loop goes to `Workers`.
 """
 
 import asyncio
@@ -17,28 +17,28 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kqview.engine import Engine
-from kqview.errors import ClosedError, KqviewError, PromptTooLong, QueueFull, RequestError
+from kqview.errors import ClosedError, PromptTooLong, QueueFull, RequestError
 from kqview.generation.stream import Generation
-from kqview.generation.text import TextStream
 from kqview.machine import physical_memory_bytes
 from kqview.mods.events import conversation_of
 from kqview.mods.folder import ModInfo
 from kqview.server.budget import Budget, Hold, uncounted
 from kqview.server.cancelling import Cancelling
 from kqview.server.conversations import Conversations
-from kqview.server.errors import ModelChanged, NoModel, ShuttingDown, TimedOut, renamed
+from kqview.server.errors import model_changed, renamed, too_late
 from kqview.server.events_bus import Bus
 from kqview.server.kept import Kept
 from kqview.server.live import Live
 from kqview.server.mod_runs import ModRuns
-from kqview.server.models import Models, model_names
+from kqview.server.models import model_names
+from kqview.server.pool import Pool
 from kqview.server.run import GenerateRequest, LastRun, Run
 from kqview.server.security import ANYONE, Caller
+from kqview.server.served import OFFLOAD_ITEMS, Served
 from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
-from kqview.server.slots import Slots
 from kqview.server.workers import Workers
-from kqview.types import EngineStats, Score
+from kqview.types import Score
 
 _T = TypeVar("_T")
 _Raw = TypeVar("_Raw", bound=Sized)
@@ -47,17 +47,12 @@ _log: Final = logging.getLogger("kqview.server")
 
 # Below this, a hop to another thread takes longer than the work itself.
 OFFLOAD_BYTES: Final = 256 * 1024
-_OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
 _OFFLOAD_BODY: Final = 32 * 1024  # bytes of JSON: less than that to decode
 _OFFLOAD_FIELDS: Final = 4 * 1024  # bytes of lists whose elements are checked
-_OFFLOAD_ITEMS: Final = 4096  # ids and biases
 _N_WORKERS: Final = 4
 _LEAST_CLOSE_S: Final = 1.0  # for an engine to end, however little of the grace is left
 DECODED_TIMES: Final = 17
 """Most bytes that a byte of JSON takes, with what it decodes to."""
-# The same for a character and its ids, and for an id with its text.
-_ID_BYTES: Final = 40
-_PIECE_BYTES: Final = 240
 _SCORE_BYTES: Final = 384  # a logprob with its id and text, as a value and as JSON
 
 
@@ -65,7 +60,7 @@ class Service:
     """What every dialect calls, from the event loop that serves."""
 
     def __init__(self, engine: Engine | None, settings: Settings | Live) -> None:
-        """Serve *engine*, which stays the caller's; with None, `open` opens the settings' model."""
+        """Serve *engine*, which stays the caller's; with None, `open` opens what is configured."""
         self.live = Live.of(settings)
         """The configuration; it may change between two looks."""
         settings = self.live.settings
@@ -80,21 +75,16 @@ class Service:
         self.n_runs = 0
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
-        self._models = Models(engine, self.live, on_switch=self._model_leaves)
-        self.slots = Slots(self.live, self.runs, lambda: self.engine)
+        self.pool = Pool(self.live, engine, on_idle=self._note_idle)
         self.sessions = Sessions(self.live)
         self.conversations = Conversations(self.live, self.budget)
         self.mod_runs = ModRuns(self.live)
         self.files = StateFiles(self.live)
         self._leave_by_s: float | None = None  # when the grace is over
-        # Rows on their way to clients, texts to tokenize, requests to read and build: none of them
-        # waits for another kind.
+        # Rows on their way to clients, requests to read and build: neither waits for the other.
         self._workers = ThreadPoolExecutor(_N_WORKERS, thread_name_prefix="kqview-rows")
-        self._tokenizers = Workers(_N_WORKERS, "text")
         self._builders = Workers(_N_WORKERS, "requests")
-        self._starting: set[tuple[str, str]] = set()
-        # What uses the engine without a run, by the limit of its time; and why that ended early.
-        self._works: dict[asyncio.Timeout, KqviewError | None] = {}
+        self._starting: dict[tuple[str, str], Served] = {}
         self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
         self.on_drain: set[Callable[[], Awaitable[None]]] = {self.bus.close}
@@ -107,7 +97,7 @@ class Service:
     # ---- life
 
     async def open(self) -> None:
-        """Open the settings' model if no engine was given.
+        """Load the models that are loaded at the start, if `load` did not.
 
         Raises:
             KqviewError: As the constructor of Engine.
@@ -121,49 +111,33 @@ class Service:
         Args:
             progress: Called with the loaded fraction, 0..1.
         """
-        self._models.load(progress)
+        self.pool.load(progress)
         self.mod_runs.open()
-
-    def _model_leaves(self) -> None:
-        self.slots.forget()
-        self.end_runs(_model_changed())
-
-    def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
-        """End every run and other work on the engine, and tell its client *error*."""
-        for run in list(self.runs.values()):
-            run.end(error)
-        for limit in self._works:
-            if not limit.expired():
-                self._works[limit] = error
-                limit.reschedule(asyncio.get_running_loop().time())
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, end the running ones, and wait until their clients were told.
 
         WebSockets without a generation are closed with code 1001.
         """
-        self._models.is_closing = True
+        self.pool.begin_close()
         if self._leave_by_s is None:  # the first call sets the limit
             self._leave_by_s = time.monotonic() + grace_s
-        self.end_runs(_shutting_down())
         # A client that reads nothing cannot be told; the grace ends the wait for it.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.grace_left_s):
-                if self.runs or self._works:
+                if self.pool.n_busy:
                     self._is_idle.clear()
                     await self._is_idle.wait()
                 await asyncio.gather(*(leave() for leave in list(self.on_drain)))
 
     async def close(self) -> None:
-        """End everything, including the engine if it is ours."""
+        """End everything, including the engines that are ours."""
         await self.drain(self.settings.shutdown_grace_s)
         await self.conversations.close(max(_LEAST_CLOSE_S, self.grace_left_s))
-        await self._models.close(max(_LEAST_CLOSE_S, self.grace_left_s))
+        await self.pool.close(max(_LEAST_CLOSE_S, self.grace_left_s))
         await asyncio.to_thread(self.mod_runs.close, max(_LEAST_CLOSE_S, self.grace_left_s))
         self._workers.shutdown(wait=False, cancel_futures=True)
-        self._tokenizers.shutdown()
         self._builders.shutdown()
-        self.slots.shutdown()
 
     @property
     def grace_left_s(self) -> float:
@@ -172,154 +146,9 @@ class Service:
             return self.settings.shutdown_grace_s
         return max(0.0, self._leave_by_s - time.monotonic())
 
-    @property
-    def is_engine_lost(self) -> bool:
-        """Whether closing the engine gave its thread up."""
-        engine = self._models.engine
-        return engine is not None and engine.health().is_lost
-
-    def stall(self, factor: float = 1.0) -> str | None:
-        """Why requests make no progress, None if they do; any thread.
-
-        Args:
-            factor: Times the settings' ``stall_timeout_s``.
-        """
-        engine, limit_s = self._models.engine, self.settings.stall_timeout_s
-        return engine.health().stall(factor * limit_s) if engine and limit_s else None
-
-    # ---- the model
-
-    @property
-    def engine(self) -> Engine:
-        """The engine that serves now.
-
-        Raises:
-            NoModel: None is loaded: it is being switched, or could not be opened.
-            ShuttingDown: The server is about to end.
-        """
-        models = self._models
-        if models.is_closing:
-            raise _shutting_down()
-        if models.engine is None:
-            raise NoModel(f"{models.absence}; load one with /api/v1/model/load")
-        return models.engine
-
-    @property
-    def is_closing(self) -> bool:
-        """Whether new requests are refused because the server ends."""
-        return self._models.is_closing
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether a request would be taken."""
-        return self._models.engine is not None and not self.is_closing
-
-    @property
-    def model_name(self) -> str:
-        """The model's name: its first alias, or else from its metadata or its file."""
-        engine = self.engine
-        return self.settings.aliases[0] if self.settings.aliases else self._models.name_of(engine)
-
-    @property
-    def max_context(self) -> int:
-        """Longest prompt in tokens."""
-        return self.max_context_of(self.engine)
-
-    def max_context_of(self, engine: Engine) -> int:
-        """Longest prompt in tokens if *engine* serves."""
-        limit = self.settings.max_context
-        return engine.n_ctx if limit is None else min(limit, engine.n_ctx)
-
-    async def switch_model(self, name: str, **options: int | None) -> Engine:
-        """Unload the model and load the GGUF file *name* of ``models_dir``.
-
-        What can be checked without the new model's weights (not a model, options out of range, not
-        enough memory) is refused before anything changes, and the old model keeps serving.
-        Otherwise running requests end with ModelChanged, the old model is closed, because both may
-        not fit, and the new one is opened. If that fails after all, the old one is opened again;
-        only if that fails too there is no model. Switches run one after another, and one that began
-        is finished even if the client that asked for it is gone.
-
-        Args:
-            name: As `models` lists it.
-            **options: ``n_ctx``, ``n_slots`` or ``n_gpu_layers`` of this model; None takes the
-                setting.
-
-        Returns:
-            The new engine; the next switch may already have begun.
-
-        Raises:
-            Forbidden: There is no folder of models, or *name* leads out of it.
-            NotFound: There is no such file.
-            ShuttingDown: The server is about to end.
-            KqviewError: It cannot be loaded, as the constructor of Engine says.
-        """
-        return await self._models.switch(name, options)
-
     async def models(self) -> list[str]:
-        """Names that `switch_model` takes, sorted."""
+        """Names that `Pool.switch` takes, sorted."""
         return await self._in_thread(model_names, self.settings.models_dir)
-
-    def stats(self) -> list[EngineStats]:
-        """Counters of every engine that served, the current one last."""
-        return self._models.stats()
-
-    # ---- text
-
-    async def tokenize(
-        self, text: str, *, add_special: bool, hold: Hold | None = None
-    ) -> list[tuple[int, str]]:
-        """Ids of *text*, each with the text that it completes; the texts join to the whole.
-
-        A character spread over several ids is the text of the last one; the others have "". Their
-        memory is counted in *hold*.
-        """
-        hold = hold or uncounted()
-        engine = self.engine
-        ids = await self.ids(text, add_special=add_special, hold=hold)
-        hold.take(_PIECE_BYTES * len(ids))
-        if len(ids) < _OFFLOAD_ITEMS:
-            return _pieces(engine, ids)
-        return await self._tokenizers.run(hold.client, _pieces, engine, ids)
-
-    async def ids(
-        self,
-        text: str,
-        *,
-        add_special: bool,
-        parse_special: bool = True,
-        hold: Hold | None = None,
-    ) -> list[int]:
-        """Ids of *text*; their memory is counted in *hold*."""
-        hold = hold or uncounted()
-        hold.take(_ID_BYTES * len(text))
-        tokenize = partial(
-            self.engine.tokenize, text, add_special=add_special, parse_special=parse_special
-        )
-        if len(text) < _OFFLOAD_TEXT:
-            return tokenize()
-        return await self._tokenizers.run(hold.client, tokenize)
-
-    async def ids_of_each(
-        self, texts: Sequence[str], *, parse_special: bool, hold: Hold
-    ) -> list[list[int]]:
-        """Ids of each of *texts* with the special ones around it; counted in *hold*."""
-        n_characters = sum(map(len, texts))
-        hold.take(_ID_BYTES * (n_characters + 2 * len(texts)))
-        tokenize = partial(self.engine.tokenize, add_special=True, parse_special=parse_special)
-        if n_characters + 8 * len(texts) < _OFFLOAD_TEXT:
-            return list(map(tokenize, texts))
-        return await self._tokenizers.run(hold.client, lambda: list(map(tokenize, texts)))
-
-    async def detokenize(self, ids: Sequence[int], *, name: str = "ids", client: str = "") -> str:
-        """Text of *ids*, which errors call *name*."""
-        engine = self.engine
-        try:
-            if len(ids) < _OFFLOAD_ITEMS:
-                return engine.detokenize(ids)
-            return await self._tokenizers.run(client, engine.detokenize, ids)
-        except RequestError as error:
-            raise renamed(error, {"ids": name}) from None
 
     # ---- generation
 
@@ -328,7 +157,12 @@ class Service:
         return await self._builders.run(caller.name, self.mod_runs.list)
 
     async def start(
-        self, request: GenerateRequest, caller: Caller = ANYONE, hold: Hold | None = None
+        self,
+        request: GenerateRequest,
+        caller: Caller = ANYONE,
+        hold: Hold | None = None,
+        *,
+        model: Served | None = None,
     ) -> Run:
         """Admit *request*; what cannot work raises here, before anything is sent.
 
@@ -336,6 +170,7 @@ class Service:
             request: What to generate.
             caller: Owner of the run.
             hold: Counts the memory that the run keeps; without one nothing does.
+            model: On what it runs, None for the default one.
 
         Raises:
             RequestError: The request cannot work; the message names the client's field.
@@ -343,10 +178,10 @@ class Service:
             NoModel: There is no model.
             ModelChanged: The model was switched meanwhile.
         """
-        settings = self.settings
+        settings, model = self.settings, model or self.pool.default
         started_s = asyncio.get_running_loop().time()
         try:
-            self._check_limits(request, caller)
+            self._check_limits(request, caller, model)
             self.mod_runs.check(request.mods)
         except RequestError as error:
             raise renamed(error, request.names) from None
@@ -354,57 +189,72 @@ class Service:
         limit_s = settings.request_timeout_s
         limit = asyncio.timeout(limit_s or None)
         name = caller.owner, request.request_id
-        self._starting.add(name)
+        self._starting[name] = model
         try:
             async with limit:
-                generations = await self._generations(self.engine, request, caller, hold)
+                generations = await self._generations(model, request, caller, hold)
         except TimeoutError:
-            raise (_late(limit_s) if limit.expired() else TimeoutError) from None
+            raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except RequestError as error:
             raise renamed(error, request.names) from None
         finally:
-            self._starting.discard(name)
-        run = Run(request, generations, hold.part(), on_close=self._ended, owner=caller.owner)
-        self.runs[name] = run
+            del self._starting[name]
+        run = Run(
+            request, generations, hold.part(), on_close=partial(self._ended, model),
+            owner=caller.owner,
+        )  # fmt: skip
+        self.runs[name] = model.runs[name] = run
         self.n_runs += 1
         self._n_runs_of[caller.owner] += 1
         if limit_s:
             loop = asyncio.get_running_loop()
-            run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(_late(limit_s)))
+            run.deadline = loop.call_at(started_s + limit_s, lambda: run.end(too_late(limit_s)))
         return run
 
     async def scores(
-        self, request: GenerateRequest, caller: Caller, *, top_logprobs: int, hold: Hold
+        self,
+        request: GenerateRequest,
+        caller: Caller,
+        *,
+        top_logprobs: int,
+        hold: Hold,
+        model: Served,
     ) -> list[Score]:
-        """How the model judges each prompt of *request*; `start` finds them in the cache then.
+        """How *model* judges each prompt of *request*; `start` finds them in the cache then.
 
         Raises:
             RequestError: As `start`, like the other errors.
         """
         prompts = (request.prompt, *request.more_prompts)
         try:
-            self._check_limits(request, caller)
-            ids = [await self._prompt_ids(self.engine, prompt, hold) for prompt in prompts]
+            self._check_limits(request, caller, model)
+            ids = [await _prompt_ids(model, prompt, hold) for prompt in prompts]
             for one in ids:
-                self._check_prompt(one, request)
+                _check_prompt(one, request, model.max_context)
             hold.take((1 + top_logprobs) * _SCORE_BYTES * sum(map(len, ids)))
-            async with self.working() as engine:
+            async with self.working(model) as engine:
                 return await engine.ascore(ids, top_logprobs=top_logprobs, lora=request.lora)
         except RequestError as error:
             raise renamed(error, {"texts": "prompt", **request.names}) from None
 
     async def _generations(
-        self, engine: Engine, request: GenerateRequest, caller: Caller, hold: Hold
+        self, model: Served, request: GenerateRequest, caller: Caller, hold: Hold
     ) -> list[Generation]:
         """Begin the generations of *request*; large requests are built in another thread."""
+        engine = model.engine
         try:
             prompts = [
-                await self._prompt_ids(engine, prompt, hold)
+                await _prompt_ids(model, prompt, hold)
                 for prompt in (request.prompt, *request.more_prompts)
             ]
-            if engine is not self._models.engine:
-                raise _model_changed()
-            build = partial(self._build, engine, request, caller.owner, prompts)
+            if engine is not model.loaded:
+                raise model_changed()
+            for ids in prompts:
+                _check_prompt(ids, request, model.max_context)
+            steered = partial(
+                self.mod_runs.options, request.mods, owner=caller.owner, model=model.name
+            )
+            build = partial(self._build, engine, request, prompts, steered)
             is_gone = threading.Event()
             if _is_small(request, prompts):
                 return build(is_gone)
@@ -414,32 +264,27 @@ class Service:
                 is_gone.set()
                 raise
         except ClosedError:
-            if engine is not self._models.engine:
-                raise _model_changed() from None
+            if engine is not model.loaded:
+                raise model_changed() from None
             raise
-        if engine is not self._models.engine or self.is_closing:
+        if engine is not model.loaded or self.pool.is_closing:
             for generation in generations:
                 generation.cancel()
-            _ = self.engine  # says why there is none
-            raise _model_changed()
+            _ = model.engine  # says why there is none
+            raise model_changed()
         return generations
 
     def _build(
         self,
         engine: Engine,
         request: GenerateRequest,
-        owner: str,
         prompts: Sequence[Sequence[int]],
+        steered: Callable[[], dict[str, Any]],
         is_gone: threading.Event,
     ) -> list[Generation]:
         """Any thread; once *is_gone* is set, nobody waits for the result any more."""
-        for ids in prompts:
-            self._check_prompt(ids, request)
         wanted = request.attention
         capture = wanted.capture(engine.model) if wanted is not None else None
-        steered = partial(
-            self.mod_runs.options, request.mods, owner=owner, model=self._models.name_of(engine)
-        )
         generations: list[Generation] = []
         try:
             for i in range(request.n_generations):
@@ -471,32 +316,14 @@ class Service:
                 generation.cancel()
         return generations
 
-    def _check_prompt(self, ids: Sequence[int], request: GenerateRequest) -> None:
-        limit = min(self.max_context, request.max_context or self.max_context)
-        if len(ids) > limit:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
-                parameter="prompt",
-                n_tokens=len(ids),
-                n_max=limit,
-            )
-
-    async def _prompt_ids(
-        self, engine: Engine, prompt: str | Sequence[int], hold: Hold
-    ) -> Sequence[int]:
-        if not isinstance(prompt, str):
-            return prompt
-        with hold.part() as ids:  # a prompt that fits is small
-            return await self.ids(prompt, add_special=True, hold=ids)
-
-    def _check_limits(self, request: GenerateRequest, caller: Caller) -> None:
+    def _check_limits(self, request: GenerateRequest, caller: Caller, model: Served) -> None:
         settings = self.settings
         if not 1 <= request.n_samples <= settings.max_samples:
             raise RequestError(
                 f"n_samples is {request.n_samples}, allowed are 1 to {settings.max_samples}",
                 parameter="n_samples",
             )
-        n_most = max(settings.max_samples, len(self.engine.slots) + settings.max_queued)
+        n_most = max(settings.max_samples, len(model.engine.slots) + settings.max_queued)
         if request.n_generations > n_most:
             raise RequestError(
                 f"prompt asks for {request.n_generations} texts, the limit is {n_most}; "
@@ -511,22 +338,29 @@ class Service:
         name = caller.owner, request.request_id
         if name in self.runs or name in self._starting:
             raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
-        self._check_room()
+        self._check_room(model)
 
-    def _check_room(self) -> None:
-        n_slots = len(self.engine.slots)
-        limit = min(self.settings.max_running, n_slots + self.settings.max_queued)
-        n_runs = len(self.runs) + len(self._starting) + len(self._works)
-        if n_runs >= limit:
-            raise QueueFull(f"{n_runs} requests run or wait, the limit is {limit}; try again later")
+    def _check_room(self, model: Served) -> None:
+        """Refuse a request where too many run or wait, on *model* or on all together."""
+        starting = list(self._starting.values())
+        most_here = len(model.engine.slots) + self.settings.max_queued
+        for n_runs, limit in (
+            (model.n_busy + starting.count(model), most_here),
+            (self.pool.n_busy + len(starting), self.settings.max_running),
+        ):
+            if n_runs >= limit:
+                raise QueueFull(
+                    f"{n_runs} requests run or wait, the limit is {limit}; try again later"
+                )
 
     def _note_idle(self) -> None:
-        if not self.runs and not self._works:
+        if not self.pool.n_busy:
             self._is_idle.set()
 
-    def _ended(self, run: Run) -> None:
-        self.runs.pop((run.owner, run.request_id), None)
-        self.slots.released(run)
+    def _ended(self, model: Served, run: Run) -> None:
+        name = run.owner, run.request_id
+        self.runs.pop(name, None)
+        model.ended(run)
         self._note_idle()
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)
@@ -536,35 +370,20 @@ class Service:
         self.on_end(run)
 
     @contextlib.asynccontextmanager
-    async def working(self) -> AsyncGenerator[Engine]:
-        """The engine, for the work of one request that generates nothing, such as an embedding.
+    async def working(self, model: Served) -> AsyncGenerator[Engine]:
+        """*model*'s engine, for a request that generates nothing, such as an embedding.
 
         The limits of a run apply to it, and what ends runs ends it.
 
         Raises:
             QueueFull: Too many requests run or wait.
-            NoModel: There is no model.
+            NoModel: The model is not loaded.
             ModelChanged: The model was switched meanwhile.
             TimedOut: It took longer than ``request_timeout_s``.
         """
-        self._check_room()
-        engine, limit_s = self.engine, self.settings.request_timeout_s
-        limit = asyncio.timeout(limit_s or None)
-        try:
-            async with limit:
-                self._works[limit] = None
-                yield engine
-        except TimeoutError:
-            raise (
-                self._works[limit] or _late(limit_s) if limit.expired() else TimeoutError
-            ) from None
-        except ClosedError:
-            if engine is not self.engine:
-                raise _model_changed() from None
-            raise
-        finally:
-            self._works.pop(limit, None)
-            self._note_idle()
+        self._check_room(model)
+        async with model.working() as engine:
+            yield engine
 
     def find(
         self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
@@ -624,16 +443,22 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._workers, work, *args)
 
 
-def _late(limit_s: float) -> TimedOut:
-    return TimedOut(f"the request took more than {limit_s:g} s, the limit of request_timeout_s")
+async def _prompt_ids(model: Served, prompt: str | Sequence[int], hold: Hold) -> Sequence[int]:
+    if not isinstance(prompt, str):
+        return prompt
+    with hold.part() as ids:  # a prompt that fits is small
+        return await model.ids(prompt, add_special=True, hold=ids)
 
 
-def _shutting_down() -> ShuttingDown:
-    return ShuttingDown("the server is shutting down; try again later")
-
-
-def _model_changed() -> ModelChanged:
-    return ModelChanged("the model was switched; send the request again")
+def _check_prompt(ids: Sequence[int], request: GenerateRequest, max_context: int) -> None:
+    limit = min(max_context, request.max_context or max_context)
+    if len(ids) > limit:
+        raise PromptTooLong(
+            f"the prompt has {len(ids)} tokens, the limit is {limit}; shorten it",
+            parameter="prompt",
+            n_tokens=len(ids),
+            n_max=limit,
+        )
 
 
 def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> bool:
@@ -644,17 +469,7 @@ def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> boo
     n_items += sum(map(len, prompts)) * request.n_samples
     given = (sampling.grammar, sampling.json_schema, sampling.regex)
     # Mods are loaded first, and see the prompt.
-    return n_items < _OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
-
-
-def _pieces(engine: Engine, ids: Sequence[int]) -> list[tuple[int, str]]:
-    stream = TextStream()
-    pieces = [(id_, stream.feed(engine.token_bytes(id_))) for id_ in ids]
-    rest = stream.flush()
-    if rest:
-        last, piece = pieces[-1]
-        pieces[-1] = last, piece + rest
-    return pieces
+    return n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
 
 
 def _for_sample(request: GenerateRequest, i: int) -> Any:

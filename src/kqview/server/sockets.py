@@ -126,7 +126,7 @@ class Socket:
             KqviewError: It does not fit into the memory that the client may hold.
             TimeoutError: Nothing came in time.
         """
-        if self.service.is_closing and not self._n_pumps:
+        if self.service.pool.is_closing and not self._n_pumps:
             raise ShuttingDown("the server is shutting down; try again later")
         async with asyncio.timeout(timeout_s):
             message = await self._receive()

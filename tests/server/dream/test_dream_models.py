@@ -187,7 +187,7 @@ def test_switches_at_once_come_one_after_another(served: Served):
     with served.client() as client:
         assert shape_now(client) in ([3, 4, 5], [2, 2, 5])
         counted = client.get("/metrics").text
-    assert len(served.service.stats()) == len(names) + 1
+    assert len(served.service.pool.stats()) == len(names) + 1
     assert "kqview_generated_tokens_total 2.0" in counted
 
 
@@ -200,7 +200,7 @@ def test_switch_is_finished_though_its_client_left(served: Served):
             b"content-length: %d\r\n\r\n%s" % (len(body), body)
         )
     served.wait_until(
-        lambda: served.service.is_ready and served.engine.model.architecture == "qwen2"
+        lambda: served.service.pool.is_ready and served.engine.model.architecture == "qwen2"
     )
 
 
@@ -268,7 +268,7 @@ async def test_request_whose_prompt_was_read_for_another_model_is_told_so(folder
         )
         starting = asyncio.ensure_future(service.start(request))
         await asyncio.sleep(0)
-        switching = asyncio.ensure_future(service.switch_model("a.gguf"))
+        switching = asyncio.ensure_future(service.pool.switch("a.gguf", {}))
         with pytest.raises(ModelChanged):
             await starting
         await switching
@@ -279,8 +279,8 @@ async def test_request_whose_prompt_was_read_for_another_model_is_told_so(folder
 async def test_server_that_ends_while_a_model_is_loaded_does_not_wait_for_it(folder: Path):
     service = Service(None, settings_of(folder))
     await service.open()
-    old = service.engine
-    switching = asyncio.ensure_future(service.switch_model("more/b.gguf"))
+    old = service.pool.default.engine
+    switching = asyncio.ensure_future(service.pool.switch("more/b.gguf", {}))
     for _ in range(3):  # its task begins
         await asyncio.sleep(0)
     await service.close()
@@ -289,7 +289,7 @@ async def test_server_that_ends_while_a_model_is_loaded_does_not_wait_for_it(fol
     with pytest.raises(ClosedError):
         old.tokenize("a")
     with pytest.raises(ShuttingDown):
-        await service.switch_model("a.gguf")
+        await service.pool.switch("a.gguf", {})
 
 
 # ---- the folder

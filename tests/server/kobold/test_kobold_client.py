@@ -93,8 +93,8 @@ def test_failure_in_the_middle_is_not_taken_for_the_end(
     ids = served.engine.tokenize(TURN, add_special=False)
     start = served.service.start
 
-    async def start_and_end(request: GenerateRequest, *args: Any) -> Run:
-        run = await start(request, *args)
+    async def start_and_end(request: GenerateRequest, *args: Any, **options: Any) -> Run:
+        run = await start(request, *args, **options)
         next_step = run._next
 
         async def next_or_end() -> Step:

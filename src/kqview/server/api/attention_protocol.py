@@ -73,6 +73,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     prompt: str | None = None
     memory: str | None = None
     input_ids: list[int] | None = None
+    model: str | None = None
     request_id: str | None = None
     genkey: str | None = None
     mods: ModsField | None = None

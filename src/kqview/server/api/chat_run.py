@@ -32,7 +32,7 @@ async def started(call: Call, chat_of: Callable[[Engine], ChatRequest]) -> Start
         chat_of: What it asks for, of the engine that answers; runs in another thread.
     """
     service = call.service
-    engine = service.engine
+    engine = call.model.engine
 
     def prepared() -> ChatWork:
         return prepare(engine, chat_of(engine))
@@ -42,7 +42,7 @@ async def started(call: Call, chat_of: Callable[[Engine], ChatRequest]) -> Start
         work = await service.converted(_LARGE, call.hold, prepared)
         if work.request.dialogue is not None:  # messages that are not the body's own, for mods
             call.hold.take(DECODED_TIMES * call.n_body_bytes)
-        run = await service.start(work.request, call.caller, call.hold)
+        run = await service.start(work.request, call.caller, call.hold, model=call.model)
     return Started(run, work.reading, engine)
 
 
@@ -65,7 +65,7 @@ async def finished(
 
 async def counted(call: Call, chat: Callable[[], ChatRequest]) -> int:
     """How many tokens the prompt of a chat has; raises as `prepare`."""
-    engine = call.service.engine
+    engine = call.model.engine
 
     def count() -> int:
         ids, _ = prompt_of(engine, chat())

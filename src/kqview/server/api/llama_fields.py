@@ -48,6 +48,7 @@ class LoraScale(Struct):
 class LlamaFields(Struct, kw_only=True):
     """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
 
+    model: str | None = None
     n_predict: int | None = None
     max_completion_tokens: int | None = None
     max_tokens: int | None = None

@@ -25,7 +25,7 @@ async def create(call: Call, body: schema.MessagesBody) -> HttpReply | Events:
     def asked(engine: Engine) -> ChatRequest:
         return request_of(body, request_id=id_, engine=engine, settings=service.settings)
 
-    name = body.model or service.model_name
+    name = body.model or call.model.name
     run, reading, engine = await started(call, asked)
     writer = MessageWriter(id_, name, reading)
     attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
@@ -54,12 +54,12 @@ def _post(path: str, handler: Any, **more: Any) -> Operation:
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/v1/messages", create, summary="Anthropic's Messages API: the next message of a chat.",
-        body=schema.MessagesBody, reply=schema.Message, streams=True,
+        body=schema.MessagesBody, reply=schema.Message, streams=True, model="named",
     ),
     _post(
         "/v1/messages/count_tokens", count_tokens,
         summary="Anthropic's Messages API: tokens of a chat's prompt.",
-        body=schema.CountBody, reply=schema.TokenCount,
+        body=schema.CountBody, reply=schema.TokenCount, model="named",
     ),
 ]  # fmt: skip
 """Rows of the route table."""

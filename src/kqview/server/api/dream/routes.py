@@ -6,6 +6,7 @@ events. Both end with the socket.
 """
 
 import asyncio
+import contextlib
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,48 +45,50 @@ from kqview.server.endpoint import Call, HttpReply, Operation, error_reply
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
+from kqview.server.served import Served
 from kqview.server.service import Service
+from kqview.server.settings import Settings
 from kqview.server.sockets import Socket
 
 
 def plan_for(
-    service: Service, body: schema.DreamFields, request_id: str, *, always_logprob: bool = False
+    model: Served,
+    settings: Settings,
+    body: schema.DreamFields,
+    request_id: str,
+    *,
+    always_logprob: bool = False,
 ) -> Plan:
-    """`plan_of` for the current model.
+    """`plan_of` for *model*.
 
     Raises:
-        NoModel: There is none.
+        NoModel: It is being switched.
         RequestError: Or one of its kinds, as `plan_of`.
     """
-    engine = service.engine
+    engine = model.engine
     return plan_of(
         body,
         request_id=request_id,
         model=engine.model,
-        max_context=service.max_context,
-        settings=service.settings,
+        max_context=model.max_context,
+        settings=settings,
         one_token=one_token_of(engine),
         always_logprob=always_logprob,
     )
 
 
-def info_of(service: Service, engine: Engine, name: str) -> schema.ModelInfoReply:
-    """What ``GET /api/v1/model/info`` says if *engine* serves and is called *name*."""
+def info_of(model: Served, engine: Engine, name: str) -> schema.ModelInfoReply:
+    """What ``GET /api/v1/model/info`` says if *engine* is *model*'s and is called *name*."""
     return model_info_of(
         engine.model,
         name=name,
-        max_context=service.max_context_of(engine),
+        max_context=model.max_context_of(engine),
         one_token=one_token_of(engine),
     )
 
 
-def token_bytes_of(service: Service) -> Callable[[int], bytes]:
-    """A function for the bytes of an id of the current model, b"" once it is closed; any thread.
-
-    Raises:
-        NoModel: There is no model.
-    """
-    engine = service.engine
+def token_bytes_of(engine: Engine) -> Callable[[int], bytes]:
+    """A function for the bytes of an id of *engine*, b"" once it is closed; any thread."""
 
     @cache  # of a vocabulary's size at most
     def token_bytes(id_: int) -> bytes:
@@ -98,24 +101,24 @@ def token_bytes_of(service: Service) -> Callable[[int], bytes]:
 
 
 def answer_for(
-    service: Service,
+    model: Served | None,
     error: BaseException,
     body: schema.DreamFields | None = None,
     *,
     n_prompt: int | None = None,
 ) -> Answer:
-    """What to tell the client about *error*, with figures of the current model.
+    """What to tell the client about *error*, with figures of *model*.
 
     Args:
-        service: Whose limits and memory they are.
+        model: Whose limits and memory they are; None if the request has none.
         error: What went wrong.
         body: The request, None if it could not be read.
         n_prompt: Tokens of its prompt; None counts its ``input_ids``, if there are any.
     """
-    try:
-        engine, max_context = service.engine, service.max_context
-    except KqviewError:
+    engine = None if model is None or model.is_closing else model.loaded
+    if model is None or engine is None:
         return answer_of(error)
+    max_context = model.max_context_of(engine)
     if body is not None:
         max_context = context_limit(body, max_context)
         if n_prompt is None and body.input_ids is not None:
@@ -248,29 +251,44 @@ class Session:
             await self._refuse(BusyError(_BUSY), request_id)
             return
         service = self._service
-        try:
-            plan = await self._converted(
-                raw, plan_for, service, message, request_id, always_logprob=True
+        model: Served | None = None
+        async with contextlib.AsyncExitStack() as use:
+            try:
+                model = await use.enter_async_context(service.pool.using(message.model))
+                plan = await self._converted(
+                    raw, plan_for, model, service.settings, message, request_id,
+                    always_logprob=True,
+                )  # fmt: skip
+                token_bytes = token_bytes_of(model.engine)
+                run = await service.start(plan.request, self._caller, self._hold, model=model)
+            except KqviewError as error:
+                await self._refuse(error, request_id, message, model)
+                return
+            renderer = EventRenderer(
+                plan,
+                lambda id_: token_bytes(id_).decode("utf-8", "replace"),
+                lambda error: answer_for(model, error, message, n_prompt=run.usage.prompt_tokens),
+                packs=self._packs,
             )
-            token_bytes = token_bytes_of(service)
-            run = await service.start(plan.request, self._caller, self._hold)
-        except KqviewError as error:
-            await self._refuse(error, request_id, message)
-            return
-        renderer = EventRenderer(
-            plan,
-            lambda id_: token_bytes(id_).decode("utf-8", "replace"),
-            lambda error: answer_for(service, error, message, n_prompt=run.usage.prompt_tokens),
-            packs=self._packs,
-        )
-        self._last_id = request_id
-        self._running = _Running(run, asyncio.ensure_future(self._socket.pump(run, renderer)))
+            self._last_id = request_id
+            sending = asyncio.ensure_future(self._send(run, renderer, use.pop_all()))
+            self._running = _Running(run, sending)
+
+    async def _send(
+        self, run: Run, renderer: EventRenderer, use: contextlib.AsyncExitStack
+    ) -> None:
+        async with use:
+            await self._socket.pump(run, renderer)
 
     async def _refuse(
-        self, error: KqviewError, request_id: str | None, body: schema.Generate | None = None
+        self,
+        error: KqviewError,
+        request_id: str | None,
+        body: schema.Generate | None = None,
+        model: Served | None = None,
     ) -> None:
         """Send an error event; the socket stays usable."""
-        answer = answer_for(self._service, error, body)
+        answer = answer_for(model or self._service.pool.default, error, body)
         await self._socket.send([error_frame(answer, request_id, packs=self._packs)])
 
 
@@ -280,7 +298,7 @@ _PACK_TYPES: Final = ("application/msgpack", "application/x-msgpack", "applicati
 
 async def show_model_info(call: Call) -> schema.ModelInfoReply:
     """``GET /api/v1/model/info``."""
-    return info_of(call.service, call.service.engine, call.service.model_name)
+    return info_of(call.model, call.model.engine, call.model.name)
 
 
 async def generate(call: Call, body: schema.GenerateBody) -> HttpReply:
@@ -288,7 +306,7 @@ async def generate(call: Call, body: schema.GenerateBody) -> HttpReply:
     try:
         return await _generate(call, body)
     except KqviewError as error:
-        answer = answer_for(call.service, error, body)
+        answer = answer_for(call.model, error, body)
         if not answer.figures:
             raise
         return error_reply(answer, shared_error_body)
@@ -298,10 +316,12 @@ async def _generate(call: Call, body: schema.GenerateBody) -> HttpReply:
     service = call.service
     packs = _takes_packs(call)
     plan = await service.converted(
-        call.n_body_bytes, call.hold, plan_for, service, body, call.request_id
-    )
-    engine, token_bytes = service.engine, token_bytes_of(service)
-    run = await service.start(plan.request, call.caller, call.hold)
+        call.n_body_bytes, call.hold, plan_for, call.model, service.settings, body,
+        call.request_id,
+    )  # fmt: skip
+    engine = call.model.engine
+    token_bytes = token_bytes_of(engine)
+    run = await service.start(plan.request, call.caller, call.hold, model=call.model)
     async with run:
         n_prompt = run.usage.prompt_tokens
         most = reply_bytes(plan, engine.model, n_prompt=n_prompt, n_ctx=engine.n_ctx, packs=packs)
@@ -342,7 +362,7 @@ async def list_models(call: Call) -> schema.ModelsReply:
     """``GET /api/v1/models``."""
     names = await call.service.models()
     try:
-        loaded = call.service.model_name
+        loaded = call.service.pool.default.name
     except KqviewError:
         loaded = None
     return schema.ModelsReply(names, loaded)
@@ -350,19 +370,21 @@ async def list_models(call: Call) -> schema.ModelsReply:
 
 async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:
     """``POST /api/v1/model/load``."""
-    engine = await call.service.switch_model(body.model, **load_options(body))
-    return info_of(call.service, engine, engine.model.name or Path(body.model).stem)
+    pool = call.service.pool
+    engine = await pool.switch(body.model, load_options(body))
+    return info_of(pool.default, engine, engine.model.name or Path(body.model).stem)
 
 
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="GET", path="/api/v1/model/info", also=("/api/latest/model/info",),
         handler=show_model_info, tag=_TAG, error_body=error_body, reply=schema.ModelInfoReply,
+        model="named",
         summary="Architecture, sizes, special tokens and chat template of the model.",
     ),
     Operation(
         method="POST", path="/api/v1/generate", also=("/api/latest/generate",),
-        handler=generate, tag=_TAG, error_body=shared_error_body,
+        handler=generate, model="named", tag=_TAG, error_body=shared_error_body,
         body=schema.GenerateBody, reply=schema.GenerateReply,
         summary="Text in one reply, with the attention of every token if asked for.",
     ),

@@ -4,6 +4,7 @@ Glue only: `schema` says what bodies are, `convert` and `events` what becomes of
 """
 
 import time
+from dataclasses import replace
 from typing import Any, Final
 
 import msgspec
@@ -40,7 +41,7 @@ _STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
 async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     """Ids and texts of a text."""
     add_special = convert.first(body.add_special_tokens, body.add_special, False)
-    pieces = await call.service.tokenize(
+    pieces = await call.model.tokenize(
         convert.text_of(body), add_special=add_special, hold=call.hold
     )
     with_pieces = body.with_pieces is not False
@@ -57,14 +58,14 @@ async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Detokeni
     """Text of ids."""
     ids = convert.ids_of(body)
     name = "tokens" if body.token_ids is None else "token_ids"
-    text = await call.service.detokenize(ids, name=name, client=call.hold.client)
+    text = await call.model.detokenize(ids, name=name, client=call.hold.client)
     return schema.Detokenized(text)
 
 
 async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
     """How many tokens a prompt has."""
     text = body.prompt or ""
-    ids = await call.service.ids(text, add_special=body.special, hold=call.hold)
+    ids = await call.model.ids(text, add_special=body.special, hold=call.hold)
     counted = schema.TokenCount(len(ids), ids)
     return HttpReply(
         await call.service.converted(call.n_body_bytes, call.hold, json_in_slices, counted)
@@ -73,7 +74,7 @@ async def token_count(call: Call, body: schema.TokenCountBody) -> HttpReply:
 
 async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> schema.ExtraDetokenized:
     """Text of ids, as KoboldCpp answers it."""
-    text = await call.service.detokenize(body.ids, client=call.hold.client)
+    text = await call.model.detokenize(body.ids, client=call.hold.client)
     return schema.ExtraDetokenized(text, success=True)
 
 
@@ -96,20 +97,21 @@ async def stream_socket(call: Call, socket: Socket) -> None:
     raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
     body = await call.service.converted(len(raw), call.hold, decoded, _STREAM_DECODER, raw)
     body = convert.with_query(body, call.query)
-    run, engine = await _started(call, body, len(raw), asked=True)
-    await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
+    async with call.service.pool.using(body.model or call.query.get("model")) as model:
+        run, engine = await _started(replace(call, served=model), body, len(raw), asked=True)
+        await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
 
 
 async def _started(
     call: Call, body: schema.StreamBody, n_bytes: int, *, asked: bool
 ) -> tuple[Run, Engine]:
     service = call.service
-    engine = service.engine
+    engine = call.model.engine
     request = await service.converted(
         n_bytes, call.hold, convert.request_of, body, service.settings,
         request_id=call.request_id, one_token=one_token_of(engine), asked=asked,
     )  # fmt: skip
-    return await service.start(request, call.caller, call.hold), engine
+    return await service.start(request, call.caller, call.hold, model=call.model), engine
 
 
 def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
@@ -137,7 +139,7 @@ async def check(call: Call, body: schema.RunBody) -> schema.Texts:
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
     """Logprobs of the caller's generation that ended last, if it asked for some."""
     last = call.service.last_of(call.caller, key=body.genkey or "")
-    bytes_of = call.service.engine.token_bytes
+    bytes_of = call.model.engine.token_bytes
     n_bytes = LOGPROB_BYTES * len(last.logprobs)
     return schema.LastLogprobs(
         await call.service.converted(n_bytes, call.hold, logprobs_of, last.logprobs, bytes_of)
@@ -163,20 +165,19 @@ def _by_query(handler: Handler) -> Handler:
 
 async def model(call: Call) -> schema.Model:
     """The model's facts."""
-    service = call.service
     return convert.model_of(
-        service.engine.model, name=service.model_name, max_context=service.max_context
+        call.model.engine.model, name=call.model.name, max_context=call.model.max_context
     )
 
 
 async def max_context_length(call: Call) -> schema.Number:
     """Most tokens of a prompt."""
-    return schema.Number(call.service.max_context)
+    return schema.Number(call.model.max_context)
 
 
 async def max_length(call: Call) -> schema.Number:
     """Most tokens that a request may generate."""
-    return schema.Number(min(call.service.settings.max_tokens, call.service.engine.n_ctx))
+    return schema.Number(min(call.service.settings.max_tokens, call.model.engine.n_ctx))
 
 
 async def perf(call: Call) -> schema.Perf:
@@ -184,7 +185,7 @@ async def perf(call: Call) -> schema.Perf:
     service = call.service
     return convert.perf_of(
         service.last_of(call.caller),
-        service.engine.stats(),
+        call.model.engine.stats(),
         n_runs=service.n_runs_of(call.caller),
         n_running=len(service.runs),
         started_s=service.started_s,
@@ -247,17 +248,21 @@ _LOGPROBS_PATH: Final = "/api/extra/last_logprobs"
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
-        schema.TokenizeBody, schema.Tokenized,
+        schema.TokenizeBody, schema.Tokenized, model="named",
     ),
     _post(
-        "/api/v1/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Detokenized
+        "/api/v1/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody,
+        schema.Detokenized, model="named",
     ),
-    _get(handler=model, summary="Facts about the model.", reply=schema.Model, **_v1("model")),
+    _get(
+        handler=model, summary="Facts about the model.", reply=schema.Model, model="named",
+        **_v1("model"),
+    ),
     _post(
         "/api/extra/generate/stream", stream,
         "Generate, streamed. Events have a type and attention where output_attentions or "
         "request_id is given; else they are KoboldAI's.",
-        schema.StreamBody, streams=True,
+        schema.StreamBody, streams=True, model="named",
     ),
     _operation(
         "WS", "/api/extra/generate/stream/ws", stream_socket,
@@ -269,26 +274,33 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _post(_CHECK_PATH, check, _CHECK, schema.RunBody, schema.Texts),
     _get(_CHECK_PATH, _by_query(check), _CHECK, schema.Texts),
-    _post(_LOGPROBS_PATH, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs),
-    _get(_LOGPROBS_PATH, _by_query(last_logprobs), _LOGPROBS, schema.LastLogprobs),
+    _post(
+        _LOGPROBS_PATH, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs,
+        model="named",
+    ),
+    _get(
+        _LOGPROBS_PATH, _by_query(last_logprobs), _LOGPROBS, schema.LastLogprobs, model="named"
+    ),
     _post(
         "/api/extra/tokencount", token_count, "How many tokens a text has.",
         schema.TokenCountBody, schema.TokenCount,
         also=("/api/extra/tokenize",), error_body=convert.token_count_error,
+        model="named",
     ),
     _post(
         "/api/extra/detokenize", extra_detokenize, "Text of ids.",
         schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
-        error_body=convert.extra_detokenize_error,
+        error_body=convert.extra_detokenize_error, model="named",
     ),
     _get(
         handler=max_context_length, summary="Most tokens of a prompt.", reply=schema.Number,
         path="/api/v1/config/max_context_length",
         also=("/api/latest/config/max_context_length", "/api/extra/true_max_context_length"),
+        model="named",
     ),
     _get(
         handler=max_length, summary="Most tokens that a request may generate.",
-        reply=schema.Number, **_v1("config/max_length"),
+        reply=schema.Number, model="named", **_v1("config/max_length"),
     ),
     _get(
         handler=_always(schema.Word("")), summary="There is no soft prompt.", reply=schema.Word,
@@ -306,7 +318,7 @@ OPERATIONS: Final[list[Operation]] = [
         "/api/extra/version", extra_version, "Version of KoboldCpp whose routes these are.",
         schema.Version, access="open",
     ),
-    _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf),
+    _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf, model="named"),
     _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
     _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
     _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),

@@ -32,7 +32,7 @@ def adapters_of(loaded: Sequence[LoraAdapter]) -> list[Adapter]:
 
 async def list_adapters(call: Call) -> list[Adapter]:
     """``GET /lora-adapters``."""
-    return adapters_of(call.service.engine.lora)
+    return adapters_of(call.model.engine.lora)
 
 
 async def set_scales(call: Call, upload: Upload) -> about.Success:
@@ -45,7 +45,7 @@ async def set_scales(call: Call, upload: Upload) -> about.Success:
     body = await upload.read(call.service.settings.max_body_bytes)
     scales: list[LoraScale] = states.json_of(body, list[LoraScale])
     try:
-        call.service.engine.set_lora_scales({one.id: one.scale for one in scales})
+        call.model.engine.set_lora_scales({one.id: one.scale for one in scales})
     except RequestError as error:
         raise renamed(error, {"scales": "id"}) from None
     return about.Success()
@@ -53,11 +53,11 @@ async def set_scales(call: Call, upload: Upload) -> about.Success:
 
 OPERATIONS: Final[list[Operation]] = [
     Operation(
-        method="GET", path="/lora-adapters", handler=list_adapters, tag=_TAG,
+        method="GET", path="/lora-adapters", handler=list_adapters, model="named", tag=_TAG,
         error_body=error_body, reply=list[Adapter], summary="LoRA adapters and their scales.",
     ),
     Operation(
-        method="POST", path="/lora-adapters", handler=set_scales, tag=_TAG,
+        method="POST", path="/lora-adapters", handler=set_scales, model="named", tag=_TAG,
         error_body=error_body, body=Upload, reply=about.Success,
         summary="Scales of LoRA adapters for requests that do not say.",
     ),

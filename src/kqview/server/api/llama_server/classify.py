@@ -65,20 +65,20 @@ def classified(
 async def classify(call: Call, body: ClassifyBody) -> HttpReply:
     """Scores of the labels of each text. Texts cannot contain special tokens."""
     service = call.service
-    engine = service.engine
+    engine = call.model.engine
     if engine.pooling != "rank" or engine.n_classes < 2:
         raise NotSupported(
-            f"{service.model_name} is not a classifier with two or more labels; serve one that is, "
+            f"{call.model.name} is not a classifier with two or more labels; serve one that is, "
             "such as a file that kqview convert-classifier wrote"
         )
     texts = [body.inputs] if isinstance(body.inputs, str) else body.inputs
     if not texts:
         raise RequestError("inputs is empty; send at least one text", parameter="inputs")
     call.hold.take(_PREDICTION_BYTES * engine.n_classes * len(texts))
-    ids = await service.ids_of_each(texts, parse_special=False, hold=call.hold)
+    ids = await call.model.ids_of_each(texts, parse_special=False, hold=call.hold)
     n_tokens = sum(map(len, ids))
-    async with service.working() as engine:
-        model = service.model_name
+    async with service.working(call.model) as engine:
+        model = call.model.name
         try:
             if isinstance(body.inputs, str):
                 results = [await engine.aclassify(ids[0])]

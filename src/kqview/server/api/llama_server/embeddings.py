@@ -27,6 +27,7 @@ class EmbeddingBody(Struct, kw_only=True):
 
     input: str | dict[str, Any] | list[Any] | None = None
     content: str | dict[str, Any] | list[Any] | None = None
+    model: str | None = None
     embd_normalize: Annotated[int, msgspec.Meta(ge=-1, le=64)] | None = None
 
 
@@ -84,18 +85,18 @@ def written(found: Sequence[Vectors], kind: int, *, per_token: bool) -> bytes:
 async def embed(call: Call, body: EmbeddingBody) -> HttpReply:
     """A vector for each text, or one for each of its tokens."""
     service = call.service
-    pooling = service.engine.pooling
+    pooling = call.model.engine.pooling
     if pooling is None or pooling == "rank":
         raise NotSupported(
-            f"{service.model_name} gives no embeddings as it is served; serve an embedding model, "
+            f"{call.model.name} gives no embeddings as it is served; serve an embedding model, "
             "or start the server with --pooling mean"
         )
     ids = await ids_of_each(call, partial(texts_of, body))
     per_token = pooling == "none"
     n_vectors = sum(map(len, ids)) if per_token else len(ids)
-    n_bytes = _NUMBER_BYTES * service.engine.model.n_embd * n_vectors
+    n_bytes = _NUMBER_BYTES * call.model.engine.model.n_embd * n_vectors
     call.hold.take(n_bytes)
-    async with service.working() as engine:
+    async with service.working(call.model) as engine:
         try:
             found = await engine.aembed(ids, normalize=False)
         except RequestError as error:

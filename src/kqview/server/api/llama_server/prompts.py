@@ -35,7 +35,7 @@ async def ids_of_each(call: Call, prompts: Callable[[], Sequence[Parts]]) -> lis
 
 
 def _ids(call: Call, parts: Parts, *, add_special: bool, parse_special: bool) -> list[int]:
-    engine = call.service.engine
+    engine = call.model.engine
     ids: list[int] = []
     for i, part in enumerate(parts):
         if isinstance(part, int):

@@ -98,19 +98,19 @@ def written(body: RerankBody, found: Sequence[Classification], *, n_tokens: int,
 async def rerank(call: Call, body: RerankBody) -> HttpReply:
     """Documents by how well they answer the query."""
     service = call.service
-    if service.engine.pooling != "rank":
+    if call.model.engine.pooling != "rank":
         raise NotSupported(
-            f"{service.model_name} is not served as a reranker; serve one, with --pooling rank if "
+            f"{call.model.name} is not served as a reranker; serve one, with --pooling rank if "
             "its file does not say"
         )
     documents = documents_of(body)
     n_characters = sum(map(len, documents)) + len(documents) * len(body.query or "")
     call.hold.take(_ID_BYTES * n_characters + _RESULT_BYTES * len(documents))
     ids = await service.converted(
-        n_characters, call.hold, _ids_of_pairs, service.engine, body.query, documents
+        n_characters, call.hold, _ids_of_pairs, call.model.engine, body.query, documents
     )
-    async with service.working() as engine:
-        model = service.model_name
+    async with service.working(call.model) as engine:
+        model = call.model.name
         try:
             found = await engine.aclassify(ids)
         except RequestError as error:

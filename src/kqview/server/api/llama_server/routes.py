@@ -34,7 +34,7 @@ _TAG: Final = "llama-server"
 
 async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
     """Ids of a text, with their texts if asked for."""
-    engine = call.service.engine
+    engine = call.model.engine
     parts = [body.content] if isinstance(body.content, str) else body.content or []
     ids = await ids_of(
         call,
@@ -55,7 +55,7 @@ async def tokenize(call: Call, body: schema.TokenizeBody) -> HttpReply:
 async def detokenize(call: Call, body: schema.DetokenizeBody) -> schema.Content:
     """Text of ids."""
     ids = body.tokens or []
-    text = await call.service.detokenize(ids, name="tokens", client=call.hold.client)
+    text = await call.model.detokenize(ids, name="tokens", client=call.hold.client)
     return schema.Content(text)
 
 
@@ -70,12 +70,11 @@ async def completion(call: Call, body: schema.CompletionBody) -> HttpReply | Eve
 
 async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
     """Code for the gap between a prefix and a suffix."""
-    service = call.service
-    engine = service.engine
+    engine = call.model.engine
     fim = engine.model.fim_token_ids
     if not fim:
         raise NotSupported(
-            f"{service.model_name} has no tokens for filling a gap; serve a model for code that has"
+            f"{call.model.name} has no tokens for filling a gap; serve a model for code that has"
         )
     for name in ("input_prefix", "input_suffix"):
         if getattr(body, name) is None:
@@ -93,7 +92,7 @@ async def infill(call: Call, body: schema.InfillBody) -> HttpReply | Events:
         begun=begun,
         extra=await plain(convert.extra_texts(body, fim)),
         bos=convert.bos_of(engine.model, engine.tokenize("")),
-        n_ctx=service.max_context,
+        n_ctx=call.model.max_context,
         n_predict=max(convert.first(convert.max_tokens_of(body), 0), 1),
     )
     return await _complete(call, body, [ids])
@@ -103,7 +102,7 @@ async def _complete(
     call: Call, body: LlamaFields, prompts: Sequence[list[int]]
 ) -> HttpReply | Events:
     service = call.service
-    engine, settings = service.engine, service.settings
+    engine, settings = call.model.engine, service.settings
     body = with_defaults(body, settings)
 
     def with_texts() -> list[tuple[list[int], str]]:
@@ -112,11 +111,11 @@ async def _complete(
     shown = await service.converted(call.n_body_bytes, call.hold, with_texts)
     plan = await service.converted(
         call.n_body_bytes, call.hold, convert.plan_of, body, shown,
-        request_id=call.request_id, model=service.model_name, n_ctx=engine.n_ctx,
+        request_id=call.request_id, model=call.model.name, n_ctx=engine.n_ctx,
         settings=settings,
         tokenize=partial(engine.tokenize, add_special=False, parse_special=False),
     )  # fmt: skip
-    run = await service.start(plan.request, call.caller, call.hold)
+    run = await service.start(plan.request, call.caller, call.hold, model=call.model)
     writer = events.CompletionEvents(plan, len(run.generations), engine.token_bytes)
     # The end of each text repeats its prompt and how it is generated.
     n_repeated = len(run.generations) * call.n_body_bytes
@@ -138,7 +137,7 @@ async def _complete(
 async def apply_template(call: Call, body: schema.TemplateBody) -> schema.Prompt:
     """The prompt that a chat becomes."""
     ids = await _chat_ids(call, body)
-    return schema.Prompt(await call.service.detokenize(ids, client=call.hold.client))
+    return schema.Prompt(await call.model.detokenize(ids, client=call.hold.client))
 
 
 async def input_tokens(call: Call, body: schema.TemplateBody) -> schema.InputTokens:
@@ -150,7 +149,7 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
     chat = convert.chat_of(body, request_id=call.request_id)
     service = call.service
     # A template may take seconds, however short the body.
-    ids, _ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, service.engine, chat)
+    ids, _ = await service.converted(OFFLOAD_BYTES, call.hold, prompt_of, call.model.engine, chat)
     return ids
 
 
@@ -160,12 +159,12 @@ async def _chat_ids(call: Call, body: schema.TemplateBody) -> list[int]:
 async def props(call: Call) -> about.Props:
     """Properties of the server and its model."""
     service = call.service
-    engine = service.engine
+    engine = call.model.engine
     return about.props_of(
         engine.model,
         engine.system_info(),
         service.settings,
-        name=service.model_name,
+        name=call.model.name,
         n_ctx=engine.n_ctx,
         n_slots=len(engine.slots),
     )
@@ -184,6 +183,7 @@ async def set_props(call: Call) -> about.Success:
 def _post(
     path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
 ) -> Operation:
+    more.setdefault("model", "named")
     return Operation(
         method="POST", path=path, handler=handler, tag=_TAG, summary=summary,
         error_body=error_body, body=body, reply=reply, **more,
@@ -193,7 +193,7 @@ def _post(
 def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
     return Operation(
         method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, reply=reply, **more,
+        error_body=error_body, reply=reply, model="named", **more,
     )  # fmt: skip
 
 
@@ -224,7 +224,7 @@ OPERATIONS: Final[list[Operation]] = [
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
     _get("/props", props, "Properties of the server and its model.", about.Props),
-    _post("/props", set_props, "Change properties.", None, about.Success),
+    _post("/props", set_props, "Change properties.", None, about.Success, model="none"),
     _post("/tokenize", tokenize, "Ids of a text.", schema.TokenizeBody, schema.Tokenized),
     _post("/detokenize", detokenize, "Text of ids.", schema.DetokenizeBody, schema.Content),
     _post(

@@ -20,6 +20,7 @@ class TokenizeBody(Struct, kw_only=True):
     """Text to tokenize, or a list of ids and texts."""
 
     content: str | Parts | None = None
+    model: str | None = None
     add_special: bool | None = None
     parse_special: bool | None = None
     with_pieces: bool | None = None
@@ -42,6 +43,7 @@ class DetokenizeBody(Struct, kw_only=True):
     """Ids to turn into text."""
 
     tokens: list[int] | None = None
+    model: str | None = None
 
 
 class Content(Struct):
@@ -54,6 +56,7 @@ class TemplateBody(Struct, kw_only=True):
     """Messages of a chat."""
 
     messages: list[dict[str, Any]] | None = None
+    model: str | None = None
     tools: list[dict[str, Any]] | None = None
     add_generation_prompt: bool | None = None
     chat_template: str | None = None

@@ -53,7 +53,7 @@ async def _restore(call: Call, upload: Upload, session_id: int) -> states.Sessio
     slot_id = states.slot_parameter(call.query.get("slot"))
     check_may_restore(call)
     service = call.service
-    service.slots.get(slot_id)
+    call.model.slots.get(slot_id)
     name = await _file_in(call, upload)
     started_s = time.monotonic()
 
@@ -113,6 +113,7 @@ async def list_sessions(call: Call) -> list[states.Session]:
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/sessions/{id_session}", handler=session_action, tag=_TAG,
+        model="named",
         error_body=error_body, body=Upload, query=("action", "slot"),
         summary="Save a slot as a session, restore it, or remove it, by ?action=.",
     ),

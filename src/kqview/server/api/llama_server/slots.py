@@ -28,7 +28,7 @@ _BINARY: Final = "application/octet-stream"
 async def save_state(call: Call, upload: Upload, slot_id: int) -> LongReply:
     """The slot as a SES1 blob, raw or in JSON."""
     started_s = time.monotonic()
-    slots = call.service.slots
+    slots = call.model.slots
     blob = await use(call, slot_id, slots.save)
     call.hold.take(len(blob))
     if _BINARY in call.headers.get("accept", ""):
@@ -40,7 +40,7 @@ async def restore_state(call: Call, upload: Upload, slot_id: int) -> states.Rest
     """Put a SES1 blob, raw or in JSON, into the slot."""
     check_may_restore(call)
     service = call.service
-    service.slots.get(slot_id)
+    call.model.slots.get(slot_id)
     body = await upload.read(service.settings.max_state_bytes)
     started_s = time.monotonic()
     if upload.media_type == _BINARY:
@@ -56,7 +56,7 @@ async def restore_state(call: Call, upload: Upload, slot_id: int) -> states.Rest
 
 
 async def _restore(call: Call, slot_id: int, body: Body) -> int:
-    slots = call.service.slots
+    slots = call.model.slots
 
     def work(slot: Slot) -> int:
         return slots.restore(slot, body.read())
@@ -71,13 +71,13 @@ async def show_tokens(call: Call, upload: Upload, slot_id: int) -> states.Tokens
         id_slot=slot_id,
         n_tokens=len(ids),
         tokens=ids,
-        n_prompt_tokens_processed=call.service.slots.n_processed(slot_id),
+        n_prompt_tokens_processed=call.model.slots.n_processed(slot_id),
     )
 
 
 async def context_shift(call: Call, upload: Upload, slot_id: int) -> states.Shifted:
     """Remove tokens from the slot; those after them move up."""
-    call.service.slots.get(slot_id)
+    call.model.slots.get(slot_id)
     body = await upload.read(call.service.settings.max_body_bytes)
     wanted: states.ShiftBody = states.json_of(body, states.ShiftBody)
     work = partial(states.shifted, n_keep=wanted.n_keep, n_discard=wanted.n_discard)
@@ -104,7 +104,7 @@ async def restore(call: Call, upload: Upload, slot_id: int) -> states.SlotRestor
     """Restore the slot from a file; a file that is refused changes nothing."""
     check_may_restore(call)
     service = call.service
-    service.slots.get(slot_id)
+    call.model.slots.get(slot_id)
     name = await _filename(call, upload)
     started_s = time.monotonic()
 
@@ -164,8 +164,7 @@ async def slot_action(call: Call, upload: Upload) -> Any:
 async def list_slots(call: Call) -> list[about.SlotState]:
     """``GET /slots``: every slot; what is in it only to those whose it is."""
     check_enabled(call)
-    service = call.service
-    engine = service.engine
+    engine = call.model.engine
     slots = engine.stats().slots
     if call.query.get("fail_on_no_slot") and all(slot.is_busy for slot in slots):
         raise QueueFull("no slot available; try again later")
@@ -174,7 +173,7 @@ async def list_slots(call: Call) -> list[about.SlotState]:
 
 def _generation_on(call: Call, slot_id: int) -> about.OnSlot | None:
     """What runs on a slot, if it is the caller's."""
-    for run in call.service.runs.values():
+    for run in call.model.runs.values():
         for generation in run.generations:
             if generation.slot == slot_id and call.caller.may_see(run.owner):
                 return about.OnSlot(run.request, generation.usage, generation.text)
@@ -185,7 +184,7 @@ async def info(call: Call) -> states.Info:
     """``GET /v1/slots/{id_slot}/info``."""
     check_enabled(call)
     slot_id = states.slot_number(call.path["id_slot"])
-    eot = call.service.engine.model.eot_token_id
+    eot = call.model.engine.model.eot_token_id
     return states.info_of(*await use(call, slot_id, states.messages_of), eot)
 
 
@@ -200,7 +199,7 @@ async def use(call: Call, slot_id: int, work: Callable[[Slot], _T], *, fills: bo
         NotSupported: The model cannot do it.
     """
     try:
-        return await call.service.slots.use(call.caller, slot_id, work, fills=fills)
+        return await call.model.slots.use(call.caller, slot_id, work, fills=fills)
     except StateError as error:
         raise states.refused(error) from None
     except UnsupportedModel as error:
@@ -232,16 +231,17 @@ def elapsed_ms(started_s: float) -> float:
 
 OPERATIONS: Final[list[Operation]] = [
     Operation(
-        method="POST", path="/slots/{id_slot}", handler=slot_action, tag=_TAG,
+        method="POST", path="/slots/{id_slot}", handler=slot_action, model="named", tag=_TAG,
         error_body=error_body, body=Upload, query=("action",),
         summary="Save, restore, list or shorten what a slot holds, by ?action=.",
     ),
     Operation(
-        method="GET", path="/slots", handler=list_slots, tag=_TAG, error_body=error_body,
+        method="GET", path="/slots", handler=list_slots, model="named", tag=_TAG,
+        error_body=error_body,
         reply=list[about.SlotState], query=("fail_on_no_slot",), summary="What each slot does.",
     ),
     Operation(
-        method="GET", path="/v1/slots/{id_slot}/info", handler=info, tag=_TAG,
+        method="GET", path="/v1/slots/{id_slot}/info", handler=info, model="named", tag=_TAG,
         error_body=error_body, reply=states.Info, summary="Messages in a slot.",
     ),
 ]  # fmt: skip

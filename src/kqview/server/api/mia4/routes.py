@@ -58,21 +58,21 @@ async def _begun(
 ) -> Turn:
     service = call.service
     config = service.live.config
-    model_id, model = next(iter(config.models.items()))
-    engine = service.engine
+    model = await resources.enter_async_context(service.pool.using(body.model))
+    engine = model.engine
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, convert.plan_of, body, request_id=request_id, engine=engine,
-            settings=config.settings, llm=config.llm, model=model,
+            settings=config.settings, llm=config.llm, model=model.config,
         )  # fmt: skip
-        run = await service.start(plan.request, call.caller, call.hold)
+        run = await service.start(plan.request, call.caller, call.hold, model=model)
     resources.push_async_callback(run.aclose)
     attention = None
     if plan.request.attention is not None:
         attention = AttentionWriter(run, engine.model, service.kept)
     publish = partial(service.bus.publish, owner=call.caller.owner)
-    return Turn(run, plan, Named(request_id, model_id, body.session_id), attention, publish)
+    return Turn(run, plan, Named(request_id, model.id, body.session_id), attention, publish)
 
 
 async def _streamed(
@@ -207,9 +207,10 @@ async def list_models(call: Call) -> schema.Models:
     service = call.service
     created = int(time.time())
     cards: list[schema.Object] = []
-    for id_, model in service.live.config.models.items():
-        state = {"state": "loaded"}
-        cards.append(convert.card_of(id_, model, context_length=service.max_context, state=state))
+    for model in service.pool:
+        n_ctx = None if model.loaded is None else model.max_context_of(model.loaded)
+        state = {"state": model.state}
+        cards.append(convert.card_of(model.id, model.config, context_length=n_ctx, state=state))
     data = [
         {"id": card["id"], "object": "model", "created": created, "owned_by": "kqview"}
         for card in cards

@@ -26,7 +26,7 @@ async def create(call: Call, body: schema.ResponsesBody) -> HttpReply | Events:
     def asked(engine: Engine) -> ChatRequest:
         return request_of(body, request_id=id_, engine=engine, settings=service.settings)
 
-    name = body.model or service.model_name
+    name = body.model or call.model.name
     run, reading, engine = await started(call, asked)
     writer = ResponseWriter(Asked(id_, body, name, reading, engine.token_bytes))
     attention = AttentionWriter(run, engine.model, service.kept if keeps(body.attention) else None)
@@ -58,12 +58,12 @@ def _post(path: str, handler: Any, **more: Any) -> Operation:
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/responses", create, summary="OpenAI's Responses API: the next items of a chat.",
-        body=schema.ResponsesBody, reply=schema.Response, streams=True,
+        body=schema.ResponsesBody, reply=schema.Response, streams=True, model="named",
     ),
     _post(
         "/responses/input_tokens", count_tokens,
         summary="OpenAI's Responses API: tokens of a chat's prompt.",
-        body=schema.InputBody, reply=schema.InputTokens,
+        body=schema.InputBody, reply=schema.InputTokens, model="named",
     ),
 ]  # fmt: skip
 """Rows of the route table."""

@@ -44,17 +44,17 @@ async def _completed(
     call: Call, body: schema.GenerateFields, plan_of: Callable[..., convert.Plan], prefix: str
 ) -> HttpReply | Events:
     service = call.service
-    engine, settings = service.engine, service.settings
+    engine, settings = call.model.engine, service.settings
     name = f"{prefix}-{uuid.uuid4().hex}"
     body = with_defaults(body, settings)
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, plan_of, body, request_id=name, engine=engine, settings=settings,
-            model=service.model_name,
+            model=call.model.name,
         )  # fmt: skip
         echoed = await _echoed(call, plan, engine)
-        run = await service.start(plan.request, call.caller, call.hold)
+        run = await service.start(plan.request, call.caller, call.hold, model=call.model)
     attention = AttentionWriter(run, engine.model, service.kept if plan.keeps else None)
     parts = events.Parts(plan, engine.token_bytes, attention, echoed)
     created_s = int(time.time())
@@ -79,8 +79,9 @@ async def _echoed(call: Call, plan: convert.Plan, engine: Engine) -> list[events
     if plan.echo_logprobs is None:
         return []
     scores = await call.service.scores(
-        plan.request, call.caller, top_logprobs=plan.echo_logprobs, hold=call.hold
-    )
+        plan.request, call.caller, top_logprobs=plan.echo_logprobs, hold=call.hold,
+        model=call.model,
+    )  # fmt: skip
 
     def written() -> list[events.EchoedLogprobs]:
         return [
@@ -169,12 +170,12 @@ async def show_model(call: Call) -> schema.Model:
 
 
 def _models(call: Call) -> schema.Models:
-    service = call.service
+    served = call.service.pool.default
     return convert.models_of(
-        service.engine.model,
-        name=service.model_name,
-        aliases=service.settings.aliases,
-        n_ctx=service.max_context,
+        served.engine.model,
+        name=served.name,
+        aliases=call.service.settings.aliases,
+        n_ctx=served.max_context,
         created=int(time.time()),
     )
 
@@ -182,10 +183,10 @@ def _models(call: Call) -> schema.Models:
 async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     """Vectors of texts, each of length 1."""
     service = call.service
-    pooling, n_embd = service.engine.pooling, service.engine.model.n_embd
+    pooling, n_embd = call.model.engine.pooling, call.model.engine.model.n_embd
     if pooling is None or pooling == "rank":
         raise NotSupported(
-            f"{service.model_name} gives no embeddings as it is served; serve an embedding model, "
+            f"{call.model.name} gives no embeddings as it is served; serve an embedding model, "
             "or start the server with --pooling mean"
         )
     if pooling == "none":
@@ -197,7 +198,7 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
     ids = await service.converted(_LARGE, call.hold, _ids_of_inputs, call, body)
     n_bytes = len(ids) * n_embd * _VALUE_BYTES
     call.hold.take(n_bytes)
-    async with service.working() as engine:
+    async with service.working(call.model) as engine:
         try:
             vectors = await engine.aembed(ids)
         except RequestError as error:
@@ -211,12 +212,12 @@ async def embeddings(call: Call, body: schema.EmbeddingsBody) -> HttpReply:
             convert.embeddings_of(rows, n_tokens=n_tokens, model=model, body=body)
         )
 
-    name = service.model_name
+    name = call.model.name
     return HttpReply(await service.converted(n_bytes, call.hold, written))
 
 
 def _ids_of_inputs(call: Call, body: schema.EmbeddingsBody) -> list[list[int]]:
-    engine = call.service.engine
+    engine = call.model.engine
     inputs = convert.prompts_of("input", body.input)
     if not all(inputs):
         raise RequestError("input has an empty text; leave it out", parameter="input")
@@ -239,17 +240,17 @@ OPERATIONS: Final[Sequence[Operation]] = [
     _operation(
         "POST", "/v1/chat/completions", chat_completions,
         'The answer to a chat; Server-Sent Events with "stream": true.',
-        body=schema.ChatBody, reply=schema.ChatCompletion, streams=True,
+        body=schema.ChatBody, reply=schema.ChatCompletion, streams=True, model="named",
         also=("/chat/completions",),
     ),
     _operation(
         "POST", "/v1/completions", completions,
         'Text that continues a prompt; Server-Sent Events with "stream": true.',
-        body=schema.CompletionBody, reply=schema.TextCompletion, streams=True,
+        body=schema.CompletionBody, reply=schema.TextCompletion, streams=True, model="named",
     ),
     _operation(
         "POST", "/v1/embeddings", embeddings, "Vectors of texts.",
-        body=schema.EmbeddingsBody, reply=schema.Embeddings,
+        body=schema.EmbeddingsBody, reply=schema.Embeddings, model="named",
     ),
     _operation(
         "GET", "/v1/models", list_models, "The model that is served.", reply=schema.Models,
