@@ -141,12 +141,3 @@ def test_name_that_somebody_points_at_this_machine_reads_nothing(page: Any, serv
     assert reply.status == 403
     script = "async () => { const r = await fetch('/api/v1/model'); return [r.status, r.type]; }"
     assert page.evaluate(script) == [403, "basic"]  # of its own origin, to the browser
-
-
-def test_start_page_draws_a_generation(page: Any, served: Served):
-    # No wait_for_function: it evaluates text, which this page's policy forbids.
-    page.goto(served.url)
-    page.wait_for_selector("#facts:visible", timeout=WITHIN_MS)
-    page.click("#form button")
-    page.wait_for_selector("#rows:visible", timeout=WITHIN_MS)
-    served.wait_until(lambda: page.evaluate("document.getElementById('rows').height") > 4)

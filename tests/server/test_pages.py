@@ -2,51 +2,154 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+import subprocess
+import sys
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kqview.server import Settings
-from tests.support.browser import needs_browser
+from tests.support import pages
+from tests.support.browser import PHONE, needs_browser, sync_api, violations
 
 if TYPE_CHECKING:
     from tests.support.serving import Serve, Served
 
 pytestmark = needs_browser
+expect = sync_api.expect
 
 
-def test_start_page_says_what_runs_and_draws_what_it_generates(page: Any, demo: Served):
-    page.goto(demo.url)
-    page.wait_for_selector("#facts:not([hidden])")
-    assert page.inner_text("#status") == "Running: kqview demo"
-    assert "4 × 8" in page.inner_text("#facts")
-    assert not page.is_visible("#key")
-    page.click("button")
-    page.wait_for_selector("button:not([disabled])")
-    prompt = page.input_value("#prompt")
-    assert len(page.inner_text("#text")) > len(prompt) + 10
-    drawn = page.evaluate("""() => {
-        const canvas = document.getElementById("rows");
-        const data = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-        let inked = 0;
-        for (let i = 3; i < data.length; i += 4) inked += data[i] > 0;
-        return [canvas.width, canvas.height, inked];
-    }""")
-    width, height, inked = drawn
-    # Row i has the columns before token i; probabilities above 0 are ink.
-    n_prompt = width - height + 1
-    assert n_prompt == len(demo.engine.tokenize(prompt))
-    assert inked > 0.9 * sum(n_prompt + i for i in range(height))
+@pytest.fixture
+def generated(page: Any, demo: Served) -> Any:
+    """The start page after a generation."""
+    generate(page, demo)
+    return page
+
+
+def generate(page: Any, served: Served, prompt: str | None = None) -> None:
+    page.goto(served.url)
+    expect(page.locator("#facts")).to_be_visible()
+    if prompt is not None:
+        page.get_by_label("Prompt").fill(prompt)
+    page.get_by_label("Tokens").fill("24")
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#code")).to_be_visible()
+
+
+def heats(page: Any, tokens: str = ".token") -> list[int]:
+    return page.locator(tokens).evaluate_all(
+        "nodes => nodes.map((n) => Number(/heat(\\d+)/.exec(n.className)?.[1] ?? 0))"
+    )
+
+
+def test_start_page_says_what_runs_and_colours_what_it_generates(generated: Any, demo: Served):
+    page = generated
+    expect(page.locator("#status")).to_have_text("Running: kqview demo")
+    expect(page.locator("#facts")).to_contain_text("4 × 8")
+    expect(page.get_by_label("API key")).to_be_hidden()
+    prompt = page.get_by_label("Prompt").input_value()
+    ids = demo.engine.tokenize(prompt, add_special=True)
+    given = page.locator(".token.given").all_inner_texts()
+    assert len(given) == len(ids)
+    assert "".join(given[1:]) == prompt  # after the one that begins each text
+    found = heats(page)
+    assert found[0] == 0  # left out, however much it got
+    assert max(found) == 10
+    assert found[-1] == 0  # nothing came after it that could look at it
+    page.get_by_label("Leave out the first token").uncheck()
+    expect(page.locator(".token").first).to_have_class(re.compile("heat10"))
     assert page.logged == []
+
+
+def test_token_of_the_start_page_tells_what_it_looked_at(generated: Any):
+    page = generated
+    page.locator(".token:not(.given)").nth(5).hover()
+    expect(page.locator(".what")).to_contain_text("token 6 of 24")
+    n_given = page.locator(".token.given").count()
+    found = heats(page)
+    assert sum(found[n_given + 5 :]) == 0  # what came after it was not there
+    assert max(found[: n_given + 5]) == 10
+    top = page.locator(".bars li .name").first.inner_text()
+    hottest = page.locator(".token").nth(found.index(10)).inner_text()
+    assert json.loads(top) == hottest.replace("↵\n", "\n")
+    page.mouse.move(0, 0)
+    expect(page.locator(".what")).to_contain_text("What all tokens looked at")
+    page.get_by_label("Generated token").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".what")).to_contain_text("token 1 of 24")
+    page.locator(".token[tabindex='0']").focus()
+    page.keyboard.press("ArrowRight")
+    expect(page.locator(".what")).to_contain_text("token 2 of 24")
+
+
+def test_layer_and_head_are_chosen_in_the_grid_or_by_name(generated: Any, demo: Served):
+    page = generated
+    before = heats(page)
+    grid = page.get_by_role("img", name="4 layers from top to bottom, 8 heads from left to right")
+    layer, head = (page.get_by_role("combobox", name=name) for name in ("Layer", "Head"))
+    box = grid.bounding_box()
+    grid.click(position={"x": box["width"] * 2.5 / 8, "y": box["height"] * 3.5 / 4})
+    expect(layer).to_have_value("3")
+    expect(head).to_have_value("2")
+    expect(page.locator("#code pre")).to_contain_text('"attention_layers":[3]')
+    demo.wait_until(lambda: heats(page) != before)
+    layer.select_option("Mean of all")
+    head.select_option("Mean of all")
+    expect(page.locator("#code pre")).not_to_contain_text("attention_layers")
+    demo.wait_until(lambda: heats(page) == before)
+
+
+def test_programs_of_the_start_page_run(page: Any, demo: Served):
+    generate(page, demo, 'Anna\'s "cat" $HOME \\ é\nThen')
+    code = page.locator("#code pre")
+    shell = code.inner_text()
+    assert shell.startswith("curl -N ")
+    if shutil.which("curl") is not None:
+        assert run(["bash", "-c", shell]).count('"type":"token"') == 24
+    page.get_by_role("button", name="Python").click()
+    lines = run([sys.executable, "-c", code.inner_text()]).splitlines()
+    assert len(lines) == 24
+    n_prompt = page.locator(".token.given").count()
+    assert lines[0].endswith(f" (4, 8, {n_prompt})")
+    if (node := pages.node()) is not None:
+        page.get_by_role("button", name="JavaScript").click()
+        source = code.inner_text()
+        assert run([node, "--input-type=module", "-e", source]).count(f"[ 4, 8, {n_prompt} ]") == 1
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_start_page_asks_for_a_key_where_one_is_needed(page: Any, serve: Serve):
     served = serve(Settings(demo=True, api_keys=("sesame",), n_threads=1))
     page.goto(served.url)
-    page.wait_for_selector("#key", state="visible")
-    page.fill("#key", "sesame")
-    page.press("#key", "Tab")
-    page.wait_for_selector("#facts:not([hidden])")
-    page.click("button")
-    page.wait_for_selector("#rows:not([hidden])")
+    page.get_by_label("API key").fill("sesame")
+    page.get_by_label("API key").press("Tab")
+    expect(page.locator("#facts")).to_be_visible()
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator("#code pre")).to_contain_text('-H "X-Api-Key: $KQVIEW_KEY"')
+
+
+def test_start_page_says_what_was_refused(page: Any, demo: Served):
+    page.goto(demo.url)
+    page.get_by_label("Prompt").fill("word " * 3000)
+    page.get_by_role("button", name="Generate").click()
+    expect(page.locator(".what.bad")).to_contain_text("512")
+
+
+def test_pages_are_accessible_and_fit_a_phone(page: Any, demo: Served):
+    page.set_viewport_size(PHONE)
+    generate(page, demo)
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert violations(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
 def test_docs_page_lists_every_route_with_its_fields(page: Any, demo: Served):

@@ -19,6 +19,8 @@ sync_api = pytest.importorskip("playwright.sync_api")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 WITHIN_MS = 30_000
+sync_api.expect.set_options(timeout=WITHIN_MS)
+PHONE = {"width": 360, "height": 720}
 # As root there is no sandbox; the pages are ours. Names under .example are this machine.
 _ARGUMENTS = ["--no-sandbox", "--host-resolver-rules=MAP *.example 127.0.0.1"]
 
@@ -44,3 +46,15 @@ def open_tab(browser: Any) -> Iterator[Any]:
     yield tab
     tab.close()
     assert errors == []
+
+
+def violations(page: Any) -> list[str]:
+    """What axe finds wrong with the page as it is; skips the test without axe."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page, options={"resultTypes": ["violations"]})
+    assert found.response["passes"], "axe checked nothing"
+    return [
+        f"{one['id']}: {one['help']}: {node['html']}"
+        for one in found.response["violations"]
+        for node in one["nodes"]
+    ]

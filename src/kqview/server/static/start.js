@@ -1,120 +1,124 @@
-// The start page: what is running, and one generation whose attention is drawn as it comes.
-"use strict";
+// The start page: what is running, and one generation whose attention can be looked into, with the
+// program that does the same.
+
+import { codeExamples } from "./code_examples.js";
+import { element, milliseconds } from "./dom.js";
+import { readEvents } from "./events.js";
+import { AttentionView } from "./attention_view.js";
+import { Row } from "./rows.js";
+
+const KEY = "kqview-key"; // kept for the tab only, as the chat page does
+const PATH = "api/extra/generate/stream";
 
 const $ = (id) => document.getElementById(id);
+const view = new AttentionView({ onchange: () => showCode() });
+$("try").append(view.node);
+$("key").value = sessionStorage.getItem(KEY) ?? "";
+
+function headers() {
+  const key = $("key").value;
+  return { "Content-Type": "application/json", ...(key && { "X-Api-Key": key }) };
+}
 
 async function showStatus() {
-  const health = await fetch("health").then((r) => r.json());
+  const health = await fetch("health").then((reply) => reply.json());
   if (health.status !== "ok") {
     $("status").textContent = `The server takes no requests: ${health.status}.`;
     $("status").className = "bad";
     return;
   }
   $("status").textContent = `Running: ${health.model}`;
-  const reply = await fetch("api/v1/model/info", { headers: keyHeaders() });
-  if (reply.status === 401) {
-    $("key-row").hidden = false;
-    return;
-  }
+  const reply = await fetch("api/v1/model/info", { headers: headers() });
+  $("key-row").hidden = reply.status !== 401 && !$("key").value;
+  if (!reply.ok) return;
   const info = await reply.json();
-  const rows = [
-    ["Architecture", info.architecture],
-    ["Layers × heads", `${info.num_layers} × ${info.num_attention_heads}`],
-    ["Context", `${info.context_length} tokens`],
-    ["Vocabulary", `${info.vocab_size} tokens`],
-  ];
-  $("facts").replaceChildren(...rows.map(([name, value]) => {
-    const row = document.createElement("tr");
-    const head = document.createElement("th");
-    const cell = document.createElement("td");
-    head.textContent = name;
-    cell.textContent = value;
-    row.append(head, cell);
-    return row;
-  }));
+  const facts = {
+    Architecture: info.architecture,
+    "Layers × heads": `${info.num_layers} × ${info.num_attention_heads}`,
+    Context: `${info.context_length.toLocaleString("en")} tokens`,
+    Vocabulary: `${info.vocab_size.toLocaleString("en")} tokens`,
+  };
+  $("facts").replaceChildren(
+    ...Object.entries(facts).map(([name, value]) =>
+      element("div", {}, element("dt", {}, name), element("dd", {}, value)),
+    ),
+  );
   $("facts").hidden = false;
 }
 
-function keyHeaders() {
-  const key = $("key").value;
-  return key ? { "X-Api-Key": key } : {};
-}
-
-// Server-Sent Events over POST: the objects of their data lines.
-async function* events(body) {
-  const reader = body.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
-    }
-  }
-}
-
-function decoded(attention) {
-  const bytes = Uint8Array.from(atob(attention.data), (c) => c.charCodeAt(0));
-  return new Float32Array(bytes.buffer);
-}
-
-function draw(rows) {
-  const canvas = $("rows");
-  canvas.width = Math.max(...rows.map((row) => row.length));
-  canvas.height = rows.length;
-  const context = canvas.getContext("2d");
-  const image = context.createImageData(canvas.width, canvas.height);
-  rows.forEach((row, y) => {
-    const most = Math.max(...row) || 1;
-    row.forEach((value, x) => {
-      const at = 4 * (y * canvas.width + x);
-      image.data.set([20, 60, 160, Math.round(255 * Math.sqrt(value / most))], at);
-    });
+async function post(path, body) {
+  const reply = await fetch(path, {
+    method: "POST",
+    headers: headers(),
+    body: JSON.stringify(body),
   });
-  context.putImageData(image, 0, 0);
-  canvas.hidden = $("caption").hidden = false;
+  if (reply.ok) return reply;
+  const refusal = await reply.json().catch(() => ({}));
+  throw new Error(refusal.error ?? `The server answered ${reply.status}.`);
+}
+
+function request() {
+  return {
+    prompt: $("prompt").value,
+    max_length: $("n").valueAsNumber || 48,
+    output_attentions: true,
+    attention_format: "per_layer",
+    attention_values: "probs",
+    dtype: "float16",
+  };
 }
 
 async function generate(event) {
   event.preventDefault();
   const button = $("form").querySelector("button");
   button.disabled = true;
-  $("text").className = "";
   try {
-    const prompt = $("prompt").value;
-    const given = document.createElement("span");
-    given.className = "given";
-    given.textContent = prompt;
-    $("text").replaceChildren(given);
-    const reply = await fetch("api/extra/generate/stream", {
-      method: "POST",
-      headers: { "Content-Type": "application/json", ...keyHeaders() },
-      body: JSON.stringify({
-        prompt, max_length: 48, output_attentions: true, attention_format: "aggregated",
-        attention_values: "probs",
-      }),
-    });
-    if (!reply.ok) throw new Error((await reply.json()).error);
-    const rows = [];
-    for await (const one of events(reply.body)) {
+    const asked = request();
+    const { tokens } = await post("api/v1/tokenize", {
+      text: asked.prompt,
+      add_special_tokens: true,
+    }).then((reply) => reply.json());
+    view.begin(tokens.map(({ text }) => text));
+    const began = performance.now();
+    const reply = await post(PATH, asked);
+    for await (const { data } of readEvents(reply.body)) {
+      const one = JSON.parse(data);
       if (one.type === "error") throw new Error(one.error);
-      if (one.type !== "token") continue;
-      $("text").append(one.token.text);
-      rows.push(decoded(one.attention));
-      draw(rows);
+      if (one.type === "token") view.add(one.token.text, rowOf(one.attention));
     }
+    view.end(milliseconds(performance.now() - began));
+    showCode();
   } catch (error) {
-    $("text").textContent = error.message;
-    $("text").className = "bad";
+    view.fail(error.message);
   } finally {
     button.disabled = false;
   }
 }
 
+function rowOf({ shape, data }) {
+  const bytes = Uint8Array.from(atob(data), (c) => c.charCodeAt(0));
+  return new Row(shape, new Uint16Array(bytes.buffer));
+}
+
+// The request of the page for the layer and head that are shown.
+function showCode() {
+  if (!view.isWhole) return;
+  const narrowed = request();
+  if (view.layer !== undefined) narrowed.attention_layers = [view.layer];
+  if (view.head !== undefined) narrowed.attention_heads = [view.head];
+  const address = new URL(PATH, document.baseURI).href;
+  const before = $("code").querySelector(".examples");
+  const examples = codeExamples(address, narrowed, Boolean($("key").value), before?.dataset.chosen);
+  if (before) before.replaceWith(examples);
+  else $("code").append(examples);
+  $("code").hidden = false;
+}
+
 $("form").addEventListener("submit", generate);
-$("key").addEventListener("change", showStatus);
+$("key").addEventListener("change", () => {
+  sessionStorage.setItem(KEY, $("key").value.trim());
+  showStatus();
+});
 showStatus().catch((error) => {
   $("status").textContent = `The server does not answer: ${error.message}`;
   $("status").className = "bad";

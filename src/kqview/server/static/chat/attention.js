@@ -2,7 +2,8 @@
 // of it, looked at. A token is chosen by pointing at it, by the keyboard in the answer, or with the
 // slider.
 
-import { choice, element, field, quoted } from "../dom.js";
+import { Coloured, RowChoice, bars, scale, visible } from "../coloured.js";
+import { element, field, quoted } from "../dom.js";
 import { heats, largest } from "../rows.js";
 import { Looked } from "./looked.js";
 
@@ -10,9 +11,10 @@ const N_LISTED = 8;
 
 export class Attention {
   constructor() {
-    this.painted = []; // {nodes, heat} of each column
     this.columns = []; // elements of the prompt's tokens
     this.texts = [];
+    this.coloured = new Coloured((column) => this.nodesOf(column));
+    this.choice = new RowChoice(() => this.mix());
     this.what = element("p", { class: "what" });
     this.prompt = element("div", {
       class: "prompt",
@@ -21,9 +23,6 @@ export class Attention {
       "aria-label": "Prompt as the model saw it",
     });
     this.listed = element("ol", { class: "bars" });
-    this.layer = choice([["", "Mean of all"]], () => this.mix());
-    this.head = choice([["", "Mean of all"]], () => this.mix());
-    this.first = element("input", { type: "checkbox", checked: true, onchange: () => this.draw() });
     this.slider = element("input", {
       type: "range",
       min: 0,
@@ -39,8 +38,7 @@ export class Attention {
       field("Token of the answer", this.slider),
       element("div", { class: "over" }, element("h3", {}, "Prompt"), this.scale),
       this.prompt,
-      element("div", { class: "bar" }, field("Layer", this.layer), field("Head", this.head)),
-      element("label", { class: "inline" }, this.first, "Leave out the first token"),
+      this.choice.nodes,
       element("h3", {}, "Looked at most"),
       this.listed,
     );
@@ -68,7 +66,6 @@ export class Attention {
     this.body.hidden = false;
     this.prompt.replaceChildren();
     this.columns = [];
-    this.sizes = undefined;
     this.later();
     try {
       const texts = await looked.prompt();
@@ -76,7 +73,7 @@ export class Attention {
       this.texts = texts;
       this.columns = texts.map((text) => element("span", { class: kindOf(text) }, visible(text)));
       this.prompt.replaceChildren(...this.columns);
-      this.unpaint();
+      this.coloured.clear();
       this.later();
     } catch (error) {
       looked.failed ??= error;
@@ -91,13 +88,8 @@ export class Attention {
     this.empty.hidden = false;
   }
 
-  unpaint() {
-    for (const { nodes, heat } of this.painted) if (nodes) paint(nodes, heat, 0);
-    this.painted = [];
-  }
-
   clear() {
-    this.unpaint();
+    this.coloured.clear();
     this.chosen?.nodes.forEach((node) => node.classList.remove("chosen"));
     this.chosen = this.pointed = undefined;
     this.listed.replaceChildren();
@@ -123,8 +115,7 @@ export class Attention {
   }
 
   mix() {
-    const number = ({ value }) => (value === "" ? undefined : Number(value));
-    this.looked?.show(number(this.layer), number(this.head));
+    this.looked?.show(this.choice.layer, this.choice.head);
     this.later();
   }
 
@@ -144,7 +135,7 @@ export class Attention {
       try {
         const row = await looked.row(mark);
         if (looked !== this.looked || mark !== (this.pointed ?? this.chosen)) return;
-        this.offer(row);
+        if (this.choice.offer(row)) this.mix();
         weights = row.mean(looked.layer, looked.head);
       } catch (error) {
         this.what.textContent = error.message;
@@ -152,18 +143,17 @@ export class Attention {
       }
     } else {
       const some = looked.rows.values().next().value;
-      if (some?.nLayers) this.offer(some);
+      if (some?.nLayers && this.choice.offer(some)) this.mix();
       weights = looked.mean();
     }
-    const shown = weights.slice();
-    if (this.first.checked) shown[0] = 0;
+    const shown = this.choice.shown(weights);
     const top = largest(shown, N_LISTED);
     const most = top[0]?.[1] ?? 0;
-    this.colour(heats(shown, most));
-    this.scale.replaceChildren(
-      ...(most > 0 ? ["0", element("span", { class: "scale" }), percent(most)] : []),
+    this.coloured.colour(heats(shown, most));
+    this.scale.replaceChildren(...scale(most));
+    this.listed.replaceChildren(
+      ...bars(top.map(([column, weight]) => [this.nameOf(column), weight])),
     );
-    this.listed.replaceChildren(...top.map(([column, weight]) => this.bar(column, weight, most)));
   }
 
   // Says what is shown, and keeps the slider at it.
@@ -186,71 +176,18 @@ export class Attention {
     );
   }
 
-  // Offers the layers and heads that rows have.
-  offer({ nLayers, nHeads }) {
-    if (this.sizes === `${nLayers} ${nHeads}`) return;
-    this.sizes = `${nLayers} ${nHeads}`;
-    for (const [select, n] of [
-      [this.layer, nLayers],
-      [this.head, nHeads],
-    ]) {
-      const before = select.value;
-      const names = Array.from({ length: n > 1 ? n : 0 }, (_, i) => [i, String(i)]);
-      select.replaceChildren(
-        ...[["", "Mean of all"], ...names].map(([value, title]) => element("option", { value }, title)),
-      );
-      select.value = Number(before) < n ? before : "";
-      select.disabled = n < 2;
-    }
-    this.mix();
+  // Elements of the token at *column*, of the prompt or of the answer.
+  nodesOf(column) {
+    const { nPrompt, byIndex } = this.looked;
+    if (column >= nPrompt) return byIndex.get(column - nPrompt)?.nodes;
+    return this.columns[column] && [this.columns[column]];
   }
 
-  colour(levels) {
-    const { looked } = this;
-    const n = Math.max(levels.length, this.painted.length);
-    for (let i = 0; i < n; i++) {
-      const heat = levels[i] ?? 0;
-      const one = (this.painted[i] ??= { nodes: undefined, heat: 0 });
-      one.nodes ??=
-        i < looked.nPrompt
-          ? this.columns[i] && [this.columns[i]]
-          : looked.byIndex.get(i - looked.nPrompt)?.nodes;
-      if (one.heat === heat || !one.nodes) continue;
-      paint(one.nodes, one.heat, heat);
-      one.heat = heat;
-    }
-  }
-
-  bar(column, weight, most) {
-    const { looked } = this;
-    const text =
-      column < looked.nPrompt
-        ? this.texts[column]
-        : looked.byIndex.get(column - looked.nPrompt)?.text;
-    const row = element(
-      "li",
-      {},
-      element("span", { class: "name" }, text === undefined ? `token ${column}` : quoted(text)),
-      element("span", { class: "value" }, percent(weight)),
-    );
-    row.style.setProperty("--part", `${(100 * weight) / most}%`);
-    return row;
+  nameOf(column) {
+    const { nPrompt, byIndex } = this.looked;
+    const text = column < nPrompt ? this.texts[column] : byIndex.get(column - nPrompt)?.text;
+    return text === undefined ? `token ${column}` : quoted(text);
   }
 }
-
-function paint(nodes, before, after) {
-  for (const { classList } of nodes) {
-    if (before) classList.remove(`heat${before}`);
-    if (after) classList.add(`heat${after}`);
-  }
-}
-
-function percent(weight) {
-  const value = 100 * weight;
-  return `${value < 10 ? value.toFixed(1) : Math.round(value)} %`;
-}
-
-// Line ends as signs, so that every token has something to colour.
-const visible = (text) => text.replace(/\n/g, "↵\n") || "·";
 
 const kindOf = (text) => (/^<[|｜].*[|｜]>$/.test(text) ? "token special" : "token");

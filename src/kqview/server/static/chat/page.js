@@ -394,8 +394,9 @@ async function show() {
   if (!isNarrow.matches) prompt.focus();
   if (!id) return;
   try {
-    const { messages } = await fetchSession(id);
+    const { messages, model } = await fetchSession(id);
     if (session !== id || running) return;
+    models.choose(model);
     const shown = messages.filter(({ role }) => role === "user" || role === "assistant");
     for (const one of shown) addTurn(one.role === "user" ? userTurn(one.content) : oldAnswer(one));
     toEnd(true);

@@ -1,0 +1,122 @@
+// Tokens whose background says how much attention they got, and the choice of which attention that
+// is: of a layer and a head, or their mean.
+
+import { choice, element, field } from "./dom.js";
+
+// Elements by the column of a row, with the heat of each; a change of heat is all that is drawn.
+export class Coloured {
+  // nodesOf(column) gives the elements of a token, undefined if there are none yet.
+  constructor(nodesOf) {
+    this.nodesOf = nodesOf;
+    this.columns = []; // {nodes, heat}
+  }
+
+  // Colours the first columns by *heats*, 0 to 10, and the others not at all.
+  colour(heats) {
+    const n = Math.max(heats.length, this.columns.length);
+    for (let i = 0; i < n; i++) {
+      const heat = heats[i] ?? 0;
+      const one = (this.columns[i] ??= { nodes: undefined, heat: 0 });
+      if (one.heat === heat) continue;
+      one.nodes ??= this.nodesOf(i);
+      if (!one.nodes) continue;
+      for (const { classList } of one.nodes) {
+        if (one.heat > 0) classList.remove(`heat${one.heat}`);
+        if (heat > 0) classList.add(`heat${heat}`);
+      }
+      one.heat = heat;
+    }
+  }
+
+  clear() {
+    this.colour([]);
+    this.columns = [];
+  }
+}
+
+// Which layer and head are shown, and whether the first token, which most heads rest on, is.
+export class RowChoice {
+  constructor(onchange) {
+    this.onchange = onchange;
+    this.layerSelect = choice([["", "Mean of all"]], () => onchange());
+    this.headSelect = choice([["", "Mean of all"]], () => onchange());
+    this.first = element("input", { type: "checkbox", checked: true, onchange: () => onchange() });
+    this.nodes = [
+      element(
+        "div",
+        { class: "bar" },
+        field("Layer", this.layerSelect),
+        field("Head", this.headSelect),
+      ),
+      element("label", { class: "inline" }, this.first, "Leave out the first token"),
+    ];
+  }
+
+  get layer() {
+    return numberOf(this.layerSelect);
+  }
+
+  get head() {
+    return numberOf(this.headSelect);
+  }
+
+  choose(layer, head) {
+    this.layerSelect.value = layer ?? "";
+    this.headSelect.value = head ?? "";
+    this.onchange();
+  }
+
+  // Offers the layers and heads that rows have; whether they are others than before.
+  offer({ nLayers, nHeads }) {
+    if (this.nLayers === nLayers && this.nHeads === nHeads) return false;
+    [this.nLayers, this.nHeads] = [nLayers, nHeads];
+    fill(this.layerSelect, nLayers);
+    fill(this.headSelect, nHeads);
+    return true;
+  }
+
+  // A copy of *weights* to be shown.
+  shown(weights) {
+    const copy = weights.slice();
+    if (this.first.checked && copy.length > 0) copy[0] = 0;
+    return copy;
+  }
+}
+
+const numberOf = ({ value }) => (value === "" ? undefined : Number(value));
+
+function fill(select, n) {
+  const before = select.value;
+  const one = (value, title) => element("option", { value }, title);
+  const numbers = n > 1 ? Array.from({ length: n }, (_, i) => one(i, String(i))) : [];
+  select.replaceChildren(one("", "Mean of all"), ...numbers);
+  select.value = before !== "" && Number(before) < numbers.length ? before : "";
+  select.disabled = n < 2;
+}
+
+// A scale from no colour to the hottest, which is *most*.
+export function scale(most) {
+  return most > 0 ? ["0", element("span", { class: "scale" }), percent(most)] : [];
+}
+
+// Names with their weights as bars, [name, weight], the largest first.
+export function bars(rows) {
+  return rows.map(([name, weight]) => {
+    const row = element(
+      "li",
+      {},
+      element("span", { class: "name" }, name),
+      element("span", { class: "value" }, percent(weight)),
+    );
+    row.style.setProperty("--part", `${(100 * weight) / rows[0][1]}%`);
+    return row;
+  });
+}
+
+export function percent(weight) {
+  const value = 100 * weight;
+  return `${value < 10 ? value.toFixed(1) : Math.round(value)} %`;
+}
+
+// The text of a token with something to see in it: line ends as signs.
+export const visible = (text) => text.replace(/\n/g, "↵\n") || "·";
