@@ -5,9 +5,13 @@ it takes nothing from the share of a client. Where there is no room, the owner w
 its oldest reply; rows that still do not fit are left out, and the generation goes on.
 """
 
+import sys
 import threading
+from array import array
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Final
 
 from kqview.errors import CapacityError
@@ -36,6 +40,32 @@ class Row:
         return len(self.data) + len(self.text) + _ROW_BYTES
 
 
+class PromptText:
+    """The tokens of a prompt, each with the text that it completes."""
+
+    def __init__(self, ids: Sequence[int], texts: Iterable[str]) -> None:
+        """Keep *ids* with *texts* in little more than their bytes."""
+        self._ids = array("i", ids)
+        pieces = list(texts)
+        self._text = "".join(pieces)
+        self._ends = array("q", accumulate(map(len, pieces)))
+
+    @property
+    def ids(self) -> list[int]:
+        """The ids."""
+        return self._ids.tolist()
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each; those of a character's first ids are ""."""
+        return [self._text[i:j] for i, j in pairwise((0, *self._ends))]
+
+    @property
+    def n_bytes(self) -> int:
+        """What it takes."""
+        return sum(map(sys.getsizeof, (self._ids, self._text, self._ends)))
+
+
 @dataclass(slots=True)
 class _Replies:
     """Of one owner, oldest first."""
@@ -53,12 +83,14 @@ class Rows:
         layers: Layers of the rows.
         choices: Rows of each choice, by the index of the token.
         n_left_out: Of each choice, rows for which there was no room.
+        prompt: The prompt, None if nobody asks for it by the reply's name.
     """
 
     wanted: AttentionWanted
     layers: tuple[int, ...]
     choices: list[dict[int, Row]]
     n_left_out: list[int] = field(default_factory=list[int])
+    prompt: PromptText | None = None
     n_bytes: int = 0
 
 
@@ -85,11 +117,14 @@ class Kept:
         layers: tuple[int, ...],
         *,
         n_choices: int,
+        prompt: PromptText | None = None,
     ) -> None:
-        """Begin to keep rows of the reply *name*, a new one, of *owner*."""
-        rows = Rows(wanted, layers, [{} for _ in range(n_choices)], [0] * n_choices)
+        """Begin to keep rows of the reply *name* of *owner*; those of an older one are dropped."""
+        rows = Rows(wanted, layers, [{} for _ in range(n_choices)], [0] * n_choices, prompt)
+        n_bytes = n_choices * _ROW_BYTES + (0 if prompt is None else prompt.n_bytes)
         with self._lock:
-            if self._take(owner, name, n_choices * _ROW_BYTES, rows):
+            self._drop(owner, name)
+            if self._take(owner, name, n_bytes, rows):
                 replies = self._by_owner.setdefault(owner, _Replies())
                 replies.by_name[name] = rows
                 replies.n_bytes += rows.n_bytes
@@ -149,10 +184,14 @@ class Kept:
             return False
         most = max(sizes, key=lambda one: sizes[one])
         replies = self._by_owner[most]
-        oldest = next(one for one in replies.by_name if (most, one) != (owner, name))
-        n_bytes = replies.by_name.pop(oldest).n_bytes
-        replies.n_bytes -= n_bytes
-        self._hold.put(n_bytes)
-        if not replies.by_name:
-            del self._by_owner[most]
+        self._drop(most, next(one for one in replies.by_name if (most, one) != (owner, name)))
         return True
+
+    def _drop(self, owner: str, name: str) -> None:
+        replies = self._by_owner.get(owner)
+        if replies is None or (rows := replies.by_name.pop(name, None)) is None:
+            return
+        replies.n_bytes -= rows.n_bytes
+        self._hold.put(rows.n_bytes)
+        if not replies.by_name:
+            del self._by_owner[owner]

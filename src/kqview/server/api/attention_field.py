@@ -26,7 +26,7 @@ from kqview.server.attention import (
 )
 from kqview.server.budget import Hold
 from kqview.server.errors import TooLarge
-from kqview.server.kept import Kept, Row
+from kqview.server.kept import Kept, PromptText, Row
 from kqview.server.run import Removal, Run, Step
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, PromptBlock
@@ -144,14 +144,23 @@ def _tuple(values: list[Any] | None) -> tuple[Any, ...] | None:
 class AttentionWriter:
     """Writes the attention objects of a run, or keeps its rows for whoever fetches them."""
 
-    def __init__(self, run: Run, model: ModelInfo, kept: Kept | None = None) -> None:
-        """Keep rows in *kept* instead of writing them if it is given."""
+    def __init__(
+        self,
+        run: Run,
+        model: ModelInfo,
+        kept: Kept | None = None,
+        prompt: PromptText | None = None,
+    ) -> None:
+        """Keep rows in *kept*, with *prompt*, instead of writing them if it is given."""
         self._wanted = wanted = run.request.attention
         self._layers = None if wanted is None else layers_of(wanted, model)
         self._kept = kept
         if wanted is not None and kept is not None:
             layers = model.attention_layers if wanted.layers is None else wanted.layers
-            kept.open(run.owner, run.request_id, wanted, layers, n_choices=len(run.generations))
+            kept.open(
+                run.owner, run.request_id, wanted, layers,
+                n_choices=len(run.generations), prompt=prompt,
+            )  # fmt: skip
 
     def token(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
         """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""

@@ -8,21 +8,25 @@ from typing import Any, Final
 import msgspec
 
 from kqview.engine import Engine
+from kqview.generation.text import TextStream
 from kqview.server import config
 from kqview.server.api.attention_field import ATTENTION_NAMES, Attention, attention_of
-from kqview.server.api.chat_work import ChatRequest, Reading, prepare
+from kqview.server.api.chat_work import ChatRequest, Reading, prepare, prompt_of
 from kqview.server.api.mia4 import passport, persona, schema
 from kqview.server.api.mia4.passport import Known
 from kqview.server.api.mia4.sampling import Merged, merge
 from kqview.server.api.reasoning import HarmonySplitter, Splitter, TagSplitter, ThinkSplitter
 from kqview.server.attention import AttentionWanted
+from kqview.server.conversation_store import Message, SessionInfo
 from kqview.server.errors import Answer, Unprocessable
-from kqview.server.kept import Rows
+from kqview.server.kept import PromptText, Rows
 from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
 from kqview.types.sampling import OPTIONS
 
 Object = dict[str, Any]
+Fit = Callable[[Callable[[Sequence[Message]], int], int], Sequence[Message]]
+"""As `kqview.server.conversations.Turn.fit`."""
 
 _OVERRIDES: Final = "overrides"
 _ERROR_TYPES: Final[Mapping[int, str]] = {
@@ -59,6 +63,7 @@ class Plan:
 
     Attributes:
         request: For the service.
+        ids: The whole prompt.
         splitter: Makes what takes the answer apart.
         merged: How tokens are chosen.
         preset: The preset of reasoning that was named.
@@ -66,9 +71,11 @@ class Plan:
         passport: Identity of the model's passport.
         system_prompt: The same of its system prompt.
         persona: The same of the persona.
+        prompt_text: The prompt, with the text of each id, if attention is wanted.
     """
 
     request: GenerateRequest
+    ids: Sequence[int]
     splitter: Callable[[], Splitter]
     merged: Merged
     preset: str | None
@@ -76,6 +83,7 @@ class Plan:
     passport: Known
     system_prompt: Known | None
     persona: Known | None
+    prompt_text: PromptText | None
 
 
 def plan_of(
@@ -86,8 +94,9 @@ def plan_of(
     settings: Settings,
     llm: config.Llm,
     model: config.Model,
+    max_context: int,
     persona: persona.Text | None = None,
-    history: Sequence[Mapping[str, Any]] = (),
+    fit: Fit = lambda count, n_most: (),
 ) -> Plan:
     """What *body* asks for; any thread, because a template may take seconds.
 
@@ -98,8 +107,9 @@ def plan_of(
         settings: For the server's defaults and limits.
         llm: What is configured for all models.
         model: What is configured for this one.
+        max_context: Longest prompt in tokens.
         persona: Text after the system prompt.
-        history: Messages of the conversation so far.
+        fit: `Turn.fit` of the conversation that it continues; without one nothing precedes it.
 
     Raises:
         RequestError: Or one of its kinds, or Unprocessable: it cannot work.
@@ -108,9 +118,13 @@ def plan_of(
     attention = _attention(custom.pop("attention", None), settings)
     preset, of_preset = _preset(custom.pop("reasoning_preset", None), llm)
     merged = _merged(model.passport.sampling, of_preset, custom, settings)
-    system = system_text_of(model)
+    system = _joined([system_text_of(model), persona and persona.text])
+
+    def chat_with(history: Sequence[Message]) -> ChatRequest:
+        return replace(chat, messages=_messages(system, history, body.prompt))
+
     chat = ChatRequest(
-        messages=_messages([system, persona and persona.text], history, body.prompt),
+        messages=(),
         sampling=replace(merged.sampling, stop=llm.stop),
         request_id=request_id,
         max_tokens=merged.max_tokens,
@@ -118,13 +132,19 @@ def plan_of(
         names=_NAMES,
         continues=False,
     )
-    work = prepare(engine, chat)
+    # A history that is too long leaves room for an answer.
+    n_most = max_context - min(max_context // 4, merged.max_tokens or max_context)
+    history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
+    work = prepare(engine, chat_with(history))
     reasoning = model.passport.postproc.reasoning
     drops = reasoning.drop_from_history
     if drops is None:
         drops = llm.postproc.reasoning.drop_from_history
+    ids = work.request.prompt
+    assert not isinstance(ids, str)  # a chat's prompt is tokenized
     return Plan(
         request=work.request,
+        ids=ids,
         splitter=partial(_splitter, work.reading, llm),
         merged=merged,
         preset=preset,
@@ -132,6 +152,7 @@ def plan_of(
         passport=passport.passport_of(model.passport),
         system_prompt=system_prompt_of(model),
         persona=None if persona is None else persona.known,
+        prompt_text=None if attention is None else _prompt_text(engine, ids),
     )
 
 
@@ -153,12 +174,21 @@ _NAMES: Final = {
 }
 
 
-def _messages(
-    texts: Sequence[str | None], history: Sequence[Mapping[str, Any]], prompt: str
-) -> list[Mapping[str, Any]]:
-    system = "\n\n".join(text for text in texts if text)
+def _joined(texts: Sequence[str | None]) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _messages(system: str, history: Sequence[Message], prompt: str) -> list[Mapping[str, Any]]:
     first = [{"role": "system", "content": system}] if system else []
-    return [*first, *history, {"role": "user", "content": prompt}]
+    said = [{"role": one.role, "content": one.content} for one in history]
+    return [*first, *said, {"role": "user", "content": prompt}]
+
+
+def _prompt_text(engine: Engine, ids: Sequence[int]) -> PromptText:
+    stream = TextStream()
+    texts = [stream.feed(engine.token_bytes(id_)) for id_ in ids]
+    texts[-1] += stream.flush()
+    return PromptText(ids, texts)
 
 
 def _attention(value: object, settings: Settings) -> AttentionWanted | None:
@@ -247,3 +277,24 @@ def kept_attention(request_id: str, rows: Rows) -> schema.KeptAttention:
             schema.KeptRow(n, row.token_id, row.text, row.shape) for n, row in list(choice.items())
         ],
     )  # fmt: skip
+
+
+# ---- conversations
+
+
+def session_of(info: SessionInfo) -> schema.Session:
+    """A conversation in a list."""
+    return schema.Session(**_session_fields(info))
+
+
+def whole_session_of(info: SessionInfo, messages: Sequence[Message]) -> schema.WholeSession:
+    """A conversation with its messages."""
+    said = [schema.SessionMessage(one.role, one.content) for one in messages]
+    return schema.WholeSession(**_session_fields(info), messages=said)
+
+
+def _session_fields(info: SessionInfo) -> Object:
+    return {
+        "session_id": info.id, "title": info.title, "model": info.model,
+        "n_messages": info.n_messages, "created_s": info.created_s, "used_s": info.used_s,
+    }  # fmt: skip

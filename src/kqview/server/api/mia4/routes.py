@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -14,11 +15,13 @@ from kqview.errors import InternalError, KqviewError
 from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.mia4 import convert, frames, schema
 from kqview.server.api.mia4.convert import error_body
+from kqview.server.api.mia4.persona import Persona, Text
 from kqview.server.api.mia4.turn import Named, Turn
 from kqview.server.cancelling import Cancelled
 from kqview.server.endpoint import EVENT_TAIL, Call, Feed, Frames, Handler, HttpReply, Operation
 from kqview.server.errors import NotFound, answer_of
 from kqview.server.events_bus import Subscription
+from kqview.server.live import Live
 from kqview.server.service import Service
 from kqview.types import Usage
 
@@ -28,6 +31,8 @@ _LARGE: Final = 2**20
 _ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
 _KEEP_ALIVE_S: Final = 15.0
 _KEEP_ALIVE: Final = b": nothing happened"
+
+_personas: Final[WeakKeyDictionary[Live, Callable[[], Persona]]] = WeakKeyDictionary()
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -56,23 +61,47 @@ async def _begun(
     request_id: str,
     resources: contextlib.AsyncExitStack,
 ) -> Turn:
-    service = call.service
+    service, caller = call.service, call.caller
     config = service.live.config
+    talk = None
+    if body.session_id is not None:
+        talk = await resources.enter_async_context(
+            service.conversations.turn(caller.owner, body.session_id, call.hold)
+        )
     model = await resources.enter_async_context(service.pool.using(body.model))
     engine = model.engine
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, convert.plan_of, body, request_id=request_id, engine=engine,
-            settings=config.settings, llm=config.llm, model=model.config,
+            settings=config.settings, llm=config.llm, model=config.models.get(model.id, model.config),
+            max_context=model.max_context, persona=await _persona(call),
+            **({} if talk is None else {"fit": talk.fit}),
         )  # fmt: skip
-        run = await service.start(plan.request, call.caller, call.hold, model=model)
+        seat = None
+        if talk is not None:
+            seat = await resources.enter_async_context(talk.seat(model, caller, plan.ids))
+        run = await service.start(plan.request, caller, call.hold, model=model)
     resources.push_async_callback(run.aclose)
+    if seat is not None:
+        seat.follow(run)
     attention = None
     if plan.request.attention is not None:
-        attention = AttentionWriter(run, engine.model, service.kept)
-    publish = partial(service.bus.publish, owner=call.caller.owner)
-    return Turn(run, plan, Named(request_id, model.id, body.session_id), attention, publish)
+        attention = AttentionWriter(run, engine.model, service.kept, plan.prompt_text)
+    publish = partial(service.bus.publish, owner=caller.owner)
+    store = None if talk is None else partial(talk.append, body.prompt, model=model.id)
+    return Turn(run, plan, Named(request_id, model.id, body.session_id), attention, publish, store)
+
+
+async def _persona(call: Call) -> Text | None:
+    """The persona, from its file if that has changed."""
+    live = call.service.live
+    if live not in _personas:
+        _personas[live] = live.derived(lambda config: config.persona.file, Persona)
+    persona = _personas[live]()
+    if persona.is_due:
+        return await call.service.converted(_LARGE, call.hold, persona.refresh)
+    return persona.current
 
 
 async def _streamed(
@@ -99,8 +128,21 @@ async def _streamed(
         finally:
             # The slot is free before the client hears that it is.
             await run.aclose()
+            turn.finish()  # what nobody reads any more is still stored
+            failure = await _stored(turn) or failure
             last = turn.end(None if failure is None else answer_of(failure))
         yield _events(last)
+
+
+async def _stored(turn: Turn) -> KqviewError | None:
+    """Store what was produced in the conversation; returns why that failed."""
+    if turn.store is None or not turn.stored_text:
+        return None
+    try:
+        await turn.store(turn.stored_text)
+    except KqviewError as error:
+        return error
+    return None
 
 
 async def _of_nothing(
@@ -163,6 +205,36 @@ def _not_kept(name: str) -> NotFound:
         f"no attention of {name[:80]!r} is kept: it was never asked for with overrides.attention, "
         "or newer rows took its place"
     )
+
+
+async def show_prompt(call: Call) -> schema.Prompt:
+    """The prompt that the rows of a request look at."""
+    name = call.path["request_id"]
+    rows = call.service.kept.find(call.caller.owner, name)
+    if rows is None or rows.prompt is None:
+        raise _not_kept(name)
+    return schema.Prompt(name, rows.prompt.ids, rows.prompt.texts)
+
+
+# ---- conversations
+
+
+async def list_sessions(call: Call) -> schema.Sessions:
+    """The conversations of the caller's key."""
+    found = await call.service.conversations.list(call.caller.owner)
+    return schema.Sessions(list(map(convert.session_of, found)))
+
+
+async def show_session(call: Call) -> schema.WholeSession:
+    """A conversation with its messages."""
+    found = await call.service.conversations.get(call.caller.owner, call.path["session_id"])
+    return convert.whole_session_of(*found)
+
+
+async def delete_session(call: Call) -> HttpReply:
+    """Forget a conversation."""
+    await call.service.conversations.delete(call.caller.owner, call.path["session_id"])
+    return HttpReply(b"", "", status=204)
 
 
 # ---- events
@@ -249,6 +321,21 @@ OPERATIONS: Final[Sequence[Operation]] = [
     _operation(
         "GET", "/generate/{request_id}/attention/{seq}", show_attention,
         "The attention row of one token as bytes.",
+    ),
+    _operation(
+        "GET", "/generate/{request_id}/prompt", show_prompt,
+        "The tokens that kept rows look at.", reply=schema.Prompt,
+    ),
+    _operation(
+        "GET", "/chat/sessions", list_sessions, "Conversations.", reply=schema.Sessions
+    ),
+    _operation(
+        "GET", "/chat/sessions/{session_id}", show_session, "A conversation.",
+        reply=schema.WholeSession,
+    ),
+    _operation(
+        "DELETE", "/chat/sessions/{session_id}", delete_session, "Forget a conversation.",
+        status=204,
     ),
     _operation(
         "GET", "/events", events, "What happens, as Server-Sent Events.", streams=True,

@@ -58,8 +58,49 @@ class Cancelled(Struct):
     state: Literal["cancelling", "ended"]
 
 
+class Prompt(Struct):
+    """The prompt of a request: its ids, each with the text that it completes.
+
+    A character spread over several ids is the text of the last one; the others have "".
+    """
+
+    request_id: str
+    ids: list[int]
+    texts: list[str]
+
+
+class Session(Struct, kw_only=True):
+    """A conversation that the server keeps; times are in seconds since 1970."""
+
+    session_id: str
+    title: str
+    model: str
+    n_messages: int
+    created_s: float
+    used_s: float
+
+
+class Sessions(Struct):
+    """Conversations of the caller's key, the one used last first."""
+
+    sessions: list[Session]
+
+
+class SessionMessage(Struct):
+    """What the user said, or what was answered."""
+
+    role: str
+    content: str
+
+
+class WholeSession(Session, kw_only=True):
+    """A conversation with its messages, the oldest first."""
+
+    messages: list[SessionMessage]
+
+
 class KeptRow(Struct):
-    """The attention row of one token that is kept."""
+    """The attention row of one token that is kept; its last axis is the context before it."""
 
     seq: int
     token_id: int

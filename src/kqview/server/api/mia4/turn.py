@@ -3,7 +3,7 @@
 Pure: whoever streams it takes its steps from the run, sends the frames and closes it.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -20,6 +20,8 @@ from kqview.server.events_bus import (
     ReasoningPresetApplied,
 )
 from kqview.server.run import Run, Step
+
+Store = Callable[[str], Awaitable[None]]
 
 _TOKEN_BYTES: Final = 128  # of a token's text in a list
 
@@ -43,6 +45,7 @@ class Turn:
         named: Named,
         attention: AttentionWriter | None,
         publish: Callable[[msgspec.Struct], None],
+        store: Store | None,
     ) -> None:
         """Begin to write *run*, which is what *plan* asks for, and publish so.
 
@@ -52,12 +55,15 @@ class Turn:
             named: Names in frames and events.
             attention: Keeps the rows, None without any.
             publish: Passes an event to whoever may see it.
+            store: Appends an answer to its conversation, None without one.
         """
         self.run = run
         self._plan = plan
         self._named = named
         self._attention = attention
         self._publish = publish
+        self.store = store
+        self._is_finished = False
         stops = plan.request.sampling.stop
         self._writer = Writer(
             named.request_id,
@@ -89,7 +95,7 @@ class Turn:
                 request_id=named.request_id,
                 session_id=named.session_id,
                 model_id=named.model_id,
-                prompt_tokens=len(plan.request.prompt),
+                prompt_tokens=len(plan.ids),
                 sampling=plan.merged.as_object(),
                 sampling_origin=plan.merged.origin,
                 passport_hash=plan.passport.hash,
@@ -99,8 +105,8 @@ class Turn:
         )
 
     @property
-    def answer(self) -> str:
-        """Text of the answer so far."""
+    def stored_text(self) -> str:
+        """What a conversation keeps of the answer: all of it so far, without reasoning."""
         return self._writer.answer
 
     def token(self, step: Step) -> list[bytes]:
@@ -111,7 +117,10 @@ class Turn:
         return self._writer.token(step.token)
 
     def finish(self) -> list[bytes]:
-        """Frames of what was held back, once no token comes any more."""
+        """Frames of what was held back, once no token comes any more; none if they were given."""
+        if self._is_finished:
+            return []
+        self._is_finished = True
         return self._writer.finish(self.run.generations[0].text)
 
     def end(self, failure: Answer | None) -> list[bytes]:
