@@ -19,6 +19,7 @@ from kqview.errors import KqviewError
 from kqview.server import static_files
 from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
 from kqview.server.errors import Answer
+from kqview.server.events_bus import GenerationCompleted
 from kqview.server.run import Run
 from kqview.server.service import Service
 
@@ -56,6 +57,7 @@ _LLAMA_GAUGES: Final = {
     "llamacpp:predicted_tokens_seconds": ("tokens_per_s", "Generated tokens per second."),
     "llamacpp:requests_deferred": ("n_queued", "Generations that wait for a slot."),
 }
+_MILLISECONDS: Final = (1, 5, 10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000)
 _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
 
 
@@ -91,6 +93,16 @@ class Metrics:
         )  # fmt: skip
         self._n_longest = 0
         service.on_end = self._ended
+        self._buffered = Histogram(
+            "reasoning_buffer_latency_ms",
+            "Milliseconds from the mark that ends the reasoning to the end of the stream (MIA4).",
+            buckets=_MILLISECONDS, registry=self._registry,
+        )  # fmt: skip
+        service.bus.listeners.add(self._heard)
+
+    def _heard(self, event: object) -> None:
+        if isinstance(event, GenerationCompleted) and event.reasoning_buffer_latency_ms is not None:
+            self._buffered.observe(event.reasoning_buffer_latency_ms)
 
     def _ended(self, run: Run) -> None:
         for generation in run.generations:

@@ -13,9 +13,9 @@ from kqview.server import config
 from kqview.server.api.attention_field import ATTENTION_NAMES, Attention, attention_of
 from kqview.server.api.chat_work import ChatRequest, Reading, prepare, prompt_of
 from kqview.server.api.mia4 import passport, persona, schema
+from kqview.server.api.mia4.answer import drops_reasoning, passport_values, split_for
 from kqview.server.api.mia4.passport import Known
 from kqview.server.api.mia4.sampling import Merged, merge
-from kqview.server.api.reasoning import HarmonySplitter, Splitter, TagSplitter, ThinkSplitter
 from kqview.server.attention import AttentionWanted
 from kqview.server.conversation_store import Message, SessionInfo
 from kqview.server.errors import Answer, Unprocessable
@@ -64,7 +64,7 @@ class Plan:
     Attributes:
         request: For the service.
         ids: The whole prompt.
-        splitter: Makes what takes the answer apart.
+        reading: How the answer is read.
         merged: How tokens are chosen.
         preset: The preset of reasoning that was named.
         drops_reasoning: Whether reasoning is neither sent nor stored.
@@ -76,7 +76,7 @@ class Plan:
 
     request: GenerateRequest
     ids: Sequence[int]
-    splitter: Callable[[], Splitter]
+    reading: Reading
     merged: Merged
     preset: str | None
     drops_reasoning: bool
@@ -117,7 +117,7 @@ def plan_of(
     custom = dict(body.overrides or {})
     attention = _attention(custom.pop("attention", None), settings)
     preset, of_preset = _preset(custom.pop("reasoning_preset", None), llm)
-    merged = _merged(model.passport.sampling, of_preset, custom, settings)
+    merged = _merged(passport_values(llm, model.passport), of_preset, custom, settings)
     system = _joined([system_text_of(model), persona and persona.text])
 
     def chat_with(history: Sequence[Message]) -> ChatRequest:
@@ -128,6 +128,8 @@ def plan_of(
         sampling=replace(merged.sampling, stop=llm.stop),
         request_id=request_id,
         max_tokens=merged.max_tokens,
+        reasoning_budget=merged.reasoning_max_tokens,
+        split=partial(split_for, llm, model.passport, f"{system}\n{body.prompt}"),
         attention=attention,
         names=_NAMES,
         continues=False,
@@ -136,33 +138,20 @@ def plan_of(
     n_most = max_context - min(max_context // 4, merged.max_tokens or max_context)
     history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
     work = prepare(engine, chat_with(history))
-    reasoning = model.passport.postproc.reasoning
-    drops = reasoning.drop_from_history
-    if drops is None:
-        drops = llm.postproc.reasoning.drop_from_history
     ids = work.request.prompt
     assert not isinstance(ids, str)  # a chat's prompt is tokenized
     return Plan(
         request=work.request,
         ids=ids,
-        splitter=partial(_splitter, work.reading, llm),
+        reading=work.reading,
         merged=merged,
         preset=preset,
-        drops_reasoning=drops is not False,
+        drops_reasoning=drops_reasoning(llm, model.passport),
         passport=passport.passport_of(model.passport),
         system_prompt=system_prompt_of(model),
         persona=None if persona is None else persona.known,
         prompt_text=None if attention is None else _prompt_text(engine, ids),
     )
-
-
-def _splitter(reading: Reading, llm: config.Llm) -> Splitter:
-    tags = llm.prompt.harmony
-    if reading.splits == "harmony":
-        return HarmonySplitter()
-    if tags.enabled:
-        return TagSplitter({tags.analysis_tag: "reasoning", tags.final_tag: "content"})
-    return ThinkSplitter(opened_by=reading.opened)
 
 
 _NAMES: Final = {

@@ -4,14 +4,16 @@ A frame is ``event: NAME`` and ``data: JSON``. Each stream ends with exactly one
 """
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
 
+from kqview.server.api.chat_work import Reading
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.mia4.convert import error_type_of
-from kqview.server.api.reasoning import Piece, Splitter
+from kqview.server.api.reasoning import Piece, TokenCounter
 from kqview.server.errors import Answer
 from kqview.types import Token, Usage
 
@@ -31,21 +33,19 @@ def stop_reason_of(reason: str) -> str:
 
 
 class Writer:
-    """Writes the frames of one answer while it is generated, and counts its parts.
+    """Writes the frames of one answer while it is generated, and counts its tokens.
 
-    A token belongs to the reasoning or to the answer as the first text does that is certain once it
-    came; marks belong to what is before them.
+    With attention each token has frames of its own, even those whose text is only certain later,
+    so that each is sent with the path of its row.
     """
 
     def __init__(
         self,
         request_id: str,
         model_id: str,
+        reading: Reading,
         *,
-        splitter: Splitter,
-        stops: Sequence[str],
         drops_reasoning: bool,
-        streams_reasoning: bool = True,
         has_attention: bool = False,
     ) -> None:
         """Begin an answer.
@@ -53,91 +53,97 @@ class Writer:
         Args:
             request_id: Name of the request.
             model_id: Id of the model.
-            splitter: Takes the text apart.
-            stops: Sequences that end the answer and are not shown.
-            drops_reasoning: Whether no reasoning is sent.
-            streams_reasoning: Whether reasoning is sent while it comes, in frames ``analysis``, or
-                as one ``reasoning`` when it is complete.
-            has_attention: Whether each token has a frame of its own, with the path of its row.
+            reading: How the answer is read.
+            drops_reasoning: Whether no reasoning is sent. Otherwise it is sent in frames
+                ``analysis`` while it comes, or, of an answer with a marker, as one ``reasoning``.
+            has_attention: Whether rows of its tokens are kept.
         """
         self._named = {"request_id": request_id, "model_id": model_id}
-        self._splitter = splitter
-        self._held = HeldText(stops)
+        self._splitter = reading.split.splitter()
+        self._held = HeldText(reading.stops)
         self._drops = drops_reasoning
-        self._streams = streams_reasoning
-        self._has_attention = has_attention
-        self._n_shown = 0  # characters given to the splitter
-        self._n_frames = {"token": 0, "analysis": 0}
-        self._n_pending = 0  # tokens of which no text is certain
-        self._n_of = {"content": 0, "reasoning": 0}
-        self._reasoned_s: float | None = None
-        self._is_reasoning_sent = False
+        self._streams = reading.split.mode != "marker"
+        self._n_split = 0  # characters given to the splitter
+        self._waiting: deque[list[int]] | None = deque() if has_attention else None
+        self._n_sent = {"token": 0, "analysis": 0}
         self._parts: dict[str, list[str]] = {"content": [], "reasoning": []}
-        self.n_tokens = 0
-        """Tokens that came."""
+        self._reasoned_s: float | None = None  # when the mark came that ended the reasoning
+        self._is_reasoning_sent = False
+        self._n_tokens = 0
+        self.tokens = TokenCounter()
+        """How many tokens of each kind there are, whole after `finish`."""
 
     # ---- while it comes
 
     def token(self, token: Token) -> list[bytes]:
-        """Frames of the next token."""
-        self.n_tokens += 1
-        self._n_pending += 1
+        """Frames of the next token, and of those before it whose text is certain now."""
+        self._n_tokens += 1
+        self.tokens.add(token.text)
+        if self._waiting is not None:
+            self._waiting.append([token.index, len(token.text)])
         text = self._held.feed(token.text)
-        self._n_shown += len(text)
+        self._n_split += len(text)
         return self._frames(self._splitter.feed(text))
 
     def finish(self, text: str) -> list[bytes]:
         """Frames of what was held back; *text* is the whole without its stop sequence."""
-        rest = text[self._n_shown :]
+        rest = text[self._n_split :]
         frames = self._frames([*self._splitter.feed(rest), *self._splitter.flush()])
-        self._n_of["reasoning" if self._has_open_reasoning else "content"] += self._n_pending
-        self._n_pending = 0
+        self.tokens.end()
         return [*frames, *self._reasoning()]
 
-    @property
-    def _has_open_reasoning(self) -> bool:
-        return bool(self._parts["reasoning"]) and not self._parts["content"]
-
     def _frames(self, pieces: Sequence[Piece]) -> list[bytes]:
+        self.tokens.classify(pieces)
         frames: list[bytes] = []
-        for kind, text in _joined(pieces):
-            n_waiting, self._n_pending = self._n_pending, 0
-            self._n_of[kind] += n_waiting
-            self._parts[kind].append(text)
-            if kind == "content":
-                self._end_reasoning()
-                frames += [*self._reasoning(), *self._texts("token", text, n_waiting)]
-            elif not self._drops and self._streams:
-                frames += self._texts("analysis", text, n_waiting)
+        for piece in _joined(pieces):
+            texts = self._by_token(piece.text)
+            if piece.kind == "mark":
+                continue
+            if piece.kind == "content":
+                self._parts["content"].append(piece.text)
+                if self._reasoned_s is None and self._parts["reasoning"]:
+                    self._reasoned_s = time.monotonic()
+                frames += [*self._reasoning(), *self._texts("token", texts)]
+                continue
+            # Calls of functions that nobody offered are no part of an answer.
+            self._parts["reasoning"].append(piece.text)
+            if not self._drops and self._streams:
+                frames += self._texts("analysis", texts)
         return frames
 
-    def _texts(self, name: str, text: str, n_waiting: int) -> list[bytes]:
-        """Frames of *text*, the first that is certain of *n_waiting* tokens."""
-        n_empty = n_waiting - 1 if self._has_attention else 0
-        first = self.n_tokens - 1 - n_empty
-        texts = [*[""] * n_empty, text]
-        return [self._text(name, one, n) for n, one in enumerate(texts, first)]
+    def _by_token(self, text: str) -> list[tuple[str, int | None]]:
+        """*text* in parts by token, each with the token's index; whole where nobody asks."""
+        if self._waiting is None:
+            return [(text, None)]
+        parts: list[tuple[str, int | None]] = []
+        while self._waiting and (text or not self._waiting[0][1]):
+            first = self._waiting[0]
+            part, text = text[: first[1]], text[first[1] :]
+            parts.append((part, first[0]))
+            first[1] -= len(part)
+            if not first[1]:
+                self._waiting.popleft()
+        return parts
 
-    def _text(self, name: str, text: str, n: int) -> bytes:
-        seq = self._n_frames[name]
-        self._n_frames[name] += 1
-        fields: Object = {"seq": seq, "text": text}
-        if name == "token":
-            fields["tokens_out"] = n + 1
-        if self._has_attention:
-            fields["attention"] = f"/generate/{self._named['request_id']}/attention/{n}"
-        return frame(name, fields | self._named)
-
-    def _end_reasoning(self) -> None:
-        if self._reasoned_s is None and self._parts["reasoning"]:
-            self._reasoned_s = time.monotonic()
+    def _texts(self, name: str, texts: Sequence[tuple[str, int | None]]) -> list[bytes]:
+        frames: list[bytes] = []
+        for text, index in texts:
+            fields: Object = {"seq": self._n_sent[name], "text": text}
+            if name == "token":
+                fields["tokens_out"] = self._n_tokens if index is None else index + 1
+            if index is not None:
+                fields["attention"] = f"/generate/{self._named['request_id']}/attention/{index}"
+            frames.append(frame(name, fields | self._named))
+            self._n_sent[name] += 1
+        return frames
 
     def _reasoning(self) -> list[bytes]:
-        """The whole reasoning, once."""
-        if self._drops or self._streams or self._is_reasoning_sent or not self.reasoning:
+        """The whole reasoning, once, unless it was streamed."""
+        whole = "".join(self._parts["reasoning"])
+        if self._drops or self._streams or self._is_reasoning_sent or not whole:
             return []
         self._is_reasoning_sent = True
-        return [frame("reasoning", self._named | {"reasoning": self.reasoning})]
+        return [frame("reasoning", self._named | {"reasoning": whole})]
 
     # ---- what came
 
@@ -147,19 +153,9 @@ class Writer:
         return "".join(self._parts["content"])
 
     @property
-    def reasoning(self) -> str:
-        """Text of the reasoning so far."""
-        return "".join(self._parts["reasoning"])
-
-    @property
     def buffer_latency_ms(self) -> float | None:
-        """Milliseconds since the reasoning ended, None without any."""
+        """Milliseconds since the reasoning ended and the answer began, None without reasoning."""
         return None if self._reasoned_s is None else (time.monotonic() - self._reasoned_s) * 1000
-
-    @property
-    def n_reasoning(self) -> int:
-        """Tokens of reasoning so far."""
-        return self._n_of["reasoning"]
 
     def error(self, answer: Answer) -> bytes:
         """The frame ``error``."""
@@ -180,14 +176,14 @@ def usage(request_id: str, model_id: str, figures: Object) -> bytes:
     return frame("usage", {"request_id": request_id, "model_id": model_id, **figures})
 
 
-def figures_of(used: Usage, elapsed_s: float, n_reasoning: int) -> Object:
-    """The figures of a ``usage``: *n_reasoning* of the generated tokens are no part of the answer.
+def figures_of(used: Usage, elapsed_s: float, tokens: TokenCounter | None = None) -> Object:
+    """The figures of a ``usage``.
 
-    ``decode_tps`` is ``output_tokens`` by ``latency_ms``, which begins when the request was
-    admitted.
+    ``latency_ms`` begins when the request was admitted, and ``decode_tps`` is ``output_tokens`` by
+    it. Marks are tokens of the output, but neither of its reasoning nor of its answer.
     """
     n_out = used.completion_tokens
-    n_reasoning = min(n_reasoning, n_out)
+    n_reasoning = 0 if tokens is None else tokens.n_reasoning
     latency_ms = max(1, round(elapsed_s * 1000))
     return {
         "prompt_tokens": used.prompt_tokens,
@@ -195,20 +191,17 @@ def figures_of(used: Usage, elapsed_s: float, n_reasoning: int) -> Object:
         "latency_ms": latency_ms,
         "decode_tps": n_out / (latency_ms / 1000),
         "reasoning_tokens": n_reasoning,
-        "final_tokens": n_out - n_reasoning,
+        "final_tokens": 0 if tokens is None else tokens.n_final,
         "reasoning_ratio": n_reasoning / n_out if n_out else 0.0,
     }
 
 
-def _joined(pieces: Sequence[Piece]) -> list[tuple[str, str]]:
-    """Kind and text of *pieces*, adjacent ones of one kind as one; calls count as reasoning."""
-    whole: list[tuple[str, str]] = []
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """*pieces* with adjacent ones of a kind as one, without empty ones."""
+    whole: list[Piece] = []
     for piece in pieces:
-        kind = "content" if piece.kind == "content" else "reasoning"
-        if not piece.text:
-            continue
-        if whole and whole[-1][0] == kind:
-            whole[-1] = kind, whole[-1][1] + piece.text
-        else:
-            whole.append((kind, piece.text))
+        if whole and whole[-1].kind == piece.kind:
+            whole[-1] = Piece(piece.kind, whole[-1].text + piece.text)
+        elif piece.text:
+            whole.append(piece)
     return whole

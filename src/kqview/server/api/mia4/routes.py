@@ -150,7 +150,7 @@ async def _of_nothing(
 ) -> AsyncGenerator[Frames]:
     """The stream of a request that was cancelled before it was admitted."""
     async with resources:
-        usage = frames.usage(request_id, model_id, frames.figures_of(Usage(), 0.0, 0))
+        usage = frames.usage(request_id, model_id, frames.figures_of(Usage(), 0.0))
         yield _events([usage, frames.end(request_id, "cancelled")])
 
 

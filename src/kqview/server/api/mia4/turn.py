@@ -64,12 +64,10 @@ class Turn:
         self._publish = publish
         self.store = store
         self._is_finished = False
-        stops = plan.request.sampling.stop
         self._writer = Writer(
             named.request_id,
             named.model_id,
-            splitter=plan.splitter(),
-            stops=(stops,) if isinstance(stops, str) else stops,
+            plan.reading,
             drops_reasoning=plan.drops_reasoning,
             has_attention=attention is not None,
         )
@@ -131,7 +129,7 @@ class Turn:
         """
         named, run, writer = self._named, self.run, self._writer
         reason = "error" if failure is not None else frames.stop_reason_of(run.finish_reason)
-        figures = frames.figures_of(run.usage, run.elapsed_s, writer.n_reasoning)
+        figures = frames.figures_of(run.usage, run.elapsed_s, writer.tokens)
         self._publish(
             GenerationCompleted(
                 request_id=named.request_id,
