@@ -40,6 +40,10 @@ class NotFound(ServerError):
     """There is nothing at this path, or no such thing."""
 
 
+class UnknownModel(NotFound):
+    """The configuration has no model of this name."""
+
+
 class MethodNotAllowed(ServerError):
     """The path exists, but not this method of it."""
 
@@ -153,6 +157,7 @@ STATUS: Final[Mapping[type[Exception], _Row]] = MappingProxyType(
         Unauthorized: _Row(401, "UNAUTHORIZED"),
         Forbidden: _Row(403, "UNAUTHORIZED"),
         NotFound: _Row(404, "INVALID_REQUEST"),
+        UnknownModel: _Row(404, "NO_MODEL"),
         MethodNotAllowed: _Row(405, "INVALID_REQUEST"),
         TooLarge: _Row(413, "INVALID_REQUEST"),
         UnsupportedMedia: _Row(415, "INVALID_REQUEST"),

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Iterator
 
 from kqview.engine import Engine
-from kqview.server.errors import NotFound, shutting_down
+from kqview.server.errors import UnknownModel, shutting_down
 from kqview.server.live import Live
 from kqview.server.models import model_file
 from kqview.server.served import Served
@@ -58,14 +58,14 @@ class Pool:
         """The model called *name*; the default one for None, or if there is no other.
 
         Raises:
-            NotFound: There is none of this name.
+            UnknownModel: There is none of this name.
         """
         if name is None or not self.has_several:
             return self.default
         found = self._served.get(name) or self._served.get(name.rpartition("/")[0])
         if found is None:
             known = ", ".join(map(repr, self._served))
-            raise NotFound(f"there is no model {name[:_MOST_NAME]!r}; this server has {known}")
+            raise UnknownModel(f"there is no model {name[:_MOST_NAME]!r}; this server has {known}")
         return found
 
     @contextlib.asynccontextmanager
@@ -73,7 +73,7 @@ class Pool:
         """The model called *name*, which is loaded if it is not, and stays loaded meanwhile.
 
         Raises:
-            NotFound: There is none of this name.
+            UnknownModel: There is none of this name.
             NoModel: It cannot be loaded.
             ShuttingDown: The server is about to end.
         """

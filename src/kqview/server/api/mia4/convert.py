@@ -38,6 +38,8 @@ _ERROR_TYPES: Final[Mapping[int, str]] = {
 
 def error_type_of(answer: Answer) -> str:
     """What kind of failure it is."""
+    if (answer.status, answer.code) == (404, "NO_MODEL"):
+        return "model_not_found"
     by_status = "server_error" if answer.status >= 500 else "invalid_request"
     return _ERROR_TYPES.get(answer.status, by_status)
 

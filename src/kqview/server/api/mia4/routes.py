@@ -19,7 +19,7 @@ from kqview.server.api.mia4.persona import Persona, Text
 from kqview.server.api.mia4.turn import Named, Turn
 from kqview.server.cancelling import Cancelled
 from kqview.server.endpoint import EVENT_TAIL, Call, Feed, Frames, Handler, HttpReply, Operation
-from kqview.server.errors import NotFound, answer_of
+from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.events_bus import Subscription
 from kqview.server.live import Live
 from kqview.server.service import Service
@@ -46,9 +46,13 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
     request_id = body.request_id or call.request_id.replace("/", "-")
     async with contextlib.AsyncExitStack() as resources:
         work = resources.enter_context(call.service.cancelling.known(call.caller.owner, request_id))
+        limit_s = call.service.settings.request_timeout_s
+        limit = asyncio.timeout(limit_s or None)
         try:
-            async with work.waiting():
+            async with work.waiting(), limit:
                 turn = await _begun(call, body, request_id, resources)
+        except TimeoutError:
+            raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except Cancelled:
             return Feed(_of_nothing(request_id, body.model or "", resources.pop_all()))
         work.runs(turn.run)
@@ -62,19 +66,19 @@ async def _begun(
     resources: contextlib.AsyncExitStack,
 ) -> Turn:
     service, caller = call.service, call.caller
-    config = service.live.config
-    talk = None
+    config, talk = service.live.config, None
     if body.session_id is not None:
         talk = await resources.enter_async_context(
             service.conversations.turn(caller.owner, body.session_id, call.hold)
         )
     model = await resources.enter_async_context(service.pool.using(body.model))
     engine = model.engine
+    configured = config.models.get(model.id, model.config)  # its passport may have changed
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, convert.plan_of, body, request_id=request_id, engine=engine,
-            settings=config.settings, llm=config.llm, model=config.models.get(model.id, model.config),
+            settings=config.settings, llm=config.llm, model=configured,
             max_context=model.max_context, persona=await _persona(call),
             **({} if talk is None else {"fit": talk.fit}),
         )  # fmt: skip
@@ -107,7 +111,7 @@ async def _persona(call: Call) -> Text | None:
 async def _streamed(
     service: Service, turn: Turn, resources: contextlib.AsyncExitStack
 ) -> AsyncGenerator[Frames]:
-    """Every frame of *turn*; holds *resources* meanwhile."""
+    """Every frame of *turn*, the last one ``end``; holds *resources* meanwhile."""
     run = turn.run
     failure: KqviewError | None = None
     async with resources:
@@ -120,29 +124,33 @@ async def _streamed(
                     yield _events(sent)
             if sent := turn.finish():
                 yield _events(sent)
-        except KqviewError as error:
-            failure = error
         except Exception as error:
-            _log.error("stream of %s failed", run.request_id, exc_info=error)
-            failure = InternalError("the server failed; its log says more")
+            failure = _failure(turn, error)
         finally:
-            # The slot is free before the client hears that it is.
-            await run.aclose()
-            turn.finish()  # what nobody reads any more is still stored
-            failure = await _stored(turn) or failure
-            last = turn.end(None if failure is None else answer_of(failure))
-        yield _events(last)
+            # Also if the client left: the slot is freed, and what was produced is stored.
+            last = await _ended(turn, failure)
+    # What the turn held is free before the client hears that it ended.
+    yield _events(last)
 
 
-async def _stored(turn: Turn) -> KqviewError | None:
-    """Store what was produced in the conversation; returns why that failed."""
-    if turn.store is None or not turn.stored_text:
-        return None
+async def _ended(turn: Turn, failure: KqviewError | None) -> list[bytes]:
+    """End *turn*, and store its answer in the conversation; returns the last frames."""
+    await turn.run.aclose()
     try:
-        await turn.store(turn.stored_text)
-    except KqviewError as error:
+        turn.finish()
+        if turn.store is not None and turn.answer:
+            await turn.store(turn.answer)
+    except Exception as error:
+        failure = failure or _failure(turn, error)
+    return turn.end(None if failure is None else answer_of(failure))
+
+
+def _failure(turn: Turn, error: Exception) -> KqviewError:
+    """What the client hears of *error*."""
+    if isinstance(error, KqviewError):
         return error
-    return None
+    _log.error("stream of %s failed", turn.run.request_id, exc_info=error)
+    return InternalError("the server failed; its log says more")
 
 
 async def _of_nothing(

@@ -103,8 +103,8 @@ class Turn:
         )
 
     @property
-    def stored_text(self) -> str:
-        """What a conversation keeps of the answer: all of it so far, without reasoning."""
+    def answer(self) -> str:
+        """The answer so far, without reasoning."""
         return self._writer.answer
 
     def token(self, step: Step) -> list[bytes]:
