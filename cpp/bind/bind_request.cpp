@@ -37,8 +37,10 @@ struct named {
     const char* name;
     Value value;
 };
-constexpr named<row_kind> kinds[] = {
-    {"logits", row_kind::logits}, {"scores", row_kind::scores}, {"probs", row_kind::probs}};
+constexpr named<row_kind> kinds[] = {{"qk", row_kind::logits},
+                                     {"logits", row_kind::logits},
+                                     {"scores", row_kind::scores},
+                                     {"probs", row_kind::probs}};
 constexpr named<row_type> types[] = {{"float32", row_type::f32}, {"float16", row_type::f16}};
 constexpr named<row_reduction> reductions[] = {{"mean_heads", row_reduction::mean_heads},
                                                {"max_heads", row_reduction::max_heads},

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 from kqview import errors
 from kqview.engine import Engine
+from kqview.engine_options import EngineOptions
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import LoraAdapter
 from kqview.machine import system_info
 from kqview.mods import Mod, mod
 from kqview.slot import Slot
+from kqview.submission import GenerateOptions
 from kqview.types import (
     Capture,
     ChatPrompt,
@@ -53,7 +55,9 @@ __all__ = [
     "Classification",
     "Engine",
     "EngineHealth",
+    "EngineOptions",
     "EngineStats",
+    "GenerateOptions",
     "Generation",
     "LoraAdapter",
     "Mod",

@@ -19,6 +19,7 @@ from kqview.mods.events import Dialogue, conversation_of
 from kqview.offsets import Offsets
 from kqview.submission import GenerateOptions
 from kqview.types import ChatPrompt, ModelInfo
+from kqview.types.text import Ids
 
 if TYPE_CHECKING:
     from kqview.chat.template import ChatTemplate, Part
@@ -49,9 +50,7 @@ class Conversation:
         return MappingProxyType(self._control_ids)
 
     @abstractmethod
-    def generate(
-        self, prompt: str | Sequence[int], **options: Unpack[GenerateOptions]
-    ) -> Generation:
+    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
         """See Engine."""
 
     def chat(

@@ -24,7 +24,10 @@ from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_options import (
+    EngineOptions,
+    KvType,
     Lora,
+    Pooling,
     context_options,
     lora_adapters,
     model_options,
@@ -61,8 +64,10 @@ from kqview.submission import (
 )
 from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
+from kqview.types.capture import Kind
 from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
+from kqview.types.text import Ids
 from kqview.vocabulary import Vocabulary
 
 CLOSE_TIMEOUT_S: Final = 30.0
@@ -105,7 +110,7 @@ def check_opening(
     n_threads: int | None = None,
     n_gpu_layers: int = -1,
     kv_type: str = "f16",
-    pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
+    pooling: Pooling | None = None,
 ) -> None:
     """Raise the errors that opening an Engine would raise, as far as possible without the weights.
 
@@ -248,9 +253,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         n_threads: int | None = None,
         n_gpu_layers: int = -1,
         flash_attn: Literal["auto"] | bool = "auto",
-        kv_type: str = "f16",
+        kv_type: KvType = "f16",
         swa_full: bool = True,
-        pooling: Literal["none", "mean", "cls", "last", "rank"] | None = None,
+        pooling: Pooling | None = None,
         chat_template: str | None = None,
         lora: Lora | Sequence[Lora] | None = None,
         rpc_servers: str | Sequence[str] | None = None,
@@ -334,7 +339,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             raise
 
     @classmethod
-    def demo(cls, **options: Any) -> Self:
+    def demo(cls, **options: Unpack[EngineOptions]) -> Self:
         """Open the bundled demo model; takes the same options as Engine."""
         return cls(MODEL_PATH, **options)
 
@@ -420,11 +425,11 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
     @names_options("generate", also=OPTIONS)
     def generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str | Ids,
         *,
         max_tokens: int = 256,
         sampling: Sampling | None = None,
-        capture: Capture | str | None = None,
+        capture: Capture | Kind | None = None,
         slot: int | None = None,
         mods: Sequence[Any] = (),
         logits_processor: LogitsProcessor | None = None,
@@ -566,8 +571,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
     @names_options("attend")
     def attend(
         self,
-        prompt: str | Sequence[int],
-        capture: Capture | str = "probs",
+        prompt: str | Ids,
+        capture: Capture | Kind = "probs",
         *,
         last: int | None = None,
         request_id: str | None = None,
@@ -630,9 +635,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             first=len(ids) - n_rows, budget_bytes=self._core.stats().pool.budget_bytes
         )
 
-    def _prompt_ids(
-        self, prompt: str | Sequence[int], add_special: bool, parse_special: bool
-    ) -> list[int]:
+    def _prompt_ids(self, prompt: str | Ids, add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
             text = encode("prompt", prompt)
             ids = self._model.tokenize(text, add_special, parse_special)

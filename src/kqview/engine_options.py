@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final, cast
+from typing import Final, Literal, TypedDict, cast, get_args
 
 from kqview import _core
 from kqview.arguments import INT64_MAX, encode, invalid, whole_number
@@ -13,7 +13,32 @@ from kqview.machine import default_threads, physical_memory_bytes
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
-_POOLING: Final = ("none", "mean", "cls", "last", "rank")
+KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+Pooling = Literal["none", "mean", "cls", "last", "rank"]
+
+_POOLING: Final = get_args(Pooling)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The options of `Engine`, for callers that pass them on."""
+
+    n_ctx: int | None
+    n_slots: int
+    n_batch: int
+    n_ubatch: int
+    n_threads: int | None
+    n_gpu_layers: int
+    flash_attn: Literal["auto"] | bool
+    kv_type: KvType
+    swa_full: bool
+    pooling: Pooling | None
+    chat_template: str | None
+    lora: Lora | Sequence[Lora] | None
+    rpc_servers: str | Sequence[str] | None
+    rpc_timeout_s: float
+    attention_budget_bytes: int | None
+    run_ahead: int
+    progress: Callable[[float], object] | bool | None
 
 
 def context_options(

@@ -45,6 +45,7 @@ from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.trace.attention import top_columns
 from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
+from kqview.types.capture import Kind
 from kqview.types.sampling import SamplingOptions
 from kqview.types.token import Context
 
@@ -57,7 +58,7 @@ class GenerateOptions(SamplingOptions, total=False):
 
     max_tokens: int
     sampling: Sampling | None
-    capture: Capture | str | None
+    capture: Capture | Kind | None
     slot: int | None
     mods: Sequence[Any]
     logits_processor: LogitsProcessor | None

@@ -10,8 +10,9 @@ from typing import Any, Final, TypeVar, cast
 from kqview.arguments import invalid, to_index
 from kqview.errors import QueueFull, RequestError
 from kqview.generation.stream import Generation
+from kqview.types.text import Ids
 
-Text = str | Sequence[int]
+Text = str | Ids
 Requests = Generator[tuple[int, Generation], None, None]  # index of the text, its request
 _Result = TypeVar("_Result")
 

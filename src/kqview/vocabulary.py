@@ -1,7 +1,7 @@
 """Vocabulary: converts text to token ids and back; a base of Engine."""
 
 from collections.abc import Iterable
-from typing import Literal, overload
+from typing import Literal, SupportsIndex, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
@@ -91,7 +91,7 @@ class Vocabulary:
             )
         return spans
 
-    def detokenize(self, ids: Iterable[int]) -> str:
+    def detokenize(self, ids: Iterable[SupportsIndex]) -> str:
         """Convert *ids* to text, including special tokens; bytes that are not UTF-8 become U+FFFD.
 
         Nothing is omitted: if *ids* are split between characters, the texts of the parts join to
@@ -106,7 +106,7 @@ class Vocabulary:
         self._core.check_open()
         return self._model.detokenize(checked_ids("ids", ids)).decode("utf-8", "replace")
 
-    def token_bytes(self, id: int) -> bytes:
+    def token_bytes(self, id: SupportsIndex) -> bytes:
         """Bytes of one token; a character may span several tokens.
 
         Raises:
@@ -116,7 +116,7 @@ class Vocabulary:
         self._core.check_open()
         return self._model.token_bytes(checked_id("id", id))
 
-    def token_text(self, id: int) -> str:
+    def token_text(self, id: SupportsIndex) -> str:
         """`token_bytes` as text; bytes that are not UTF-8 on their own become U+FFFD."""
         return self.token_bytes(id).decode("utf-8", "replace")
 

@@ -79,6 +79,14 @@ def test_chosen_layers_and_heads_come_in_the_order_asked_for(
         np.testing.assert_array_equal(np.asarray(part.attention), np.asarray(whole.attention)[rows])
 
 
+def test_qk_and_logits_are_two_names_of_one_kind(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    rows = [run(make_engine(tiny_llama), PROMPT, 4, capture=kind) for kind in ("qk", "logits")]
+    for one, other in zip(*rows, strict=True):
+        assert one.rows.any()
+        np.testing.assert_array_equal(one.rows, other.rows)
+    assert [row[0].capture.kind for row in rows if row[0].capture] == ["qk", "logits"]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_float16_equals_float32_rounded(
     make_engine: MakeEngine, tiny_qwen2: Path, kind: Kind, flash_attn: bool

@@ -69,7 +69,7 @@ ENGINE_NAMES = {
     *("rpc_servers", "rpc_timeout_s"),
 }
 CAPTURE_DEFAULTS = {
-    "kind": "logits",
+    "kind": "probs",
     "layers": None,
     "heads": None,
     "reduce": None,
@@ -176,6 +176,11 @@ def test_capture_has_the_documented_options_and_defaults():
     assert field_defaults(Capture).items() >= CAPTURE_DEFAULTS.items()
     assert Capture("probs").kind == "probs"
     assert callable(Capture.bytes_per_token)
+
+
+def test_engine_options_are_those_of_engine():
+    assert get_type_hints(kqview.EngineOptions).keys() == keyword_defaults(Engine.__init__).keys()
+    assert kqview.GenerateOptions is GenerateOptions
 
 
 def test_tokens_and_prompts_name_their_columns():

@@ -376,6 +376,12 @@ def test_hf_form_is_a_view_a_layer():
         assert np.shares_memory(layer, ROWS)
 
 
+@pytest.mark.parametrize("kind", ["qk", "logits", "scores"])
+def test_hf_form_is_refused_for_values_that_transformers_does_not_return(kind: Any):
+    with pytest.raises(errors.InvalidCapture, match=f"has kind '{kind}'; capture 'probs'"):
+        token(Capture(kind, layers=(4, 7))).to_hf()
+
+
 def test_hf_form_of_layers_that_differ_in_heads():
     layers = token(Capture("probs", layers=(0, 1)), (ROWS[0], ROWS[1, :2])).to_hf()
     assert [layer.shape for layer in layers] == [(1, 3, 1, 5), (1, 2, 1, 5)]
@@ -390,9 +396,10 @@ def test_names_are_those_of_transformer_lens(kind: Any, name: str):
     np.testing.assert_array_equal(named[f"blocks.7.attn.{name}"][0, :, 0], ROWS[1])
 
 
-def test_raw_products_have_no_name():
-    with pytest.raises(errors.InvalidCapture, match="no name for kind 'logits'"):
-        token(Capture("logits", layers=(4, 7))).named()
+@pytest.mark.parametrize("kind", ["qk", "logits"])
+def test_raw_products_have_no_name(kind: Any):
+    with pytest.raises(errors.InvalidCapture, match=f"no name for kind '{kind}'"):
+        token(Capture(kind, layers=(4, 7))).named()
 
 
 def test_hidden_states_have_a_name():

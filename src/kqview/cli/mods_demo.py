@@ -16,6 +16,7 @@ from kqview.mods.kit import ChoicesStrat, EraseMode, self_prompt_mod
 if TYPE_CHECKING:
     from kqview import Engine, Mod
     from kqview.trace import Trace, TraceAction, TraceEvent
+    from kqview.types.capture import Kind
 
 Mark = Literal["sampled", "forced", "removed"]
 # How a mark looks in a terminal, and the characters around it elsewhere.
@@ -44,7 +45,7 @@ def show_mods(console: Console, engine: "Engine", prompt: str, max_tokens: int) 
     copying = Capture(
         "probs", layers=[1], heads=[0, 1, 2, 3]
     )  # heads that attend to what they copy
-    shown: list[tuple[str, list[Mod], Capture | str | None]] = [
+    shown: list[tuple[str, list[Mod], Capture | Kind | None]] = [
         ("Without a mod", [], None),
         (
             "A question, answered within choices and erased",

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Self, TypedDict
+from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
 from kqview.errors import BusyError, InvalidCapture
@@ -22,7 +22,7 @@ from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
 from kqview.types import Capture, PromptBlock, Token, Usage
-from kqview.types.stats import read_fields
+from kqview.types.stats import FinishReason, read_fields
 from kqview.types.token import Context
 
 _Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEvent
@@ -397,14 +397,14 @@ class Generation:
         return self._text.stop_match
 
     @property
-    def finish_reason(self) -> str | None:
+    def finish_reason(self) -> FinishReason | None:
         """Why the generation ended; None while it runs.
 
         "stop": the model ended its text; "length": max_tokens is reached or the slot is full;
         "stop_token"; "stop_sequence"; "cancelled", also by an interrupt or the end of its task;
         "error": iterating raised the error. "tool_calls": a mod ended it with ToolCalls.
         """
-        return self._reason
+        return cast("FinishReason | None", self._reason)
 
     @property
     def usage(self) -> Usage:

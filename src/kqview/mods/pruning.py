@@ -21,6 +21,7 @@ from kqview.arguments import invalid, to_number, whole_number
 from kqview.errors import RequestError, shown
 from kqview.mods.attention import head_rows
 from kqview.types import Capture, Token
+from kqview.types.capture import Kind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -178,7 +179,7 @@ def generate_pruned(
     span_tokens: int = 8,
     n_first: int = 4,
     n_last: int = 16,
-    capture: Capture | str = "probs",
+    capture: Capture | Kind = "probs",
     **options: Any,
 ) -> PrunedGeneration:
     """Generate with a context that is pruned whenever it is full.

@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview.types import Capture
+from kqview.types.capture import RAW_KINDS
 from kqview.types.token import Attention, Positions
 
 TOP_COLUMNS: Final = 32
@@ -29,7 +30,7 @@ def top_columns(
         rows: ``attention`` of the event.
         capture: What was captured.
         positions: ``attention_positions`` of the event, with ``Capture(top_k=...)``.
-        scale: `ModelInfo.attention_scale`, for rows of kind "logits".
+        scale: `ModelInfo.attention_scale`, for rows of kind "qk".
         n_columns: Number of tokens before this one; needed with *positions*.
         k: Maximum number of columns to keep.
 
@@ -70,7 +71,7 @@ def _probabilities(part: NDArray[Any], kind: str, scale: float) -> NDArray[np.fl
     flat = part.reshape(-1, part.shape[-1]).astype(np.float32)
     if kind == "probs":
         return flat
-    if kind == "logits":
+    if kind in RAW_KINDS:
         flat *= scale
     flat -= flat.max(axis=-1, keepdims=True)
     np.exp(flat, out=flat)

@@ -13,7 +13,8 @@ from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import names_fields
 from kqview.types.model import ModelInfo
 
-Kind = Literal["logits", "scores", "probs"]
+Kind = Literal["qk", "logits", "scores", "probs"]
+RAW_KINDS: Final = ("qk", "logits")  # two names of one kind; the second is the older one
 Reduce = Literal["mean_heads", "max_heads", "mean", "max"]
 DType = Literal["float32", "float16"]
 OnFull = Literal["raise", "wait", "drop"]
@@ -34,8 +35,8 @@ class Capture:
     model cannot provide. Sequences of indices become tuples and keep their order.
 
     Attributes:
-        kind: "logits" is the raw product of K and Q before scale, mask and softmax; "scores" is the
-            input of the softmax; "probs" is its output.
+        kind: "probs" is the output of the softmax; "scores" is its input; "qk" is the raw product
+            of K and Q before scale, mask and softmax ("logits" is an older name of it).
         layers: Layers to capture; None for every layer that has attention. May be empty if *hidden*
             is given: then no attention is captured.
         heads: Query heads to capture in each layer; None for all.
@@ -57,7 +58,7 @@ class Capture:
             raised.
     """
 
-    kind: Kind = "logits"
+    kind: Kind = "probs"
     layers: Sequence[int] | None = None
     heads: Sequence[int] | None = None
     reduce: Reduce | None = None
@@ -117,7 +118,7 @@ class Capture:
         return None if self.spans is None else "spans"
 
     @classmethod
-    def of(cls, value: "Capture | str | None") -> "Capture | None":
+    def of(cls, value: "Capture | Kind | None") -> "Capture | None":
         """Convert the ``capture=`` argument of a call to a Capture; a string is its kind.
 
         Raises:
@@ -127,7 +128,7 @@ class Capture:
             return value
         if not isinstance(value, str):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise _invalid("capture", "None, a kind such as 'probs', or a Capture", value)
-        return cls(kind=value)  # pyright: ignore[reportArgumentType]
+        return cls(kind=value)
 
     def resolved(self, model: ModelInfo) -> "Capture":
         """This capture with the attention layers of *model* filled in if *layers* is None."""

@@ -18,7 +18,7 @@ class ModelInfo:
         n_embd: Width of the residual stream.
         n_ctx_train: Number of context tokens that the model was trained with.
         attention_layers: Layers whose attention can be captured, in ascending order.
-        attention_scale: Factor between "logits" and the input of the softmax.
+        attention_scale: Factor between "qk" and the input of the softmax.
         bos_token_id: Id that starts a text; None if the model has none.
         eos_token_id: Id that ends a text; None if the model has none.
         eot_token_id: Id that ends a turn of a chat; None if the model has none.

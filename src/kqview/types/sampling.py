@@ -24,6 +24,7 @@ from kqview.arguments import (
 )
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.option_names import names_fields
+from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
 _SEED_MAX: Final = 2**32 - 2  # llama.cpp takes the next number as "choose a random seed"
@@ -233,9 +234,9 @@ class SamplingOptions(TypedDict, total=False):
     mirostat_eta: float
     seed: int | None
     logit_bias: Mapping[int, float]
-    banned_tokens: Sequence[int]
+    banned_tokens: Ids
     stop: str | Sequence[str]
-    stop_tokens: Sequence[int]
+    stop_tokens: Ids
     ignore_eos: bool
     grammar: str | None
     json_schema: str | Mapping[str, object] | None
@@ -335,11 +336,11 @@ class Sampling:
     logit_bias: Mapping[int, float] = _row(
         {}, _to_bias, "Added to the logit of each token id; -inf bans it."
     )
-    banned_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that are never sampled.")
+    banned_tokens: Ids = _row((), _to_token_ids, "Token ids that are never sampled.")
     stop: str | Sequence[str] = _row(
         (), _to_strings, "Strings that end the generation; a str is one stop string."
     )
-    stop_tokens: Sequence[int] = _row((), _to_token_ids, "Token ids that end the generation.")
+    stop_tokens: Ids = _row((), _to_token_ids, "Token ids that end the generation.")
     ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")
     grammar: str | None = _row(
         None,

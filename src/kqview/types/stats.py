@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 _Numbers = TypeVar("_Numbers")
 
@@ -11,6 +11,12 @@ def read_fields(cls: type[_Numbers], source: object, **others: object) -> _Numbe
     """A *cls* with the fields in *others*, and the rest read from attributes of *source*."""
     names = [field.name for field in fields(cls) if field.name not in others]  # pyright: ignore[reportArgumentType]
     return cls(**{name: getattr(source, name) for name in names}, **others)
+
+
+FinishReason = Literal[
+    "stop", "length", "stop_token", "stop_sequence", "tool_calls", "cancelled", "error"
+]  # fmt: skip
+SlotState = Literal["idle", "prefill", "decode", "sampling", "steered", "paused", "starved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +123,15 @@ class SlotStats:
         id: Index in ``engine.slots``.
         state: "idle"; "prefill", evaluating a prompt; "decode", generating; "sampling", choosing
             the next token under a grammar or schema; "paused", waiting for its consumer to catch
-            up; "starved", waiting for attention memory for its next row.
+            up; "steered", waiting for a mod or callable of its request; "starved", waiting for
+            attention memory for its next row.
         n_tokens: Ids in its KV cache.
         request_id: The generation that uses the slot. None for an idle slot, and for a generation
             that was dropped and is about to end.
     """
 
     id: int = 0
-    state: str = "idle"
+    state: SlotState = "idle"
     n_tokens: int = 0
     request_id: str | None = None
 

@@ -1,6 +1,13 @@
-"""Tokenized and ChatPrompt: ids together with the part of a text that each of them is."""
+"""Ids of a text; Tokenized and ChatPrompt: ids with the part of a text that each of them is."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ids = Sequence[int] | NDArray[np.integer[Any]]
+"""Token ids, as a list, a tuple or a numpy array of whole numbers."""
 
 
 class Tokenized(NamedTuple):

@@ -20,6 +20,16 @@ _NO_BYTES: Final[Mapping[int, bytes]] = MappingProxyType({})
 _NONE: Final = range(0)
 
 
+def check_hf(capture: Capture) -> None:
+    """Refuse kinds that transformers does not return."""
+    if capture.kind != "probs":
+        raise InvalidCapture(
+            f"to_hf() needs probabilities, which transformers returns, but the capture has kind "
+            f"'{capture.kind}'; capture 'probs'",
+            parameter="capture",
+        )
+
+
 class Context:
     """The tokens of one generation, prompt first: what the columns of its rows stand for.
 
@@ -194,13 +204,14 @@ class Token:
 
         Returns:
             One array of shape ``(1, n_heads, 1, n_context)`` for each captured layer: views of
-            ``attention``. The values equal those of transformers for kind "probs".
+            ``attention``.
 
         Raises:
-            InvalidCapture: There is no attention, or the capture has ``reduce``, ``top_k`` or
-                ``spans``.
+            InvalidCapture: There is no attention, its kind is not "probs", which is what
+                transformers returns, or the capture has ``reduce``, ``top_k`` or ``spans``.
         """
-        _, rows = self._rows_by_layer("to_hf")
+        capture, rows = self._rows_by_layer("to_hf")
+        check_hf(capture)
         return tuple(row[None, :, None, :] for row in rows)
 
     def named(self) -> dict[str, NDArray[Any]]:
@@ -214,7 +225,7 @@ class Token:
 
         Raises:
             InvalidCapture: There is nothing to name: no capture, a capture with ``reduce``,
-                ``top_k`` or ``spans``, or kind "logits", for which TransformerLens has no name.
+                ``top_k`` or ``spans``, or kind "qk", for which TransformerLens has no name.
         """
         named: dict[str, NDArray[Any]] = {}
         if self.attention is not None:

@@ -6,6 +6,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.types.capture import RAW_KINDS
+
 Row = NDArray[np.floating[Any]]
 
 N_LATEST: Final = 4
@@ -56,7 +58,7 @@ def select_head(
 def probabilities(values: Row, kind: str, scale: float) -> Row:
     """Convert values of any kind of capture to probabilities over the last axis.
 
-    "probs" are returned as they are, without a copy. "logits" are scaled first; the result is
+    "probs" are returned as they are, without a copy. "qk" is scaled first; the result is
     approximate for models that cap or bias their scores.
 
     Args:
@@ -66,6 +68,6 @@ def probabilities(values: Row, kind: str, scale: float) -> Row:
     """
     if kind == "probs":
         return values
-    scores = values.astype(np.float64) * (scale if kind == "logits" else 1.0)
+    scores = values.astype(np.float64) * (scale if kind in RAW_KINDS else 1.0)
     weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
