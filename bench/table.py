@@ -25,6 +25,7 @@ import prefill
 import reuse
 import server
 import server_peers
+import session_return
 import slots
 import state
 import state_http
@@ -55,6 +56,7 @@ BENCHMARKS = {
         state,
         state_http,
         reuse,
+        session_return,
         server,
         server_peers,
         counts,

@@ -324,7 +324,7 @@ class ConversationStates:
     def _make_room(self, name: str, n_bytes: int) -> bool:
         """Remove the oldest files to have room for one of *n_bytes*; False if there is none."""
         most = self._live.config.sessions.max_state_bytes
-        while self._n_bytes - self._sizes.get(name, 0) + n_bytes > most:
+        while self.n_bytes - self._sizes.get(name, 0) + n_bytes > most:
             oldest = next((one for one in self._sizes if one != name), None)
             if oldest is None:
                 return False
@@ -341,8 +341,14 @@ class ConversationStates:
             _log.warning("a session's file cannot be removed from states_dir: %s", error)
 
     @property
-    def _n_bytes(self) -> int:
-        return sum(self._sizes.values())
+    def n_bytes(self) -> int:
+        """Bytes of all files; any thread."""
+        with self._lock:
+            return sum(self._sizes.values())
+
+    async def written(self) -> None:
+        """Wait until what has been copied is in its files."""
+        await asyncio.get_running_loop().run_in_executor(self._disk, lambda: None)
 
     def _path(self, key: Key) -> Path:
         assert self._folder is not None

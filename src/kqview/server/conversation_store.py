@@ -386,17 +386,21 @@ def _title(prompt: str) -> str:
 def _opened(path: str | None) -> sqlite3.Connection:
     if path is not None:
         _make_private(path)
-    db = sqlite3.connect(
-        path or ":memory:", timeout=_OPENS_WITHIN_S, isolation_level=None, check_same_thread=False
-    )
     try:
         with _failures():
-            _prepare(db)
-    except BaseException as error:
-        db.close()
-        if isinstance(error, StorageFailed | StorageFull):
-            raise _unusable(path, str(error)) from error
-        raise
+            db = sqlite3.connect(
+                path or ":memory:",
+                timeout=_OPENS_WITHIN_S,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            try:
+                _prepare(db)
+            except BaseException:
+                db.close()
+                raise
+    except (StorageFailed, StorageFull) as error:
+        raise _unusable(path, str(error)) from error
     return db
 
 

@@ -1,0 +1,371 @@
+"""ConversationStore: what stays of chat sessions and what leaves, over restarts and failures."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.errors import RequestError
+from kqview.server import conversation_store
+from kqview.server.config import ChatSessions
+from kqview.server.conversation_store import ConversationStore, Key, Message
+from kqview.server.errors import StorageFailed, StorageFull
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+KEY = Key("owner", "session")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def store(clock: Clock | None = None, fits: Any = None, **limits: Any) -> ConversationStore:
+    sessions = ChatSessions(**limits)
+    return ConversationStore(lambda: sessions, clock=clock or Clock(), fits=fits)
+
+
+def append(to: ConversationStore, n: int, key: Key = KEY, **options: Any) -> set[Key]:
+    """Turn *n* of a session."""
+    return to.append(key, f"prompt {n}", f"answer {n}", model="model", **options)
+
+
+def numbers(of: ConversationStore, key: Key = KEY) -> list[int]:
+    """Turns that are stored, each whole."""
+    messages = of.read(key).messages
+    found = [int(message.content.split()[1]) for message in messages[::2]]
+    assert list(messages) == [
+        message
+        for n in found
+        for message in (Message("user", f"prompt {n}"), Message("assistant", f"answer {n}"))
+    ]
+    return found
+
+
+def database_of(kept: ConversationStore) -> sqlite3.Connection:
+    return kept._db  # pyright: ignore[reportPrivateUsage]
+
+
+# ---- limits
+
+
+def test_oldest_turns_leave_in_pairs():
+    kept = store(max_messages=7)
+    for n in range(5):
+        append(kept, n)
+    assert numbers(kept) == [2, 3, 4]
+    (info,) = kept.list("owner")
+    assert (info.n_messages, info.title, info.model) == (6, "prompt 0", "model")
+
+
+def test_prompts_begin_alike_for_some_turns_after_messages_have_left():
+    kept = store(max_messages=16)
+    skipped: list[tuple[int, int]] = []
+    for n in range(20):
+        append(kept, n, n_skipped=kept.read(KEY).n_skipped)
+        history = kept.read(KEY)
+        skipped.append((n, numbers(kept)[history.n_skipped // 2]))
+    # First turn of the prompt after each turn: it moves by more than one at a time, seldom.
+    firsts = [first for _, first in skipped]
+    assert firsts == sorted(firsts)
+    assert firsts[7] == 0
+    assert len(set(firsts[8:])) <= 5
+    assert all(n - first >= 4 for n, first in skipped[8:])
+
+
+def test_prompt_that_left_turns_out_goes_on_leaving_them_out():
+    kept = store()
+    for n in range(4):
+        append(kept, n)
+    append(kept, 4, n_skipped=4)
+    assert kept.read(KEY).n_skipped == 4
+    append(kept, 5, n_skipped=0)  # a longer prompt again would begin differently
+    assert kept.read(KEY).n_skipped == 4
+    assert numbers(kept) == [0, 1, 2, 3, 4, 5]
+
+
+def test_session_nobody_uses_expires_and_one_in_use_does_not():
+    clock = Clock()
+    kept = store(clock, ttl_s=60)
+    old, busy, new = (Key("owner", name) for name in ("old", "busy", "new"))
+    append(kept, 1, old)
+    append(kept, 1, busy)
+    clock.now_s += 61
+    append(kept, 1, new, in_use=[busy])
+    assert kept.keys() == {busy, new}
+    assert kept.read(old).messages == ()
+    assert [one.id for one in kept.list("owner")] == ["new"]
+    append(kept, 2, busy)
+    assert numbers(kept, busy) == [1, 2]
+    clock.now_s += 61
+    assert kept.sweep() == {busy, new}
+    assert kept.keys() == set()
+
+
+def test_owner_with_most_sessions_loses_the_one_unused_for_longest():
+    clock = Clock()
+    kept = store(clock, max_sessions=4)
+    few = Key("few", "only")
+    append(kept, 0, few)
+    for n in range(5):
+        clock.now_s += 1
+        append(kept, n, Key("many", f"{n}"))
+    assert kept.keys() == {few, *(Key("many", f"{n}") for n in (2, 3, 4))}
+
+
+def test_bytes_of_all_sessions_are_limited_and_those_of_one_to_an_eighth():
+    kept = store(max_bytes=80_000)
+    for session in range(20):
+        kept.append(Key("owner", f"{session}"), "x" * 5000, "y", model="m")
+    assert 10 <= len(kept.keys()) <= 14
+    for n in range(9):
+        kept.append(KEY, f"{n}" + "é" * 1000, "y", model="m")
+    assert [m.content[0] for m in kept.read(KEY).messages[::2]] == ["5", "6", "7", "8"]
+    with pytest.raises(StorageFull, match="a session may have 10000"):
+        kept.append(KEY, "x" * 10_000, "y", model="m")
+    assert [m.content[0] for m in kept.read(KEY).messages[::2]] == ["5", "6", "7", "8"]
+
+
+def test_memory_is_asked_for_and_other_sessions_leave_for_it():
+    held: list[int] = []
+
+    def fits(n_bytes: int) -> bool:
+        if n_bytes > 3000:
+            return False
+        held.append(n_bytes)
+        return True
+
+    kept = store(fits=fits)
+    for session in range(4):
+        append(kept, 0, Key("owner", f"{session}"))
+    assert kept.keys() == {Key("owner", f"{n}") for n in (1, 2, 3)}
+    assert held[-1] <= 3000
+    with pytest.raises(StorageFull, match="send shorter messages"):
+        kept.append(Key("owner", "3"), "x" * 3000, "y", model="m")
+    assert kept.keys() == {Key("owner", f"{n}") for n in (1, 2, 3)}
+    for session in (1, 2, 3):
+        kept.delete(Key("owner", f"{session}"))
+    assert held[-1] == 0
+
+
+def test_without_messages_nothing_is_kept():
+    kept = store(max_messages=1)
+    append(kept, 0)
+    assert kept.keys() == set()
+
+
+# ---- owners and names
+
+
+def test_owners_may_use_one_id():
+    kept = store()
+    append(kept, 1, Key("a", "same"))
+    append(kept, 2, Key("b", "same"))
+    assert (numbers(kept, Key("a", "same")), numbers(kept, Key("b", "same"))) == ([1], [2])
+    assert kept.delete(Key("a", "same")) == {Key("a", "same")}
+    assert kept.delete(Key("a", "same")) == set()
+    assert kept.list("a") == []
+    assert numbers(kept, Key("b", "same")) == [2]
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "a' OR 1=1 --", "İstanbul", "🙂", "a\u202eb", " ", "%", "x" * 256]
+)
+def test_any_text_is_a_name(tmp_path: Path, name: str):
+    kept = store(database=str(tmp_path / "db"))
+    append(kept, 1, Key("o", name))
+    append(kept, 2, Key("o", f"{name}2"))
+    kept.close()
+    kept = store(database=str(tmp_path / "db"))
+    assert [one.id for one in kept.list("o")] == [f"{name}2", name]
+    assert numbers(kept, Key("o", name)) == [1]
+    kept.close()
+
+
+def test_title_is_one_short_line():
+    kept = store()
+    kept.append(KEY, " a\n\n b\t" + "c" * 500, "answer", model="m")
+    (info,) = kept.list("owner")
+    assert info.title.startswith("a b c")
+    assert len(info.title) == 80
+
+
+# ---- the file
+
+
+def test_sessions_are_there_after_a_restart(tmp_path: Path):
+    path = tmp_path / "sessions.db"
+    kept = store(database=str(path))
+    for n in range(3):
+        append(kept, n)
+    before = kept.list("owner")
+    kept.close()
+    kept = store(database=str(path))
+    assert numbers(kept) == [0, 1, 2]
+    assert kept.list("owner") == before
+    kept.close()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_second_process_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = str(tmp_path / "db")
+    kept = store(database=path)
+    monkeypatch.setattr(conversation_store, "_OPENS_WITHIN_S", 0.0)
+    with pytest.raises(RequestError, match="another process has it open"):
+        store(database=path)
+    script = (
+        "import sys; from kqview.server.config import ChatSessions\n"
+        "from kqview.server import conversation_store as c\n"
+        "c._OPENS_WITHIN_S = 0.0\n"
+        "limits = ChatSessions(database=sys.argv[1])\n"
+        "c.ConversationStore(lambda: limits)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "another process has it open" in done.stderr
+    append(kept, 1)
+    kept.close()
+    second = store(database=path)
+    assert numbers(second) == [1]
+    second.close()
+
+
+def damaged(path: Path) -> None:
+    kept = store(database=str(path))
+    for n in range(3):
+        kept.append(Key("owner", f"{n}"), "x" * 9000, "y", model="m")
+    kept.close()
+    data = bytearray(path.read_bytes())
+    data[5000:9000] = bytes(range(250)) * 16
+    path.write_bytes(data)
+
+
+def of_another_program(path: Path) -> None:
+    db = sqlite3.connect(path)
+    db.execute("CREATE TABLE precious (value)")
+    db.commit()
+    db.close()
+
+
+def of_a_newer_version(path: Path) -> None:
+    store(database=str(path)).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+def of_text(path: Path) -> None:
+    path.write_text("[models]\n" * 100)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (damaged, "damaged|malformed"),
+        (of_another_program, "another program"),
+        (of_a_newer_version, "version 99"),
+        (of_text, "not a database"),
+        (Path.mkdir, "unable to open"),
+    ],
+    ids=["damaged", "foreign", "newer", "text", "folder"],
+)
+def test_file_that_is_no_sound_database_is_refused_and_stays_as_it_is(
+    tmp_path: Path, make: Callable[[Path], None], reason: str
+):
+    path = tmp_path / "db"
+    make(path)
+    before = path.read_bytes() if path.is_file() else None
+    with pytest.raises(RequestError, match=reason) as caught:
+        store(database=str(path))
+    assert str(path) in str(caught.value)
+    assert before is None or path.read_bytes() == before
+
+
+def test_folder_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(RequestError, match="No such file"):
+        store(database=str(tmp_path / "none" / "db"))
+
+
+def test_full_disk_leaves_the_session_as_it_was(tmp_path: Path):
+    kept = store(database=str(tmp_path / "db"))
+    append(kept, 0)
+    db = database_of(kept)
+    n_pages = db.execute("PRAGMA page_count").fetchone()[0]
+    db.execute(f"PRAGMA max_page_count = {n_pages}")
+    with pytest.raises(StorageFull, match="disk"):
+        kept.append(KEY, "x" * 100_000, "y", model="m")
+    assert numbers(kept) == [0]
+    db.execute("PRAGMA max_page_count = 1000000")
+    append(kept, 1)
+    assert numbers(kept) == [0, 1]
+    kept.close()
+
+
+def test_database_that_breaks_while_it_is_open_is_an_error_of_ours(tmp_path: Path):
+    kept = store(database=str(tmp_path / "db"))
+    append(kept, 0)
+    database_of(kept).execute("DROP TABLE turns")
+    for use in (lambda: kept.read(KEY), lambda: append(kept, 1)):
+        with pytest.raises(StorageFailed, match="turns"):
+            use()
+    kept.close()
+
+
+# In a process of its own: children append turns until they are killed, and tell which were done.
+KILLED = """
+import os, signal, sys
+from kqview.server.config import ChatSessions
+from kqview.server.conversation_store import ConversationStore, Key
+limits = ChatSessions(database=sys.argv[1], max_messages=10**6)
+done = -1
+for n_more in (1, 2, 5, 9, 30):
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = ConversationStore(lambda: limits)
+        n = done
+        while True:
+            n += 1
+            store.append(Key("owner", "session"), f"prompt {n}", f"answer {n}", model="m")
+            os.write(write, b".")
+    for _ in range(n_more):
+        os.read(read, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(write)
+    while some := os.read(read, 100):
+        n_more += len(some)
+    done += n_more
+    store = ConversationStore(lambda: limits)
+    n_found = len(store.read(Key("owner", "session")).messages) // 2
+    store.close()
+    # What was being written when the process died may be there, what was done has to.
+    assert done <= n_found - 1 <= done + 1, (done, n_found)
+    done = n_found - 1
+print(done + 1)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
+def test_process_killed_while_it_writes_has_every_turn_that_was_done(tmp_path: Path):
+    path = str(tmp_path / "db")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, path], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kept = store(database=path, max_messages=10**6)
+    assert numbers(kept) == list(range(int(done.stdout)))
+    kept.close()
