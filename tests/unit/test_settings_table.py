@@ -10,8 +10,7 @@ import pytest
 
 pytest.importorskip("typer")
 
-from kqview.cli.serve_command import flag_of
-from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings import PREFIX, Settings, flag_of
 
 PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
 ROW = re.compile(r"^\| `(--[\w-]+)` \| `(KQVIEW_\w+)` \| (.*?) ?\| .+ \|$", re.M)

@@ -20,10 +20,10 @@ from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
 from kqview.cli.ingest_command import ingest
 from kqview.cli.llama_server_flags import translated
-from kqview.cli.serve_command import flag_of, serve
+from kqview.cli.serve_command import serve
 from kqview.cli.state_command import app as state
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
-from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings import PREFIX, Settings, flag_of
 from kqview.server.supervisor import ENVIRONMENT
 
 _EXIT_CODES: Final[Mapping[type, int]] = {

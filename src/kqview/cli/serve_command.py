@@ -17,31 +17,14 @@ import typer
 from kqview.cli.options import HubOption, fetch
 from kqview.errors import RequestError
 from kqview.server import supervisor
-from kqview.server.settings import Settings
+from kqview.server.settings import Settings, flag_of
 
 is_program = False
 """Set by the entry point: this process runs the command alone, so the supervisor may replace it."""
 
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
 _INSTALL: Final = 'run pip install "kqview[server]"'
-# Flags named as in the other commands, and repeatable flags in the singular.
-_FLAGS: Final = {
-    "n_slots": "--slots",
-    "n_ctx": "--ctx",
-    "n_threads": "--threads",
-    "n_gpu_layers": "--ngl",
-    "api_keys": "--api-key",
-    "admin_keys": "--admin-key",
-    "aliases": "--alias",
-    "cors_origins": "--cors-origin",
-    "trusted_proxies": "--trusted-proxy",
-}
 _NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
-
-
-def flag_of(name: str) -> str:
-    """The flag of a setting."""
-    return _FLAGS.get(name, "--" + name.replace("_", "-"))
 
 
 def serve(*, hf: str | None = None, **given: Any) -> None:

@@ -1,8 +1,9 @@
-"""Settings: everything that an operator decides, in one place, read once.
+"""Settings: everything that an operator decides about the server, in one place.
 
-A setting has three names: the field here, the flag of ``kqview serve`` (``--api-key`` for
-``api_keys``) and the environment variable ``KQVIEW_API_KEYS``; lists are separated by commas there.
-A flag wins over the environment, the environment over the default.
+A setting has three names: the field here, which is also its key in a configuration file, the flag
+of ``kqview serve`` (``--api-key`` for ``api_keys``) and the environment variable
+``KQVIEW_API_KEYS``; lists are separated by commas there. A flag wins over the environment, the
+environment over the file, the file over the default (`kqview.server.config_file` merges them).
 """
 
 import dataclasses
@@ -32,9 +33,38 @@ _FALSE: Final = frozenset({"0", "false", "no", "off"})
 _NUMERIC: Final = ", ".join(one.name for one in OPTIONS.values() if one.low is not None)
 
 
-def _setting(default: Any, text: str, *, low: float = 1, is_secret: bool = False) -> Any:
-    """A field of Settings: default, help and, of a number, the smallest one allowed."""
-    return field(default=default, metadata={"help": text, "low": low}, repr=not is_secret)
+Place = Literal["file", "folder", "new"]
+"""What a path names: an existing file or folder, or something that the server makes."""
+
+
+def _setting(
+    default: Any,
+    text: str,
+    *,
+    low: float = 1,
+    flag: str | None = None,
+    place: Place | None = None,
+    restart: bool = False,
+    is_text: bool = False,
+    is_secret: bool = False,
+) -> Any:
+    """A field of Settings.
+
+    Args:
+        default: Its value if nobody gives one.
+        text: Its help.
+        low: The smallest number allowed.
+        flag: Its flag, if that is not made of its name.
+        place: What its path names; None for what is no path.
+        restart: Whether a server has to be started again to change it.
+        is_text: Whether a configuration file may name a file that has the text.
+        is_secret: Whether it is never shown; implies *is_text*.
+    """
+    metadata = {
+        "help": text, "low": low, "flag": flag, "place": place, "restart": restart,
+        "is_text": is_text or is_secret, "is_secret": is_secret,
+    }  # fmt: skip
+    return field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,32 +72,46 @@ class Settings:
     """What the server allows and how it answers; checked when it is built.
 
     The metadata of each field has its meaning, which ``kqview serve --help`` shows. Times are in
-    seconds, sizes in bytes; 0 turns a limit off if its text says so.
+    seconds, sizes in bytes; 0 turns a limit off if its text says so. Options of a model count from
+    its next load on.
     """
 
     # ---- what is served
-    model: str | None = _setting(None, "GGUF file to serve")
-    demo: bool = _setting(False, "serve the bundled demo model")
+    model: str | None = _setting(None, "GGUF file to serve", place="file", restart=True)
+    demo: bool = _setting(False, "serve the bundled demo model", restart=True)
     aliases: tuple[str, ...] = _setting(
-        (), "names that clients see instead of the model's own; the first one is its id"
+        (),
+        "names that clients see instead of the model's own; the first one is its id",
+        flag="--alias",
     )
     models_dir: str | None = _setting(
-        None, "folder whose GGUF files /api/v1/model/load may open; without it, none"
+        None,
+        "folder whose GGUF files /api/v1/model/load may open; without it, none",
+        place="folder",
     )
-    n_slots: int = _setting(1, "requests generated at a time, each with its own context")
-    n_ctx: int | None = _setting(None, "context of a slot in tokens; without it, the model's own")
-    n_threads: int | None = _setting(None, "compute threads; without it, what the machine grants")
-    n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1)
+    n_slots: int = _setting(
+        1, "requests generated at a time, each with its own context", flag="--slots"
+    )
+    n_ctx: int | None = _setting(
+        None, "context of a slot in tokens; without it, the model's own", flag="--ctx"
+    )
+    n_threads: int | None = _setting(
+        None, "compute threads; without it, what the machine grants", flag="--threads"
+    )
+    n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1, flag="--ngl")
     kv_type: str = _setting("f16", "type of the KV cache")
     flash_attn: FlashAttn = _setting("auto", "flash attention: auto, on or off")
     ubatch_size: int = _setting(512, "most tokens of a prompt, and of an embedding, in one step")
     lora: tuple[str, ...] = _setting(
-        (), "LoRA adapters of the model: GGUF files, each with :SCALE after its name if not 1"
+        (),
+        "LoRA adapters of the model: GGUF files, each with :SCALE after its name if not 1",
+        place="file",
     )
     chat_template: str | None = _setting(
         None,
         "chat template to use instead of the model's: Jinja, or chatml; "
         "--chat-template-file FILE reads it from a file",
+        is_text=True,
     )
     pooling: Pooling | None = _setting(
         None,
@@ -83,12 +127,17 @@ class Settings:
         True, "serve /slots and /sessions, which show, save and restore slots"
     )
     slot_save_path: str | None = _setting(
-        None, "folder for files of saved slots and sessions; without it, none are written or read"
+        None,
+        "folder for files of saved slots and sessions; without it, none are written or read",
+        place="folder",
+        restart=True,
     )
     slot_wait_s: float = _setting(10.0, "longest wait for a busy slot to save or change", low=0)
     max_state_bytes: int = _setting(2**32, "largest saved slot that a client may send")
-    max_sessions: int = _setting(64, "most sessions in memory", low=0)
-    max_session_bytes: int = _setting(2**30, "most bytes of all sessions in memory", low=0)
+    max_sessions: int = _setting(64, "most sessions in memory", low=0, restart=True)
+    max_session_bytes: int = _setting(
+        2**30, "most bytes of all sessions in memory", low=0, restart=True
+    )
     max_saved_bytes: int = _setting(2**36, "most bytes of all files in --slot-save-path", low=0)
 
     # ---- how it answers
@@ -113,7 +162,7 @@ class Settings:
     )
     # ---- mods and traces
     mods_dir: str | None = _setting(
-        None, "folder of the mods that requests may name; without it, none"
+        None, "folder of the mods that requests may name; without it, none", place="folder"
     )
     max_mods: int = _setting(8, "maximum number of mods in one request")
     mod_time_limit_s: float = _setting(
@@ -122,39 +171,53 @@ class Settings:
     trace_url: str | None = _setting(
         None,
         "URL to post traces to, such as http://127.0.0.1:6767/ingest; without it, none are posted",
+        restart=True,
     )
     trace: TracedRequests = _setting(
         "mods", "which requests to trace: mods (those with mods) or all"
     )
     trace_spool: str | None = _setting(
-        None, "folder for traces that are not sent yet; without it, a crash loses them"
+        None,
+        "folder for traces that are not sent yet; without it, a crash loses them",
+        place="new",
+        restart=True,
     )
-    trace_key: str | None = _setting(None, "API key for the trace receiver", is_secret=True)
+    trace_key: str | None = _setting(
+        None, "API key for the trace receiver", is_secret=True, restart=True
+    )
 
     props: bool = _setting(False, "answer POST /props, which changes nothing")
 
     # ---- where and for whom
-    host: str = _setting("127.0.0.1", "address to listen on")
-    port: int = _setting(5001, "port to listen on; 0 for a free one", low=0)
+    host: str = _setting("127.0.0.1", "address to listen on", restart=True)
+    port: int = _setting(5001, "port to listen on; 0 for a free one", low=0, restart=True)
     ssl_certfile: str | None = _setting(
-        None, "certificate chain in PEM; turns on HTTPS, and HTTP off"
+        None, "certificate chain in PEM; turns on HTTPS, and HTTP off", place="file", restart=True
     )
     ssl_keyfile: str | None = _setting(
-        None, "private key of the certificate in PEM, if it is in another file"
+        None,
+        "private key of the certificate in PEM, if it is in another file",
+        place="file",
+        restart=True,
     )
     public: bool = _setting(False, "allow an address that others can reach without an API key")
     api_keys: tuple[str, ...] = _setting(
-        (), "keys that may use the API; without any, the API is open", is_secret=True
+        (),
+        "keys that may use the API; without any, the API is open",
+        is_secret=True,
+        flag="--api-key",
     )
     admin_keys: tuple[str, ...] = _setting(
         (),
         "keys that may also switch the model and see what other keys do; without any, nobody may",
         is_secret=True,
+        flag="--admin-key",
     )
     query_key: bool = _setting(False, "accept ?api_key= on WebSockets; it may end up in logs")
     cors_origins: tuple[str, ...] = _setting(
         ("loopback",),
         "origins of pages that may call the API; loopback for pages of this machine, * for any",
+        flag="--cors-origin",
     )
     allowed_hosts: tuple[str, ...] = _setting(
         (),
@@ -162,30 +225,34 @@ class Settings:
         "*.example.org for its subdomains, * for any",
     )
     trusted_proxies: tuple[str, ...] = _setting(
-        (), "addresses or networks of proxies whose X-Forwarded-For counts; without any, none does"
+        (),
+        "addresses or networks of proxies whose X-Forwarded-For counts; without any, none does",
+        flag="--trusted-proxy",
     )
 
     # ---- limits
     max_body_bytes: int = _setting(32 * 2**20, "largest request body")
-    max_message_bytes: int = _setting(32 * 2**20, "largest WebSocket message")
+    max_message_bytes: int = _setting(32 * 2**20, "largest WebSocket message", restart=True)
     max_reply_bytes: int = _setting(2**30, "largest reply that is not streamed, attention included")
     memory_budget_bytes: int | None = _setting(
         None,
         "memory for all running requests: bodies, messages, replies; one client may hold as much "
         "as stays free; without it, a quarter of the machine's",
+        restart=True,
     )
     kept_attention_bytes: int = _setting(
         256 * 2**20,
         "memory for attention rows that clients fetch by id; 0 keeps none, and it is at most a "
         "quarter of memory_budget_bytes",
         low=0,
+        restart=True,
     )
     max_tokens: int = _setting(8192, "most tokens that a request may generate")
     max_context: int | None = _setting(None, "longest prompt in tokens; without it, a slot's size")
     max_samples: int = _setting(16, "most samples of one request")
     max_running: int = _setting(64, "most requests at a time, waiting ones included")
     max_queued: int = _setting(32, "most requests that wait for a slot", low=0)
-    max_connections: int = _setting(1024, "most connections at a time")
+    max_connections: int = _setting(1024, "most connections at a time", restart=True)
     max_connections_per_client: int = _setting(
         128, "most connections of one address, trusted proxies excepted"
     )
@@ -194,18 +261,19 @@ class Settings:
         3600.0, "longest request, waiting included; 0 for no limit", low=0
     )
     idle_timeout_s: float = _setting(
-        120.0, "idle clients are disconnected after this time", low=0.001
+        120.0, "idle clients are disconnected after this time", low=0.001, restart=True
     )
     shutdown_grace_s: float = _setting(
-        5.0, "time that running requests have to end at SIGTERM", low=0
+        5.0, "time that running requests have to end at SIGTERM", low=0, restart=True
     )
     stall_timeout_s: float = _setting(
         60.0,
         "silence of the engine after which /health answers 503; after twice that, the process "
         "ends; 0 for no limit",
         low=0,
+        restart=True,
     )
-    supervise: bool = _setting(True, "restart the server when it crashes or hangs")
+    supervise: bool = _setting(True, "restart the server when it crashes or hangs", restart=True)
     access_log: bool = _setting(True, "one JSON line per request on the log kqview.access")
 
     def __post_init__(self) -> None:
@@ -215,17 +283,33 @@ class Settings:
             RequestError: A setting is of the wrong type or out of its range, or the address can
                 be reached by others and there is no key.
         """
-        for spec in dataclasses.fields(self):
-            object.__setattr__(self, spec.name, _checked(spec, getattr(self, spec.name)))
-        if not 0 <= self.port <= 65535:
-            raise _wrong("port", self.port, "use a port from 0 to 65535")
-        template = self.chat_template
-        if template is not None and template != "chatml" and "{" not in template:
+        for name in _FIELDS:
+            object.__setattr__(self, name, self.checked(name, getattr(self, name)))
+
+    @staticmethod
+    def checked(name: str, value: Any) -> Any:
+        """*value* in the form that the field *name* has.
+
+        Raises:
+            RequestError: It is of the wrong type or out of range.
+        """
+        value = _checked(_FIELDS[name], value)
+        if name == "port" and value > 65535:
+            raise _wrong(name, value, "use a port from 0 to 65535")
+        if name == "chat_template" and value not in (None, "chatml") and "{" not in value:
             raise _wrong(
-                "chat_template",
-                template,
-                "write Jinja or chatml, or name a file with --chat-template-file",
+                name, value, "write Jinja or chatml, or name a file with --chat-template-file"
             )
+        return value
+
+    @staticmethod
+    def read(name: str, text: str) -> Any:
+        """The value of the field *name* that an environment variable has as *text*.
+
+        Raises:
+            RequestError: It cannot be read.
+        """
+        return _read(name, text)
 
     def check_bind(self) -> None:
         """Refuse to be reached by others without a key.
@@ -259,13 +343,26 @@ class Settings:
             RequestError: A value cannot be read, or as the constructor.
         """
         values = {name: value for name, value in given.items() if value is not None}
-        for spec in dataclasses.fields(cls):
-            text = environ.get(PREFIX + spec.name.upper())
-            # An empty variable is how some tools leave one out; for a list it is an empty list.
-            is_given = bool(text) or (text is not None and _KINDS[spec.name] is tuple)
-            if is_given and spec.name not in values:
-                values[spec.name] = _read(spec.name, text or "")
+        for name, text in texts_of(environ).items():
+            if name not in values:
+                values[name] = _read(name, text)
         return cls(**values)
+
+
+def flag_of(name: str) -> str:
+    """The flag of a setting."""
+    return _FIELDS[name].metadata["flag"] or "--" + name.replace("_", "-")
+
+
+def texts_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """Settings that *environ* gives, as they are written there."""
+    found = {name: environ.get(PREFIX + name.upper()) for name in _FIELDS}
+    # An empty variable is how some tools leave one out; for a list it is an empty list.
+    return {
+        name: text
+        for name, text in found.items()
+        if text is not None and (text or _KINDS[name] is tuple)
+    }
 
 
 def is_loopback(host: str) -> bool:
@@ -389,7 +486,7 @@ def _read(name: str, text: str) -> Any:
 
 
 def _wrong(name: str, value: object, limit: str) -> RequestError:
-    shown = "***" if name.endswith(("keys", "_key")) else repr(value)
+    shown = "***" if _FIELDS[name].metadata["is_secret"] else repr(value)
     return RequestError(f"{name} is {shown}; {limit}")
 
 
@@ -400,4 +497,5 @@ def _kind(annotation: Any) -> Any:
     return tuple if get_origin(annotation) is tuple else annotation
 
 
+_FIELDS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
 _KINDS: Final = {name: _kind(hint) for name, hint in get_type_hints(Settings).items()}
