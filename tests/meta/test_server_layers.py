@@ -16,7 +16,7 @@ ORDER = (
     "attention", "kept", "workers", "mod_runs", "models", "run", "events_bus", "cancelling",
     "slots", "served", "pool", "sessions", "conversation_store", "conversation_states",
     "conversations", "service", "endpoint", "uvicorn_parts", "sockets", "static_files", "pages",
-    "access", "api", "app",
+    "access", "api", "toml_lines", "config_file", "config_text", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

@@ -10,21 +10,20 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 from kqview import __version__
 from kqview.cli.bench_command import bench
+from kqview.cli.config_command import app as config
 from kqview.cli.convert_command import convert_classifier
 from kqview.cli.demo_command import demo
 from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
 from kqview.cli.ingest_command import ingest
-from kqview.cli.llama_server_flags import translated
 from kqview.cli.serve_command import serve
+from kqview.cli.server_options import ServerCommand
 from kqview.cli.state_command import app as state
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
-from kqview.server.settings import PREFIX, Settings, flag_of
-from kqview.server.supervisor import ENVIRONMENT
 
 _EXIT_CODES: Final[Mapping[type, int]] = {
     RequestError: 2,
@@ -59,21 +58,6 @@ class ErrorReportingGroup(TyperGroup):
         return result
 
 
-class ServeCommand(TyperCommand):
-    """Takes llama-server's flags as well."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the command line."""
-        own = {flag_of(name): PREFIX + name.upper() for name in Settings.__dataclass_fields__}
-        return super().parse_args(ctx, translated(args, _note, os.environ, own))
-
-
-def _note(text: str) -> None:
-    """Tell the operator; a worker, which has the same command line, does not repeat it."""
-    if ENVIRONMENT not in os.environ:
-        typer.echo(text, err=True)
-
-
 app = typer.Typer(
     cls=ErrorReportingGroup,
     help="Run a GGUF model and see the attention of every token, layer and head.",
@@ -104,7 +88,8 @@ def global_options(
 
 for _command in (bench, convert_classifier, demo, generate, info, ingest, tokenize):
     app.command()(_command)
-app.command(cls=ServeCommand)(serve)
+app.command(cls=ServerCommand)(serve)
+app.add_typer(config, name="config")
 app.add_typer(state, name="state")
 
 

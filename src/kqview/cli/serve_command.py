@@ -1,75 +1,79 @@
-"""``kqview serve``: serves the HTTP and WebSocket API until a signal ends it.
+"""``kqview serve``: serves the HTTP and WebSocket API until a signal ends it."""
 
-The options are made from the fields of `kqview.server.settings.Settings`, so flags and environment
-variables cannot differ.
-"""
-
-import dataclasses
 import inspect
 import logging
 import os
 import socket
 import sys
-from typing import Annotated, Any, Final, NoReturn, get_type_hints
+from functools import partial
+from typing import Any, Final, NoReturn
 
 import typer
 
 from kqview.cli.options import HubOption, fetch
-from kqview.errors import RequestError
+from kqview.cli.server_options import needing_server, parameters, reader_of
 from kqview.server import supervisor
-from kqview.server.settings import Settings, flag_of
+from kqview.server.settings import Settings
 
 is_program = False
 """Set by the entry point: this process runs the command alone, so the supervisor may replace it."""
 
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
-_INSTALL: Final = 'run pip install "kqview[server]"'
-_NEGATIVE: Final = {"slot_endpoints": "--no-slots"}
 
 
-def serve(*, hf: str | None = None, **given: Any) -> None:
+def serve(
+    *, context: typer.Context, config: str | None = None, hf: str | None = None, **given: Any
+) -> None:
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
-    KQVIEW_API_KEYS with commas between several. Options win. The flags of llama.cpp's llama-server
-    and its variables, such as LLAMA_ARG_CTX_SIZE, work too; the variables count last.
+    KQVIEW_API_KEYS with commas between several, or in a configuration file (--config). Options
+    win over the environment, and that wins over the file. The flags of llama.cpp's llama-server
+    and its variables, such as LLAMA_ARG_CTX_SIZE, work too; ours win over its variables.
 
     Examples:
 
     - `kqview serve --demo`
     - `kqview serve --model model.gguf --slots 4 --host 0.0.0.0 --api-key SECRET`
     - `kqview serve -m model.gguf -c 16384 -np 4 --port 8080`
+    - `kqview serve --config kqview.toml`
     """
-    # typer passes an empty list for a repeatable option that is not given
-    values = {name: None if value == [] else value for name, value in given.items()}
-    settings = Settings.from_env(os.environ, **values)
-    if sum([settings.model is not None, settings.demo, hf is not None]) != 1:
-        raise typer.BadParameter("name one model: --model FILE, --hf or --demo")
-    settings.check_bind()
-    try:
+    read = reader_of(context, config, given)
+    loaded = read()
+    settings = loaded.config.settings
+    is_one = settings.model is not None or settings.demo
+    has_several = bool(loaded.config.models) and not is_one
+    if sum([settings.model is not None, settings.demo, hf is not None, has_several]) != 1:
+        raise typer.BadParameter(
+            "name one model: --model FILE, --hf or --demo; or several with [models.ID] in a "
+            "configuration file, --config FILE"
+        )
+    with needing_server():
         from kqview.cli.serving import HUNG_FACTOR, keep_freed_memory, run
         from kqview.server import create_app
         from kqview.server.security import tls_context
         from kqview.server.worker import Supervised
-    except ModuleNotFoundError as error:
-        raise RequestError(
-            f"kqview serve needs {error.name}, which is not installed; {_INSTALL}"
-        ) from error
     tls_context(settings)
     if hf is not None:
-        settings = dataclasses.replace(settings, model=fetch(hf))
+        read = partial(read, model=fetch(hf))
+        loaded = read()
+        settings = loaded.config.settings
     supervised = Supervised.from_env(os.environ)
     listener = supervised.listener if supervised else listen(settings.host, settings.port)
     with listener:
-        app = create_app(settings)  # reports wrong settings before anything starts
+        app = create_app(loaded.config)  # reports wrong settings before anything starts
         if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
-            _become_supervisor(listener, settings, HUNG_FACTOR * settings.stall_timeout_s)
+            hung_s = HUNG_FACTOR * settings.stall_timeout_s
+            _become_supervisor(listener, settings, hung_s, reloads=config is not None)
         keep_freed_memory()
         log_to_stderr()
-        run(app, settings, listener, supervised)
+        reload = None if config is None else lambda: read().config
+        run(app, settings, listener, supervised, reload)
 
 
-def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: float) -> NoReturn:
+def _become_supervisor(
+    listener: socket.socket, settings: Settings, hung_s: float, *, reloads: bool
+) -> NoReturn:
     """Replace this program and all that it has loaded by the supervisor of a worker."""
     listener.set_inheritable(True)
     sys.stdout.flush()
@@ -79,6 +83,7 @@ def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: floa
         settings.shutdown_grace_s,
         hung_s + _SUPERVISOR_MARGIN_S if hung_s else 0,
         int(settings.ssl_certfile is not None),
+        int(reloads),
     ]
     script = [sys.executable, "-I", "-S", supervisor.__file__]
     # "-m" alone would import from the current folder first.
@@ -87,39 +92,9 @@ def _become_supervisor(listener: socket.socket, settings: Settings, hung_s: floa
 
 
 def _signature() -> inspect.Signature:
-    kinds = get_type_hints(Settings)
-    parameters = [
-        inspect.Parameter("hf", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=HubOption)
-    ]
-    for spec in dataclasses.fields(Settings):
-        kind = list[str] if kinds[spec.name] == tuple[str, ...] else kinds[spec.name]
-        names = [flag_of(spec.name)]
-        if kind is bool:
-            names = [f"{names[0]}/{_NEGATIVE.get(spec.name, '--no-' + names[0][2:])}"]
-        option = typer.Option(
-            *names,
-            help=f"{_sentence(spec.metadata['help'])}.{_default(spec.default)}",
-        )
-        parameters.append(
-            inspect.Parameter(
-                spec.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[kind | None, option],
-            )
-        )
-    return inspect.Signature(parameters)
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]
-
-
-def _default(value: Any) -> str:
-    if value is None or value == () or isinstance(value, bool):
-        return ""
-    shown: Any = ",".join(value) if isinstance(value, tuple) else value  # pyright: ignore[reportUnknownArgumentType]
-    return f" Default: {shown}."
+    context, config, *settings = parameters()
+    hub = config.replace(name="hf", annotation=HubOption)
+    return inspect.Signature([context, config, hub, *settings])
 
 
 serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]

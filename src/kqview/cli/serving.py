@@ -12,14 +12,18 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import Final
 
 import uvicorn
 
 from kqview.cli.options import load_progress
+from kqview.errors import KqviewError
 from kqview.server.app import App
+from kqview.server.config import Config
 from kqview.server.settings import Settings
+from kqview.server.supervisor import Hangup
 from kqview.server.uvicorn_parts import allow_files, uvicorn_options
 from kqview.server.worker import STALLED, Supervised, Watchdog
 
@@ -39,12 +43,26 @@ _MARGIN_S: Final = 2.0  # beyond the grace period, for the engine and the interp
 _CUT: Final = "ASGI callable returned without completing response."
 
 
+_log: Final = logging.getLogger("kqview.server")
+
+
 def run(
-    app: App, settings: Settings, listener: socket.socket, supervised: Supervised | None = None
+    app: App,
+    settings: Settings,
+    listener: socket.socket,
+    supervised: Supervised | None = None,
+    read: Callable[[], Config] | None = None,
 ) -> None:
     """Load the model of *app* and serve it on *listener* until a signal ends it.
 
     If anything hangs, at shutdown as well, a `Watchdog` ends the process with status `STALLED`.
+
+    Args:
+        app: What is served.
+        settings: How it was started.
+        listener: A bound socket.
+        supervised: The line to the supervisor, if there is one.
+        read: Reads the configuration again, at SIGHUP; None if there is no file of it.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(2)
@@ -52,6 +70,7 @@ def run(
     sys.setswitchinterval(_SWITCH_S)
     logging.getLogger("uvicorn.error").addFilter(lambda record: record.getMessage() != _CUT)
 
+    reloads = None if read is None else Reloads(app, read)
     is_orphan = False
 
     def tick() -> None:
@@ -73,11 +92,70 @@ def run(
             app.service.load(progress)
         if supervised is not None:
             app.log.on_running = supervised.note
-        _Server(app, configured(app, settings), watchdog, supervised).run(sockets=[listener])
+        config = configured(app, settings)
+        _Server(app, config, watchdog, supervised, reloads).run(sockets=[listener])
     finally:
         watchdog.stop()
     if app.service.pool.is_engine_lost:  # its thread would outlive the interpreter
         os._exit(STALLED)
+
+
+class Reloads:
+    """Reads the configuration again at SIGHUP; belongs to one event loop.
+
+    Reading happens on a thread. A signal during one asks for another after it.
+    """
+
+    def __init__(self, app: App, read: Callable[[], Config]) -> None:
+        """Replace the configuration of *app* by what *read* returns."""
+        self._app = app
+        self._read = read
+        self._hangup = Hangup()
+        self._running: asyncio.Task[None] | None = None
+        self._is_wanted = False
+        if hasattr(signal, "SIGHUP"):  # while the model is loaded, too
+            signal.signal(signal.SIGHUP, self._remember)
+
+    def _remember(self, _number: int, _frame: FrameType | None) -> None:
+        self._is_wanted = True
+
+    def listen(self, leave: Callable[[], None]) -> None:
+        """Handle the signal from now on; call *leave* if it means that the terminal has gone."""
+        if not hasattr(signal, "SIGHUP"):
+            return
+
+        def hung_up() -> None:
+            if self._hangup.is_of_terminal():
+                leave()
+            else:
+                self.ask()
+
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, hung_up)
+        if self._is_wanted:
+            self.ask()
+
+    def ask(self) -> None:
+        """Read the configuration again soon."""
+        self._is_wanted = True
+        if self._running is None:
+            self._running = asyncio.get_running_loop().create_task(self._reload())
+
+    async def _reload(self) -> None:
+        try:
+            while self._is_wanted:
+                self._is_wanted = False
+                await self._once()
+        finally:
+            self._running = None
+
+    async def _once(self) -> None:
+        try:
+            done = self._app.reload(await asyncio.to_thread(self._read))
+        except (KqviewError, OSError) as error:
+            reasons = "; ".join(str(error).splitlines())
+            _log.error("the configuration has errors and stays as it was: %s", reasons)
+            return
+        _log.info("the configuration was read again: %s", done)
 
 
 def keep_freed_memory() -> None:
@@ -110,7 +188,7 @@ def configured(app: App, settings: Settings) -> uvicorn.Config:
         # It would trust any local client; trusted_proxies names the proxies to trust (security.py).
         proxy_headers=False,
         date_header=False,
-        **uvicorn_options(settings),
+        **uvicorn_options(app.service.live),
         ws_max_size=settings.max_message_bytes,
         # Rows do not compress well, and trying takes longer than sending them.
         ws_per_message_deflate=False,
@@ -130,6 +208,7 @@ class _Server(uvicorn.Server):
         config: uvicorn.Config,
         watchdog: Watchdog,
         supervised: Supervised | None = None,
+        reloads: Reloads | None = None,
     ) -> None:
         super().__init__(config)
         self._service = app.service
@@ -138,11 +217,14 @@ class _Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._leaving: asyncio.Task[None] | None = None
         self._has_asked = False  # whether a signal has asked for the end
+        self._reloads = reloads
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self._beat()
+        if self._reloads is not None:
+            self._reloads.listen(lambda: self.handle_exit(signal.SIGTERM, None))
         if self._supervised is not None:
             self._supervised.tell_ready()
         for one in sockets or ():  # it answers only from here on

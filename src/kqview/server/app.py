@@ -4,7 +4,7 @@ From the outside in: `App`, CORS headers on every reply, `AccessLog`, the router
 or `SocketEndpoint` for each operation.
 """
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
@@ -27,7 +27,7 @@ from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
 from kqview.server.config import Config
 from kqview.server.endpoint import Endpoint, Operation
-from kqview.server.live import Live
+from kqview.server.live import Live, Reloaded, reloaded
 from kqview.server.security import Gate
 from kqview.server.service import Service
 from kqview.server.settings import Settings
@@ -45,10 +45,32 @@ class App(Door):
         log: Knows the requests that run.
     """
 
-    def __init__(self, asgi: ASGIApp, service: Service, log: AccessLog) -> None:
+    def __init__(
+        self, asgi: ASGIApp, service: Service, log: AccessLog, describe: Callable[[], None]
+    ) -> None:
         super().__init__(asgi, service.live)
         self.service = service
         self.log = log
+        self._describe = describe
+
+    def reload(self, config: Config) -> Reloaded:
+        """Let *config* count for all that begins from here on; on the event loop that serves.
+
+        Requests that run go on. What cannot change while the server runs stays as it is.
+
+        Returns:
+            What changed, and what needs a restart to change.
+
+        Raises:
+            RequestError: A folder that it names does not exist, or the server could be reached by
+                others without a key; then nothing changes.
+        """
+        live = self.service.live
+        merged, done = reloaded(live.config, config)
+        merged.settings.check_bind()
+        live.replace(merged)
+        self._describe()
+        return done
 
 
 def create_app(
@@ -81,8 +103,14 @@ def create_app(
     operations = pages.operations(metrics, description)
     for dialect in DIALECTS:
         operations += dialect.OPERATIONS
-    has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
-    description |= pages.describe(operations, version=__version__, has_keys=has_keys)
+
+    def describe() -> None:
+        has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
+        new = pages.describe(operations, version=__version__, has_keys=has_keys)
+        description.clear()
+        description.update(new)
+
+    describe()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None]:
@@ -100,7 +128,7 @@ def create_app(
     router.router.redirect_slashes = False
     paths = [path for one in operations for path in (one.path, *one.also)]
     log = AccessLog(router, live, metrics.requests, paths)
-    return App(with_cors(log, live), service, log)
+    return App(with_cors(log, live), service, log, describe)
 
 
 def _routes(operations: Iterable[Operation], service: Service, gate: Gate) -> Iterable[BaseRoute]:

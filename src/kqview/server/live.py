@@ -7,11 +7,14 @@ of mods or a table of networks, is made once for each value of it (`derived`).
 The event loop's thread replaces it; any thread reads it.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kqview.server.config import Config
+import msgspec
+
+from kqview.server.config import Config, needing_restart
 from kqview.server.settings import Settings
 
 _K = TypeVar("_K")
@@ -24,6 +27,63 @@ class _State:
 
     config: Config
     made: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What a new configuration did, by the names of its keys.
+
+    Attributes:
+        changed: Keys whose new values count.
+        needs_restart: Keys whose old values still count.
+    """
+
+    changed: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"changed {', '.join(self.changed)}" if self.changed else "nothing changed"
+        if self.needs_restart:
+            text += f"; a restart is needed for {', '.join(self.needs_restart)}"
+        return text
+
+
+def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
+    """*new*, with *old*'s values of what cannot change while the server runs."""
+    changed: list[str] = []
+    kept: dict[str, Any] = {}
+    for spec in dataclasses.fields(Settings):
+        before, after = getattr(old.settings, spec.name), getattr(new.settings, spec.name)
+        if before == after:
+            continue
+        if spec.metadata["restart"]:
+            kept[spec.name] = before
+        else:
+            changed.append(f"server.{spec.name}")
+    needs_restart = [f"server.{name}" for name in kept]
+    settings = dataclasses.replace(new.settings, **kept)
+    tables: dict[str, Any] = {"settings": settings}
+    for name in Config.__struct_fields__[1:]:
+        before, after = getattr(old, name), getattr(new, name)
+        tables[name] = before
+        if before != after:
+            tables[name], stays = _merged(before, after)
+            needs_restart += [f"{name}.{one}" for one in stays]
+            if tables[name] != before:
+                changed.append(name)
+    return Config(**tables), Reloaded(tuple(changed), tuple(needs_restart))
+
+
+def _merged(old: Any, new: Any) -> tuple[Any, list[str]]:
+    """A table, with the fields of *old* that need a restart; and the names of those that differ."""
+    if not isinstance(new, msgspec.Struct):
+        return new, []
+    kept = {
+        name: getattr(old, name)
+        for name in needing_restart(type(new))
+        if getattr(old, name) != getattr(new, name)
+    }
+    return msgspec.structs.replace(new, **kept), list(kept)
 
 
 class Live:

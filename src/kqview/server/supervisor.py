@@ -41,9 +41,8 @@ _MOST_REFUSED = 64  # connections at a time; those beyond are closed at once
 _KILL_AFTER_S = 2.0  # after SIGABRT, which lets the worker print its stacks
 _GRACE_MARGIN_S = 3.0  # beyond its own grace, after which the worker is killed
 _TICK_S = 1.0
-_STOPS = tuple(
-    getattr(signal, name) for name in ("SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name)
-)
+_HANGUP = getattr(signal, "SIGHUP", None)
+_STOPS = (signal.SIGTERM, signal.SIGINT, *([_HANGUP] if _HANGUP is not None else []))
 
 
 def refusal(retry_after_s: int) -> bytes:
@@ -109,6 +108,24 @@ class Refusals:
             self.drop(client)
 
 
+class Hangup:
+    """Tells the two meanings of SIGHUP apart: an operator's wish, and a terminal that has gone."""
+
+    def __init__(self) -> None:
+        self._had_terminal = _has_terminal()
+
+    def is_of_terminal(self) -> bool:
+        """Whether the terminal that this process began with has gone."""
+        return self._had_terminal and not _has_terminal()
+
+
+def _has_terminal() -> bool:
+    try:
+        return os.isatty(0)
+    except OSError:
+        return False
+
+
 class Supervisor:
     """Runs *command* until it ends for good."""
 
@@ -120,6 +137,7 @@ class Supervisor:
         grace_s: float,
         stall_s: float,
         speaks_tls: bool = False,
+        reloads: bool = False,
     ) -> None:
         """Supervise *command*.
 
@@ -129,11 +147,14 @@ class Supervisor:
             grace_s: Longest time that the worker takes to end at SIGTERM.
             stall_s: Longest silence of a worker before it is killed; 0 for no limit.
             speaks_tls: Whether clients expect TLS.
+            reloads: Whether the worker reads its configuration again at SIGHUP; else that ends it.
         """
         self._listener = listener
         self._command = command
         self._grace_s = grace_s
         self._stall_s = stall_s
+        self._hangup = Hangup() if reloads else None
+        self._shall_reload = False  # once the worker is ready
         self._selector = selectors.DefaultSelector()
         self._refusals = Refusals(self._selector, speaks_tls=speaks_tls)
         self._notes = os.memfd_create("kqview-notes") if hasattr(os, "memfd_create") else _scratch()
@@ -159,7 +180,9 @@ class Supervisor:
         signal.set_wakeup_fd(self._waker.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _woken)
         for number in _STOPS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
+            if number == _HANGUP and self._hangup is not None:
+                signal.signal(number, self._hung_up)
+            elif signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 signal.signal(number, self._asked)
         while True:
             self._start()
@@ -179,6 +202,7 @@ class Supervisor:
         os.pwrite(self._notes, b" " * NOTES_BYTES, 0)
         self._started_s = self._sign_s = time.monotonic()
         self._is_ready = False
+        self._shall_reload = False  # it reads the configuration as it is now
         self._kill_at_s = None
         # A signal that comes now is held back until the worker's handlers are the default ones, and
         # until this process knows the worker: its handler forwards it and sets the time limit.
@@ -204,7 +228,9 @@ class Supervisor:
             os.setsid()
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, *_STOPS):
-                if signal.getsignal(number) is not signal.SIG_IGN:
+                if number == _HANGUP and self._hangup is not None:
+                    signal.signal(number, signal.SIG_IGN)  # until it has a handler
+                elif signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOPS)
             for descriptor in inherited:
@@ -252,6 +278,8 @@ class Supervisor:
             self._accept(wanted=False)
             with contextlib.suppress(OSError):
                 control.send(READY)
+            if self._shall_reload:
+                self._reload()
 
     def _drop_control(self) -> None:
         assert self._control is not None
@@ -323,8 +351,23 @@ class Supervisor:
             return
         self._stop = number
         self._kill_at_s = time.monotonic() + self._grace_s + _GRACE_MARGIN_S
-        # The worker does not handle SIGHUP: a terminal that closes is an end like any other.
+        # A terminal that closes is an end like any other.
         self._signal(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM)
+
+    def _hung_up(self, number: int, frame: FrameType | None) -> None:
+        """Handler of SIGHUP where the worker reads its configuration again."""
+        assert self._hangup is not None
+        if self._hangup.is_of_terminal():
+            self._asked(number, frame)
+        elif self._is_ready:
+            self._reload()
+        else:  # it has no handler yet, and may have read the configuration already
+            self._shall_reload = True
+
+    def _reload(self) -> None:
+        self._shall_reload = False
+        assert _HANGUP is not None
+        self._signal(_HANGUP)
 
     def _signal(self, number: int) -> None:
         if self._pid:
@@ -378,8 +421,12 @@ def _scratch() -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run with ``LISTENER_FD GRACE_S STALL_S SPEAKS_TLS COMMAND...``; returns the exit status."""
-    listener_fd, grace_s, stall_s, speaks_tls, *command = arguments
+    """Run with ``LISTENER_FD GRACE_S STALL_S SPEAKS_TLS RELOADS COMMAND...``.
+
+    Returns:
+        The exit status.
+    """
+    listener_fd, grace_s, stall_s, speaks_tls, reloads, *command = arguments
     listener = socket.socket(fileno=int(listener_fd))
     supervisor = Supervisor(
         listener,
@@ -387,6 +434,7 @@ def main(arguments: list[str]) -> int:
         grace_s=float(grace_s),
         stall_s=float(stall_s),
         speaks_tls=speaks_tls == "1",
+        reloads=reloads == "1",
     )
     status = supervisor.run()
     return status if status >= 0 else 128 - status

@@ -100,8 +100,8 @@ class _Scanner:
             while not self._takes("}"):
                 self._pair(key)
                 self._separator()
-        else:
-            self._skip(_STRING) or self._skip(_SCALAR)
+        elif not self._skip(_STRING):
+            self._skip(_SCALAR)
 
     def _separator(self) -> None:
         self._skip(_BLANK)

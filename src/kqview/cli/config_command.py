@@ -1,0 +1,87 @@
+"""``kqview config``: checks, shows and prints configuration files of ``kqview serve``."""
+
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+
+from kqview.cli.server_options import ServerCommand, needing_server, parameters, reader_of
+
+_HAS_ERRORS: Final = 1
+
+app = typer.Typer(help="Check, show and print configuration files of kqview serve.")
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Print a JSON list of the values.")]
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Configuration file.")],
+) -> None:
+    """Find all errors of a configuration file, each with its line.
+
+    Checks it as kqview serve would, under the environment of this command, and also that files and
+    folders exist, that models have readable headers, and that certificates can be used. Exit code
+    0: no errors; 1: errors, printed on stdout.
+    """
+    with needing_server():
+        from kqview.server.config_file import WrongConfig, load
+    try:
+        loaded = load(file, environ=os.environ)
+        problems = loaded.problems_of_files()
+    except WrongConfig as wrong:
+        problems = wrong.problems
+    for problem in problems:
+        typer.echo(str(problem))
+    if problems:
+        raise typer.Exit(_HAS_ERRORS)
+    typer.echo(f"{file}: no errors")
+
+
+@app.command()
+def init() -> None:
+    """Print a configuration file with all keys, their help and their defaults.
+
+    Example: `kqview config init > kqview.toml`
+    """
+    with needing_server():
+        from kqview.server.config_text import all_keys
+    typer.echo(all_keys(), nl=False)
+
+
+def show(
+    *, context: typer.Context, as_json: bool = False, config: str | None = None, **given: Any
+) -> None:
+    """Print the values that kqview serve would use with these options, each with its origin.
+
+    An origin is the default, a line of the file, a variable of the environment, or a flag. Keys are
+    masked.
+
+    Examples:
+
+    - `kqview config show --config kqview.toml`
+    - `kqview config show --config kqview.toml --port 8080 --json`
+    """
+    read = reader_of(context, config, given)
+    from kqview.server.config_text import effective, effective_values
+
+    loaded = read()
+    if as_json:
+        typer.echo(json.dumps(effective_values(loaded), indent=1))
+    else:
+        typer.echo(effective(loaded), nl=False)
+
+
+def _signature() -> inspect.Signature:
+    context, *others = parameters()
+    as_json = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
+    )
+    return inspect.Signature([context, as_json, *others])
+
+
+show.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
+app.command(cls=ServerCommand)(show)
