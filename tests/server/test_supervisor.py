@@ -183,7 +183,7 @@ def test_worker_whose_engine_or_event_loop_hangs_is_replaced(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         fd = listener.fileno()
-        command = [sys.executable, supervisor.__file__, str(fd), "2", "60", "0"]
+        command = [sys.executable, supervisor.__file__, str(fd), "2", "60", "0", "0"]
         with started([*command, sys.executable, str(script)], pass_fds=[fd]) as parent:
             parent.wait_for("serves")
             assert status_of(url + "/engine-hangs?") == 404

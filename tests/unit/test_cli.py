@@ -688,7 +688,9 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
     """Settings with which the command would serve; it does not."""
     seen: list[Settings] = []
 
-    def run(app: App, settings: Settings, listener: socket.socket, supervised: object) -> None:
+    def run(
+        app: App, settings: Settings, listener: socket.socket, supervised: object, read: object
+    ) -> None:
         seen.append(settings)
         assert supervised is None
 

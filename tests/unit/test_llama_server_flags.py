@@ -10,9 +10,8 @@ from typer.testing import CliRunner
 
 from kqview.cli.llama_server_flags import translated
 from kqview.cli.main import app
-from kqview.cli.serve_command import flag_of
 from kqview.errors import RequestError
-from kqview.server.settings import PREFIX, Settings
+from kqview.server.settings import PREFIX, Settings, flag_of
 from kqview.server.supervisor import ENVIRONMENT
 from tests.engine.conftest import llama_cpp_dir  # noqa: F401, a fixture
 

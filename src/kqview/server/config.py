@@ -7,7 +7,7 @@ prints for its keys.
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Annotated, Any, Final, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Final, Literal, cast, get_args, get_type_hints
 
 import msgspec
 from msgspec import Meta
@@ -228,8 +228,11 @@ def facts_of(annotation: Any) -> Mapping[str, Any]:
     """
     for meta in getattr(annotation, "__metadata__", ()):
         if isinstance(meta, Meta) and meta.extra:
-            return meta.extra
-    return next(filter(None, map(facts_of, get_args(annotation))), {})
+            return cast("Mapping[str, Any]", meta.extra)
+    for one in get_args(annotation):
+        if inner := facts_of(one):
+            return inner
+    return {}
 
 
 @cache

@@ -115,7 +115,7 @@ def _line(row: _Row) -> str:
 def _masked(row: _Row) -> Any:
     if not row.is_secret or row.value is None:
         return row.value
-    return [_MASK for _ in row.value] if isinstance(row.value, tuple) else _MASK
+    return [_MASK] * len(row.value) if isinstance(row.value, tuple) else _MASK  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
 
 
 # ---- tables
@@ -147,8 +147,9 @@ def _tables_in(name: str, parent: Key, value: Any, text: str) -> Iterator[_Table
             if _is_table(part):
                 yield from _tables_in(one, key, part, "")
         return
-    about, texts = _documented(type(value))
-    hints = annotations_of(type(value))
+    kind = cast("type", value.__class__)
+    about, texts = _documented(kind)
+    hints = annotations_of(kind)
     parts = {field: getattr(value, field) for field in hints}
     rows = [
         _Row((*key, field), part, _help(field, hints[field], texts))
