@@ -216,7 +216,7 @@ while True:
 def test_worker_that_gives_no_sign_of_life_at_all_is_killed_and_replaced():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fd = listener.fileno()
-        command = [sys.executable, "-I", "-S", supervisor.__file__, str(fd), "1", "2", "0"]
+        command = [sys.executable, "-I", "-S", supervisor.__file__, str(fd), "1", "2", "0", "0"]
         with started([*command, sys.executable, "-c", TOY], pass_fds=[fd]) as parent:
             parent.wait_for("up")
             os.kill(parent.workers()[0], signal.SIGSTOP)
