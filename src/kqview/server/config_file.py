@@ -114,27 +114,22 @@ class Loaded:
 
         What is there when the server starts may differ, so `load` does not look.
         """
+        order = {key: i for i, key in enumerate(self.origins)}
         found: list[Problem] = []
-        for key, place, path in self.places:
-            if (reason := _problem_of_place(place, path)) is not None:
-                found.append(Problem(f"{name_of(key)}: {reason}", self._where(key)))
-            elif key[-1] in ("path", "model"):
-                try:
-                    check_opening(path, n_ctx=1)
-                except CapacityError:  # of this machine, at the moment
-                    continue
-                except ModelError as error:
-                    found.append(Problem(f"{name_of(key)}: {error}", self._where(key)))
-        try:
-            tls_context(self.config.settings)
-        except RequestError as error:
-            found.append(Problem(str(error), self._where(("server", "ssl_certfile"))))
+        for key, place, path in sorted(self.places, key=lambda one: order[self._given(one[0])]):
+            reason = _problem_of_place(place, path)
+            if reason is None and key[-1] in ("path", "model"):
+                reason = _problem_of_model(path)
+            if reason is None and key[-1] == "ssl_certfile":
+                reason = _problem_of_tls(self.config.settings)
+            if reason is not None:
+                where = self.origins[self._given(key)].where
+                found.append(Problem(f"{name_of(key)}: {reason}", where))
         return found
 
-    def _where(self, key: Key) -> str:
-        while key and key not in self.origins:
-            key = key[:-1]
-        return self.origin(*key).where
+    def _given(self, key: Key) -> Key:
+        """*key*, or the list that it is an element of, as it has an origin."""
+        return key if key in self.origins else key[:-1]
 
 
 def load(
@@ -561,6 +556,24 @@ def _problem_of_place(place: str, path: str) -> str | None:
         return f"{path} is no UTF-8"
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
+    return None
+
+
+def _problem_of_model(path: str) -> str | None:
+    try:
+        check_opening(path, n_ctx=1)
+    except ModelError as error:
+        return str(error)
+    except CapacityError:  # of this machine, at the moment
+        return None
+    return None
+
+
+def _problem_of_tls(settings: Settings) -> str | None:
+    try:
+        tls_context(settings)
+    except RequestError as error:
+        return str(error)
     return None
 
 
