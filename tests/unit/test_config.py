@@ -208,7 +208,7 @@ api_keys = ["a b", 3]
 n_ctx = "x"
 lora = ["a",
   3]
-capabilites = []
+capability = []
 system_prompt = {}
 [models.big.passport.sampling]
 temperature = -4
@@ -233,7 +233,7 @@ mode = "root"
         ("6", "api_keys is ***; "),
         ("8", "models.big.n_ctx is wrong: expected int, got str"),
         ("10", "models.big.lora[1] is wrong: expected str, got int"),
-        ("11", 'no key "capabilites" in [models.big]; is it capabilities?'),
+        ("11", 'no key "capability" in [models.big]; is it capabilities?'),
         ("12", "models.big.system_prompt needs text or file, and not both"),
         ("14", "models.big.passport.sampling: temperature must be a number of at least 0, got -4"),
         ("15", "models.big.passport.sampling: top_z is no field of sampling"),
