@@ -45,7 +45,7 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
-from kqview.mods.steering import LogitsProcessor, Stopping
+from kqview.mods.steering import Forcing, LogitsProcessor, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import names_options
 from kqview.rpc import rpc_endpoints, rpc_timeout
@@ -434,6 +434,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         mods: Sequence[Any] = (),
         logits_processor: LogitsProcessor | None = None,
         stopping: Stopping | None = None,
+        forcing: Forcing | None = None,
         mod_time_limit_s: float | None = None,
         trace: bool | Callable[[Trace], object] | None = None,
         request_id: str | None = None,
@@ -467,6 +468,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
                 returns another of the same shape. Its exceptions are raised by iterating.
             stopping: Called in each step with the ids of prompt and text; a true result ends the
                 generation with finish reason "stop". Its exceptions are raised by iterating.
+            forcing: Called before the first token with two empty sequences, and in each step with
+                the generated ids that stay and those that the step adds. The ids that it returns
+                follow them, before the first token in its place. Its exceptions are raised by
+                iterating.
             mod_time_limit_s: Time limit of each call of a mod, in seconds. Sync mods then run on a
                 thread of the request. A call that takes longer counts as Noop; it is abandoned, and
                 its mod is not called again until it returns. None sets no limit and runs mods on
@@ -516,7 +521,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             raise UnsupportedModel(
                 f"{self._info.architecture} models do not generate token by token"
             )
-        steering = steering_of(mods, logits_processor, stopping, mod_time_limit_s, trace)
+        steering = steering_of(mods, logits_processor, stopping, forcing, mod_time_limit_s, trace)
         sampling = sampling_of(sampling, options)
         slot_id = -1 if slot is None else to_index(slot)
         if slot_id is None or (slot is not None and slot_id not in range(len(self._slots))):

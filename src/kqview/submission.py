@@ -39,7 +39,7 @@ from kqview.lora import EngineLora, LoraScales
 from kqview.mods.calls import Caller
 from kqview.mods.decorator import BoundMod, begin, check_mods
 from kqview.mods.events import ForwardPass, current_conversation
-from kqview.mods.steering import LogitsProcessor, Steering, Stopping
+from kqview.mods.steering import Forcing, LogitsProcessor, Steering, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.trace import Trace, TraceRecorder, TraceRequest
 from kqview.trace.attention import top_columns
@@ -63,6 +63,7 @@ class GenerateOptions(SamplingOptions, total=False):
     mods: Sequence[Any]
     logits_processor: LogitsProcessor | None
     stopping: Stopping | None
+    forcing: Forcing | None
     mod_time_limit_s: float | None
     trace: bool | Callable[[Trace], object] | None
     request_id: str | None
@@ -85,6 +86,7 @@ class SteeringOptions:
     mods: Sequence[Any] = ()
     logits_processor: LogitsProcessor | None = None
     stopping: Stopping | None = None
+    forcing: Forcing | None = None
     mod_time_limit_s: float | None = None
     has_trace: bool = False
     on_trace: Callable[[Trace], object] | None = None
@@ -281,6 +283,7 @@ class Submission:
                 recorder=recorder,
                 logits_processor=steering.logits_processor,
                 stopping=steering.stopping,
+                forcing=steering.forcing,
                 check_prompt=lambda given: self.check_prompt("tokens of AdjustedPrefill", given),
                 detokenize=self._text_of,
                 is_end={self._info.eos_token_id, self._info.eot_token_id}.__contains__,
@@ -404,6 +407,7 @@ def steering_of(
     mods: object,
     logits_processor: object,
     stopping: object,
+    forcing: object,
     mod_time_limit_s: object,
     trace: object,
 ) -> SteeringOptions | None:
@@ -413,7 +417,8 @@ def steering_of(
         RequestError: An argument is invalid.
     """
     checked = check_mods(mods)
-    for name, value in (("logits_processor", logits_processor), ("stopping", stopping)):
+    callables = {"logits_processor": logits_processor, "stopping": stopping, "forcing": forcing}
+    for name, value in callables.items():
         if value is not None and not callable(value):
             raise invalid(name, "a function or None", shown(value))
     on_trace: Any = trace if callable(trace) else None
@@ -423,11 +428,12 @@ def steering_of(
     if mod_time_limit_s is not None:
         limit_s = seconds("mod_time_limit_s", mod_time_limit_s, high=threading.TIMEOUT_MAX)
     has_trace = bool(checked) if trace is None else trace is not False
-    if not checked and logits_processor is None and stopping is None and not has_trace:
+    if not checked and not has_trace and all(one is None for one in callables.values()):
         return None
-    process: Any = logits_processor
-    stops: Any = stopping
-    return SteeringOptions(checked, process, stops, limit_s, has_trace, on_trace)
+    given: Any = callables
+    return SteeringOptions(
+        mods=checked, mod_time_limit_s=limit_s, has_trace=has_trace, on_trace=on_trace, **given
+    )
 
 
 def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:

@@ -34,7 +34,7 @@ from tests.support.rows import random_ids
 from tests.support.tiny_gguf import END_OF_TEXT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from tests.engine.conftest import MakeEngine
@@ -775,7 +775,26 @@ def test_stopping_ends_with_the_token_that_it_sees_last(engine: Engine, plain: l
     assert (generation.tokens, generation.finish_reason) == (plain[:5], "stop")
 
 
-@pytest.mark.parametrize("option", ["logits_processor", "stopping"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_forcing_adds_tokens_to_a_step(engine: Engine, is_async: bool):
+    def forcing(kept: Sequence[int], added: Sequence[int]) -> list[int]:
+        if not kept and not added:
+            return [65, 66]
+        return [67] if len(kept) + len(added) == 4 else []
+
+    generation = start(engine, forcing=forcing, max_tokens=8)
+    await run(generation, is_async=is_async)
+    assert generation.tokens[:2] == [65, 66]
+    assert generation.tokens[4] == 67
+    assert len(generation.tokens) == 8
+    # What follows is what the model says after them.
+    rest = engine.generate([*PROMPT, *generation.tokens[:5]], max_tokens=3, **GREEDY)
+    rest.read()
+    assert generation.tokens[5:] == rest.tokens
+    assert generation.trace is None
+
+
+@pytest.mark.parametrize("option", ["logits_processor", "stopping", "forcing"])
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_callable_that_would_wait_for_its_own_slot_ends_the_generation(
     make_engine: MakeEngine, tiny_llama: Path, option: str, is_async: bool
@@ -811,6 +830,7 @@ def test_context_shift_goes_on_with_mods(engine: Engine):
     [
         ({"logits_processor": 5}, "logits_processor"),
         ({"stopping": "never"}, "stopping"),
+        ({"forcing": [65]}, "forcing"),
         ({"mod_time_limit_s": -1}, "mod_time_limit_s"),
         ({"trace": "yes"}, "trace"),
         ({"mods": [5]}, "mods"),

@@ -48,6 +48,7 @@ GENERATE_DEFAULTS = {
     "mods": (),
     "logits_processor": None,
     "stopping": None,
+    "forcing": None,
     "mod_time_limit_s": None,
     "trace": None,
     "request_id": None,

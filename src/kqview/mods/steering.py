@@ -21,7 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kqview import _core
-from kqview.errors import BusyError, EmittedError, InvalidActionError, RequestError
+from kqview.arguments import checked_ids
+from kqview.errors import (
+    BusyError,
+    EmittedError,
+    InvalidActionError,
+    InvalidToken,
+    RequestError,
+)
 from kqview.mods.actions import (
     Action,
     AdjustedLogits,
@@ -63,6 +70,7 @@ _PROCESSED: Final = "logits of logits_processor"
 
 LogitsProcessor = Callable[[list[int], NDArray[np.float32]], Any]
 Stopping = Callable[[list[int]], object]
+Forcing = Callable[[Sequence[int], Sequence[int]], Sequence[int]]
 Pick = Callable[[], "Picked"]
 Steps = Generator[Call | Pick, Any, "Decision"]
 """Calls to make, outcomes or tokens to send in; returns a decision."""
@@ -162,7 +170,7 @@ class _Step:
 
 
 class Steering:
-    """The mods, the logits processor and the stopping rule of one request.
+    """The mods and the callables of one request.
 
     Belongs to the consumer of the request: one thread or task at a time, except for `finish` and
     `drop`.
@@ -177,6 +185,7 @@ class Steering:
         recorder: Writes the trace; None for none.
         logits_processor: As of `Engine.generate`.
         stopping: As of `Engine.generate`.
+        forcing: As of `Engine.generate`.
         check_prompt: Raises RequestError for a prompt that the engine cannot take.
         detokenize: Text of ids.
         is_end: Whether an id ends a text.
@@ -197,6 +206,7 @@ class Steering:
         recorder: TraceRecorder | None = None,
         logits_processor: LogitsProcessor | None = None,
         stopping: Stopping | None = None,
+        forcing: Forcing | None = None,
         check_prompt: Callable[[list[int]], object],
         detokenize: Callable[[list[int]], str],
         is_end: Callable[[int], bool],
@@ -212,6 +222,7 @@ class Steering:
         self._text = text
         self._logits_processor = logits_processor
         self._stopping = stopping
+        self._forcing = forcing
         self._check_prompt = check_prompt
         self._detokenize = detokenize
         self._is_end = is_end
@@ -284,6 +295,8 @@ class Steering:
         n_removable = min(len(self._ids), forward.n_removable)
         so_far = _Step(self._n_steps, n_removable)
         yield from self._forward_pass(forward, so_far)
+        if not self._ids and so_far.forced is None:
+            so_far.forced = self._forced([], []) or None
         decision = Decision()
         if not so_far.is_dropped and so_far.end is None:
             pick = partial(forward.pick, so_far.logits, so_far.temperature)
@@ -294,6 +307,7 @@ class Steering:
             yield from self._added(decision.picked, so_far)
         if so_far.end is not None:
             return self._terminate(decision, so_far.end)
+        self._force(so_far)
         decision.n_removed = so_far.n_back
         self._fill(decision, so_far.pieces, forward, cut)
         if decision.end is None and self._stops(decision):
@@ -359,6 +373,37 @@ class Steering:
         so_far.pieces = _pieces(tokens, record, is_forced)
         event = Added(self._request_id, so_far.number, list(tokens), is_forced)
         yield from self._tell(event, recorded, so_far)
+
+    def _force(self, so_far: _Step) -> None:
+        """Add what `forcing` wants behind the tokens of the step."""
+        n_kept = len(self._ids) - so_far.n_back
+        kept = self._ids[:n_kept] if so_far.n_back else self._ids
+        added = [piece.id for piece in so_far.pieces]
+        tokens = self._forced(kept, added)
+        if not tokens:
+            return
+        record = None
+        if self.recorder is not None:
+            recorded = self.recorder.added(
+                so_far.number, tokens, n_generated=n_kept + len(added), forced=True
+            )
+            if recorded is not None:
+                record = self.recorder.trace.events[recorded]
+                self._records.append(record)
+        so_far.pieces += _pieces(tokens, record, True)
+
+    def _forced(self, kept: Sequence[int], added: Sequence[int]) -> list[int]:
+        if self._forcing is None:
+            return []
+        tokens = checked_ids("the result of forcing", self._forcing(kept, added))
+        for token in tokens:
+            if token >= self._n_vocab:
+                raise InvalidToken(
+                    f"forcing returned token id {token}, the vocabulary has {self._n_vocab}; "
+                    "return ids from tokenize()",
+                    parameter="forcing",
+                )
+        return tokens
 
     # ---- mods
 

@@ -69,6 +69,7 @@ class GenerateRequest:
         lora: Scale of each LoRA adapter by its id, None for the engine's.
         mods: Mods that steer it, in their order.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
+        forcing: Makes the ``forcing`` of `Engine.generate` for each text; None for none.
     """
 
     prompt: str | Sequence[int]
@@ -91,6 +92,7 @@ class GenerateRequest:
     lora: Mapping[int | str, float] | None = None
     mods: Sequence[ModWanted] = ()
     dialogue: Dialogue | None = None
+    forcing: Callable[[Engine], Forcing] | None = None
 
     @property
     def n_generations(self) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pytest
 
-from kqview.errors import BusyError, EmittedError, RequestError
+from kqview.errors import BusyError, EmittedError, InvalidToken, RequestError
 from kqview.mods import (
     Added,
     AdjustedLogits,
@@ -658,7 +658,7 @@ def test_logits_processor_that_returns_nonsense_is_refused(row: Any):
     assert caught.value.parameter == "logits_processor"
 
 
-@pytest.mark.parametrize("option", ["logits_processor", "stopping"])
+@pytest.mark.parametrize("option", ["logits_processor", "stopping", "forcing"])
 def test_exceptions_of_callables_reach_the_consumer(option: str):
     def fails(*_: Any) -> None:
         raise LookupError("mine")
@@ -677,6 +677,62 @@ def test_stopping_sees_every_token_and_ends_the_request():
     ran = run(stopping=stops)
     assert (ran.ids, ran.end) == (PLAIN[:3], "stop")
     assert seen == [[*PROMPT, *PLAIN[:n]] for n in (1, 2, 3)]
+
+
+# ---- forcing
+
+
+def test_forcing_sees_what_stays_and_what_a_step_adds():
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def forcing(kept: Sequence[int], added: Sequence[int]) -> list[int]:
+        seen.append((list(kept), list(added)))
+        return [9, 10] if len(kept) == 2 else []
+
+    ran = run(forcing=forcing, max_tokens=6)
+    assert ran.ids[:5] == [*PLAIN[:3], 9, 10]
+    assert seen[:4] == [([], []), ([], PLAIN[:1]), (PLAIN[:1], PLAIN[1:2]), (PLAIN[:2], PLAIN[2:3])]
+    assert seen[4][0] == ran.ids[:5]
+    assert [decision.n_sampled for decision in ran.decisions[1:5]] == [1, 1, 1, 1]
+    assert final_ids(ran.trace) == ran.ids
+
+
+def test_forcing_before_the_first_token_takes_its_place():
+    ran = run(forcing=lambda kept, added: [] if kept or added else [9, 10], max_tokens=4)
+    assert ran.ids[:2] == [9, 10]
+    assert ran.decisions[1].n_sampled == 0
+    assert final_ids(ran.trace) == ran.ids
+
+
+def test_forcing_works_behind_the_mods():
+    seen: list[tuple[list[int], list[int]]] = []
+
+    def forcing(kept: Sequence[int], added: Sequence[int]) -> list[int]:
+        seen.append((list(kept), list(added)))
+        return [12] if added[-1:] == [11] else []
+
+    force = at(ForwardPass, lambda event: ForceTokens([3]), step=1)
+    back = at(Added, lambda event: Backtrack(2, [11]), step=3)
+    ran = run(force, back, forcing=forcing, max_tokens=5)
+    assert seen[0] == ([], [3])  # the mod has chosen the first token
+    assert seen[2] == ([3], [11])
+    assert ran.ids[:3] == [3, 11, 12]
+    assert final_ids(ran.trace) == ran.ids
+
+
+def test_forced_tokens_end_where_the_text_does():
+    ran = run(forcing=lambda kept, added: [3, EOS, 4] if len(kept) == 1 else [])
+    assert (ran.ids, ran.end) == ([*PLAIN[:2], 3], "stop")
+    ran = run(forcing=lambda kept, added: [3, 4, 5] if len(kept) == 1 else [], max_tokens=4)
+    assert (ran.ids, ran.end) == ([*PLAIN[:2], 3, 4], "length")
+    assert final_ids(ran.trace) == ran.ids
+
+
+@pytest.mark.parametrize("given", ["ab", [N_VOCAB], [-1], [1.5], 3, None])
+def test_forcing_that_returns_nonsense_is_refused(given: Any):
+    with pytest.raises(InvalidToken, match="forcing") as caught:
+        run(forcing=lambda kept, added: given)
+    assert caught.value.parameter == "forcing"
 
 
 # ---- the end

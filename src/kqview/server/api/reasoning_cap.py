@@ -1,0 +1,96 @@
+"""ReasoningCap: ends an answer's reasoning after a number of tokens, so that the answer begins.
+
+It reads the tokens of a text as they are generated (`Engine.generate`'s ``forcing``) and, once they
+have as many of reasoning, adds those of the mark that closes it. The answer thus has the mark like
+one that the model wrote itself, whatever API reads it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kqview.engine import Engine
+from kqview.generation.text import TextStream
+from kqview.server.api.reasoning import Split, TokenCounter
+
+_MOST_WAITS: Final = 3  # tokens for the rest of a character, which has at most four bytes
+_MOST_FAILURES: Final = 3  # of a closing mark that the vocabulary cannot write
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningCap:
+    """How much reasoning there may be; called with an engine, the ``forcing`` of one text.
+
+    Attributes:
+        split: How the answer marks its reasoning.
+        most: Most tokens of reasoning in all its parts, marks aside.
+    """
+
+    split: Split
+    most: int
+
+    def __call__(self, engine: Engine) -> "CapForcing":
+        """For one text of *engine*."""
+
+        def tokenize(text: str) -> list[int]:
+            return engine.tokenize(text, add_special=False, parse_special=True)
+
+        return CapForcing(self, tokenize, engine.token_bytes)
+
+
+class CapForcing:
+    """Counts the reasoning of one text, and closes it; belongs to its consumer."""
+
+    def __init__(
+        self,
+        cap: ReasoningCap,
+        tokenize: Callable[[str], list[int]],
+        token_bytes: Callable[[int], bytes],
+    ) -> None:
+        """*tokenize* reads marks as control tokens where the model has them."""
+        self._cap = cap
+        self._tokenize = tokenize
+        self._bytes = token_bytes
+        self._n_failures = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        self._splitter = self._cap.split.splitter()
+        self._counter = TokenCounter()
+        self._text = TextStream()
+        self._n_read = 0
+        self._n_waits = 0
+
+    def __call__(self, kept: Sequence[int], added: Sequence[int]) -> Sequence[int]:
+        """As `Engine.generate`'s ``forcing``."""
+        if len(kept) < self._n_read:  # mods took tokens back
+            self._begin()
+            self._read(kept)
+        self._read(added)
+        closing = self._splitter.closing
+        if closing is None or not self._is_due():
+            return ()
+        ids = self._tokenize(closing)
+        self._read(ids)
+        if self._splitter.closing is not None:
+            self._n_failures += 1
+        return ids
+
+    def _read(self, ids: Sequence[int]) -> None:
+        self._n_read += len(ids)
+        for id_ in ids:
+            text = self._text.feed(self._bytes(id_))
+            self._counter.add(text)
+            self._counter.classify(self._splitter.feed(text))
+
+    def _is_due(self) -> bool:
+        """Whether there is as much reasoning as there may be, and no character is cut."""
+        n = self._counter.n_reasoning + self._counter.n_waiting
+        if n < self._cap.most or self._n_failures >= _MOST_FAILURES:
+            return False
+        is_whole = not self._text.mark().decoder[0]
+        if not is_whole and self._n_waits < _MOST_WAITS:
+            self._n_waits += 1
+            return False
+        self._n_waits = 0
+        return True
