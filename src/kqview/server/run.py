@@ -16,9 +16,11 @@ from typing import Final, TypedDict
 
 import numpy as np
 
+from kqview.engine import Engine
 from kqview.errors import KqviewError
 from kqview.generation.stream import Generation, count_copied
 from kqview.mods.events import Dialogue
+from kqview.mods.steering import Forcing
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Hold
 from kqview.server.mod_runs import ModWanted

@@ -293,6 +293,7 @@ class Service:
                 i_prompt, i_sample = divmod(i, request.n_samples)
                 # One prompt's rows are enough.
                 rows = replace(capture, prompt=False) if capture and i else capture
+                forcing = None if request.forcing is None else request.forcing(engine)
                 with conversation_of(request.dialogue):
                     generation = engine.generate(
                         prompts[i_prompt],
@@ -302,6 +303,7 @@ class Service:
                         slot=request.slot if i == 0 else None,
                         cache_prompt=request.cache_prompt or i_sample > 0,
                         lora=request.lora,
+                        forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,
                         **steered(),

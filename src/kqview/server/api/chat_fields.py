@@ -9,9 +9,11 @@ from kqview.server.api.attention_field import ATTENTION_NAMES, Attention, attent
 from kqview.server.api.chat_work import ChatRequest
 from kqview.server.api.llama_fields import (
     LlamaFields,
+    first,
     max_tokens_of,
     names_of,
     options_of,
+    reasoning_budget_of,
     sampling_of,
 )
 from kqview.server.settings import Settings
@@ -48,6 +50,7 @@ def with_fields(
         chat,
         sampling=sampling_of(body, tokenize=tokenize, top_logprobs=top_logprobs, stop=stop),
         max_tokens=max_tokens_of(body),
+        reasoning_budget=first(reasoning_budget_of(body), chat.reasoning_budget),
         attention=attention_of(attention, settings),
         names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),

@@ -25,6 +25,7 @@ from kqview.server.api.reasoning import (
     TokenCounter,
     opened_by,
 )
+from kqview.server.api.reasoning_cap import ReasoningCap, cap_of
 from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import renamed
@@ -128,10 +129,13 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     split = Split(mode="harmony" if is_harmony else "think", opened=opened, may_call=bool(tools))
     if chat.split is not None:
         split = chat.split(source, end, split)
-    sampling = _constrained(engine, chat, tools, form, _reasoning_of(source, end, opened))
+    reasoning = _reasoning_of(source, end, opened)
+    sampling = _constrained(engine, chat, tools, form, reasoning)
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
         names["grammar"] = "tools" if tools else "response_format"
+    # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
+    may_reason = sampling is chat.sampling or is_harmony or reasoning[0] != "no"
     dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
     request = GenerateRequest(
         prompt=ids,
@@ -142,6 +146,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
         n_samples=chat.n_samples,
         names=names,
         dialogue=dialogue,
+        forcing=_cap(engine, chat, split) if may_reason else None,
         **chat.options,
     )
     stops = (sampling.stop,) if isinstance(sampling.stop, str) else tuple(sampling.stop)
@@ -149,6 +154,14 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     if chat.reasoning == "none" and not (is_harmony and tools):
         split = Split(mode="none")
     return ChatWork(request, Reading(split, native if tools else None, stops, texts))
+
+
+def _cap(engine: Engine, chat: ChatRequest, split: Split) -> ReasoningCap | None:
+    """The limit of the reasoning."""
+    most = WHOLE_CONTEXT if chat.max_tokens is None else chat.max_tokens
+    if not chat.options.get("context_shift"):
+        most = min(most, engine.n_ctx)
+    return cap_of(chat.reasoning_budget, split, chat.sampling, max_tokens=most, names=chat.names)
 
 
 def template_of(engine: Engine, given: str | None = None) -> str:

@@ -105,6 +105,9 @@ class LlamaFields(Struct, kw_only=True):
 
     mods: ModsField | None = None
 
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
+
     timings_per_token: bool | None = None
     return_tokens: bool | None = None
     return_progress: bool | None = None
@@ -124,6 +127,7 @@ _OTHER_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
         "n_samples": ("n_cmpl", "n"),
         "slot": ("id_slot",),
         "reuse_min_tokens": ("n_cache_reuse",),
+        "reasoning_budget": ("reasoning_budget_tokens", "thinking_budget_tokens"),
     }
 )
 # Numbers out of range are moved into it, as llama.cpp's server does.
@@ -241,6 +245,22 @@ def max_tokens_of(fields: LlamaFields) -> int | None:
     if n is not None and n < -1:
         raise RequestError(
             f"{name} is {n}; send -1 for as many as fit, 0 to evaluate the prompt, or more",
+            parameter=name,
+        )
+    return None if n == -1 else n
+
+
+def reasoning_budget_of(fields: LlamaFields) -> int | None:
+    """Most tokens of reasoning; None for any number (-1).
+
+    Raises:
+        RequestError: It is below -1.
+    """
+    name = _given(fields, _OTHER_FIELDS["reasoning_budget"])
+    n: int | None = getattr(fields, name)
+    if n is not None and n < -1:
+        raise RequestError(
+            f"{name} is {n}; send -1 for no limit, 0 for no reasoning, or most tokens of it",
             parameter=name,
         )
     return None if n == -1 else n

@@ -5,13 +5,15 @@ have as many of reasoning, adds those of the mark that closes it. The answer thu
 one that the model wrote itself, whatever API reads it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kqview.engine import Engine
+from kqview.errors import RequestError
 from kqview.generation.text import TextStream
-from kqview.server.api.reasoning import Split, TokenCounter
+from kqview.server.api.reasoning import Split, TokenCounter, opened_by
+from kqview.types import Sampling
 
 _MOST_WAITS: Final = 3  # tokens for the rest of a character, which has at most four bytes
 _MOST_FAILURES: Final = 3  # of a closing mark that the vocabulary cannot write
@@ -36,6 +38,68 @@ class ReasoningCap:
             return engine.tokenize(text, add_special=False, parse_special=True)
 
         return CapForcing(self, tokenize, engine.token_bytes)
+
+
+def cap_of(
+    most: int | None,
+    split: Split,
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    names: Mapping[str, str],
+) -> ReasoningCap | None:
+    """A limit for the reasoning of a request, None if it cannot be reached.
+
+    Args:
+        most: Most tokens of reasoning, None for any number.
+        split: How the answer marks its reasoning.
+        sampling: As the client wants it, without a grammar that knows of the reasoning.
+        max_tokens: Most tokens of the answer and its reasoning.
+        names: As in GenerateRequest.
+
+    Raises:
+        RequestError: The client's own grammar decides what follows.
+    """
+    if most is None or split.mode == "none" or most >= max_tokens:
+        return None
+    for name in ("grammar", "json_schema", "regex"):
+        if getattr(sampling, name) is not None:
+            raise _refused(
+                f"cannot be combined with {names.get(name, name)}, which may not allow the mark "
+                "that ends the reasoning; send one of them",
+                names,
+            )
+    return ReasoningCap(split, most)
+
+
+def cap_of_texts(
+    most: int | None,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    *,
+    max_tokens: int,
+    names: Mapping[str, str],
+) -> ReasoningCap | None:
+    """The same for *prompts* that are continued as they are; reasoning is ``<think>`` and its like.
+
+    Raises:
+        RequestError: As `cap_of`, or only some of the prompts open reasoning.
+    """
+    if most is None:
+        return None
+    opened = {opened_by(prompt) for prompt in prompts}
+    if len(opened) > 1:
+        raise _refused(
+            "needs prompts that all end with the same opening mark of reasoning, or none that "
+            "does; send them apart",
+            names,
+        )
+    return cap_of(most, Split(opened=opened.pop()), sampling, max_tokens=max_tokens, names=names)
+
+
+def _refused(why: str, names: Mapping[str, str]) -> RequestError:
+    name = names.get("reasoning_budget", "reasoning_budget")
+    return RequestError(f"{name} {why}", parameter=name)
 
 
 class CapForcing:
@@ -63,7 +127,7 @@ class CapForcing:
 
     def __call__(self, kept: Sequence[int], added: Sequence[int]) -> Sequence[int]:
         """As `Engine.generate`'s ``forcing``."""
-        if len(kept) < self._n_read:  # mods took tokens back
+        if len(kept) != self._n_read:  # mods took tokens back
             self._begin()
             self._read(kept)
         self._read(added)

@@ -8,6 +8,7 @@ from kqview.errors import RequestError
 from kqview.server.api.anthropic import schema
 from kqview.server.api.chat_fields import with_fields
 from kqview.server.api.chat_work import ChatRequest
+from kqview.server.api.llama_fields import reasoning_budget_of
 from kqview.server.errors import Answer
 from kqview.server.settings import Settings
 from kqview.types import Sampling
@@ -166,7 +167,13 @@ def chat_of(body: schema.CountBody, *, request_id: str = "") -> ChatRequest:
         and not (body.tool_choice and body.tool_choice.disable_parallel_tool_use),
         schema=None if form is None else form.schema,
         template_options=template_options_of(body),
+        reasoning_budget=_budget_of(body),
     )
+
+
+def _budget_of(body: schema.CountBody) -> int | None:
+    thinking = body.thinking
+    return thinking.budget_tokens if thinking and thinking.type == "enabled" else None
 
 
 def request_of(
@@ -187,7 +194,10 @@ def request_of(
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
+    names = {"stop": "stop_sequences"}
+    if reasoning_budget_of(body) is None:
+        names["reasoning_budget"] = "thinking.budget_tokens"
     return with_fields(
         chat_of(body, request_id=request_id), body, body.attention, engine=engine,
-        settings=settings, names={"stop": "stop_sequences"}, stop=body.stop_sequences,
+        settings=settings, names=names, stop=body.stop_sequences,
     )  # fmt: skip

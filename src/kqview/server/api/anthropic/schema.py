@@ -1,12 +1,13 @@
 """Bodies of Anthropic's Messages API: typed requests and replies, field for field.
 
 Unknown fields are ignored, as are those that only Anthropic's own servers can act on:
-``cache_control``, ``citations``, ``metadata``, ``service_tier``, ``container``,
-``thinking.budget_tokens``. ``attention`` is ours.
+``cache_control``, ``citations``, ``metadata``, ``service_tier``, ``container``. ``attention`` is
+ours.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.attention_field import Attention
@@ -56,9 +57,13 @@ class ToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """Whether the model thinks before it answers, where its template leaves the choice."""
+    """Whether the model thinks before it answers, where its template leaves the choice.
+
+    ``budget_tokens`` is the most tokens of it.
+    """
 
     type: str
+    budget_tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None
 
 
 class OutputFormat(Struct, kw_only=True):

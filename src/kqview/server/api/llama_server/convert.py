@@ -15,9 +15,11 @@ from kqview.server.api.llama_fields import (
     n_samples_of,
     names_of,
     options_of,
+    reasoning_budget_of,
     sampling_of,
 )
 from kqview.server.api.llama_server import schema
+from kqview.server.api.reasoning_cap import cap_of_texts
 from kqview.server.errors import NotSupported
 from kqview.server.run import GenerateRequest
 from kqview.server.settings import Settings
@@ -164,6 +166,7 @@ def plan_of(
     n = min(wanted, settings.max_tokens)
     sampling = sampling_of(body, tokenize=tokenize)
     (ids, _), *more = prompts
+    names = names_of(body)
     request = GenerateRequest(
         prompt=ids,
         more_prompts=tuple(ids for ids, _ in more),
@@ -171,7 +174,14 @@ def plan_of(
         sampling=sampling,
         request_id=request_id,
         n_samples=n_samples_of(body),
-        names=names_of(body),
+        names=names,
+        forcing=cap_of_texts(
+            reasoning_budget_of(body),
+            [text for _, text in prompts],
+            sampling,
+            max_tokens=max(n, 1),
+            names=names,
+        ),
         **options_of(body, settings),
     )
     return Plan(

@@ -20,9 +20,11 @@ from kqview.server.api.llama_fields import (
     n_samples_of,
     names_of,
     options_of,
+    reasoning_budget_of,
     sampling_of,
 )
 from kqview.server.api.openai import schema
+from kqview.server.api.reasoning_cap import cap_of_texts
 from kqview.server.api.tool_format import object_of, objects_of
 from kqview.server.errors import renamed
 from kqview.server.kept import Rows
@@ -145,6 +147,7 @@ def chat_of(
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning=body.reasoning_format or "auto",
+        reasoning_budget=reasoning_budget_of(body),
         template_options=_template_options(body),
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=_continues(body.continue_final_message),
@@ -269,15 +272,20 @@ def completion_plan(
         )
     n_logprobs = _text_logprobs(body)
     prompts = prompts_of("prompt", body.prompt)
+    sampling = sampling_of(body, tokenize=_plain(engine), top_logprobs=n_logprobs)
+    budget = reasoning_budget_of(body)
+    names = {**names_of(body), **_NAMES}
+    ends = [] if budget is None else [_text_of(prompt, engine) for prompt in prompts]
     request = GenerateRequest(
         prompt=prompts[0],
         more_prompts=prompts[1:],
         max_tokens=_limit(body),
-        sampling=sampling_of(body, tokenize=_plain(engine), top_logprobs=n_logprobs),
+        sampling=sampling,
         request_id=request_id,
         attention=attention_of(body.attention, settings),
         n_samples=n_samples,
-        names={**names_of(body), **_NAMES},
+        names=names,
+        forcing=cap_of_texts(budget, ends, sampling, max_tokens=_limit(body), names=names),
         **options_of(body, settings),
     )
     echoes = [_text_of(prompt, engine) for prompt in prompts] if body.echo else []

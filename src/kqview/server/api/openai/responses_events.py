@@ -48,7 +48,6 @@ class ResponseWriter:
         self._reader = asked.reading.reader()
         self._items = Items()
         self._logprobs: list[Object] = []  # of tokens whose text is held back
-        self._n_reasoning = 0
         self._n_events = 0
         self.n_bytes = 0
         """Bytes of the logprobs so far."""
@@ -68,9 +67,7 @@ class ResponseWriter:
             self.n_bytes += n_bytes
             one = self._logprob(token.id, token.logprob)
             self._logprobs.append({**one, "top_logprobs": top})
-        deltas = self._reader.feed(token.text)
-        self._n_reasoning += any(delta.reasoning for delta in deltas)
-        return self._numbered(self._events(deltas))
+        return self._numbered(self._events(self._reader.feed(token.text)))
 
     def take_back(self, removal: Removal) -> list[Object]:
         """Mods took tokens back; returns the events of it."""
@@ -169,7 +166,9 @@ class ResponseWriter:
             input_tokens=usage.prompt_tokens,
             input_tokens_details=schema.InputDetails(cached_tokens=usage.cached_tokens),
             output_tokens=usage.completion_tokens,
-            output_tokens_details=schema.OutputDetails(reasoning_tokens=self._n_reasoning),
+            output_tokens_details=schema.OutputDetails(
+                reasoning_tokens=self._reader.tokens.n_reasoning
+            ),
             total_tokens=usage.prompt_tokens + usage.completion_tokens,
         )
 
