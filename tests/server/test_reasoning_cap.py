@@ -278,6 +278,7 @@ def test_channel_of_reasoning_is_closed_and_that_of_the_answer_opened(engine: En
     request = chat(chat_template=HARMONY, reasoning_budget=5, sampling=sampling)
     work = prepare(engine, request)
     cap = work.request.forcing
+    assert cap is not None
     assert cap == ReasoningCap(Split(mode="harmony"), 5)
     forcing = cap(engine)
 
