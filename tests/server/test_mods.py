@@ -468,6 +468,18 @@ def test_reasoning_content_and_calls_are_taken_back_apart():
     assert (rest.reasoning, rest.content) == ("", "No.")
 
 
+def test_tokens_of_each_part_are_counted_again_after_a_removal():
+    reader = Reading().reader()
+    for text in ("<think>", "One", " two", "</think>", "Three", " four"):
+        reader.feed(text)
+    assert (reader.tokens.n_reasoning, reader.tokens.n_final) == (2, 2)
+    left = ["<think>", "One"]
+    reader = reader.take_back(Removal(0, 4, 0, 2, left)).reader
+    reader.feed(" no")
+    reader.finish("<think>One no")
+    assert (reader.tokens.n_reasoning, reader.tokens.n_final, reader.tokens.n_marks) == (2, 0, 1)
+
+
 @pytest.mark.parametrize(
     ("payload", "calls"),
     [

@@ -14,7 +14,7 @@ from kqview import Engine, Sampling
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
-from kqview.server.api.chat_work import ChatRequest, Reading, answer_of, prepare
+from kqview.server.api.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
 from kqview.server.api.llama_fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.reasoning import Split, TokenCounter
 from kqview.server.api.reasoning_cap import CapForcing, ReasoningCap, cap_of, cap_of_texts
@@ -272,30 +272,45 @@ def test_control_token_closes_the_reasoning(engine: Engine, most: int):
     assert again.tokens == generation.tokens[most + 1 :]
 
 
-def test_channel_of_reasoning_is_closed_and_that_of_the_answer_opened(engine: Engine):
-    head = engine.tokenize("<|channel|>analysis<|message|>", add_special=False)
-    sampling = Sampling(temperature=0, logit_bias={ord("x"): 200.0})
-    request = chat(chat_template=HARMONY, reasoning_budget=5, sampling=sampling)
+def reasoned(engine: Engine, request: ChatRequest) -> Answer:
+    """The answer to a chat in Harmony whose model begins to reason."""
     work = prepare(engine, request)
-    cap = work.request.forcing
-    assert cap is not None
-    assert cap == ReasoningCap(Split(mode="harmony"), 5)
-    forcing = cap(engine)
+    assert work.request.forcing is not None
+    forcing = work.request.forcing(engine)
+    head = engine.tokenize("<|channel|>analysis<|message|>", add_special=False)
 
     def begun(kept: Sequence[int], added: Sequence[int]) -> Sequence[int]:
-        if not kept and not added:
-            assert forcing([], []) == ()
-            assert forcing([], head) == ()
-            return head
-        return forcing(kept, added)
+        return head if not kept and not added else forcing(kept, added)
 
     assert not isinstance(work.request.prompt, str)
     generation = engine.generate(
-        list(work.request.prompt), sampling=sampling, max_tokens=60, forcing=begun
+        list(work.request.prompt), sampling=work.request.sampling, max_tokens=200, forcing=begun
     )
-    answer = answer_of(work.reading, generation.read())
+    return answer_of(work.reading, generation.read())
+
+
+LETTER = {ord("x"): 200.0}
+
+
+def test_channel_of_reasoning_is_closed_and_that_of_the_answer_opened(engine: Engine):
+    sampling = Sampling(temperature=0, logit_bias=LETTER)
+    answer = reasoned(engine, chat(chat_template=HARMONY, reasoning_budget=5, sampling=sampling))
     assert answer.reasoning == "xxxxx"
-    assert answer.content.startswith("x")
+    assert set(answer.content) == {"x"}
+
+
+def test_call_that_is_required_follows_the_reasoning(engine: Engine):
+    pytest.importorskip("llguidance")
+    tool = {"type": "function", "function": {"name": "stop", "parameters": {"maxProperties": 0}}}
+    answer = reasoned(
+        engine,
+        chat(
+            chat_template=HARMONY, reasoning_budget=5, tools=[tool], tool_choice="required",
+            parallel_calls=False, sampling=Sampling(temperature=0, logit_bias=LETTER),
+        ),
+    )  # fmt: skip
+    assert answer.reasoning == "xxxxx"
+    assert [(call.name, json.loads(call.arguments)) for call in answer.calls] == [("stop", {})]
 
 
 def test_limit_counts_what_is_left_after_mods(engine: Engine):
