@@ -48,7 +48,8 @@ class Reasoning(_Table, frozen=True):
     """Table ``[llm.postproc.reasoning]``: what is not the answer. Fields of a passport win.
 
     Attributes:
-        marker: Ends the reasoning of models without tags; without it, ===FINAL===.
+        marker: Ends the reasoning of models without tags; without it, ===FINAL=== where the prompt
+            has that, such as a system prompt that asks for it.
         max_tokens: Most tokens of reasoning, after which it ends and the answer begins; without it,
             there is no limit.
         drop_from_history: Whether reasoning is neither sent nor stored; without it, true.

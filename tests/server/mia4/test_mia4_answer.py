@@ -42,15 +42,12 @@ def tagged(marker: str = DEFAULT, opened: str | None = None) -> Split:
         (llm(marker="##"), passport(), "", "", THINK, Split(mode="marker", marker="##")),
         (llm(marker="##"), passport(marker="@@"), "", "", THINK,
          Split(mode="marker", marker="@@")),
-        (llm(marker=""), passport(), DEFAULT, "", THINK, THINK),
-        (llm(marker="##"), passport(marker=""), "", "", THINK, THINK),
         (llm(marker="##", tags=True), passport(), "", "{# <think> #}", THINK, THINK),
         (llm(marker="##", tags=True), passport(), "", "", OPENED, OPENED),
         (llm(marker="##", tags=True), passport(marker="@@"), "", "{# <think> #}", THINK,
          tagged("@@")),
         (llm(tags=True), passport(marker="@@"), "", "", CHANNELS, CHANNELS),
         (llm(tags=True), passport(), "", "", THINK, tagged()),
-        (llm(tags=True), passport(marker=""), "", "", THINK, tagged("")),
     ],
 )  # fmt: skip
 def test_split_follows_template_then_configuration_then_prompt(

@@ -37,9 +37,9 @@ def split_for(
     has_tags = found.opened is not None or any(
         mark in source for pair in THINK_TAGS.items() for mark in pair
     )
-    if found.mode == "harmony" or (has_tags and not own):
+    if found.mode == "harmony" or (has_tags and own is None):
         return found
-    marker: str = MARKER if given is None else given  # "" turns markers off
+    marker: str = first(given, MARKER)
     if harmony.enabled:
         opening = f"<{harmony.analysis_tag}>"
         return Split(
@@ -48,7 +48,7 @@ def split_for(
             tags=(harmony.analysis_tag, harmony.final_tag),
             marker=marker,
         )
-    if marker and (given is not None or marker in prompt):
+    if given is not None or marker in prompt:
         return Split(mode="marker", marker=marker)
     return found
 
