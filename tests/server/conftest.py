@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kqview import Engine
+    from kqview.server.config import Config
 
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 
@@ -27,7 +28,9 @@ def serve() -> Iterator[Serve]:
     """Start servers that end with the test."""
     with contextlib.ExitStack() as stack:
 
-        def start(settings: Settings | None = None, engine: Engine | None = None) -> Served:
+        def start(
+            settings: Settings | Config | None = None, engine: Engine | None = None
+        ) -> Served:
             return stack.enter_context(serving(settings, engine))
 
         yield start

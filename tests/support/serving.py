@@ -23,6 +23,7 @@ uvicorn = pytest.importorskip("uvicorn")
 
 from kqview.cli.serving import configured  # noqa: E402
 from kqview.server import Settings, create_app  # noqa: E402
+from kqview.server.config import Config  # noqa: E402
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -73,6 +74,8 @@ class Served:
 
     def client(self, **options: Any) -> httpx.Client:
         """A client for paths of this server; close it, or use it as a context manager."""
+        # Reading certificates takes longer than most requests.
+        options.setdefault("verify", self.url.startswith("https"))
         return httpx.Client(base_url=self.url, timeout=60, **options)
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -97,21 +100,24 @@ class Serve(Protocol):
     """
 
     def __call__(
-        self, settings: Settings | None = None, engine: Engine | None = None
+        self, settings: Settings | Config | None = None, engine: Engine | None = None
     ) -> Served: ...
 
 
 @contextlib.contextmanager
-def serving(settings: Settings | None = None, engine: Engine | None = None) -> Iterator[Served]:
+def serving(
+    settings: Settings | Config | None = None, engine: Engine | None = None
+) -> Iterator[Served]:
     """What the fixture `serve` starts, under uvicorn as ``kqview serve`` configures it."""
-    settings = settings or Settings()
+    given = settings or Settings()
+    settings = given.settings if isinstance(given, Config) else given
     with contextlib.ExitStack() as stack:
-        opens_its_own = settings.model is not None or settings.demo
+        opens_its_own = isinstance(given, Config) or settings.model is not None or settings.demo
         if engine is None and not opens_its_own:
             engine = stack.enter_context(
                 Engine.demo(n_threads=1, n_ctx=settings.n_ctx, n_slots=settings.n_slots)
             )
-        app = create_app(engine, settings) if engine is not None else create_app(settings)
+        app = create_app(engine, given) if engine is not None else create_app(given)
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         port = listener.getsockname()[1]
         server = uvicorn.Server(configured(app, settings))

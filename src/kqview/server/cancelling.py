@@ -78,6 +78,11 @@ class Cancelling:
         self._running: dict[tuple[str, str], Work] = {}
         self._ended: dict[str, OrderedDict[str, None]] = {}  # names by owner, oldest first
 
+    @property
+    def running(self) -> list[tuple[str, str]]:
+        """Owner and name of every request that has not ended."""
+        return list(self._running)
+
     @contextlib.contextmanager
     def known(self, owner: str, request_id: str) -> Generator[Work]:
         """A request of *owner* that can be cancelled until the block is left.

@@ -2,27 +2,424 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+from unittest import mock
 
+import numpy as np
+import pytest
+
+from kqview.errors import DecodeError, OutOfMemory
+from kqview.server import Settings
+from kqview.server.budget import Hold
+from kqview.server.conversations import Conversations
+from kqview.server.errors import ModelChanged, StorageFailed, TooLarge
+from kqview.server.run import Run
 from tests.support import mia4
+from tests.support.mia4 import Gate, gated, saying
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kqview.server.run import Step
+    from tests.server.conftest import Serve
     from tests.support.serving import Served
 
-
-def test_stream_has_tokens_then_usage_then_one_end(demo: Served):
-    frames = mia4.generate(demo)
-    names = [name for name, _ in frames]
-    assert names == ["token"] * (len(frames) - 2) + ["usage", "end"]
-    tokens = mia4.named(frames, "token")
-    assert [one["seq"] for one in tokens] == list(range(len(tokens)))
-    ids = {one["request_id"] for _, one in frames}
-    assert len(ids) == 1
+GOLDENS = Path(__file__).with_name("goldens")
+SHOWN = {"reasoning": {"drop_from_history": False}}
+PRESETS = {"fast": {"temperature": 0.0, "reasoning_max_tokens": 64}, "high": {"top_k": 7}}
+MARKED = "Tom asks.\n===FINAL===\nAnna is a painter."
+TAGGED = "<analysis>Tom asks.</analysis><final>Anna is a painter.</final>"
 
 
-def test_usage_is_exact(demo: Served):
-    [usage] = mia4.named(mia4.generate(demo), "usage")
-    messages = [{"role": "user", "content": mia4.QUESTION["prompt"]}]
-    assert usage["prompt_tokens"] == len(demo.engine.apply_chat_template(messages))
-    assert usage["output_tokens"] == 6
+@pytest.fixture(scope="module")
+def chat() -> Iterator[Served]:
+    """A server whose one model has everything that a configuration can say of it."""
+    from tests.support.serving import serving
+
+    model = {
+        "role": "primary",
+        "capabilities": ["chat", "judge", "plan", "long_context"],
+        "passport": {"version": 3, "sampling": {"top_p": 0.5, "top_k": 9}},
+        "system_prompt": {"text": "You tell stories.", "version": 2},
+    }
+    llm = {"reasoning_presets": PRESETS, "stop": ["Tom"]}
+    with serving(mia4.config({"demo": model}, llm=llm)) as served:
+        yield served
+
+
+def golden(name: str) -> Any:
+    return json.loads((GOLDENS / f"{name}.json").read_text("utf-8"))
+
+
+def settled(value: Any) -> Any:
+    """*value* with what differs from run to run checked and replaced."""
+    if isinstance(value, list):
+        return [settled(one) for one in cast("list[Any]", value)]
+    if not isinstance(value, dict):
+        return value
+    found: dict[str, Any] = {}
+    for name, one in cast("dict[str, Any]", value).items():
+        if name == "hash" or name.endswith("_hash"):
+            assert re.fullmatch(r"sha256:[0-9a-f]{64}", one)
+            one = "sha256:..."
+        elif name in ("at_s", "created", "created_s", "used_s", "latency_ms", "decode_tps"):
+            assert one > 0
+            one = 0
+        elif name == "reasoning_buffer_latency_ms" and one is not None:
+            assert one >= 0
+            one = 0
+        found[name] = settled(one)
+    return found
+
+
+# ---- objects and frames, field for field
+
+
+@pytest.mark.parametrize("path", ["config", "models"])
+def test_object_is_the_golden(chat: Served, path: str):
+    with chat.client() as client:
+        assert settled(client.get(f"/{path}").json()) == golden(path)
+
+
+def test_health_says_ok(chat: Served):
+    with chat.client() as client:
+        assert client.get("/health").json()["status"] == "ok"
+
+
+def test_events_are_the_golden(chat: Served):
+    with mia4.listening(chat) as events:
+        mia4.generate(
+            chat, request_id="golden", session_id="s",
+            overrides={"reasoning_preset": "fast", "min_p": 0.1, "max_output_tokens": 2, "foo": 1},
+        )  # fmt: skip
+        found = [next(events) for _ in range(3)]
+    assert [[name, settled(data)] for name, data in found] == golden("events")
+
+
+# ---- what is sent
+
+
+@pytest.mark.parametrize(
+    ("llm", "text", "thought", "answer"),
+    [
+        ({}, "Anna.", [], "Anna."),
+        ({"postproc": SHOWN}, MARKED, [], MARKED),  # nobody told the model of a marker
+        ({"postproc": {"reasoning": {"marker": "===FINAL===", "drop_from_history": False}}},
+         MARKED, ["reasoning", "Tom asks."], "Anna is a painter."),
+        ({"postproc": {"reasoning": {"marker": "===FINAL==="}}}, MARKED, [], "Anna is a painter."),
+        ({"postproc": {"reasoning": {"marker": "===FINAL==="}}}, "Anna.", [], "Anna."),
+        ({"prompt": {"harmony": {"enabled": True}}, "postproc": SHOWN}, TAGGED,
+         ["analysis", "Tom asks."], "Anna is a painter."),
+        ({"prompt": {"harmony": {"enabled": True}}}, TAGGED, [], "Anna is a painter."),
+        ({"prompt": {"harmony": {"enabled": True}}, "postproc": SHOWN}, MARKED,
+         ["analysis", "Tom asks."], "Anna is a painter."),
+        ({"postproc": SHOWN}, "<think>Tom asks.</think>Anna.", ["analysis", "Tom asks."], "Anna."),
+    ],
+)  # fmt: skip
+def test_reasoning_is_sent_apart_or_not_at_all(
+    serve: Serve, llm: dict[str, Any], text: str, thought: list[str], answer: str
+):
+    served = serve(mia4.config(llm=llm))
+    with saying(text):
+        frames = mia4.generate(served, overrides={"temperature": 0})
+    assert mia4.text_of(frames) == answer
+    parts = {
+        "analysis": mia4.text_of(frames, "analysis"),
+        "reasoning": "".join(one["reasoning"] for one in mia4.named(frames, "reasoning")),
+    }
+    assert [one for name, found in parts.items() if found for one in (name, found)] == thought
+    [usage] = mia4.named(frames, "usage")
+    is_split = answer != text
+    assert (usage["reasoning_tokens"] > 0) == is_split
+    n_marks = usage["output_tokens"] - usage["reasoning_tokens"] - usage["final_tokens"]
+    assert (n_marks > 0) == is_split
+    with served.client() as client:
+        metrics = client.get("/metrics").text
+    assert ("reasoning_buffer_latency_ms_count 1.0" in metrics) == is_split
+
+
+def test_prompt_tokens_are_those_of_the_template(chat: Served):
+    [usage] = mia4.named(mia4.generate(chat), "usage")
+    messages = [
+        {"role": "system", "content": "You tell stories."},
+        {"role": "user", "content": mia4.QUESTION["prompt"]},
+    ]
+    assert usage["prompt_tokens"] == len(chat.engine.apply_chat_template(messages))
     assert usage["decode_tps"] == usage["output_tokens"] / (usage["latency_ms"] / 1000)
+
+
+def test_stop_sequence_ends_the_answer_and_is_cut_off(chat: Served):
+    with saying("Anna saw Tom and Mia."):
+        frames = mia4.generate(chat, overrides={"temperature": 0})
+    assert mia4.text_of(frames) == "Anna saw "
+    assert mia4.check_end(frames)["stop_reason"] == "stop_sequence"
+
+
+def test_conversation_goes_on_without_what_was_thought(serve: Serve):
+    served = serve(mia4.config())
+    with saying("<think>Hm.</think>A painter."):
+        mia4.generate(served, session_id="s", overrides={})
+    frames = mia4.generate(served, session_id="s", prompt="Who?")
+    said = [
+        {"role": "user", "content": mia4.QUESTION["prompt"]},
+        {"role": "assistant", "content": "A painter."},
+        {"role": "user", "content": "Who?"},
+    ]
+    [usage] = mia4.named(frames, "usage")
+    assert usage["prompt_tokens"] == len(served.engine.apply_chat_template(said))
+    with served.client() as client:
+        [listed] = client.get("/chat/sessions").json()["sessions"]
+        assert (listed["session_id"], listed["n_messages"]) == ("s", 4)
+        messages = client.get("/chat/sessions/s").json()["messages"]
+        assert messages[:3] == said
+        assert client.delete("/chat/sessions/s").status_code == 204
+        assert client.get("/chat/sessions/s").status_code == 404
+        assert client.get("/chat/sessions").json() == {"sessions": []}
+
+
+def test_persona_follows_the_system_prompt_and_its_file(serve: Serve, tmp_path: Path):
+    file = tmp_path / "persona.md"
+    file.write_text("version: 4\nYou are kind.")
+    model = {"system_prompt": {"text": "You tell stories."}}
+    served = serve(mia4.config({"demo": model}, persona={"file": str(file)}))
+    events: list[Any] = []
+    served.service.bus.listeners.add(events.append)
+    mia4.generate(served)
+    [started] = [one for one in events if type(one).__name__ == "GenerationStarted"]
+    said = [
+        {"role": "system", "content": "You tell stories.\n\nYou are kind."},
+        {"role": "user", "content": mia4.QUESTION["prompt"]},
+    ]
+    assert started.prompt_tokens == len(served.engine.apply_chat_template(said))
+    assert started.app_persona_version == 4
+    assert started.app_persona_hash.startswith("sha256:")
+
+
+# ---- attention
+
+
+def test_each_token_has_the_path_of_its_row(chat: Served):
+    wanted = {"temperature": 0, "attention": {"reduce": "mean"}}
+    with saying("<think>Hm</think>Yes <end"):
+        frames = mia4.generate(chat, request_id="rows", overrides=wanted)
+    tokens = mia4.named(frames, "token")
+    [usage] = mia4.named(frames, "usage")
+    assert mia4.text_of(frames) == "Yes <end"
+    indices = [int(one["attention"].rpartition("/")[2]) for one in tokens]
+    assert indices == sorted(indices)
+    assert len(set(indices)) == usage["final_tokens"]
+    with chat.client() as client:
+        prompt = client.get("/generate/rows/prompt").json()
+        assert "".join(prompt["texts"]) == chat.engine.detokenize(prompt["ids"])
+        assert len(prompt["ids"]) == usage["prompt_tokens"]
+        for one, index in zip(tokens, indices, strict=True):
+            reply = client.get(one["attention"])
+            row = np.frombuffer(reply.content, np.float32)
+            assert reply.headers["x-attention-shape"] == str(len(row))
+            assert len(row) == usage["prompt_tokens"] + index
+            assert row.sum() == pytest.approx(1, abs=1e-3)
+        kept = client.get("/generate/rows/attention").json()
+        assert [one["seq"] for one in kept["rows"]] == list(range(usage["output_tokens"]))
+        missing = client.get("/generate/rows/attention/999")
+        assert (missing.status_code, missing.json()["error_type"]) == (404, "not_found")
+
+
+def test_rows_and_prompts_belong_to_the_key_that_asked(serve: Serve):
+    served = serve(Settings(api_keys=("one", "two")))
+    mia4.generate(served, key="one", request_id="r", overrides={"attention": {"reduce": "mean"}})
+    for path in ("attention", "attention/0", "prompt"):
+        for key, status in (("one", 200), ("two", 404)):
+            with served.client(headers=mia4.headers(key)) as client:
+                assert client.get(f"/generate/r/{path}").status_code == status, path
+
+
+def test_name_that_is_used_again_replaces_its_rows(chat: Served):
+    wanted = {"attention": {"reduce": "mean"}, "max_output_tokens": 2}
+    mia4.generate(chat, request_id="again", overrides=wanted)
+    n_bytes = chat.service.kept.n_bytes
+    mia4.generate(chat, request_id="again", overrides=wanted)
+    assert chat.service.kept.n_bytes == n_bytes
+
+
+# ---- what is refused before a stream begins
+
+
+DEEP = '{"prompt": "x", "overrides": ' + '{"a": ' * 5000 + "1" + "}" * 5001
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "field"),
+    [
+        (b"", 400, "prompt"),
+        (b"{", 400, None),
+        (b'{"prompt": 1}', 400, "prompt"),
+        (b'{"prompt": null}', 400, "prompt"),
+        (b'{"prompt": NaN}', 400, None),
+        (b'{"prompt": "\xff"}', 400, None),
+        (b'{"prompt": "\\ud800"}', 400, None),
+        (DEEP.encode(), 400, None),
+        (b"[" * 100_000, 400, None),
+        (b'{"prompt": "x", "session_id": ""}', 400, "session_id"),
+        (b'{"prompt": "x", "session_id": "a\\u0000b"}', 400, "session_id"),
+        (b'{"prompt": "x", "session_id": 7}', 400, "session_id"),
+        (b'{"prompt": "x", "request_id": "a/b"}', 400, "request_id"),
+        (b'{"prompt": "x", "request_id": "' + b"a" * 65 + b'"}', 400, "request_id"),
+        (b'{"prompt": "x", "model": ""}', 400, "model"),
+        (b'{"prompt": "x", "overrides": []}', 400, "overrides"),
+        (b'{"prompt": "x", "overrides": {"temperature": 1e999}}', 400, "overrides"),
+        (b'{"prompt": "x", "overrides": {"temperature": -1}}', 422, "overrides.temperature"),
+        (b'{"prompt": "x", "overrides": {"temperature": "hot"}}', 422, "overrides.temperature"),
+        (b'{"prompt": "x", "overrides": {"top_p": 1.5}}', 422, "overrides.top_p"),
+        (b'{"prompt": "x", "overrides": {"seed": 1e30}}', 422, "overrides.seed"),
+        (b'{"prompt": "x", "overrides": {"max_output_tokens": 0}}', 422,
+         "overrides.max_output_tokens"),
+        (b'{"prompt": "x", "overrides": {"reasoning_preset": "none"}}', 422,
+         "overrides.reasoning_preset"),
+        (b'{"prompt": "x", "overrides": {"reasoning_preset": {}}}', 422,
+         "overrides.reasoning_preset"),
+        (b'{"prompt": "x", "overrides": {"attention": 7}}', 422, "overrides.attention"),
+        (b'{"prompt": "x", "overrides": {"attention": {"layers": [99]}}}', 400,
+         "overrides.attention"),
+        (b'{"prompt": "' + b"word " * 10_000 + b'"}', 400, "prompt"),
+    ],
+)  # fmt: skip
+def test_hostile_body_is_refused_and_the_field_named(
+    chat: Served, body: bytes, status: int, field: str | None
+):
+    with chat.client() as client:
+        reply = client.post("/generate", content=body)
+    found = reply.json()
+    assert (reply.status_code, found.get("field")) == (status, field)
+    assert {"code", "error_type", "message"} <= set(found)
+    assert found["error_type"] == "invalid_request"
+
+
+def test_unknown_model_is_404(serve: Serve):
+    served = serve(mia4.config({"one": {}, "two": {}}))
+    reply = mia4.post(served, model="three")
+    assert (reply.status_code, reply.json()["error_type"]) == (404, "model_not_found")
+    frames = mia4.generate(served, model="two")
+    assert {data["model_id"] for name, data in frames if name != "end"} == {"two"}
+
+
+def test_request_id_in_use_is_refused(serve: Serve):
+    served = serve(mia4.config())
+    with gated(1) as gate, mia4.streaming(served, request_id="twin"):
+        assert gate.is_reached.wait(60)
+        reply = mia4.post(served, request_id="twin")
+        assert (reply.status_code, reply.json()["field"]) == (400, "request_id")
+    served.wait_idle()
+
+
+# ---- exactly one end
+
+
+def fails(gate: Gate, error: Exception) -> Any:
+    """`Run.__anext__` that raises *error* before the token at which the gate stands."""
+    following = Run.__anext__
+
+    async def step(self: Run) -> Step:
+        if self.n_tokens == gate.at:
+            raise error
+        return await following(self)
+
+    return mock.patch.object(Run, "__anext__", step)
+
+
+FAULTS: dict[str, tuple[Callable[[int], Any], str]] = {
+    "engine": (lambda at: fails(Gate(at), DecodeError("the device is gone")), "INTERNAL"),
+    "engine memory": (lambda at: fails(Gate(at), OutOfMemory("no memory")), "OOM"),
+    "bug": (lambda at: fails(Gate(at), ZeroDivisionError("/secret")), "INTERNAL"),
+    "model change": (lambda at: ends(at, ModelChanged("switched")), "MODEL_CHANGED"),
+    "budget": (
+        lambda at: mock.patch.object(Hold, "take", limited(at)), "INVALID_REQUEST"
+    ),
+    "storage": (
+        lambda at: mock.patch.object(
+            Conversations, "append", side_effect=StorageFailed("the disk is gone")
+        ),
+        "INTERNAL",
+    ),
+}  # fmt: skip
+
+
+def ends(at: int, error: Any) -> Any:
+    """Something else ends the run with *error* before its token *at*."""
+    following = Run.__anext__
+
+    async def step(self: Run) -> Step:
+        if self.n_tokens == at:
+            self.end(error)
+        return await following(self)
+
+    return mock.patch.object(Run, "__anext__", step)
+
+
+def limited(at: int) -> Any:
+    """`Hold.take` without room for the text of the token after *at* others."""
+    take, taken = Hold.take, [0]
+
+    def limited_take(self: Hold, n_bytes: int) -> None:
+        if n_bytes == 128:  # of each token's text
+            taken[0] += 1
+            if taken[0] > at:
+                raise TooLarge("no room")
+        take(self, n_bytes)
+
+    return limited_take
+
+
+@pytest.mark.parametrize("at", [0, 1, 3])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_stream_that_fails_has_one_error_and_then_one_end(chat: Served, fault: str, at: int):
+    make, code = FAULTS[fault]
+    events: list[Any] = []
+    chat.service.bus.listeners.add(events.append)
+    with make(at):
+        frames = mia4.generate(chat, session_id=f"{fault} {at}")
+    chat.service.bus.listeners.clear()
+    end = mia4.check_end(frames)
+    assert (end["status"], end["stop_reason"]) == ("error", "error")
+    [error] = mia4.named(frames, "error")
+    assert error["code"] == code
+    assert "secret" not in error["message"]
+    assert [name for name, _ in frames][-2:] == ["error", "end"]
+    names = [type(one).__name__ for one in events]
+    assert names == ["GenerationStarted", "GenerationCompleted"]
+    assert (events[1].status, events[1].code) == ("error", code)
+    chat.wait_idle()
+
+
+def test_request_that_takes_too_long_ends_with_an_error_and_one_end(serve: Serve):
+    served = serve(mia4.config(settings={"request_timeout_s": 1.0}))
+    with gated(2) as gate:
+        with mia4.streaming(served) as frames:
+            assert gate.is_reached.wait(60)
+            served.wait_until(lambda: served.runs[0].error)
+            gate.open()
+            found = list(frames)
+    assert mia4.check_end(found)["status"] == "error"
+    assert [one["code"] for one in mia4.named(found, "error")] == ["TIMEOUT"]
+
+
+def test_shutdown_ends_streams_with_an_error_and_one_end(serve: Serve):
+    served = serve(mia4.config())
+    drains: list[asyncio.Task[None]] = []
+
+    def drain() -> None:
+        drains.append(asyncio.get_running_loop().create_task(served.service.drain(60)))
+
+    with gated(2) as gate, mia4.streaming(served) as frames, mia4.listening(served) as events:
+        assert gate.is_reached.wait(60)
+        with mia4.on_cancel(drain):
+            mia4.cancel(served, "x")
+        gate.open()
+        found = list(frames)
+        assert [name for name, _ in events] == ["GenerationCompleted"]  # and then its end
+    assert mia4.check_end(found)["status"] == "error"
+    assert len(mia4.named(found, "error")) == 1
+    assert mia4.post(served).status_code == 503

@@ -1,0 +1,183 @@
+"""``GET /events``: who hears of what, and subscribers that are slow or leave."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kqview.errors import QueueFull
+from kqview.server import Settings, events_bus
+from kqview.server.events_bus import Bus, Dropped, GenerationCompleted
+from tests.support import mia4
+
+if TYPE_CHECKING:
+    from tests.server.conftest import Serve
+    from tests.support.serving import Served
+
+GENERATION = ["GenerationStarted", "GenerationCompleted"]
+
+
+def completed(request_id: str = "r", session_id: str | None = None) -> GenerationCompleted:
+    return GenerationCompleted(
+        request_id=request_id, session_id=session_id, model_id="demo", status="ok",
+        stop_reason="stop", code=None, result_summary={},
+    )  # fmt: skip
+
+
+# ---- the bus
+
+
+def test_slow_subscriber_loses_the_oldest_and_hears_how_many():
+    async def run() -> None:
+        bus = Bus()
+        async with bus.subscribed(limit=3) as slow, bus.subscribed(limit=100) as fast:
+            for i in range(10):
+                bus.publish(completed(str(i)))
+            first = await anext(slow)
+            assert isinstance(first, Dropped)
+            assert first.n == 7
+            assert [(await anext(slow)).request_id for _ in range(3)] == ["7", "8", "9"]
+            bus.publish(completed("10"))
+            assert (await anext(slow)).request_id == "10"  # nothing was lost since
+            assert [(await anext(fast)).request_id for _ in range(11)] == list(map(str, range(11)))
+
+    asyncio.run(run())
+
+
+def test_events_belong_to_their_owner_and_those_of_nobody_to_all():
+    async def run() -> None:
+        bus = Bus()
+        async with bus.subscribed(sees=lambda owner: owner == "a") as own, bus.subscribed() as all_:
+            bus.publish(completed("1"), "a")
+            bus.publish(completed("2"), "b")
+            bus.publish(completed("3"))
+            await bus.close()
+            assert [one.request_id async for one in own] == ["1", "3"]
+            assert [one.request_id async for one in all_] == ["1", "2", "3"]
+
+    asyncio.run(run())
+
+
+def test_bus_that_is_closed_ends_every_subscription_at_once():
+    async def run() -> None:
+        bus = Bus()
+        async with bus.subscribed() as waiting:
+            task = asyncio.ensure_future(anext(waiting, None))
+            await asyncio.sleep(0)
+            await bus.close()
+            assert await task is None
+        async with bus.subscribed() as late:
+            assert [one async for one in late] == []
+        assert bus.n_subscribers == 0
+
+    asyncio.run(run())
+
+
+def test_listener_that_fails_stops_neither_publisher_nor_others(caplog: pytest.LogCaptureFixture):
+    heard: list[Any] = []
+
+    def fail(event: object) -> None:
+        raise ZeroDivisionError
+
+    bus = Bus()
+    bus.listeners |= {fail, heard.append}
+    bus.publish(completed())
+    assert len(heard) == 1
+    assert "a listener of GenerationCompleted failed" in caplog.text
+
+
+def test_subscribers_have_a_limit(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events_bus, "_MOST_SUBSCRIBERS", 1)
+
+    async def run() -> None:
+        bus = Bus()
+        async with bus.subscribed():
+            with pytest.raises(QueueFull, match="1 clients are listening"):
+                async with bus.subscribed():
+                    pass
+        async with bus.subscribed():
+            pass
+
+    asyncio.run(run())
+
+
+# ---- over HTTP
+
+
+def test_each_key_hears_of_its_own_requests_and_admins_of_all(serve: Serve):
+    served = serve(Settings(api_keys=("one", "two"), admin_keys=("root",)))
+    with (
+        mia4.listening(served, key="one") as own,
+        mia4.listening(served, key="two") as foreign,
+        mia4.listening(served, key="root") as every,
+    ):
+        mia4.generate(served, key="one", request_id="first")
+        mia4.generate(served, key="two", request_id="second")
+        heard = {
+            "one": [next(own) for _ in GENERATION],
+            "two": [next(foreign) for _ in GENERATION],
+            "root": [next(every) for _ in 2 * GENERATION],
+        }
+    requests = {key: [data["request_id"] for _, data in found] for key, found in heard.items()}
+    assert requests == {
+        "one": ["first"] * 2, "two": ["second"] * 2, "root": ["first"] * 2 + ["second"] * 2,
+    }  # fmt: skip
+    assert [name for name, _ in heard["one"]] == GENERATION
+
+
+def test_events_need_a_key(serve: Serve):
+    served = serve(Settings(api_keys=("one",)))
+    with served.client() as client:
+        assert client.get("/events").status_code == 401
+
+
+def test_subscriber_that_leaves_is_forgotten(serve: Serve):
+    served = serve()
+    bus = served.service.bus
+    for _ in range(3):
+        with mia4.listening(served) as events:
+            mia4.generate(served)
+            assert next(events)[0] == "GenerationStarted"
+            assert bus.n_subscribers == 1
+        served.wait_until(lambda: bus.n_subscribers == 0)
+    mia4.generate(served)
+
+
+def test_subscriber_that_does_not_read_costs_a_bounded_number_of_events(serve: Serve):
+    """What sockets do not hold stays in the bus, which keeps the newest."""
+    served = serve()
+    bus, n, size = served.service.bus, 600, 64 * 1024
+
+    def flood() -> None:
+        for i in range(n):
+            bus.publish(completed(str(i), "x" * size))
+
+    with mia4.listening(served) as events:
+        with mia4.on_cancel(flood):
+            mia4.cancel(served, "x")
+        mia4.generate(served, request_id="last")  # others are served meanwhile
+        found: list[mia4.Frame] = []
+        while not found or found[-1][1].get("request_id") != "last":
+            found.append(next(events))
+    [dropped] = mia4.named(found, "Dropped")
+    assert dropped["n"] >= n - events_bus.N_KEPT - 100
+    heard = [int(one["request_id"]) for _, one in found if one.get("session_id")]
+    assert len(heard) + dropped["n"] == n
+    assert heard[-1] == n - 1
+
+
+def test_metrics_count_generations_of_this_dialect(demo: Served):
+    def count() -> float:
+        with demo.client() as client:
+            lines = client.get("/metrics").text.splitlines()
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.startswith('kqview_generations_total{reason="length"}')
+        )
+
+    n_before = count()
+    mia4.generate(demo)
+    assert count() == n_before + 1
