@@ -81,9 +81,9 @@ def test_request_that_waits_for_its_model_ends(serve: Serve):
     gate = Gate(0)
     load = ServedModel.load
 
-    async def slow(self: ServedModel) -> None:
+    async def slow(self: ServedModel, *args: Any) -> None:
         await gate.wait()
-        await load(self)
+        await load(self, *args)
 
     with (
         mock.patch.object(ServedModel, "load", slow),

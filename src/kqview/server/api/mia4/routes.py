@@ -12,16 +12,19 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kqview.errors import InternalError, KqviewError
+from kqview.server import config
 from kqview.server.api.attention_field import AttentionWriter
 from kqview.server.api.mia4 import convert, frames, schema
 from kqview.server.api.mia4.convert import error_body
 from kqview.server.api.mia4.persona import Persona, Text
 from kqview.server.api.mia4.turn import Named, Turn
 from kqview.server.cancelling import Cancelled
+from kqview.server.config import UNNAMED
 from kqview.server.endpoint import EVENT_TAIL, Call, Feed, Frames, Handler, HttpReply, Operation
 from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.events_bus import Subscription
 from kqview.server.live import Live
+from kqview.server.served import Served
 from kqview.server.service import Service
 from kqview.types import Usage
 
@@ -66,19 +69,18 @@ async def _begun(
     resources: contextlib.AsyncExitStack,
 ) -> Turn:
     service, caller = call.service, call.caller
-    config, talk = service.live.config, None
+    given, talk = service.live.config, None
     if body.session_id is not None:
         talk = await resources.enter_async_context(
             service.conversations.turn(caller.owner, body.session_id, call.hold)
         )
     model = await resources.enter_async_context(service.pool.using(body.model))
-    engine = model.engine
-    configured = config.models.get(model.id, model.config)  # its passport may have changed
+    engine, model_id = model.engine, _id_of(model)
     with call.hold.part() as ids:  # a prompt that fits is small
         ids.take(_ID_BYTES * call.n_body_bytes)
         plan = await service.converted(
             _LARGE, call.hold, convert.plan_of, body, request_id=request_id, engine=engine,
-            settings=config.settings, llm=config.llm, model=configured,
+            settings=given.settings, llm=given.llm, model=_configured(call, model),
             max_context=model.max_context, persona=await _persona(call),
             **({} if talk is None else {"fit": talk.fit}),
         )  # fmt: skip
@@ -93,15 +95,15 @@ async def _begun(
     if plan.request.attention is not None:
         attention = AttentionWriter(run, engine.model, service.kept, plan.prompt_text)
     publish = partial(service.bus.publish, owner=caller.owner)
-    store = None if talk is None else partial(talk.append, body.prompt, model=model.id)
-    return Turn(run, plan, Named(request_id, model.id, body.session_id), attention, publish, store)
+    store = None if talk is None else partial(talk.append, body.prompt, model=model_id)
+    return Turn(run, plan, Named(request_id, model_id, body.session_id), attention, publish, store)
 
 
 async def _persona(call: Call) -> Text | None:
     """The persona, from its file if that has changed."""
     live = call.service.live
     if live not in _personas:
-        _personas[live] = live.derived(lambda config: config.persona.file, Persona)
+        _personas[live] = live.derived(lambda given: given.persona.file, Persona)
     persona = _personas[live]()
     if persona.is_due:
         return await call.service.converted(_LARGE, call.hold, persona.refresh)
@@ -284,18 +286,33 @@ async def show_config(call: Call) -> schema.Config:
 
 async def list_models(call: Call) -> schema.Models:
     """Every model that is configured."""
-    service = call.service
     created = int(time.time())
-    cards: list[schema.Object] = []
-    for model in service.pool:
-        n_ctx = None if model.loaded is None else model.max_context_of(model.loaded)
-        state = {"state": model.state}
-        cards.append(convert.card_of(model.id, model.config, context_length=n_ctx, state=state))
+    cards = [
+        convert.card_of(
+            _id_of(model), _configured(call, model),
+            context_length=None if model.loaded is None else model.max_context_of(model.loaded),
+            state={
+                "state": model.state, "progress": model.progress, "pinned": model.pinned,
+                "error": model.error,
+            },
+        )
+        for model in call.service.pool
+    ]  # fmt: skip
     data = [
         {"id": card["id"], "object": "model", "created": created, "owned_by": "kqview"}
         for card in cards
     ]
     return schema.Models(models=cards, data=data)
+
+
+def _id_of(model: Served) -> str:
+    """What clients call a model: its id, or its own name where the configuration gives it none."""
+    return model.name if model.id == UNNAMED and model.loaded is not None else model.id
+
+
+def _configured(call: Call, model: Served) -> config.Model:
+    """What the configuration says of a model; its passport may have changed since it was loaded."""
+    return call.service.live.config.models.get(model.id, model.config)
 
 
 # ---- the table
