@@ -104,6 +104,9 @@ class Reloads:
     """Reads the configuration again at SIGHUP; belongs to one event loop.
 
     Reading happens on a thread. A signal during one asks for another after it.
+
+    Attributes:
+        running: What reads it, None while nothing does.
     """
 
     def __init__(self, app: App, read: Callable[[], Config]) -> None:
@@ -111,7 +114,7 @@ class Reloads:
         self._app = app
         self._read = read
         self._hangup = Hangup()
-        self._running: asyncio.Task[None] | None = None
+        self.running: asyncio.Task[None] | None = None
         self._is_wanted = False
         if hasattr(signal, "SIGHUP"):  # while the model is loaded, too
             signal.signal(signal.SIGHUP, self._remember)
@@ -137,8 +140,8 @@ class Reloads:
     def ask(self) -> None:
         """Read the configuration again soon."""
         self._is_wanted = True
-        if self._running is None:
-            self._running = asyncio.get_running_loop().create_task(self._reload())
+        if self.running is None:
+            self.running = asyncio.get_running_loop().create_task(self._reload())
 
     async def _reload(self) -> None:
         try:
@@ -146,7 +149,7 @@ class Reloads:
                 self._is_wanted = False
                 await self._once()
         finally:
-            self._running = None
+            self.running = None
 
     async def _once(self) -> None:
         try:

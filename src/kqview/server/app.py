@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Route, WebSocketRoute
@@ -66,9 +67,12 @@ class App(Door):
                 others without a key; then nothing changes.
         """
         live = self.service.live
-        merged, done = reloaded(live.config, config)
+        reconfigure = getattr(self.service.pool, "reconfigure", None)
+        merged, done = reloaded(live.config, config, has_pool=reconfigure is not None)
         merged.settings.check_bind()
         live.replace(merged)
+        if reconfigure is not None:
+            reconfigure(merged)
         self._describe()
         return done
 
@@ -90,14 +94,17 @@ def create_app(
     engine = served if isinstance(served, Engine) else None
     if settings is None:
         settings = Settings() if served is None or isinstance(served, Engine) else served
-    is_settings = isinstance(settings, Settings)
-    if engine is None and not (settings.demo or settings.model if is_settings else settings.models):
+    config = settings if isinstance(settings, Config) else Config.of(settings)
+    has_model = config.settings.demo or config.settings.model is not None
+    if engine is None and not (has_model or (isinstance(settings, Config) and config.models)):
         raise RequestError(
             "create_app got neither an engine nor a model; pass an Engine, Settings with "
             "model=FILE or demo=True, or a Config with models"
         )
-    service = Service(engine, Live.of(settings))
-    live = service.live
+    if not config.models:
+        config = msgspec.structs.replace(config, models=Config.of(config.settings).models)
+    live = Live(config)
+    service = Service(engine, live)
     metrics = pages.Metrics(service)
     description: dict[str, Any] = {}
     operations = pages.operations(metrics, description)

@@ -8,17 +8,22 @@ The event loop's thread replaces it; any thread reads it.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 
-from kqview.server.config import Config, needing_restart
+from kqview.server.config import Config, Model, needing_restart
 from kqview.server.settings import Settings
 
 _K = TypeVar("_K")
 _T = TypeVar("_T")
+_S = TypeVar("_S", bound=msgspec.Struct)
+_FIELDS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
+_TABLES: Final = tuple(
+    name for name in Config.__struct_fields__ if name not in ("settings", "models")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,42 +53,65 @@ class Reloaded:
         return text
 
 
-def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
-    """*new*, with *old*'s values of what cannot change while the server runs."""
-    changed: list[str] = []
-    kept: dict[str, Any] = {}
-    for spec in dataclasses.fields(Settings):
-        before, after = getattr(old.settings, spec.name), getattr(new.settings, spec.name)
-        if before == after:
-            continue
-        if spec.metadata["restart"]:
-            kept[spec.name] = before
-        else:
-            changed.append(f"server.{spec.name}")
-    needs_restart = [f"server.{name}" for name in kept]
-    settings = dataclasses.replace(new.settings, **kept)
-    tables: dict[str, Any] = {"settings": settings}
-    for name in Config.__struct_fields__[1:]:
-        before, after = getattr(old, name), getattr(new, name)
-        tables[name] = before
-        if before != after:
-            tables[name], stays = _merged(before, after)
-            needs_restart += [f"{name}.{one}" for one in stays]
-            if tables[name] != before:
-                changed.append(name)
-    return Config(**tables), Reloaded(tuple(changed), tuple(needs_restart))
+def reloaded(old: Config, new: Config, *, has_pool: bool) -> tuple[Config, Reloaded]:
+    """*new*, with *old*'s values of what cannot change while the server runs.
+
+    Args:
+        old: What counts.
+        new: What was read.
+        has_pool: Whether models can come and go.
+    """
+    settings, stays = _settings_of(old.settings, new.settings)
+    models, models_stay = _models_of(old, new, has_pool=has_pool)
+    tables: dict[str, Any] = {}
+    for name in _TABLES:
+        tables[name], kept = _table_of(getattr(old, name), getattr(new, name))
+        stays += [f"{name}.{one}" for one in kept]
+    stays += ["models"] if models_stay else []
+    changed = [
+        f"server.{name}"
+        for name in _FIELDS
+        if getattr(settings, name) != getattr(old.settings, name)
+    ]
+    if list(models.items()) != list(old.models.items()):
+        changed.append("models")
+    changed += [name for name in _TABLES if tables[name] != getattr(old, name)]
+    merged = Config(settings=settings, models=models, **tables)
+    return merged, Reloaded(tuple(changed), tuple(stays))
 
 
-def _merged(old: Any, new: Any) -> tuple[Any, list[str]]:
-    """A table, with the fields of *old* that need a restart; and the names of those that differ."""
-    if not isinstance(new, msgspec.Struct):
-        return new, []
+def _settings_of(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
+    """Those that count, and what of *new* does not."""
+    kept = {
+        name: getattr(old, name)
+        for name, spec in _FIELDS.items()
+        if spec.metadata["restart"] and getattr(old, name) != getattr(new, name)
+    }
+    return dataclasses.replace(new, **kept), [f"server.{name}" for name in kept]
+
+
+def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
+    """The table that counts, and what of *new* does not."""
     kept = {
         name: getattr(old, name)
         for name in needing_restart(type(new))
         if getattr(old, name) != getattr(new, name)
     }
     return msgspec.structs.replace(new, **kept), list(kept)
+
+
+def _models_of(old: Config, new: Config, *, has_pool: bool) -> tuple[Mapping[str, Model], bool]:
+    """The models that count, and whether *new*'s do not."""
+    if _is_one(old) and _is_one(new):  # of settings, which are compared themselves
+        return old.models, False
+    if _is_one(old) or _is_one(new) or not has_pool:
+        return old.models, old.models != new.models
+    return new.models, False
+
+
+def _is_one(config: Config) -> bool:
+    """Whether the model is that of the settings."""
+    return not config.models or config.models == Config.of(config.settings).models
 
 
 class Live:

@@ -83,6 +83,7 @@ class Settings:
         (),
         "names that clients see instead of the model's own; the first one is its id",
         flag="--alias",
+        restart=True,
     )
     models_dir: str | None = _setting(
         None,
