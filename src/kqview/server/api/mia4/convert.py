@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from kqview.engine import Engine
+from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.server import config
 from kqview.server.api.attention_field import ATTENTION_NAMES, Attention, attention_of
@@ -192,7 +193,12 @@ def _attention(value: object, settings: Settings) -> AttentionWanted | None:
     if given is None or given is False:
         return None
     given = Attention() if given is True else given
-    return attention_of(msgspec.structs.replace(given, delivery="id"), settings)
+    try:
+        return attention_of(msgspec.structs.replace(given, delivery="id"), settings)
+    except RequestError as error:
+        raise Unprocessable(
+            f"{name} cannot be used: {error}", parameter=f"{_OVERRIDES}.{error.parameter}"
+        ) from None
 
 
 def _preset(name: object, llm: config.Llm) -> tuple[str | None, Mapping[str, Any]]:
