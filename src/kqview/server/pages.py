@@ -213,6 +213,8 @@ def describe(
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
+    for schema in components.values():
+        _tell_fields_apart(schema)
     by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     paths: dict[str, dict[str, Any]] = {}
     sockets: dict[str, Any] = {}
@@ -242,6 +244,26 @@ def describe(
             "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
         }
     return description
+
+
+# In a docstring's "Attributes": a field's name, and what it is, which may go on over lines.
+_ATTRIBUTE: Final = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {10,}.*)*)", re.M)
+
+
+def _tell_fields_apart(schema: dict[str, Any]) -> None:
+    """Move what a docstring says of each attribute to the property of that name."""
+    about, _, attributes = schema.get("description", "").partition("\n\n    Attributes:\n")
+    if about:
+        schema["description"] = _unwrapped(about)
+    properties = schema.get("properties", {})
+    for names, text in _ATTRIBUTE.findall(attributes):
+        for name in names.split(", "):
+            if name in properties:
+                properties[name]["description"] = _unwrapped(text)
+
+
+def _unwrapped(text: str) -> str:
+    return re.sub(r"\n *(?! *\n)", " ", text).strip()
 
 
 def _operation(
