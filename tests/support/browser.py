@@ -45,7 +45,7 @@ def open_tab(browser: Any) -> Iterator[Any]:
     tab.on("console", lambda message: tab.logged.append(message.text))
     yield tab
     tab.close()
-    assert errors == []
+    assert errors == [], errors
 
 
 def violations(page: Any) -> list[str]:

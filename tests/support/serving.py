@@ -106,9 +106,15 @@ class Serve(Protocol):
 
 @contextlib.contextmanager
 def serving(
-    settings: Settings | Config | None = None, engine: Engine | None = None
+    settings: Settings | Config | None = None,
+    engine: Engine | None = None,
+    *,
+    port: int = 0,
 ) -> Iterator[Served]:
-    """What the fixture `serve` starts, under uvicorn as ``kqview serve`` configures it."""
+    """What the fixture `serve` starts, under uvicorn as ``kqview serve`` configures it.
+
+    A *port* is one that a server has just left.
+    """
     given = settings or Settings()
     settings = given.settings if isinstance(given, Config) else given
     with contextlib.ExitStack() as stack:
@@ -118,7 +124,7 @@ def serving(
                 Engine.demo(n_threads=1, n_ctx=settings.n_ctx, n_slots=settings.n_slots)
             )
         app = create_app(engine, given) if engine is not None else create_app(given)
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", port)))
         port = listener.getsockname()[1]
         server = uvicorn.Server(configured(app, settings))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -281,7 +281,8 @@ async def _published(
 
 async def show_config(call: Call) -> schema.Config:
     """What pages show."""
-    return schema.Config(call.service.live.config.ui.mode)
+    config = call.service.live.config
+    return schema.Config(config.ui.mode, list(config.llm.reasoning_presets))
 
 
 async def list_models(call: Call) -> schema.Models:

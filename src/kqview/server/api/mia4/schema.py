@@ -38,9 +38,15 @@ class GenerateBody(Struct, kw_only=True):
 
 
 class Config(Struct):
-    """What a page shows."""
+    """What a page shows.
+
+    Attributes:
+        ui_mode: Whether it shows what only admins may do.
+        reasoning_presets: What ``overrides.reasoning_preset`` may name.
+    """
 
     ui_mode: Literal["admin", "user"]
+    reasoning_presets: list[str]
 
 
 class Models(Struct, kw_only=True):

@@ -1,7 +1,7 @@
 // One answer while it comes: reasoning to fold out, the text, and what it cost. Frames are drawn
 // once for each picture of the screen, however many tokens came in between.
 
-import { count, element } from "../dom.js";
+import { count, element, milliseconds } from "../dom.js";
 import { Writer } from "./writer.js";
 
 export class Answer {
@@ -104,11 +104,12 @@ export class Answer {
 const indexOf = (path) => Number(path.slice(path.lastIndexOf("/") + 1));
 
 function usageParts(usage) {
+  if (usage.output_tokens === 0) return [];
   const parts = [
     count(usage.output_tokens, "token"),
     `${usage.decode_tps.toFixed(usage.decode_tps < 10 ? 1 : 0)} per second`,
     `${count(usage.prompt_tokens, "token")} of prompt`,
-    `${(usage.latency_ms / 1000).toFixed(1)} s`,
+    milliseconds(usage.latency_ms),
   ];
   if (usage.reasoning_ratio) parts.push(`${Math.round(100 * usage.reasoning_ratio)} % reasoning`);
   return parts;

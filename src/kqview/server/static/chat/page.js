@@ -11,6 +11,8 @@ import { Sessions } from "./sessions.js";
 import { Settings } from "./settings.js";
 
 const ENDS_WITHIN_MS = 3000; // after a cancel, before the connection is given up
+const POLL_MS = 500;
+const ENDS = { cancelled: "stopped", length: "cut at the most tokens" }; // others need no word
 const SAID_CHARACTERS = 1000; // of an answer that a screen reader reads out
 const LONG_CONTEXT = 8192; // above it, rows come as means over the heads
 
@@ -255,7 +257,7 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   answer.ondraw = () => toEnd();
   running = here;
   answer.wait("Waiting for the model");
-  modelChanged();
+  watchLoading(here);
   addTurn(answer.node);
   toEnd(true);
   setSending(true);
@@ -271,7 +273,7 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   }
   running = undefined;
   setSending(false);
-  answer.end(here.usage, here.isStopped ? "stopped" : undefined);
+  answer.end(here.usage, ENDS[here.end?.stop_reason] ?? (here.isStopped && ENDS.cancelled));
   here.looked?.end();
   makeFocusable(here.looked);
   if (!answer.text && !here.usage) answer.node.remove();
@@ -279,6 +281,15 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   else say(answer.text ? `Answer: ${answer.text.slice(0, SAID_CHARACTERS)}` : "The answer is empty.");
   toEnd();
   sessions.load().then(showTitle, () => {});
+  if (!isHearing || models.chosen?.state !== "loaded") models.load().catch(() => {});
+}
+
+// Follows the loading of the model that *here* waits for, as far as events do not tell.
+async function watchLoading(here) {
+  while (here === running && !here.hasBegun) {
+    if (models.chosen?.state !== "loaded") await models.load().catch(() => {});
+    await new Promise((done) => setTimeout(done, POLL_MS));
+  }
 }
 
 const lost = () => new ApiError("CONNECTION_LOST", "The connection was lost during the answer.");
@@ -292,10 +303,7 @@ function overrides() {
 }
 
 function frame(here, event, data) {
-  if (event === "start") {
-    here.answer.wait("Reading the prompt");
-    here.hasBegun = true;
-  } else if (event === "token" || event === "analysis") {
+  if (event === "token" || event === "analysis") {
     here.hasBegun = true;
     here.answer.write(event, data);
   } else if (event === "reasoning") here.answer.reason(data.reasoning);

@@ -31,7 +31,7 @@ export class Writer {
 
   // Nothing follows: what was held back is text.
   end() {
-    if (this.line === undefined || !this.isFence(this.line)) this.release();
+    if (this.line !== undefined && !this.isFence(this.line)) this.release();
     this.endLine();
   }
 
@@ -63,6 +63,7 @@ export class Writer {
       return;
     }
     for (const [piece, mark] of this.held) this.put(piece, mark);
+    this.held = [];
   }
 
   endLine() {
