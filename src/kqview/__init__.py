@@ -14,6 +14,7 @@ from kqview.generation.stream import Generation
 from kqview.lora import LoraAdapter
 from kqview.machine import system_info
 from kqview.mods import Mod, mod
+from kqview.saved import Saved, SavedFolder, load, save, stack
 from kqview.slot import Slot
 from kqview.submission import GenerateOptions
 from kqview.types import (
@@ -22,6 +23,7 @@ from kqview.types import (
     Classification,
     EngineHealth,
     EngineStats,
+    Finished,
     ModelInfo,
     PoolStats,
     PromptBlock,
@@ -57,6 +59,7 @@ __all__ = [
     "EngineHealth",
     "EngineOptions",
     "EngineStats",
+    "Finished",
     "GenerateOptions",
     "Generation",
     "LoraAdapter",
@@ -66,6 +69,8 @@ __all__ = [
     "PromptAttention",
     "PromptBlock",
     "Sampling",
+    "Saved",
+    "SavedFolder",
     "Score",
     "Slot",
     "SlotStats",
@@ -73,6 +78,9 @@ __all__ = [
     "Tokenized",
     "Usage",
     "errors",
+    "load",
     "mod",
+    "save",
+    "stack",
     "system_info",
 ]

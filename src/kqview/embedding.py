@@ -105,13 +105,13 @@ class Embedding:
 
         Returns:
             Arrays owned by the caller, float32: ``(n_embd,)`` for one text, ``(n_texts, n_embd)``
-            for a list. With pooling "none", one vector per token: ``(n_tokens, n_embd)`` for one
-            text, a list of such arrays for a list.
+            for a list, which may be empty. With pooling "none", one vector per token:
+            ``(n_tokens, n_embd)`` for one text, a list of such arrays for a list.
 
         Raises:
             PromptTooLong: A text has more tokens than a step, or a slot, can hold; nothing was
                 computed.
-            RequestError: There is no text, or a text is empty.
+            RequestError: A text is empty.
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The engine was opened without pooling, or with the pooling of a
                 classifier.
@@ -170,6 +170,8 @@ class Embedding:
     def _embedded(
         self, found: list[Vectors], is_one: bool, normalize: bool
     ) -> Vectors | list[Vectors]:
+        if not found:
+            return [] if self.pooling == "none" else np.empty((0, self._info.n_embd), np.float32)
         if normalize:
             for vectors in found:
                 length = np.linalg.norm(vectors, axis=-1, keepdims=True)

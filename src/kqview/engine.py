@@ -16,7 +16,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Literal, Self, Unpack, cast
+from typing import Any, Final, Literal, Self, Unpack, cast, get_type_hints
 
 from kqview import _core
 from kqview.arguments import checked_ids, encode, seconds, to_index, whole_number
@@ -45,6 +45,7 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
+from kqview.many import Many
 from kqview.mods.steering import Forcing, LogitsProcessor, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import names_options
@@ -130,6 +131,10 @@ def check_opening(
         _forward_log()
 
 
+def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine":
+    return cls(model, **options)
+
+
 def _check_one(prompt: object) -> None:
     """Refuse several prompts, or the messages of a chat, by their own names."""
     if not isinstance(prompt, list | tuple) or not prompt:
@@ -196,7 +201,7 @@ def _special_tokens(model: _core.Model, metadata: Mapping[str, str]) -> dict[str
     return found
 
 
-class Engine(Vocabulary, Conversation, Embedding, Scoring):
+class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
     """A GGUF model loaded in this process, ready to generate.
 
     Safe to use from any thread. Call `close`, or use the engine as a context manager, to free its
@@ -264,6 +269,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
     ) -> None:
+        given = dict(locals())  # nothing else is known here yet
+        self._arguments: dict[str, Any] = {
+            name: given[name] for name in get_type_hints(EngineOptions) if name != "progress"
+        }
         options = context_options(
             n_ctx=n_ctx,
             n_slots=n_slots,
@@ -286,6 +295,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
         run_ahead = whole_number("run_ahead", run_ahead, low=0)
         show = progress_callback(progress)
         self._n_gpu_layers = source.n_gpu_layers
+        self._path = os.path.abspath(source.path)
         self._files = ModelFiles(source.path, adapters)
         try:
             if not servers:  # RPC servers manage their own memory
@@ -312,6 +322,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             has_all_columns=swa_full or self._model.n_swa == 0,
             token_bytes=self._bytes_of,
             known_bytes=self._token_bytes,
+            fingerprint=self._files.fingerprint,
             tokenizer=ModTokenizer(
                 self._model,
                 tokenize=lambda text, add: self.tokenize(text, add_special=add),
@@ -673,6 +684,13 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring):
             )
         _open_engines.discard(self)
         _forward_log()
+
+    def __reduce__(self) -> Any:
+        """An engine pickles as its arguments: unpickling opens the model again.
+
+        Nothing that a slot holds goes with it, nor does ``progress``.
+        """
+        return _opened, (type(self), self._path, self._arguments)
 
     def __enter__(self) -> Self:
         return self

@@ -109,7 +109,7 @@ class Scoring:
 
         Raises:
             PromptTooLong: A text has more tokens than a slot can hold; nothing was computed.
-            RequestError: No text was given, a text is empty, or an option is out of range.
+            RequestError: A text is empty, or an option is out of range.
             InvalidToken: An id is not in the vocabulary.
             UnsupportedModel: The model is an encoder or a diffusion model, which does not predict
                 the next token.

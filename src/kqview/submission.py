@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, get_args, get_type_hints
 
 from kqview import _core
 from kqview.arguments import (
@@ -79,6 +79,10 @@ class GenerateOptions(SamplingOptions, total=False):
     parse_special: bool
 
 
+GENERATE_NAMES: Final = frozenset(get_type_hints(GenerateOptions))
+"""The names of `GenerateOptions`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SteeringOptions:
     """What steers a request, checked; see `Engine.generate`."""
@@ -118,6 +122,7 @@ class Submission:
         has_all_columns: bool,
         token_bytes: Callable[[int], bytes],
         known_bytes: Mapping[int, bytes],
+        fingerprint: Callable[[], str],
         tokenizer: ModTokenizer,
         on_end: Callable[[], None],
     ) -> None:
@@ -128,6 +133,7 @@ class Submission:
         self._run_ahead = run_ahead
         self._has_all_columns = has_all_columns
         self._token_bytes = token_bytes
+        self._fingerprint = fingerprint
         self._known_bytes = known_bytes  # what token_bytes has returned
         self._token_texts = _TokenTexts(token_bytes)
         self._tokenizer = tokenizer
@@ -315,6 +321,8 @@ class Submission:
         return {
             "request_id": request_id,
             "context": self._context(capture, prompt),
+            "model": self._info,
+            "fingerprint": self._fingerprint,
             "n_keep": options.n_keep,
             "capture": capture.resolved(self._info) if capture else None,
             "stop": stop,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 from kqview.arguments import invalid, to_index
-from kqview.errors import QueueFull, RequestError
+from kqview.errors import QueueFull
 from kqview.generation.stream import Generation
 from kqview.types.text import Ids
 
@@ -21,7 +21,7 @@ _N_AHEAD: Final = 32
 
 
 def items_of(texts: object) -> tuple[bool, list[Any]]:
-    """(whether it is one text, list of the texts); RequestError for other types."""
+    """(whether it is one text, list of the texts), which may be empty; RequestError otherwise."""
     if isinstance(texts, str):
         return True, [texts]
     kind = type(texts).__name__
@@ -29,7 +29,7 @@ def items_of(texts: object) -> tuple[bool, list[Any]]:
         raise invalid("texts", "a str, a sequence of token ids, or a list of these", kind)
     items: list[Any] = list(cast("Iterable[Any]", texts))
     if not items:
-        raise RequestError("texts is empty; pass at least 1 text", parameter="texts")
+        return False, []
     is_ids = isinstance(items[0], bool) or to_index(items[0]) is not None
     return (True, [items]) if is_ids else (False, items)
 

@@ -426,7 +426,6 @@ def test_decoder_without_pooling_says_what_to_pass(
 @pytest.mark.parametrize(
     ("texts", "error", "what"),
     [
-        ([], RequestError, "texts is empty"),
         ("", RequestError, "no tokens"),
         ([[1, 2], []], RequestError, r"texts\[1\] has no tokens"),
         (["a", ""], RequestError, r"texts\[1\] has no tokens"),
@@ -677,7 +676,6 @@ def test_model_without_head_refuses(
 @pytest.mark.parametrize(
     ("texts", "error", "what"),
     [
-        ([], RequestError, "texts is empty"),
         ("", RequestError, "no tokens"),
         (["a", ""], RequestError, r"texts\[1\] has no tokens"),
         ([("a", "b", "c")], InvalidToken, "'a'"),

@@ -198,7 +198,6 @@ def test_cancelled_task_leaves_the_slots_free(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("texts", "options", "error", "parameter"),
     [
-        ([], {}, RequestError, "texts"),
         ("", {"add_special": False}, RequestError, "texts"),
         ([[1], []], {}, RequestError, "texts"),
         ([1, 10**6], {}, InvalidToken, "texts"),

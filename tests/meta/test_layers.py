@@ -35,6 +35,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
     "demo": set(),
     "trace": {"state"},  # its spool is written as sessions are
     "mods": {"trace"},
+    "saved": {"state"},  # likewise
     "viz": {"state"},  # which writes files whole
     "bench": {"state"},
     "convert": {"state"},
@@ -59,9 +60,10 @@ PYTHON_RINGS: dict[str, set[str]] = {
 # The rings that the core uses, each through one or two doors, and all of the core that they know.
 INNER_RINGS = {
     "state": {"engine", "slot"},
-    "chat": {"conversation"},
+    "chat": {"conversation", "many"},
     "rpc": {"engine"},
     "demo": {"engine"},
+    "saved": {"kqview"},
     "trace": {"engine", "generation", "submission", "kqview"},
     "mods": {"engine", "generation", "submission", "conversation", "kqview"},
 }

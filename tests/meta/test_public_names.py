@@ -91,13 +91,14 @@ ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
     *("chat", "apply_chat_template", "embed", "classify", "pooling", "lora", "set_lora_scales"),
-    *("score", "ascore"),
+    *("score", "ascore", "map", "aembed", "aclassify"),
 }
 GENERATION_MEMBERS = {
     *(
         "close",
         "cancel",
         "read",
+        "aread",
         "prompt_attention",
         "request_id",
         "prompt_ids",
@@ -189,6 +190,7 @@ def test_tokens_and_prompts_name_their_columns():
     assert names | {"rows"} <= set(dir(Token))
     assert names | {"array", "usage"} <= set(dir(kqview.PromptAttention))
     assert {"Tokenized", "ChatPrompt"} <= set(kqview.__all__)
+    assert {"stack", "save", "load", "SavedFolder", "Finished"} <= set(kqview.__all__)
     assert keyword_defaults(Engine.tokenize).items() >= {"add_special": True}.items()
 
 

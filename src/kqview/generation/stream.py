@@ -21,7 +21,7 @@ from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
-from kqview.types import Capture, PromptBlock, Token, Usage
+from kqview.types import Capture, ModelInfo, PromptBlock, Token, Usage
 from kqview.types.stats import FinishReason, read_fields
 from kqview.types.token import Context
 
@@ -36,6 +36,8 @@ class GenerationFacts(TypedDict):
 
     request_id: str
     context: Context
+    model: ModelInfo
+    fingerprint: Callable[[], str]
     n_keep: int
     capture: Capture | None
     stop: Sequence[str]
@@ -76,6 +78,8 @@ class Generation:
         *,
         request_id: str,
         context: Context,
+        model: ModelInfo,
+        fingerprint: Callable[[], str],
         n_keep: int,
         capture: Capture | None,
         stop: Sequence[str],
@@ -86,6 +90,8 @@ class Generation:
     ) -> None:
         self._request_id = request_id
         self._context = context
+        self._model = model
+        self._fingerprint = fingerprint
         self._n_keep = n_keep
         self._capture = capture
         self._token_bytes = token_bytes
@@ -307,6 +313,12 @@ class Generation:
             pass
         return self.text
 
+    async def aread(self) -> str:
+        """Like `read`, without blocking the event loop."""
+        async for _ in self:
+            pass
+        return self.text
+
     # ---- the prompt
 
     @property
@@ -366,6 +378,20 @@ class Generation:
     def request_id(self) -> str:
         """The id passed to ``generate``, or else one that the engine made."""
         return self._request_id
+
+    @property
+    def model(self) -> ModelInfo:
+        """Facts about the model."""
+        return self._model
+
+    def fingerprint(self) -> str:
+        """Fingerprint of every byte of the model's files, read once per process.
+
+        Raises:
+            StateError: A file of the model changed after the engine was opened.
+            OSError: A file cannot be read.
+        """
+        return self._fingerprint()
 
     @property
     def prompt_ids(self) -> list[int]:

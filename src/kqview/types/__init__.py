@@ -5,6 +5,7 @@ these types can be built, compared and tested without a model.
 """
 
 from kqview.types.capture import Capture
+from kqview.types.finished import Finished
 from kqview.types.model import Classification, ModelInfo
 from kqview.types.sampling import Sampling
 from kqview.types.score import Score
@@ -18,6 +19,7 @@ __all__ = [
     "Classification",
     "EngineHealth",
     "EngineStats",
+    "Finished",
     "ModelInfo",
     "PoolStats",
     "PromptBlock",

@@ -276,6 +276,12 @@ class Token:
         return f"Token({', '.join(parts)})"
 
 
+def add_token(tokens: list[Token], token: Token) -> None:
+    """Append *token*, after removing those that mods took back before it."""
+    del tokens[len(tokens) - token.n_removed :]
+    tokens.append(token)
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class PromptBlock:
     """Attention rows of the prompt's tokens ``start .. start + n_rows``.

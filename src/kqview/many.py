@@ -1,0 +1,212 @@
+"""Many: generations of many prompts, in order; a base of Engine.
+
+One thread per slot takes the tokens of one generation, so every slot stays busy while results come
+in the order of their prompts. Prompts are taken from their iterable, in the caller's thread, only a
+few ahead of the results.
+"""
+
+import sys
+import time
+from abc import abstractmethod
+from collections import deque
+from collections.abc import (
+    Callable,
+    Container,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+    Sized,
+)
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import Any, Final, Literal, Unpack, cast, get_args
+
+from kqview._core import Engine as CoreEngine
+from kqview.arguments import invalid
+from kqview.chat.messages import Message
+from kqview.errors import ClosedError, KqviewError, shown
+from kqview.generation.stream import Generation
+from kqview.option_names import names_options
+from kqview.submission import GENERATE_NAMES, GenerateOptions
+from kqview.types import Finished, ModelInfo, Token, Usage
+from kqview.types.text import Ids
+from kqview.types.token import add_token
+
+Prompt = str | Ids | Sequence[Message]
+OnError = Literal["raise", "return"]
+
+_N_AHEAD: Final = 2  # prompts in work and results kept, per slot
+_PROGRESS_S: Final = 0.2
+
+
+class Many:
+    """`map`; any thread."""
+
+    _core: CoreEngine
+    _info: ModelInfo
+
+    @abstractmethod
+    def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
+        """See Engine."""
+
+    @names_options("map", also=GENERATE_NAMES)
+    def map(
+        self,
+        prompts: Iterable[Prompt] | Mapping[str, Prompt],
+        *,
+        progress: bool | Callable[[int, int | None], object] = False,
+        skip: Container[str] = (),
+        on_error: OnError = "raise",
+        **options: Unpack[GenerateOptions],
+    ) -> Generator[Finished, None, None]:
+        """Generate for many prompts and yield each result with all its tokens, in order.
+
+        All slots work at once. At most twice as many prompts as there are slots are in work or
+        waiting to be yielded, so *prompts* may be endless, and attention needs memory only for
+        those and for what you keep. Ending the iteration early cancels what runs.
+
+        A generation of your own that holds a slot must not wait for the calling thread meanwhile.
+
+        Args:
+            prompts: Texts, ids, or lists of messages (for `chat`); a mapping gives each an id.
+                Without one, the id is the number of the prompt, from "0".
+            progress: True prints a line to stderr; a function gets the number of results and of
+                prompts (None if it is not known).
+            skip: Ids to leave out, such as those of a `kqview.SavedFolder`, to continue a run that
+                was interrupted.
+            on_error: "raise" ends the iteration with the error of the first prompt that fails;
+                "return" yields its result with ``error`` set and continues.
+            **options: The options of `generate`, the same for every prompt. ``request_id`` is the
+                id of the prompt.
+
+        Raises:
+            RequestError: *prompts* is one prompt, or an option is invalid.
+            ClosedError: The engine is closed.
+            KqviewError: While iterating: what `generate` and iterating its result raise.
+        """
+        self._core.check_open()
+        if on_error not in get_args(OnError):
+            raise invalid("on_error", "'raise' or 'return'", shown(on_error))
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid(
+                "prompts", "several prompts, as a list or a mapping (generate takes one)",
+                shown(prompts),
+            )  # fmt: skip
+        n_total = len(prompts) if isinstance(prompts, Sized) else None
+        report = _reporter(progress, n_total)
+        given: Iterable[tuple[object, Prompt]] = (
+            cast("Mapping[str, Prompt]", prompts).items()
+            if isinstance(prompts, Mapping)
+            else enumerate(prompts)
+        )
+        wanted = ((str(key), prompt) for key, prompt in given if str(key) not in skip)
+        return self._mapped(wanted, report, on_error == "return", options)
+
+    def _mapped(
+        self,
+        prompts: Iterator[tuple[str, Prompt]],
+        report: Callable[[int, int], object],
+        returns_errors: bool,
+        options: GenerateOptions,
+    ) -> Generator[Finished, None, None]:
+        n_slots = self._core.n_slots
+        running: set[Generation] = set()
+        pending: deque[Future[Finished]] = deque()
+        n_done = n_tokens = 0
+        is_over = False
+
+        def work(name: str, prompt: Prompt) -> Finished:
+            try:
+                generation = self._begun(name, prompt, options)
+            except KqviewError as error:
+                if not returns_errors:
+                    raise
+                return Finished(name, [], [], "", "error", Usage(), self._info, error)
+            running.add(generation)
+            try:
+                if is_over:
+                    generation.cancel()
+                return _taken(name, generation, returns_errors=returns_errors)
+            finally:
+                running.discard(generation)
+
+        pool = ThreadPoolExecutor(n_slots, "kqview-map")
+        try:
+            first = islice(prompts, _N_AHEAD * n_slots)
+            pending.extend(pool.submit(work, *one) for one in first)
+            while pending:
+                result = pending.popleft().result()
+                n_done, n_tokens = n_done + 1, n_tokens + len(result.tokens)
+                report(n_done, n_tokens)
+                yield result
+                del result  # its attention is the caller's alone while the next one is awaited
+                pending.extend(pool.submit(work, *one) for one in islice(prompts, 1))
+        finally:
+            is_over = True
+            for future in pending:
+                future.cancel()
+            for generation in list(running):
+                generation.cancel()
+            pool.shutdown()
+
+    def _begun(self, name: str, prompt: Prompt, options: GenerateOptions) -> Generation:
+        named: Any = {**options, "request_id": name}
+        is_chat = (
+            isinstance(prompt, Sequence)
+            and not isinstance(prompt, str)
+            and len(prompt) > 0
+            and isinstance(prompt[0], Mapping)
+        )
+        engine: Any = self
+        return engine.chat(prompt, **named) if is_chat else engine.generate(prompt, **named)
+
+
+def _taken(name: str, generation: Generation, *, returns_errors: bool) -> Finished:
+    error: KqviewError | None = None
+    tokens: list[Token] = []
+    try:
+        for token in generation:
+            add_token(tokens, token)
+        del tokens[len(tokens) - generation.n_removed :]
+    except ClosedError:
+        raise
+    except KqviewError as failure:
+        if not returns_errors:
+            raise
+        error = failure
+    return Finished(
+        name,
+        generation.prompt_ids,
+        tokens,
+        generation.text,
+        generation.finish_reason,
+        generation.usage,
+        generation.model,
+        error,
+        generation.fingerprint,
+    )
+
+
+def _reporter(
+    progress: bool | Callable[[int, int | None], object], n_total: int | None
+) -> Callable[[int, int], object]:
+    if callable(progress):
+        return lambda n_done, n_tokens: progress(n_done, n_total)
+    if not progress:
+        return lambda n_done, n_tokens: None
+    begun, shown_at = time.monotonic(), 0.0
+
+    def show(n_done: int, n_tokens: int) -> None:
+        nonlocal shown_at
+        now = time.monotonic()
+        is_last = n_done == n_total
+        if is_last or now - shown_at > _PROGRESS_S:
+            shown_at = now
+            of = "" if n_total is None else f"/{n_total}"
+            speed = n_tokens / max(now - begun, 1e-9)
+            line = f"\r{n_done}{of} prompts, {n_tokens} tokens, {speed:.1f} tokens/s"
+            print(line, end="\n" if is_last else "", file=sys.stderr, flush=True)
+
+    return show

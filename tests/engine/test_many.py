@@ -1,0 +1,284 @@
+"""Many prompts: `map`, `stack`, `save` and `load`; engines that pickle; empty lists."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import subprocess
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import kqview
+from kqview import Capture, Engine, Finished, errors
+from tests.support import tiny_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
+
+PROMPTS = ["Anna is a", "Tom found a red", "Mirelda", "They saw", "One day", "The bird"]
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 5, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Engine]:
+    with Engine.demo(n_ctx=128, n_slots=2, n_threads=1, pooling="mean") as demo:
+        yield demo
+
+
+# ---- map
+
+
+def test_results_come_in_the_order_of_the_prompts(engine: Engine) -> None:
+    results = list(engine.map(PROMPTS, capture="probs", **GREEDY))
+    assert [result.id for result in results] == [str(i) for i in range(len(PROMPTS))]
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.prompt_ids == engine.tokenize(prompt)
+        assert result.text == "".join(token.text for token in result.tokens)
+        assert (result.finish_reason, result.usage.completion_tokens) == ("length", 5)
+        assert [token.rows.shape[-1] for token in result.tokens] == [
+            len(result.prompt_ids) + i for i in range(5)
+        ]
+
+
+def test_prompts_are_taken_only_a_few_ahead(engine: Engine) -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[str]:
+        for i in range(10_000):
+            taken.append(i)
+            yield PROMPTS[i % len(PROMPTS)]
+
+    results = engine.map(endless(), **GREEDY)
+    for n in range(1, 8):
+        next(results)
+        assert len(taken) <= n + 2 * len(engine.slots)
+    results.close()
+    assert all(not slot.is_busy for slot in engine.slots)
+    assert not [one for one in threading.enumerate() if one.name.startswith("kqview-map")]
+
+
+def test_mapping_gives_ids_and_skip_leaves_them_out(engine: Engine) -> None:
+    prompts = {"a": PROMPTS[0], "b": engine.tokenize(PROMPTS[1]), "c": np.array([5, 6])}
+    messages = [{"role": "user", "content": "Who are you?"}]
+    results = list(engine.map({**prompts, "d": messages}, skip={"b"}, **GREEDY))
+    assert [result.id for result in results] == ["a", "c", "d"]
+    assert results[1].prompt_ids == [5, 6]
+    assert results[2].prompt_ids == engine.apply_chat_template(messages)
+
+
+def test_error_of_a_prompt_ends_the_map_or_is_its_result(engine: Engine) -> None:
+    prompts = [PROMPTS[0], "word " * 500, PROMPTS[1]]
+    results = engine.map(prompts, **GREEDY)
+    assert next(results).id == "0"
+    with pytest.raises(errors.PromptTooLong):
+        next(results)
+    kept = list(engine.map(prompts, on_error="return", **GREEDY))
+    assert [type(result.error) for result in kept] == [
+        type(None), errors.PromptTooLong, type(None),
+    ]  # fmt: skip
+    assert (kept[1].finish_reason, kept[1].tokens) == ("error", [])
+
+
+def test_progress_is_reported(engine: Engine, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int | None]] = []
+    list(engine.map(PROMPTS[:3], progress=lambda n, total: seen.append((n, total)), **GREEDY))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    list(engine.map(PROMPTS[:2], progress=True, **GREEDY))
+    assert "2/2 prompts, 10 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options", "error"),
+    [
+        ("one", {}, errors.RequestError),
+        (5, {}, errors.RequestError),
+        (["a"], {"on_error": "skip"}, errors.RequestError),
+        (["a"], {"max_new_tokens": 1}, errors.UnknownOption),
+    ],
+)
+def test_map_refuses_what_it_cannot_do_at_once(
+    engine: Engine, prompts: Any, options: Any, error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        engine.map(prompts, **options)
+
+
+def test_map_takes_back_what_mods_take_back(engine: Engine) -> None:
+    @kqview.mod
+    def retry(event: Any, actions: Any) -> Any:
+        if isinstance(event, kqview.mods.Added) and event.step == 3:
+            return actions.backtrack(2, [5])
+        return None
+
+    [result] = engine.map(PROMPTS[:1], mods=[retry], **GREEDY)
+    ids = [token.id for token in result.tokens]
+    assert result.text == engine.detokenize(ids)
+
+
+# ---- stack, save and load
+
+
+def results_of(engine: Engine, **capture: Any) -> list[Finished]:
+    return list(engine.map(PROMPTS[:2], capture=Capture("probs", **capture), **GREEDY))
+
+
+def test_stack_pads_rows_to_the_longest(engine: Engine) -> None:
+    tokens = results_of(engine, layers=[1, 2])[0].tokens
+    whole = kqview.stack(tokens, pad=-1)
+    n = tokens[-1].rows.shape[-1]
+    assert whole.shape == (5, 2, 8, n)
+    for token, rows in zip(tokens, whole, strict=True):
+        width = token.rows.shape[-1]
+        np.testing.assert_array_equal(rows[..., :width], token.rows)
+        assert (rows[..., width:] == -1).all()
+    assert whole.flags.writeable
+
+
+def test_stack_refuses_what_has_no_common_shape(engine: Engine) -> None:
+    with pytest.raises(errors.InvalidCapture, match="capture="):
+        kqview.stack(list(engine.generate(PROMPTS[0], **GREEDY)))
+    one, other = (results_of(engine, layers=layers)[0].tokens for layers in ([1], [1, 2]))
+    with pytest.raises(errors.RequestError, match="one generation"):
+        kqview.stack([*one, *other])
+
+
+@pytest.mark.parametrize(
+    "capture",
+    [
+        {"layers": [2, 0], "heads": [3], "dtype": "float16"},
+        {"top_k": 3},
+        {"reduce": "mean", "hidden": [1]},
+        {"spans": [(0, 2), (2, None)]},
+    ],
+)
+def test_saved_generation_loads_as_it_was(
+    engine: Engine, tmp_path: Path, capture: dict[str, Any]
+) -> None:
+    pytest.importorskip("safetensors")
+    result = results_of(engine, **capture)[1]
+    path = kqview.save(tmp_path / "one.safetensors", result)
+    saved = kqview.load(path)
+    assert (saved.id, saved.text, saved.finish_reason) == ("1", result.text, "length")
+    assert (saved.prompt_ids, saved.ids) == (
+        result.prompt_ids, [token.id for token in result.tokens],
+    )  # fmt: skip
+    assert saved.capture == result.tokens[0].capture
+    assert (saved.kind, saved.usage) == ("probs", result.usage)
+    assert saved.model["fingerprint"] == engine.slots[0].state_facts().model
+    for old, new in zip(result.tokens, saved.tokens(), strict=True):
+        assert (old.id, old.text, old.index) == (new.id, new.text, new.index)
+        assert (old.column_ids, old.column_texts) == (new.column_ids, new.column_texts)
+        assert (old.layers, old.heads) == (new.layers, new.heads)
+        np.testing.assert_array_equal(old.rows, new.rows)
+        assert old.rows.dtype == new.rows.dtype
+        for a, b in ((old.attention_positions, new.attention_positions), (old.hidden, new.hidden)):
+            assert (a is None) == (b is None)
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_layers_that_differ_in_heads_are_saved_each(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    engine = make_engine(tiny_gguf.write_gemma4(tmp_path / "gemma4.gguf"))
+    generation = engine.generate([1, 2, 3, 4], capture="probs", **GREEDY)
+    tokens = list(generation)
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", generation, tokens))
+    for old, new in zip(tokens, saved.tokens(), strict=True):
+        assert isinstance(old.attention, tuple)
+        assert isinstance(new.attention, tuple)
+        for a, b in zip(old.attention, new.attention, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_run_that_was_interrupted_goes_on_where_it_stopped(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    prompts = dict(zip(["a/b", "..", "ü.1", "d"], PROMPTS, strict=False))
+    done = kqview.SavedFolder(tmp_path / "run")
+    assert list(done) == []
+    for result in engine.map(prompts, skip=done, capture="probs", **GREEDY):
+        kqview.save(done.path, result)
+        if len(done) == 2:
+            break
+    assert set(done) == {"a/b", ".."}
+    again = [result.id for result in engine.map(prompts, skip=done, **GREEDY)]
+    assert again == ["ü.1", "d"]
+    assert done["a/b"].rows is not None
+    assert "d" not in done
+    with pytest.raises(KeyError):
+        _ = done["d"]
+    assert {entry.parent for entry in done.path.iterdir()} == {done.path}
+
+
+def test_generation_is_saved_with_the_tokens_that_were_taken(
+    engine: Engine, tmp_path: Path
+) -> None:
+    pytest.importorskip("safetensors")
+    generation = engine.generate(PROMPTS[0], capture="probs", **GREEDY)
+    first = next(generation)
+    with pytest.raises(errors.RequestError, match=r"1 tokens .* pass them as tokens"):
+        kqview.save(tmp_path, generation)
+    path = kqview.save(tmp_path, generation, [first])
+    assert kqview.load(path).ids == generation.tokens
+    assert kqview.SavedFolder(tmp_path)[generation.request_id].ids == generation.tokens
+
+
+def test_damaged_and_foreign_files_are_refused(engine: Engine, tmp_path: Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    path = kqview.save(tmp_path / "x.safetensors", results_of(engine)[0])
+    data = path.read_bytes()
+    foreign = numpy_files.save({"ids": np.zeros(2)})
+    for bad in (b"", data[:50], data[:-9], foreign, data.replace(b'"schema\\"', b'"schemb\\"', 1)):
+        path.write_bytes(bad)
+        with pytest.raises(errors.StateFormatError, match=r"x\.safetensors"):
+            kqview.load(path)
+    path.write_bytes(data.replace(b'schema\\": 1', b'schema\\": 9', 1))
+    with pytest.raises(errors.StateFormatError, match="schema 9"):
+        kqview.load(path)
+    with pytest.raises(errors.RequestError, match="SavedFolder"):
+        kqview.load(tmp_path)
+
+
+def test_saving_without_safetensors_names_the_extra(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    with pytest.raises(errors.KqviewError, match=r"kqview\[save\]"):
+        kqview.save(tmp_path / "x.safetensors", engine.generate("a", **GREEDY))
+
+
+# ---- engines and awaiting
+
+
+def test_engine_pickles_as_its_arguments(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny_llama.parent)
+    engine = Engine(tiny_llama.name, n_ctx=96, n_threads=1, run_ahead=2, progress=lambda _: None)
+    monkeypatch.chdir("/")
+    data = pickle.dumps(engine)
+    engine.close()
+    code = (
+        "import pickle, sys; engine = pickle.loads(sys.stdin.buffer.read());"
+        "print(engine.n_ctx, engine.generate([1, 2], max_tokens=3, ignore_eos=True).read() != '')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True, check=True)
+    assert done.stdout == b"96 True\n"
+
+
+async def test_aread_returns_the_text(engine: Engine) -> None:
+    generations = [engine.generate(prompt, **GREEDY) for prompt in PROMPTS[:2]]
+    texts = await asyncio.gather(*(one.aread() for one in generations))
+    assert texts == [one.text for one in generations]
+    assert texts == [engine.generate(prompt, **GREEDY).read() for prompt in PROMPTS[:2]]
+
+
+async def test_no_texts_give_no_results(engine: Engine) -> None:
+    assert engine.embed([]).shape == (await engine.aembed([])).shape == (0, engine.model.n_embd)  # pyright: ignore
+    assert engine.score([]) == await engine.ascore([]) == []
