@@ -550,9 +550,7 @@ def test_page_is_accessible_and_fits_a_phone(page: Any, served: Served):
             page.get_by_role("button", name="Close Settings").click()
             page.get_by_role("button", name="Conversations").click()
             expect(page.get_by_role("navigation", name="Conversations")).to_be_visible()
-        for scheme in ("light", "dark"):
-            page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-            assert violations(page) == [], (state, scheme)
+        assert violations(page) == [], state
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], state
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Conversations")).to_be_focused()

@@ -49,12 +49,16 @@ def open_tab(browser: Any) -> Iterator[Any]:
 
 
 def violations(page: Any) -> list[str]:
-    """What axe finds wrong with the page as it is; skips the test without axe."""
+    """What axe finds wrong with the page as it is, light and dark; skips the test without axe."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page, options={"resultTypes": ["violations"]})
-    assert found.response["passes"], "axe checked nothing"
-    return [
-        f"{one['id']}: {one['help']}: {node['html']}"
-        for one in found.response["violations"]
-        for node in one["nodes"]
-    ]
+    wrong: list[str] = []
+    for scheme, rules in (("light", {}), ("dark", {"runOnly": ["color-contrast"]})):
+        page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+        found = axe.run(page, options={"resultTypes": ["violations"], **rules})
+        assert found.response["passes"], "axe checked nothing"
+        wrong += [
+            f"{scheme}: {one['id']}: {one['help']}: {node['html']}"
+            for one in found.response["violations"]
+            for node in one["nodes"]
+        ]
+    return wrong
