@@ -9,6 +9,7 @@ import pytest
 
 from kqview.errors import QueueFull
 from kqview.server import Settings, events_bus
+from kqview.server.api.mia4 import routes
 from kqview.server.events_bus import Bus, Dropped, GenerationCompleted, Subscription
 from tests.support import mia4
 
@@ -188,3 +189,14 @@ def test_metrics_count_generations_of_this_dialect(demo: Served):
     n_before = count()
     mia4.generate(demo)
     assert count() == n_before + 1
+
+
+def test_quiet_stream_is_kept_alive(serve: Serve, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routes, "_KEEP_ALIVE_S", 0.05)
+    served = serve()
+    with served.client() as client, client.stream("GET", "/events") as reply:
+        lines = reply.iter_lines()
+        assert next(line for line in lines if line).startswith(":")
+        mia4.generate(served)
+        frames = mia4.frames_of(lines)
+        assert [next(frames)[0] for _ in GENERATION] == GENERATION

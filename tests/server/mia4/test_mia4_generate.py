@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from unittest import mock
@@ -179,6 +180,20 @@ def test_conversation_goes_on_without_what_was_thought(serve: Serve):
         assert client.delete("/chat/sessions/s").status_code == 204
         assert client.get("/chat/sessions/s").status_code == 404
         assert client.get("/chat/sessions").json() == {"sessions": []}
+
+
+def test_conversation_longer_than_the_context_goes_on(serve: Serve):
+    served = serve(mia4.config(settings={"n_ctx": 128}))
+    overrides = {"temperature": 0, "max_output_tokens": 8}
+    n_prompt: list[int] = []
+    for _ in range(12):
+        frames = mia4.generate(served, session_id="s", overrides=overrides)
+        assert mia4.check_end(frames)["status"] == "ok"
+        n_prompt += [one["prompt_tokens"] for one in mia4.named(frames, "usage")]
+    assert max(n_prompt) <= 128 - 8
+    assert sum(n > before for before, n in pairwise(n_prompt)) >= 6  # the history is in it
+    with served.client() as client:
+        assert client.get("/chat/sessions/s").json()["n_messages"] == 24
 
 
 def test_persona_follows_the_system_prompt_and_its_file(serve: Serve, tmp_path: Path):
