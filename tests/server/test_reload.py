@@ -8,10 +8,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import re
+import shutil
 import signal
 import sys
 import termios
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -20,19 +23,22 @@ import pytest
 from kqview import Engine
 from kqview.cli import serving
 from kqview.cli.serving import Reloads
+from kqview.demo import MODEL_PATH
 from kqview.errors import RequestError
 from kqview.server import Settings, create_app
 from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
+from kqview.server.config_file import load
 from kqview.server.live import Live, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
 from tests.support.processes import WITHIN_S, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
     from kqview.server.app import App
     from tests.support.serving import Serve
+
+PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
 
 
 @pytest.fixture(scope="module")
@@ -291,6 +297,38 @@ async def test_terminal_that_has_gone_ends_the_server(monkeypatch: pytest.Monkey
     os.kill(os.getpid(), signal.SIGHUP)
     await asyncio.wait_for(left.wait(), WITHIN_S)
     asyncio.get_running_loop().remove_signal_handler(signal.SIGHUP)
+
+
+# ---- the page's example
+
+EXAMPLE = re.compile(r"^## Configuration file\n.*?^```toml\n(.+?)^```", re.M | re.S)
+
+
+def test_example_of_the_page_has_no_errors_and_serves(serve: Serve, tmp_path: Path):
+    [text] = EXAMPLE.findall(PAGE.read_text(encoding="utf-8"))
+    path = tmp_path / "kqview.toml"
+    path.write_text(text, encoding="utf-8")
+    for folder in ("models", "mods"):
+        (tmp_path / folder).mkdir()
+    for name in ("writer", "small"):
+        shutil.copy(MODEL_PATH, tmp_path / "models" / f"{name}.gguf")
+    for name in ("writer.txt", "persona.txt"):
+        (tmp_path / name).write_text("Write well.")
+    (tmp_path / "keys.txt").write_text("the-key\n")
+    loaded = load(path)
+    assert loaded.problems_of_files() == []
+    served = serve(loaded.config)
+    with served.client(headers=key("the-key")) as client:
+        shown = {one["id"]: one for one in client.get("/models").json()["models"]}
+        assert list(shown) == ["writer", "small"]
+        assert shown["writer"]["capabilities"] == ["chat", "plan"]
+        assert shown["writer"]["passport"]["version"] == 2
+        assert shown["writer"]["system_prompt"]["version"] == 3
+        assert client.get("/config").json() == {"ui_mode": "admin"}
+        asked = {"model": "small", "prompt": "Anna", "max_tokens": 2}
+        reply = client.post("/v1/completions", json=asked)
+        assert reply.json()["model"] == "small"
+        assert client.get("/models", headers=key("other")).status_code == 401
 
 
 # ---- the whole server

@@ -196,6 +196,19 @@ def test_keys_that_cannot_be_used_are_refused_and_not_shown(
 # ---- errors
 
 
+def test_system_prompt_is_read_from_its_file(write: Write, tmp_path: Path):
+    path = write('[models.a]\nsystem_prompt = {file = "prompt.txt", version = 4}\n')
+    [error] = errors_of(path)
+    assert error == (
+        f"2: models.a.system_prompt.file: {tmp_path}/prompt.txt cannot be read: "
+        "No such file or directory"
+    )
+    (tmp_path / "prompt.txt").write_text("Be brief.\n")
+    assert load(path).config.models["a"].system_prompt == SystemPrompt(
+        text="Be brief.\n", version=4
+    )
+
+
 def test_all_errors_are_named_at_once_with_key_and_line(write: Write):
     path = write("""\
 port = 3
@@ -324,6 +337,7 @@ def run(*words: str, **environ: str):
 def test_check_says_what_is_wrong_with_files(write: Write, tmp_path: Path):
     (tmp_path / "no.gguf").write_bytes(b"GGUF?")
     (tmp_path / "persona").write_bytes(b"\xff")
+    (tmp_path / "right.txt").write_text("Be brief.")
     path = write(f"""\
 [server]
 models_dir = "none"
@@ -331,7 +345,7 @@ mods_dir = "no.gguf"
 ssl_certfile = "no.gguf"
 [models.demo]
 path = "{MODEL_PATH}"
-system_prompt.file = "missing.txt"
+system_prompt.file = "right.txt"
 lora = ["no.gguf:0.5", "none.gguf"]
 [models.broken]
 path = "no.gguf"
@@ -345,11 +359,10 @@ file = "persona"
     assert result.exit_code == 1
     lines = [line.replace(f"{tmp_path}/", "") for line in result.stdout.splitlines()]
     assert [line.partition(" ")[0] for line in lines] == [
-        f"kqview.toml:{line}:" for line in (2, 3, 4, 7, 8, 10, 12, 14)
+        f"kqview.toml:{line}:" for line in (2, 3, 4, 8, 10, 12, 14)
     ]
     text = "\n".join(lines)
     assert "server.models_dir: none is no folder" in text
-    assert "models.demo.system_prompt.file: there is no file missing.txt" in text
     assert "models.demo.lora[1]: there is no file none.gguf" in text
     assert "models.broken.path: " in text
     assert "sessions.database: folder/db: there is no folder folder" in text

@@ -1,19 +1,29 @@
-"""The server page's table of settings names every setting of the code with its default."""
+"""The server page names every setting with its default, and those that need a restart."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("typer")
 
+from kqview.server.config_file import WrongConfig, load
 from kqview.server.settings import PREFIX, Settings, flag_of
 
 PAGE = Path(__file__).parents[2] / "src/kqview/server/README.md"
 ROW = re.compile(r"^\| `(--[\w-]+)` \| `(KQVIEW_\w+)` \| (.*?) ?\| .+ \|$", re.M)
+
+
+def load_text(text: str) -> None:
+    """Read a configuration file with this text."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kqview.toml")
+        path.write_text(text, encoding="utf-8")
+        load(path)
 
 
 def shown(value: object) -> str:
@@ -33,3 +43,21 @@ def test_table_has_every_setting_with_its_flag_variable_and_default() -> None:
         (flag_of(spec.name), f"{PREFIX}{spec.name.upper()}", shown(spec.default))
         for spec in dataclasses.fields(Settings)
     }
+
+
+def test_keys_of_the_file_are_the_variables_as_the_page_says() -> None:
+    """A key is its variable without the prefix, in lower case."""
+    variables = [variable for _, variable, _ in ROW.findall(PAGE.read_text(encoding="utf-8"))]
+    keys = [variable.removeprefix(PREFIX).lower() for variable in variables]
+    assert keys == [spec.name for spec in dataclasses.fields(Settings)]
+    for key in keys:
+        with pytest.raises(WrongConfig) as wrong:
+            load_text(f"[server]\n{key} = {{}}")
+        assert "no key" not in str(wrong.value)
+
+
+def test_page_names_the_settings_that_need_a_restart() -> None:
+    [text] = re.findall(r"These need a restart.+?; of", PAGE.read_text(encoding="utf-8"), re.S)
+    assert re.findall(r"`(\w+)`", text) == [
+        spec.name for spec in dataclasses.fields(Settings) if spec.metadata["restart"]
+    ]

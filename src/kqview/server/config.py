@@ -133,7 +133,7 @@ class SystemPrompt(_Table, frozen=True):
 
     Attributes:
         text: The text.
-        file: A file with the text.
+        file: A file with the text; the text is in its place once a configuration is read.
         version: Shown to clients, beside the hash.
     """
 

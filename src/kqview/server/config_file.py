@@ -336,13 +336,23 @@ class _Reader:
             values[name] = self._value(hints[name], one, (*key, name))
             if kind is Model and name in _SETTINGS and values[name] is not _WRONG:
                 values[name] = self._setting(name, values[name], (*key, name))
-        return kind(**{name: one for name, one in values.items() if one is not _WRONG})
+        found = kind(**{name: one for name, one in values.items() if one is not _WRONG})
+        return self._prompt(found, key) if isinstance(found, SystemPrompt) else found
 
     def _items(self, table: Any, key: Key) -> Iterator[tuple[str, Any]]:
         if isinstance(table, dict):
             yield from table.items()  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         else:
             self._say(key, f"{name_of(key)} is {shown(table)}; write a table, [{name_of(key)}]")
+
+    def _prompt(self, prompt: SystemPrompt, key: Key) -> SystemPrompt:
+        """*prompt* with its text, wherever that is."""
+        if (prompt.text is None) == (prompt.file is None):
+            self._say(key, f"{name_of(key)} needs text or file, and not both")
+        elif prompt.file is not None:
+            text = self._content(prompt.file, (*key, "file"))
+            return SystemPrompt(text=text, version=prompt.version)
+        return prompt
 
     # ---- files that values name
 
@@ -394,11 +404,8 @@ class _Reader:
             self._say(key, f'{name_of(key)} is no text; write it, or {{file = "FILE"}}')
             return _WRONG
         path = self._path_of(value["file"])
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
-            self._say(key, f"{name_of(key)}: {path} cannot be read: {reason}")
+        text = self._content(path, key)
+        if text is None:
             return _WRONG
         if key[-1] == "chat_template":
             return text
@@ -412,6 +419,14 @@ class _Reader:
             )
             return _WRONG
         return keys if is_list else keys[0]
+
+    def _content(self, path: str, key: Key) -> str | None:
+        try:
+            return Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8"
+            self._say(key, f"{name_of(key)}: {path} cannot be read: {reason}")
+            return None
 
     # ---- what more than one value decides
 
@@ -442,7 +457,6 @@ class _Reader:
             if (other := known.setdefault(id_.casefold(), id_)) != id_:
                 self._say(key, f"{name_of(key)} and {other!r} differ in case alone; rename one")
             self._check_sampling(model.passport.sampling, (*key, "passport", "sampling"))
-            self._check_prompt(model.system_prompt, (*key, "system_prompt"))
 
     def _check_sampling(self, values: Mapping[str, Any], key: Key) -> None:
         for name, value in values.items():
@@ -453,10 +467,6 @@ class _Reader:
                 check_sampling({name: value}, name_of(key))
             except RequestError as error:
                 self._say((*key, name), str(error))
-
-    def _check_prompt(self, prompt: SystemPrompt | None, key: Key) -> None:
-        if prompt is not None and (prompt.text is None) == (prompt.file is None):
-            self._say(key, f"{name_of(key)} needs text or file, and not both")
 
     def _check_choice(
         self, models: Mapping[str, Any], default: object, given: Mapping[str, Any]
