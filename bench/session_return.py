@@ -17,6 +17,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from console import attempt, main
+from msgspec import structs
 from report import Timing
 from runs import open_engine
 
@@ -74,8 +75,8 @@ class _Turns:
     def __init__(self, settings: Settings, engine: Engine, folder: str) -> None:
         self._now_s = settings.now_s
         self._engine = engine
-        limits = ChatSessions(states_dir=folder)
-        config = Config(settings=ServerSettings(), models={}, sessions=limits)
+        config = Config.of(ServerSettings())
+        config = structs.replace(config, sessions=ChatSessions(states_dir=folder))
         self._service = Service(engine, Live(config))
         n_vocab = engine.model.n_vocab
         self._history = prompt_ids(settings.n_context, n_vocab)

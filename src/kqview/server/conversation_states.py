@@ -236,7 +236,7 @@ class ConversationStates:
             return np.zeros(0, np.int32)
         try:
             return read_ids(self._path(key), follows=False)
-        except StateError:
+        except (StateError, OSError):
             self.forget([key])
             raise
 
@@ -252,7 +252,7 @@ class ConversationStates:
             if marks.n_exact is None:
                 raise StateFormatError("the file has no trailer that says how exact it is")
             slot.restore_marked(blob, marks)
-        except StateError:
+        except (StateError, OSError):
             self.forget([key])
             raise
 
@@ -346,6 +346,11 @@ class ConversationStates:
         with self._lock:
             return sum(self._sizes.values())
 
+    def n_waiting(self, engine: Engine) -> int:
+        """Turns that wait for a seat."""
+        seats = self._seats.get(engine)
+        return 0 if seats is None else seats.n_waiting
+
     async def written(self) -> None:
         """Wait until what has been copied is in its files."""
         await asyncio.get_running_loop().run_in_executor(self._disk, lambda: None)
@@ -360,20 +365,20 @@ class _Seats:
 
     def __init__(self, n: int) -> None:
         self._free = asyncio.Semaphore(n)
-        self._n_waiting = 0
+        self.n_waiting = 0
 
     async def take(self, most_waiting: int) -> None:
         """Wait for a seat; raises QueueFull."""
-        if self._free.locked() and self._n_waiting >= most_waiting:
+        if self._free.locked() and self.n_waiting >= most_waiting:
             raise QueueFull(
-                f"{self._n_waiting} turns of sessions wait, the limit is {most_waiting} "
+                f"{self.n_waiting} turns of sessions wait, the limit is {most_waiting} "
                 "(max_queued); try again later"
             )
-        self._n_waiting += 1
+        self.n_waiting += 1
         try:
             await self._free.acquire()
         finally:
-            self._n_waiting -= 1
+            self.n_waiting -= 1
 
     def put(self) -> None:
         """Give a seat back."""
