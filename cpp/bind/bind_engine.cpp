@@ -176,6 +176,8 @@ void bind_engine(nb::module_& module) {
             "False for encoders and diffusion models, which evaluate a prompt in one step.")
         .def_prop_ro("pooling", &engine::pooling,
                      "How a text becomes an embedding; empty if the context provides none.")
+        .def_prop_ro("memory_bytes", &engine::memory_bytes,
+                     "Bytes of weights, KV cache and compute buffers, on the host and on devices.")
         .def_prop_ro("can_split_embedding", &engine::can_split_embedding,
                      "Whether a text to embed may take several steps.")
         .def_prop_ro(

@@ -184,6 +184,10 @@ void bind_options(nb::module_& module) {
 
 void bind_model(nb::module_& module) {
     bind_options(module);
+    nb::class_<device_need>(module, "DeviceNeed", "Memory that a model and its context need.")
+        .def_ro("device", &device_need::device)
+        .def_ro("free_bytes", &device_need::free_bytes, "0 for the host.")
+        .def_prop_ro("needed_bytes", &device_need::needed_bytes);
     module.def(
         "check_device_memory",
         [](const model_options& source, const engine_options& context) {
@@ -194,10 +198,11 @@ void bind_model(nb::module_& module) {
     module.def(
         "check_opening",
         [](const model_options& source, const engine_options& context) {
-            check_opening(source, context);
+            return check_opening(source, context);
         },
         nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
-        "Raise the errors of opening that can be found without reading the weights.");
+        "Raise the errors of opening that can be found without reading the weights.\n\n"
+        "Returns the memory needed on the host (first) and on each device.");
     nb::class_<model> bound(module, "Model");
     bind_facts(bound);
     bound

@@ -250,12 +250,20 @@ void check_device_memory(const model_options& wanted, const context_options& opt
     check_device_needs(needs, llama_model_n_layer(weightless.get()) + 1);
 }
 
-void check_opening(const model_options& wanted, const context_options& options) {
+std::vector<device_need> check_opening(const model_options& wanted,
+                                       const context_options& options) {
     start_llama();
     const auto weightless = std::make_shared<model>(weightless_options(wanted));
     check_memory(*weightless, options);
     check_device_memory(wanted, options);
     const context probe(weightless, options);
+    const auto params = params_of(*weightless, options);
+    auto needs = planned(*weightless, params);
+    if (!needs.empty()) {
+        needs.front().context_bytes += static_cast<std::size_t>(
+            bytes_of_cell * params.n_ctx + output_bytes(weightless->get(), params));
+    }
+    return needs;
 }
 
 // ---- the context
@@ -304,6 +312,14 @@ context::context(std::shared_ptr<model> source, const context_options& options)
     llama_set_abort_callback(handle_.get(), &context::is_over, this);
     use(model_->adapter_scales());
     open_embeddings(options);
+}
+
+std::size_t context::memory_bytes() const {
+    std::size_t n_bytes = 0;
+    for (const auto& [buffer_type, part] : llama_get_memory_breakdown(handle_.get())) {
+        n_bytes += part.model + part.context + part.compute;
+    }
+    return n_bytes;
 }
 
 void context::use(const lora_scales& scales) {

@@ -15,6 +15,7 @@
 #include "base/ids.h"
 #include "llama/model.h"
 #include "llama/sequence_state.h"
+#include "memory/device_need.h"
 
 namespace kqview {
 
@@ -49,7 +50,8 @@ void check_device_memory(const model_options& wanted, const context_options& opt
 
 // Raises what opening this model and context would raise, as far as that is known without the
 // weights: not a model file, options out of range, too little memory. Allocates almost nothing.
-void check_opening(const model_options& wanted, const context_options& options);
+// Returns what they will need on the host (first) and on each device, without LoRA adapters.
+std::vector<device_need> check_opening(const model_options& wanted, const context_options& options);
 
 class context {
 public:
@@ -60,6 +62,8 @@ public:
     int n_chunk() const { return n_chunk_; }  // the most tokens per decode
     int n_slots() const { return n_slots_; }
     int n_outputs() const { return n_outputs_; }  // the most tokens of a decode that want logits
+    // Of weights, KV cache and compute buffers, on the host and on devices.
+    std::size_t memory_bytes() const;
     // How a text becomes an embedding, as in context_options; "" if this context gives none.
     const std::string& pooling() const { return pooling_; }
     // Encoders and diffusion models have none.

@@ -16,6 +16,7 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
     has_cache_ = runner->has_cache();
     can_split_embedding_ = runner->can_split_embedding();
     pooling_ = runner->pooling();
+    memory_bytes_ = runner->memory_bytes();
     shift_obstacle_ = runner->shift_obstacle();
     graphs_ = runner->graphs();
     copies_ = runner->copies();

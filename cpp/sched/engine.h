@@ -47,6 +47,7 @@ public:
     bool has_cache() const { return has_cache_; }
     bool can_split_embedding() const { return can_split_embedding_; }
     const std::string& pooling() const { return pooling_; }
+    std::size_t memory_bytes() const { return memory_bytes_; }  // as of context
     const embedding_facts& embeddings() const { return embeddings_; }
     const std::string& shift_obstacle() const { return shift_obstacle_; }
 
@@ -82,6 +83,7 @@ private:
     bool has_cache_;
     bool can_split_embedding_;
     std::string pooling_;
+    std::size_t memory_bytes_;
     embedding_facts embeddings_;
     std::string shift_obstacle_;
     std::shared_ptr<const graph_counters> graphs_;

@@ -76,6 +76,7 @@ public:
 
     // As context::pooling(): how embeddings are made.
     const std::string& pooling() const { return context_->pooling(); }
+    std::size_t memory_bytes() const { return context_->memory_bytes(); }
     // Why tokens cannot be removed from the middle of a slot; empty if they can.
     std::string shift_obstacle() const { return context_->shift_obstacle(); }
 

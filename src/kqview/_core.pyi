@@ -40,11 +40,23 @@ class RpcState:
     lost: Final[str]
     """Why the server was lost; empty while it is available."""
 
+class DeviceNeed:
+    """Memory that a model and its context need."""
+
+    device: Final[str]
+    free_bytes: Final[int]
+    """0 for the host."""
+    needed_bytes: Final[int]
+
 def check_device_memory(model: ModelOptions, context: EngineOptions) -> None:
     """Raise OutOfMemory if a device has no room for its part of the model and context."""
 
-def check_opening(model: ModelOptions, context: EngineOptions) -> None:
-    """Raise the errors of opening that can be found without reading the weights."""
+def check_opening(model: ModelOptions, context: EngineOptions) -> list[DeviceNeed]:
+    """
+    Raise the errors of opening that can be found without reading the weights.
+
+    Returns the memory needed on the host (first) and on each device.
+    """
 
 class Model:
     n_vocab: Final[int]
@@ -405,6 +417,8 @@ class Engine:
     """False for encoders and diffusion models, which evaluate a prompt in one step."""
     pooling: Final[str]
     """How a text becomes an embedding; empty if the context provides none."""
+    memory_bytes: Final[int]
+    """Bytes of weights, KV cache and compute buffers, on the host and on devices."""
     can_split_embedding: Final[bool]
     """Whether a text to embed may take several steps."""
     n_classes: Final[int]

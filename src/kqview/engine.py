@@ -110,12 +110,18 @@ def check_opening(
     n_slots: int = 1,
     n_threads: int | None = None,
     n_gpu_layers: int = -1,
+    n_ubatch: int = 512,
+    flash_attn: Literal["auto"] | bool = "auto",
     kv_type: str = "f16",
     pooling: Pooling | None = None,
-) -> None:
+) -> "list[_core.DeviceNeed]":
     """Raise the errors that opening an Engine would raise, as far as possible without the weights.
 
     Reads only the file's header and vocabulary; takes next to no memory.
+
+    Returns:
+        Memory that the engine will need on the host (first) and on each device, without LoRA
+        adapters and attention rows.
 
     Raises:
         ModelLoadError: The file is missing or is not a model that llama.cpp supports.
@@ -123,10 +129,11 @@ def check_opening(
         RequestError: An option is out of range.
     """
     options = context_options(
-        n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, kv_type=kv_type, pooling=pooling
-    )
+        n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, n_ubatch=n_ubatch,
+        flash_attn=flash_attn, kv_type=kv_type, pooling=pooling,
+    )  # fmt: skip
     try:
-        _core.check_opening(model_options(model, n_gpu_layers), options)
+        return _core.check_opening(model_options(model, n_gpu_layers), options)
     finally:
         _forward_log()
 
@@ -370,6 +377,15 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
     def n_ctx(self) -> int:
         """Maximum number of tokens in a slot."""
         return self._core.n_ctx
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of weights, KV cache and compute buffers, on the host and on devices.
+
+        As llama.cpp allocated them when the engine was opened; without LoRA adapters and attention
+        rows. Weights that are mapped from their file count whole.
+        """
+        return self._core.memory_bytes
 
     @property
     def lora(self) -> tuple[LoraAdapter, ...]:

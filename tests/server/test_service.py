@@ -311,7 +311,7 @@ async def test_switch_ends_runs_and_sums_counters(models: Path):
         await switched
         async with await service.start(request(max_tokens=7)) as run:
             _ = [step async for step in run]
-        n_tokens = [stats.n_tokens for stats in service.pool.stats()]
+        n_tokens = [stats.n_tokens for stats in service.pool.default.stats()]
         assert len(n_tokens) == 2
         assert n_tokens[0] >= 10 + long.n_tokens
         assert n_tokens[1] == 7

@@ -24,6 +24,7 @@ from kqview.server.api.dream import routes as dream
 from kqview.server.api.kobold import routes as kobold
 from kqview.server.api.llama_server import routes as llama_server
 from kqview.server.api.mia4 import routes as mia4
+from kqview.server.api.models import routes as models
 from kqview.server.api.openai import responses
 from kqview.server.api.openai import routes as openai
 from kqview.server.config import Config
@@ -34,7 +35,7 @@ from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import SocketEndpoint
 
-DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic, mia4)
+DIALECTS: Final = (kobold, dream, llama_server, openai, responses, anthropic, mia4, models)
 """Modules with ``OPERATIONS``; a further dialect is one folder and one entry here."""
 
 

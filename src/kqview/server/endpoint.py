@@ -37,7 +37,7 @@ from kqview.server.budget import Body, Budget, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
 from kqview.server.run import Removal, Run, Step
 from kqview.server.security import Access, Caller, Gate
-from kqview.server.served import Served
+from kqview.server.served import Served, resolved
 from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.server.settings import Settings
 from kqview.types import PromptBlock
@@ -427,6 +427,8 @@ class Endpoint:
                         self._service, caller, headers, query, scope["state"]["request_id"], hold,
                         n_body_bytes, scope["path_params"], served,
                     )  # fmt: skip
+                    if served is not None:
+                        args = tuple(resolved(one, served) for one in args)
                     await self._reply(call, args, response)
         except ClientGone as error:
             if isinstance(error, Stalled):

@@ -110,6 +110,59 @@ class GenerationCompleted(Event, kw_only=True):
     reasoning_buffer_latency_ms: float | None = None
 
 
+class ModelLoading(Event, kw_only=True):
+    """A model is being loaded.
+
+    Attributes:
+        model_id: The model.
+        progress: Loaded fraction, 0..1.
+    """
+
+    model_id: str
+    progress: float
+
+
+class ModelLoaded(Event, kw_only=True):
+    """A model was loaded.
+
+    Attributes:
+        model_id: The model.
+        memory_bytes: What it takes: weights, KV cache and compute buffers.
+        seconds: How long it took.
+    """
+
+    model_id: str
+    memory_bytes: int
+    seconds: float
+
+
+class ModelUnloaded(Event, kw_only=True):
+    """A model was unloaded.
+
+    Attributes:
+        model_id: The model.
+        reason: "memory" if another one needed its memory, "admin", or "removed" from the
+            configuration.
+    """
+
+    model_id: str
+    reason: str
+
+
+class ModelFailed(Event, kw_only=True):
+    """A model could not be loaded.
+
+    Attributes:
+        model_id: The model.
+        error: Why.
+        retry_s: Seconds until a request tries again.
+    """
+
+    model_id: str
+    error: str
+    retry_s: float
+
+
 class Dropped(Event, kw_only=True):
     """This subscriber read too slowly.
 

@@ -7,7 +7,7 @@ server is counted here.
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -15,13 +15,14 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from kqview.errors import KqviewError
 from kqview.server import static_files
 from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
 from kqview.server.errors import Answer
 from kqview.server.events_bus import GenerationCompleted
 from kqview.server.run import Run
+from kqview.server.served import Served
 from kqview.server.service import Service
+from kqview.types import EngineStats
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -41,9 +42,6 @@ _TRACE_COUNTERS: Final = {
     "kqview_traces_refused": ("n_refused", "Traces that their receiver will never take."),
     "kqview_traces_dropped": ("n_dropped", "Traces that were lost: too many waited."),
 }
-_GAUGES: Final = {
-    "kqview_queued_generations": ("n_queued", "Generations that wait for a slot."),
-}
 # The same under the names of llama.cpp's server; the rates are those while the engine worked.
 _LLAMA_COUNTERS: Final = {
     "llamacpp:prompt_tokens": ("prefill_tokens", "Prompt tokens evaluated, without cached ones."),
@@ -52,10 +50,45 @@ _LLAMA_COUNTERS: Final = {
     "llamacpp:tokens_predicted_seconds": ("decode_s", "Seconds in steps that generated."),
     "llamacpp:n_decode": ("n_decodes", "Calls of llama_decode()."),
 }
-_LLAMA_GAUGES: Final = {
-    "llamacpp:prompt_tokens_seconds": ("prefill_tokens_per_s", "Prompt tokens per second."),
-    "llamacpp:predicted_tokens_seconds": ("tokens_per_s", "Generated tokens per second."),
-    "llamacpp:requests_deferred": ("n_queued", "Generations that wait for a slot."),
+
+
+def _n_busy(stats: EngineStats) -> int:
+    return sum(slot.is_busy for slot in stats.slots)
+
+
+# name -> (help, value of the engine that is loaded); 0 without one.
+_GAUGES: Final[Mapping[str, tuple[str, Callable[[EngineStats], float]]]] = {
+    "kqview_queued_generations": ("Generations that wait for a slot.", lambda s: s.n_queued),
+    "kqview_attention_leased_bytes": (
+        "Bytes of attention that views hold.",
+        lambda s: s.pool.leased_bytes,
+    ),
+    "kqview_attention_budget_bytes": (
+        "Most bytes that views may hold.",
+        lambda s: s.pool.budget_bytes,
+    ),
+    "kqview_busy_slots": ("Slots that generate.", _n_busy),
+    "llamacpp:prompt_tokens_seconds": (
+        "Prompt tokens per second.",
+        lambda s: s.prefill_tokens_per_s,
+    ),
+    "llamacpp:predicted_tokens_seconds": (
+        "Generated tokens per second.",
+        lambda s: s.tokens_per_s,
+    ),
+    "llamacpp:requests_deferred": ("Generations that wait for a slot.", lambda s: s.n_queued),
+    "llamacpp:requests_processing": ("Slots that generate.", _n_busy),
+    "llamacpp:n_busy_slots_per_decode": (
+        "Mean of slots that generate in a step.",
+        lambda s: s.decode_tokens / s.n_decodes if s.n_decodes else 0,
+    ),
+}
+# Of each model, where there are several: name -> (help, value).
+_MODEL_GAUGES: Final[Mapping[str, tuple[str, Callable[[Served], float]]]] = {
+    "kqview_model_loaded": ("Whether it is loaded.", lambda one: one.loaded is not None),
+    "kqview_model_loads": ("How often it was loaded.", lambda one: one.n_loads),
+    "kqview_model_bytes": ("Memory that it takes.", lambda one: one.held_bytes),
+    "kqview_model_requests": ("Requests that use it.", lambda one: one.n_uses),
 }
 _MILLISECONDS: Final = (1, 5, 10, 50, 100, 500, 1000, 5000, 10_000, 60_000, 300_000)
 _SECONDS: Final = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300, 1800)
@@ -119,18 +152,39 @@ class Metrics:
 
 
 class _EngineCollector:
+    """What the engines count; with a label for the model where there are several."""
+
     def __init__(self, service: Service) -> None:
         self._service = service
 
     def collect(self) -> Iterator[Metric]:
         """Called for every scrape."""
-        stats = self._service.pool.stats()
+        pool = self._service.pool
+        models = [(served, served.stats()) for served in pool]
+        now = [
+            (served, stats[-1] if served.loaded is not None and not pool.is_closing else None)
+            for served, stats in models
+        ]
+
+        def family(kind: Any, name: str, text: str, values: Iterable[tuple[Served, float]]) -> Any:
+            made = kind(name, text, labels=("model",) if pool.has_several else ())
+            for served, value in values:
+                made.add_metric((served.id,) if pool.has_several else (), value)
+            return made
+
         for name, (attribute, text) in (_COUNTERS | _LLAMA_COUNTERS).items():
-            total = sum(getattr(one, attribute) for one in stats)
-            yield CounterMetricFamily(name, text, value=total)
-        current = stats[-1] if self._service.pool.is_ready and stats else None
-        for name, (attribute, text) in (_GAUGES | _LLAMA_GAUGES).items():
-            yield GaugeMetricFamily(name, text, value=getattr(current, attribute, 0))
+            totals = [(one, sum(getattr(s, attribute) for s in stats)) for one, stats in models]
+            yield family(CounterMetricFamily, name, text, totals)
+        for name, (text, value) in _GAUGES.items():
+            values = [(one, 0 if stats is None else value(stats)) for one, stats in now]
+            yield family(GaugeMetricFamily, name, text, values)
+        if pool.has_several:
+            for name, (text, fact) in _MODEL_GAUGES.items():
+                yield family(GaugeMetricFamily, name, text, [(one, fact(one)) for one in pool])
+            yield GaugeMetricFamily(
+                "kqview_models_budget_bytes", "Most bytes that all models may take.",
+                value=pool.budget_bytes or 0,
+            )  # fmt: skip
         traces = self._service.mod_runs.trace_stats()
         if traces is not None:
             for name, (attribute, text) in _TRACE_COUNTERS.items():
@@ -146,23 +200,6 @@ class _EngineCollector:
         yield GaugeMetricFamily(
             "kqview_memory_budget_bytes", "Most bytes that they may take.", value=budget.total_bytes
         )
-        pool = current.pool if current else None
-        yield GaugeMetricFamily(
-            "kqview_attention_leased_bytes", "Bytes of attention that views hold.",
-            value=pool.leased_bytes if pool else 0,
-        )  # fmt: skip
-        yield GaugeMetricFamily(
-            "kqview_attention_budget_bytes", "Most bytes that views may hold.",
-            value=pool.budget_bytes if pool else 0,
-        )  # fmt: skip
-        busy = sum(slot.is_busy for slot in current.slots) if current else 0
-        for name in ("kqview_busy_slots", "llamacpp:requests_processing"):
-            yield GaugeMetricFamily(name, "Slots that generate.", value=busy)
-        n_decodes = current.n_decodes if current else 0
-        yield GaugeMetricFamily(
-            "llamacpp:n_busy_slots_per_decode", "Mean of slots that generate in a step.",
-            value=current.decode_tokens / n_decodes if current and n_decodes else 0,
-        )  # fmt: skip
         yield GaugeMetricFamily(
             "kqview_running_requests", "Requests that run or wait.", value=len(self._service.runs)
         )
@@ -395,16 +432,14 @@ async def list_mods(call: Call) -> ModList:
 async def health(call: Call) -> HttpReply:
     """200 if requests are accepted and make progress, 503 if not."""
     pool = call.service.pool
-    try:
-        name = pool.default.name
-        if (reason := pool.stall()) is not None:
-            return _unhealthy(Health("stalled", name, reason), reason)
-        body = Health("ok", name)
-    except KqviewError:
-        if pool.is_closing:
-            return _unhealthy(Health("closing"), "the server is shutting down")
+    if pool.is_closing:
+        return _unhealthy(Health("closing"), "the server is shutting down")
+    if not pool.is_ready:
         return _unhealthy(Health("no model"), "Loading model")
-    return HttpReply(msgspec.json.encode(body))
+    name = pool.default.name if pool.has_several or pool.default.loaded is not None else None
+    if (reason := pool.stall()) is not None:
+        return _unhealthy(Health("stalled", name, reason), reason)
+    return HttpReply(msgspec.json.encode(Health("ok", name)))
 
 
 def _unhealthy(body: Health, message: str) -> HttpReply:

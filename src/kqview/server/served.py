@@ -7,17 +7,21 @@ to one event loop. It owns the engine that it opened itself, not one that it was
 import asyncio
 import contextlib
 import logging
+import os
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
+
+import msgspec
 
 from kqview.chat import CHATML
 from kqview.demo import MODEL_PATH
 from kqview.engine import Engine, check_opening
 from kqview.errors import ClosedError, KqviewError, RequestError
 from kqview.generation.text import TextStream
+from kqview.machine import physical_memory_bytes
 from kqview.server.budget import Hold, uncounted
 from kqview.server.config import UNNAMED, Model
 from kqview.server.errors import (
@@ -35,6 +39,8 @@ from kqview.server.slots import Slots
 from kqview.server.workers import Workers
 from kqview.types import EngineStats
 
+Options = Mapping[str, int | None]
+"""``n_ctx``, ``n_slots`` or ``n_gpu_layers`` that an administrator asked for; None for no wish."""
 State = Literal["unloaded", "loading", "loaded", "failed"]
 
 _log: Final = logging.getLogger("kqview.server")
@@ -62,6 +68,12 @@ class Served:
         state: Whether it is loaded.
         error: Why it could not be loaded, None unless *state* is "failed".
         progress: Loaded fraction, 0..1.
+        is_only: Whether the server has no other model: it may have aliases then, and is called by
+            its file if the configuration gives it no name.
+        is_switching: Whether it is being replaced by another file.
+        estimated_bytes: Memory that it needs, as far as its file says; None before the first load.
+        measured_bytes: Memory that it took when it was loaded; None before that.
+        held_bytes: Memory that it takes, or that is kept for it while it is loaded; 0 without.
         runs: Its runs by owner and request_id.
         slots: Its slots.
         pinned: Whether it is never unloaded to make room.
@@ -79,7 +91,6 @@ class Served:
         engine: Engine | None,
         texts: Workers,
         on_idle: Callable[[], None],
-        is_only: bool,
     ) -> None:
         """Serve *engine*, which stays the caller's; with None, `open` opens the configured file.
 
@@ -89,9 +100,7 @@ class Served:
             live: Of the server; options that *config* leaves open are from its settings.
             engine: An engine to serve, or None.
             texts: Where long texts are tokenized.
-            on_idle: Called when work without a run has ended.
-            is_only: Whether the server has no other model: it may have aliases then, and is called
-                by its file if the configuration gives it no name.
+            on_idle: Called when a request, run or other work on it has ended.
         """
         self.id = id_
         self.config = config
@@ -106,14 +115,18 @@ class Served:
         self.n_loads = 0 if engine is None else 1
         self.last_used_s = 0.0
         self.is_closing = False
+        self.is_only = True
+        self.is_switching = False
+        self.estimated_bytes: int | None = None
+        self.measured_bytes = None if engine is None else engine.memory_bytes
+        self.held_bytes = self.measured_bytes or 0
         self._on_idle = on_idle
         self._absence = "no model is loaded"
         self._live = live
         self._texts = texts
-        self._is_only = is_only
         self._owns_engine = False
         self._path = config.path
-        self._given: dict[str, int | None] = {}  # options of a switch that override the others
+        self._given: Options = {}  # they override the others
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
         self._past: list[EngineStats] = []  # of engines that were replaced
@@ -143,7 +156,7 @@ class Served:
         Raises:
             NoModel: It is called as its file says, and not loaded.
         """
-        if not self._is_only:
+        if not self.is_only:
             return self.id
         if aliases := self._live.settings.aliases:
             return aliases[0]
@@ -246,7 +259,18 @@ class Served:
         except RequestError as error:
             raise renamed(error, {"ids": name}) from None
 
-    # ---- work without a run
+    # ---- who uses it
+
+    @contextlib.contextmanager
+    def used(self) -> Generator[None]:
+        """Count a request that uses it, or waits for it."""
+        self.n_uses += 1
+        try:
+            yield
+        finally:
+            self.n_uses -= 1
+            self.last_used_s = time.monotonic()
+            self._on_idle()
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncGenerator[Engine]:
@@ -273,6 +297,7 @@ class Served:
         """Note that *run* is over."""
         self.runs.pop((run.owner, run.request_id), None)
         self.slots.released(run)
+        self._on_idle()
 
     def end_runs(self, error: ModelChanged | ShuttingDown) -> None:
         """End every run and other work on the engine, and tell its client *error*."""
@@ -284,6 +309,33 @@ class Served:
                 limit.reschedule(asyncio.get_running_loop().time())
 
     # ---- its engine
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether the engine is opened here, so that it may be closed and opened again."""
+        return self.loaded is None or self._owns_engine
+
+    def configure(self, config: Model) -> None:
+        """Take *config* from the next load on."""
+        if config.path != self.config.path:
+            self._path, self._given = config.path, {}
+        if config.pinned != self.config.pinned:
+            self.pinned = config.pinned
+        self.config = config
+
+    def take(self, options: Options) -> bool:
+        """Take *options* from the next load on; whether it is loaded with others."""
+        is_other = self.loaded is not None and dict(options) != dict(self._given)
+        self._given = options
+        return is_other
+
+    def estimate(self) -> int:
+        """Bytes that it will need; blocks. Raises as `check_opening`."""
+        path = MODEL_PATH if self._path is None else self._path
+        needs = check_opening(path, **self._options(self._given))
+        n_bytes = sum(one.needed_bytes for one in needs)
+        self.estimated_bytes = n_bytes + sum(os.path.getsize(file) for file, _ in self._adapters())
+        return self.estimated_bytes
 
     def open(self, progress: Callable[[float], object] | None = None) -> None:
         """Open the engine if there is none; blocks, before the event loop runs.
@@ -301,35 +353,51 @@ class Served:
         self.loaded = engine
         self._owns_engine = True
         self.state, self.error, self.progress = "loaded", None, 1.0
+        self.measured_bytes = engine.memory_bytes
+        # llama.cpp allocates some of what is estimated only when it computes.
+        self.held_bytes = max(self.measured_bytes, self.estimated_bytes or 0)
         self.n_loads += 1
 
-    async def load(self) -> None:
+    async def load(self, progress: Callable[[float], object]) -> None:
         """Open the engine if there is none.
+
+        Args:
+            progress: Called with the loaded fraction, 0..1, in another thread.
 
         Raises:
             ShuttingDown: The server is about to end.
             KqviewError: As the constructor of Engine.
         """
         async with self._switching:
-            if self.loaded is not None:
-                return
-            self._check_stays()
-            self.state, self.progress = "loading", 0.0
-            try:
-                self._opened(await self._open(self._path, self._given))
-            except BaseException as error:
-                self.state, self.error = "failed", str(error)
-                self._absence = f"the model {self.id!r} failed: {error}"
-                raise
+            if self.loaded is None:
+                self._check_stays()
+                self._opened(await self._open(self._path, self._given, progress))
 
-    async def unload(self, error: ModelChanged | None = None) -> None:
-        """Close the engine; what runs on it ends, and its clients are told *error*."""
+    def failed(self, error: BaseException) -> None:
+        """Note that it could not be loaded."""
+        self.state, self.error, self.progress = "failed", str(error), 0.0
+        self._absence = f"the model {self.id!r} could not be loaded"
+
+    async def unload(self, *, only_idle: bool = False) -> bool:
+        """Close the engine; what runs on it ends with ModelChanged.
+
+        Args:
+            only_idle: Whether to leave it if a request uses it.
+
+        Returns:
+            Whether there was one, and it was closed.
+        """
         async with self._switching:
-            if (old := self.loaded) is None:
-                return
+            old = self.loaded
+            if old is None or (only_idle and self.is_used):
+                return False
             self.loaded, self.state, self.progress = None, "unloaded", 0.0
-            self._leaves(error or model_changed())
+            self._absence = f"the model {self.id!r} is not loaded"
+            self._leaves()
             await self._close(old)
+            if self.state == "unloaded":  # else it is being loaded again
+                self.held_bytes = 0
+            return True
 
     async def close(self, limit_s: float) -> None:
         """Close the engine if it is ours, after a switch that runs."""
@@ -341,47 +409,56 @@ class Served:
     def _new(
         self,
         path: str | None,
-        given: dict[str, int | None],
+        given: Options,
         progress: Callable[[float], object] | None,
     ) -> Engine:
         s, own = self._live.settings, self.config
         # Adapters and template are of one file, the one that they were configured with.
         is_own = path == own.path
-        lora = s.lora if own.lora is None else own.lora
         template = s.chat_template if own.chat_template is None else own.chat_template
+        rows_bytes = s.attention_budget_bytes
+        if rows_bytes is None and not self.is_only:  # by default each would have a quarter
+            rows_bytes = physical_memory_bytes() // 4 // len(self._live.config.models)
         return Engine(
             MODEL_PATH if path is None else path,
             progress=progress,
-            attention_budget_bytes=s.attention_budget_bytes,
-            n_ubatch=s.ubatch_size,
-            flash_attn=_FLASH_ATTN[s.flash_attn if own.flash_attn is None else own.flash_attn],
-            lora=[_adapter(one) for one in lora] if is_own else None,
+            attention_budget_bytes=rows_bytes,
+            lora=self._adapters() if is_own else None,
             chat_template=_template(template) if is_own else None,
             **self._options(given),
         )
 
-    def _options(self, given: dict[str, int | None]) -> dict[str, Any]:
-        names = ("n_ctx", "n_slots", "n_threads", "n_gpu_layers", "kv_type", "pooling")
-        options: dict[str, Any] = {}
-        for name in names:
-            values = (
-                given.get(name),
-                getattr(self.config, name),
-                getattr(self._live.settings, name),
-            )
+    def _adapters(self) -> list[tuple[str, float]]:
+        lora = self._live.settings.lora if self.config.lora is None else self.config.lora
+        return [_adapter(one) for one in lora]
+
+    def _options(self, given: Options) -> dict[str, Any]:
+        """Those options of Engine that `check_opening` takes as well."""
+        settings, own = self._live.settings, self.config
+        flash_attn = settings.flash_attn if own.flash_attn is None else own.flash_attn
+        options: dict[str, Any] = {
+            "n_ubatch": settings.ubatch_size,
+            "flash_attn": _FLASH_ATTN[flash_attn],
+        }
+        for name in ("n_ctx", "n_slots", "n_threads", "n_gpu_layers", "kv_type", "pooling"):
+            values = given.get(name), getattr(own, name), getattr(settings, name)
             options[name] = next((one for one in values if one is not None), None)
         return options
 
-    async def _open(self, path: str | None, given: dict[str, int | None]) -> Engine:
-        def progress(fraction: float) -> None:
+    async def _open(
+        self, path: str | None, given: Options, progress: Callable[[float], object] | None = None
+    ) -> Engine:
+        def note(fraction: float) -> None:
             self.progress = fraction
+            if progress is not None:
+                progress(fraction)
             self._check_stays()  # a server that ends does not wait for a load: it asks now and then
 
-        return await asyncio.to_thread(self._new, path, given, progress)
+        return await asyncio.to_thread(self._new, path, given, note)
 
-    def _leaves(self, error: ModelChanged) -> None:
+    def _leaves(self) -> None:
         self.slots.forget()
-        self.end_runs(error)
+        self.end_runs(model_changed())
 
     async def _close(self, old: Engine) -> None:
         self._past.append(old.stats())
@@ -395,35 +472,42 @@ class Served:
 
     # ---- switching it for another file
 
-    async def switch(self, name: str, path: Path, options: dict[str, int | None]) -> Engine:
+    async def switch(self, name: str, path: Path, options: Options) -> Engine:
         """Serve the file *path*, called *name*, instead; as `Pool.switch`."""
         switch = asyncio.ensure_future(self._switch(name, path, options))
         self._switches.add(switch)
         switch.add_done_callback(self._switched)
         return await asyncio.shield(switch)
 
-    async def _switch(self, name: str, path: Path, options: dict[str, int | None]) -> Engine:
+    async def _switch(self, name: str, path: Path, options: Options) -> Engine:
         async with self._switching:
             self._check_stays()
             # What shows without the weights is refused before anything changes.
             await asyncio.to_thread(check_opening, str(path), **self._options(options))
             self._check_stays()
-            old, self.loaded = self.loaded, None
-            self._absence, self.state = f"{name!r} is being loaded", "loading"
-            self._leaves(model_changed())
-            if old is not None:
-                await self._close(old)
+            self.is_switching = True
             try:
-                engine = await self._open(str(path), options)
-            except BaseException as error:
-                self._absence = f"no model is loaded, {name!r} failed"
-                self.state, self.error = "failed", str(error)
-                if not self.is_closing and old is not None:
-                    await self._take_back(old)
-                raise
-            self._opened(engine)
-            self._path, self._given = str(path), options
-            return engine
+                return await self._switched_to(name, str(path), options)
+            finally:
+                self.is_switching = False
+
+    async def _switched_to(self, name: str, path: str, options: Options) -> Engine:
+        old, self.loaded = self.loaded, None
+        self._absence, self.state = f"{name!r} is being loaded", "loading"
+        self._leaves()
+        if old is not None:
+            await self._close(old)
+        try:
+            engine = await self._open(path, options)
+        except BaseException as error:
+            self.failed(error)
+            self._absence = f"no model is loaded, {name!r} failed"
+            if not self.is_closing and old is not None:
+                await self._take_back(old)
+            raise
+        self._opened(engine)
+        self._path, self._given = path, options
+        return engine
 
     async def _take_back(self, old: Engine) -> None:
         """Serve the old model again."""
@@ -441,16 +525,20 @@ class Served:
         if not switch.cancelled() and (error := switch.exception()) is not None:
             _log.warning("the model was not switched: %s", error)
 
-    # ---- uses
 
-    def enter(self) -> None:
-        """Count a request that uses it."""
-        self.n_uses += 1
+def resolved(body: Any, served: Served) -> Any:
+    """*body* with the id of *served* in place of the name that it has for it.
 
-    def leave(self) -> None:
-        """Count it no more."""
-        self.n_uses -= 1
-        self.last_used_s = time.monotonic()
+    A mod in that name, ``id/mod``, becomes the first of its mods. Where there is one model, which
+    answers to any name, the body stays as it is.
+    """
+    name = getattr(body, "model", None)
+    if served.is_only or not isinstance(name, str) or name == served.id:
+        return body
+    changes: dict[str, Any] = {"model": served.id}
+    if hasattr(body, "mods"):
+        changes["mods"] = [name.removeprefix(f"{served.id}/"), *(body.mods or ())]
+    return msgspec.structs.replace(body, **changes)
 
 
 def _template(text: str | None) -> str | None:

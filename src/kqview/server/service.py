@@ -76,6 +76,7 @@ class Service:
         self._n_runs_of: Counter[str] = Counter()
         self._last: dict[str, LastRun] = {}  # by owner; the run that ended last is the last entry
         self.pool = Pool(self.live, engine, on_idle=self._note_idle)
+        self.pool.listeners.add(self.bus.publish)
         self.sessions = Sessions(self.live)
         self.conversations = Conversations(self.live, self.budget)
         self.mod_runs = ModRuns(self.live)
@@ -363,7 +364,6 @@ class Service:
         name = run.owner, run.request_id
         self.runs.pop(name, None)
         model.ended(run)
-        self._note_idle()
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)
         self._last[run.owner] = LastRun(

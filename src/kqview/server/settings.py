@@ -123,6 +123,16 @@ class Settings:
         None, "memory for attention rows; without it, a quarter of the machine's", low=0
     )
 
+    models_budget_bytes: int | None = _setting(
+        None,
+        "memory for all models of a configuration together, on the host and on devices; the one "
+        "unused for longest leaves for another; without it, the machine's and its devices' less "
+        "what requests and attention rows may take",
+    )
+    model_wait_s: float = _setting(
+        30.0, "longest wait for the memory of models that other requests use", low=0
+    )
+
     # ---- saved slots
     slot_endpoints: bool = _setting(
         True, "serve /slots and /sessions, which show, save and restore slots"

@@ -45,7 +45,7 @@ from kqview.server.endpoint import Call, HttpReply, Operation, error_reply
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
-from kqview.server.served import Served
+from kqview.server.served import Served, resolved
 from kqview.server.service import Service
 from kqview.server.settings import Settings
 from kqview.server.sockets import Socket
@@ -255,6 +255,7 @@ class Session:
         async with contextlib.AsyncExitStack() as use:
             try:
                 model = await use.enter_async_context(service.pool.using(message.model))
+                message = resolved(message, model)
                 plan = await self._converted(
                     raw, plan_for, model, service.settings, message, request_id,
                     always_logprob=True,
@@ -360,19 +361,20 @@ async def stream(call: Call, socket: Socket) -> None:
 
 async def list_models(call: Call) -> schema.ModelsReply:
     """``GET /api/v1/models``."""
+    pool = call.service.pool
     names = await call.service.models()
-    try:
-        loaded = call.service.pool.default.name
-    except KqviewError:
-        loaded = None
-    return schema.ModelsReply(names, loaded)
+    if pool.has_several:
+        names = [*(one.id for one in pool), *names]
+    loaded = None if pool.default.loaded is None else pool.default.name
+    return schema.ModelsReply(list(dict.fromkeys(names)), loaded)
 
 
 async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:
     """``POST /api/v1/model/load``."""
     pool = call.service.pool
     engine = await pool.switch(body.model, load_options(body))
-    return info_of(pool.default, engine, engine.model.name or Path(body.model).stem)
+    name = engine.model.name or Path(body.model).stem
+    return info_of(pool.default, engine, pool.default.id if pool.has_several else name)
 
 
 OPERATIONS: Final[list[Operation]] = [

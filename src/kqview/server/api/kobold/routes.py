@@ -30,6 +30,7 @@ from kqview.server.endpoint import (
     json_in_slices,
 )
 from kqview.server.run import Run
+from kqview.server.served import resolved
 from kqview.server.sockets import Socket
 
 _TAG: Final = "kobold"
@@ -98,6 +99,7 @@ async def stream_socket(call: Call, socket: Socket) -> None:
     body = await call.service.converted(len(raw), call.hold, decoded, _STREAM_DECODER, raw)
     body = convert.with_query(body, call.query)
     async with call.service.pool.using(body.model or call.query.get("model")) as model:
+        body = resolved(body, model)
         run, engine = await _started(replace(call, served=model), body, len(raw), asked=True)
         await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
 

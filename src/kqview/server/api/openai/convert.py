@@ -7,6 +7,7 @@ from typing import Any, Final, Literal, cast
 
 import numpy as np
 import pybase64
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from kqview.engine import Engine
@@ -386,16 +387,28 @@ def byte_range(header: str, n_bytes: int) -> tuple[int, int] | None:
 # ---- models and embeddings
 
 
-def models_of(
-    info: ModelInfo, *, name: str, aliases: Sequence[str], n_ctx: int, created: int
-) -> schema.Models:
-    """The list of the one model that is served, in the forms of OpenAI and Ollama."""
-    model = schema.Model(
-        id=name,
-        created=created,
-        aliases=list(aliases),
-        tags=[],
-        meta=schema.ModelMeta(
+def status_of(state: str, progress: float) -> schema.ModelStatus:
+    """Whether a model is loaded, in the words of llama.cpp's router."""
+    return schema.ModelStatus(
+        value="unloaded" if state == "failed" else state,
+        failed=True if state == "failed" else UNSET,
+        progress=progress if state == "loading" else UNSET,
+    )
+
+
+def model_of(
+    info: ModelInfo | None,
+    *,
+    name: str,
+    aliases: Sequence[str],
+    n_ctx: int,
+    status: schema.ModelStatus,
+    created: int,
+) -> schema.Model:
+    """A model; *info* is None if it is not loaded."""
+    meta = None
+    if info is not None:
+        meta = schema.ModelMeta(
             n_vocab=info.n_vocab,
             n_ctx=n_ctx,
             n_ctx_train=info.n_ctx_train,
@@ -403,18 +416,29 @@ def models_of(
             n_params=info.n_params,
             size=info.size_bytes,
             ftype=info.file_type,
-        ),
+            architecture=info.architecture,
+        )
+    return schema.Model(
+        id=name, created=created, aliases=list(aliases), tags=[], meta=meta, status=status
     )
-    listed = {
-        "name": name, "model": name, "modified_at": "", "size": "", "digest": "", "type": "model",
-        "description": "", "tags": [""], "capabilities": ["completion"], "parameters": "",
+
+
+def models_of(models: Sequence[schema.Model]) -> schema.Models:
+    """The list of *models*, in the forms of OpenAI and Ollama."""
+    return schema.Models(data=[*models], models=list(map(_in_ollamas_form, models)))
+
+
+def _in_ollamas_form(model: schema.Model) -> schema.Object:
+    family, kind = (model.meta.architecture, model.meta.ftype) if model.meta else ("", "")
+    return {
+        "name": model.id, "model": model.id, "modified_at": "", "size": "", "digest": "",
+        "type": "model", "description": "", "tags": [""], "capabilities": ["completion"],
+        "parameters": "",
         "details": {
-            "parent_model": "", "format": "gguf", "family": info.architecture,
-            "families": [info.architecture], "parameter_size": "",
-            "quantization_level": info.file_type,
+            "parent_model": "", "format": "gguf", "family": family,
+            "families": [family], "parameter_size": "", "quantization_level": kind,
         },
     }  # fmt: skip
-    return schema.Models(data=[model], models=[listed])
 
 
 def embeddings_of(

@@ -157,26 +157,37 @@ def _number(text: str) -> int | None:
 
 
 async def list_models(call: Call) -> schema.Models:
-    """The model that is served."""
+    """The models that are served."""
     return _models(call)
 
 
 async def show_model(call: Call) -> schema.Model:
-    """The model, by its id or an alias."""
-    [model] = _models(call).data
-    if call.path["id"] not in (model.id, *model.aliases):
-        raise NotFound(f"there is no model {call.path['id'][:80]!r}; this server has {model.id!r}")
-    return model
+    """A model, by its id or an alias."""
+    models = _models(call).data
+    for model in models:
+        if call.path["id"] in (model.id, *model.aliases):
+            return model
+    known = ", ".join(repr(one.id) for one in models)
+    raise NotFound(f"there is no model {call.path['id'][:80]!r}; this server has {known}")
 
 
 def _models(call: Call) -> schema.Models:
-    served = call.service.pool.default
+    pool = call.service.pool
+    if not pool.has_several:
+        _ = pool.default.engine  # says why there is none
+    aliases = call.service.settings.aliases
     return convert.models_of(
-        served.engine.model,
-        name=served.name,
-        aliases=call.service.settings.aliases,
-        n_ctx=served.max_context,
-        created=int(time.time()),
+        [
+            convert.model_of(
+                None if one.loaded is None else one.loaded.model,
+                name=one.name,
+                aliases=() if pool.has_several else aliases,
+                n_ctx=0 if one.loaded is None else one.max_context_of(one.loaded),
+                status=convert.status_of(one.state, one.progress),
+                created=int(time.time()),
+            )
+            for one in pool
+        ]
     )
 
 
@@ -253,10 +264,10 @@ OPERATIONS: Final[Sequence[Operation]] = [
         body=schema.EmbeddingsBody, reply=schema.Embeddings, model="named",
     ),
     _operation(
-        "GET", "/v1/models", list_models, "The model that is served.", reply=schema.Models,
+        "GET", "/v1/models", list_models, "The models that are served.", reply=schema.Models,
     ),
     _operation(
-        "GET", "/v1/models/{id}", show_model, "The model, by its id.", reply=schema.Model
+        "GET", "/v1/models/{id:path}", show_model, "A model, by its id.", reply=schema.Model
     ),
     _operation(
         "GET", "/v1/attention/{id}", list_attention,

@@ -229,10 +229,22 @@ class ModelMeta(Struct, kw_only=True):
     n_params: int
     size: int
     ftype: str
+    architecture: str
+
+
+class ModelStatus(Struct, kw_only=True):
+    """Whether a model is loaded: "unloaded", "loading" or "loaded".
+
+    ``failed`` says that loading it failed last; ``progress`` is the loaded fraction, 0..1.
+    """
+
+    value: str
+    failed: bool | UnsetType = UNSET
+    progress: float | UnsetType = UNSET
 
 
 class Model(Struct, kw_only=True):
-    """A model that answers requests."""
+    """A model that answers requests; ``meta`` is null until it is loaded."""
 
     id: str
     object: Literal["model"] = "model"
@@ -240,7 +252,8 @@ class Model(Struct, kw_only=True):
     owned_by: Literal["llamacpp"] = "llamacpp"
     aliases: list[str]
     tags: list[str]
-    meta: ModelMeta
+    meta: ModelMeta | None
+    status: ModelStatus
 
 
 class Models(Struct, kw_only=True):

@@ -1,0 +1,1 @@
+"""The models of a server, for its administrator: load, unload and pin them."""

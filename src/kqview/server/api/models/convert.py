@@ -1,0 +1,13 @@
+"""States of models as JSON. Pure."""
+
+from kqview.server.api.models.schema import ModelState
+from kqview.server.served import Served
+
+
+def state_of(served: Served) -> ModelState:
+    """What a reply says of *served*."""
+    return ModelState(
+        id=served.id, state=served.state, progress=served.progress, pinned=served.pinned,
+        error=served.error, estimated_bytes=served.estimated_bytes,
+        measured_bytes=served.measured_bytes, requests=served.n_uses, loads=served.n_loads,
+    )  # fmt: skip

@@ -1,0 +1,67 @@
+"""Routes of models, for administrators."""
+
+from typing import Final
+
+from kqview.server.api.models.convert import state_of
+from kqview.server.api.models.schema import ModelState
+from kqview.server.endpoint import Call, Handler, Operation
+from kqview.server.errors import UnknownModel
+from kqview.server.pages import error_body
+from kqview.server.served import Served
+
+_TAG: Final = "models"
+
+
+def _named(call: Call) -> Served:
+    """The model in the path, of one model as well only by its name."""
+    name, pool = call.path["id"], call.service.pool
+    for served in pool:
+        if name == served.id or (served.loaded is not None and name == served.name):
+            return served
+    raise UnknownModel(f"there is no model {name[:80]!r}; GET /v1/models lists those there are")
+
+
+async def load(call: Call) -> ModelState:
+    """``POST /models/{id}/load``."""
+    served = _named(call)
+    await call.service.pool.load_now(served)
+    return state_of(served)
+
+
+async def unload(call: Call) -> ModelState:
+    """``POST /models/{id}/unload``."""
+    served = _named(call)
+    await call.service.pool.unload_now(served)
+    return state_of(served)
+
+
+async def pin(call: Call) -> ModelState:
+    """``POST /models/{id}/pin``."""
+    served = _named(call)
+    await call.service.pool.load_now(served)
+    served.pinned = True
+    return state_of(served)
+
+
+async def unpin(call: Call) -> ModelState:
+    """``POST /models/{id}/unpin``."""
+    served = _named(call)
+    served.pinned = False
+    call.service.pool.note_idle()
+    return state_of(served)
+
+
+def _operation(name: str, handler: Handler, summary: str) -> Operation:
+    return Operation(
+        method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag=_TAG,
+        summary=summary, error_body=error_body, reply=ModelState, access="admin",
+    )  # fmt: skip
+
+
+OPERATIONS: Final[list[Operation]] = [
+    _operation("load", load, "Load a model, and wait until it is."),
+    _operation("unload", unload, "Unload a model; running requests end with MODEL_CHANGED."),
+    _operation("pin", pin, "Load a model and keep it, whatever others need."),
+    _operation("unpin", unpin, "Let a model leave again when another needs its memory."),
+]
+"""Rows of the route table."""
