@@ -75,7 +75,7 @@ def another(spec: dataclasses.Field[Any]) -> Any:
 def test_setting_counts_at_once_unless_it_needs_a_restart(spec: dataclasses.Field[Any]):
     old = Config.of(Settings())
     new = Config(settings=Settings(**{spec.name: another(spec)}), models=old.models)
-    merged, done = reloaded(old, new, has_pool=True)
+    merged, done = reloaded(old, new)
     key = (f"server.{spec.name}",)
     if spec.metadata["restart"]:
         assert (merged, done.changed, done.needs_restart) == (old, (), key)
@@ -90,7 +90,7 @@ def test_tables_are_replaced_but_for_the_files_of_sessions():
         sessions=ChatSessions(ttl_s=5, database="x.db"), ui=Ui(mode="admin"),
         persona=Persona(file="p"),
     )  # fmt: skip
-    merged, done = reloaded(old, new, has_pool=True)
+    merged, done = reloaded(old, new)
     assert done.changed == ("models", "llm", "sessions", "ui", "persona")
     assert done.needs_restart == ("sessions.database",)
     assert merged.sessions == ChatSessions(ttl_s=5)
@@ -99,18 +99,18 @@ def test_tables_are_replaced_but_for_the_files_of_sessions():
         "changed models, llm, sessions, ui, persona; a restart is needed for sessions.database"
     )
     turned = Config(settings=Settings(), models={"b": Model(), "a": Model()})
-    assert reloaded(old, turned, has_pool=True)[1].changed == ("models",)
-    assert str(reloaded(old, old, has_pool=True)[1]) == "nothing changed"
+    assert reloaded(old, turned)[1].changed == ("models",)
+    assert str(reloaded(old, old)[1]) == "nothing changed"
 
 
 def test_one_model_and_several_need_a_restart_to_take_turns():
     one = config_of(model="m.gguf")
     several = Config(settings=Settings(), models={"a": Model(), "b": Model()})
     for old, new in ((one, several), (several, one)):
-        merged, done = reloaded(old, new, has_pool=True)
+        merged, done = reloaded(old, new)
         assert merged.models == old.models
         assert "models" in done.needs_restart
-    merged, done = reloaded(one, config_of(model="n.gguf"), has_pool=True)
+    merged, done = reloaded(one, config_of(model="n.gguf"))
     assert (merged, done.needs_restart) == (one, ("server.model",))
 
 

@@ -230,12 +230,13 @@ class _Server(uvicorn.Server):
             self._reloads.listen(lambda: self.handle_exit(signal.SIGTERM, None))
         if self._supervised is not None:
             self._supervised.tell_ready()
+        models = ", ".join(one.name for one in self._service.pool)
         for one in sockets or ():  # it answers only from here on
             host, port = one.getsockname()[:2]
             shown = f"[{host}]" if ":" in host else host
             scheme = "https" if self._service.settings.ssl_certfile else "http"
             print(
-                f"kqview serves {self._service.pool.default.name} at {scheme}://{shown}:{port} "
+                f"kqview serves {models} at {scheme}://{shown}:{port} "
                 "(API: /docs); press Ctrl-C to stop",
                 flush=True,
             )

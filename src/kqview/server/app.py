@@ -68,12 +68,10 @@ class App(Door):
                 others without a key; then nothing changes.
         """
         live = self.service.live
-        reconfigure = getattr(self.service.pool, "reconfigure", None)
-        merged, done = reloaded(live.config, config, has_pool=reconfigure is not None)
+        merged, done = reloaded(live.config, config)
         merged.settings.check_bind()
         live.replace(merged)
-        if reconfigure is not None:
-            reconfigure(merged)
+        self.service.pool.reconfigure(merged)
         self._describe()
         return done
 

@@ -53,16 +53,15 @@ class Reloaded:
         return text
 
 
-def reloaded(old: Config, new: Config, *, has_pool: bool) -> tuple[Config, Reloaded]:
+def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
     """*new*, with *old*'s values of what cannot change while the server runs.
 
     Args:
         old: What counts.
         new: What was read.
-        has_pool: Whether models can come and go.
     """
     settings, stays = _settings_of(old.settings, new.settings)
-    models, models_stay = _models_of(old, new, has_pool=has_pool)
+    models, models_stay = _models_of(old, new)
     tables: dict[str, Any] = {}
     for name in _TABLES:
         tables[name], kept = _table_of(getattr(old, name), getattr(new, name))
@@ -100,11 +99,11 @@ def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
     return msgspec.structs.replace(new, **kept), list(kept)
 
 
-def _models_of(old: Config, new: Config, *, has_pool: bool) -> tuple[Mapping[str, Model], bool]:
+def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
     """The models that count, and whether *new*'s do not."""
     if _is_one(old) and _is_one(new):  # of settings, which are compared themselves
         return old.models, False
-    if _is_one(old) or _is_one(new) or not has_pool:
+    if _is_one(old) or _is_one(new):
         return old.models, old.models != new.models
     return new.models, False
 

@@ -17,7 +17,7 @@ import copy
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
 from typing import Any, Final
 
 import msgspec
@@ -25,7 +25,7 @@ import msgspec
 from kqview.engine import Engine
 from kqview.errors import CapacityError, KqviewError, OutOfMemory, QueueFull
 from kqview.machine import physical_memory_bytes, system_info
-from kqview.server.config import Config, Model
+from kqview.server.config import UNNAMED, Config, Model
 from kqview.server.errors import NoModel, NotSupported, ShuttingDown, UnknownModel, shutting_down
 from kqview.server.events_bus import ModelFailed, ModelLoaded, ModelLoading, ModelUnloaded
 from kqview.server.live import Live
@@ -38,7 +38,7 @@ _N_WORKERS: Final = 4
 _MOST_NAME: Final = 80  # characters of an unknown name that are repeated
 _FIRST_RETRY_S: Final = 1.0  # after a failed load; doubled each time
 _LONGEST_RETRY_S: Final = 60.0
-_N_PROGRESS: Final = 20  # events of a load
+_N_PROGRESS: Final = 10  # events of a load
 _MIB: Final = 2**20
 
 
@@ -63,7 +63,7 @@ class Pool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._retries: dict[Served, tuple[float, float]] = {}  # when, and after how many seconds
         self._freed = asyncio.Event()
-        for id_, model in live.config.models.items():
+        for id_, model in _models(live.config).items():
             self._served[id_] = self._new(id_, model, None if self._served else engine)
         self._default = next(iter(self._served))
         self._note_number()
@@ -206,7 +206,8 @@ class Pool:
             if (n := int(fraction * _N_PROGRESS)) > n_told:
                 n_told = n
                 event = ModelLoading(model_id=served.id, progress=fraction)
-                loop.call_soon_threadsafe(self._publish, event)
+                with contextlib.suppress(RuntimeError):  # the loop is closed
+                    loop.call_soon_threadsafe(self._publish, event)
 
         return note
 
@@ -422,7 +423,7 @@ class Pool:
         options of a model count from its next load on.
         """
         before, self._served = self._served, {}
-        for id_, model in config.models.items():
+        for id_, model in _models(config).items():
             served = before.pop(id_, None) or self._new(id_, model)
             served.configure(model)
             self._served[id_] = served
@@ -505,6 +506,10 @@ class Pool:
         """
         limit_s = factor * self._live.settings.stall_timeout_s
         return next((why for one in self._all() if (why := one.stall(limit_s)) is not None), None)
+
+
+def _models(config: Config) -> Mapping[str, Model]:
+    return config.models or {UNNAMED: Model()}  # an engine may be all that is served
 
 
 def _may_leave(served: Served) -> bool:
