@@ -14,10 +14,17 @@ from kqview import Engine, Sampling
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
+from kqview.server import Settings
 from kqview.server.api.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
 from kqview.server.api.llama_fields import LlamaFields, reasoning_budget_of
 from kqview.server.api.reasoning import Split, TokenCounter
-from kqview.server.api.reasoning_cap import CapForcing, ReasoningCap, cap_of, cap_of_texts
+from kqview.server.api.reasoning_cap import (
+    CapForcing,
+    ReasoningCap,
+    budget_of,
+    cap_of,
+    cap_of_texts,
+)
 from tests.support import openai as api
 from tests.support import tiny_gguf
 from tests.support.mods import Words
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kqview import Generation
-    from tests.support.serving import Served
+    from tests.support.serving import Serve, Served
 
 MARKER = "===FINAL==="
 SPLITS = {
@@ -183,6 +190,24 @@ def test_limit_and_a_grammar_of_the_client_exclude_each_other():
             names={"reasoning_budget": "thinking_budget_tokens"},
         )  # fmt: skip
     assert caught.value.parameter == "thinking_budget_tokens"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "default", "options", "expected"),
+    [
+        (None, -1, {}, None),
+        (None, 5, {}, 5),
+        (3, 5, {}, 3),
+        (0, 5, {}, 0),
+        (None, 5, {"regex": "a"}, None),
+        (3, 5, {"regex": "a"}, 3),
+    ],
+)
+def test_server_has_a_default_for_chats_without_a_grammar_of_their_own(
+    wanted: int | None, default: int, options: dict[str, Any], expected: int | None
+):
+    server = Settings(reasoning_budget=default)
+    assert budget_of(wanted, Sampling(**options), server) == expected
 
 
 def test_prompts_have_to_agree_where_reasoning_begins():
@@ -413,6 +438,16 @@ def test_stream_has_reasoning_then_content(demo: Served):
     stream = api.chat_chunks(demo, **fields)
     for name in ("reasoning_content", "content"):
         assert api.joined(stream, name) == whole[name]
+
+
+def test_default_of_the_server_counts_for_chats(serve: Serve):
+    served = serve(Settings(reasoning_budget=4))
+    for name in ("chat", "messages", "responses"):
+        path, body = BODIES[name]
+        limit = "max_output_tokens" if name == "responses" else "max_tokens"
+        with served.client() as client:
+            reply = client.post(path, json={**body, limit: 16, "temperature": 0})
+        assert all(parts_of(name, reply.json())), reply.text
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -54,6 +54,7 @@ def of(line: str) -> tuple[str, str]:
         ("--temp 0.6 --top-k 20", "--sampling temperature=0.6 --sampling top_k=20"),
         ("-s 42 --seed -1 -n 64 -n -1", "--sampling seed=42 --max-tokens 64"),
         ("--top-nsigma 1.5 --top-n-sigma -1", "--sampling top_n_sigma=1.5"),
+        ("--reasoning-budget 256", "--reasoning-budget 256"),
         # our own stay as they are
         ("--demo --slots 4 --ctx 512 --ngl 3", "--demo --slots 4 --ctx 512 --ngl 3"),
         ("--max-tokens 5 --allowed-hosts a", "--max-tokens 5 --allowed-hosts a"),

@@ -128,7 +128,7 @@ _LACKING: Final[Mapping[str, Sequence[str]]] = {
         "--keep", "-rea", "--reasoning", "--reasoning-effort",
         "--no-prefill-assistant"),
     "this sampler": ("--adaptive-target", "--adaptive-decay"),
-    "a limit for thinking": ("--reasoning-budget", "--reasoning-budget-message"),
+    "a message at the limit of thinking": ("--reasoning-budget-message",),
     "chats without Jinja and its tools": ("--no-jinja", "--skip-chat-parsing"),
     "special tokens in texts": ("-sp", "--special"),
     "this form of infill": ("--spm-infill",),

@@ -171,6 +171,13 @@ class Settings:
         "how tokens are chosen if a request to llama-server's, OpenAI's or Anthropic's API does "
         f"not say: NAME=VALUE, such as temperature=0.6; names are {_NUMERIC}",
     )
+    reasoning_budget: int = _setting(
+        -1,
+        "most tokens of reasoning in a chat of the same APIs if a request does not say; 0 for "
+        "none, -1 for any number",
+        low=-1,
+    )
+
     # ---- mods and traces
     mods_dir: str | None = _setting(
         None, "folder of the mods that requests may name; without it, none", place="folder"

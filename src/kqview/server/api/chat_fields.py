@@ -16,6 +16,7 @@ from kqview.server.api.llama_fields import (
     reasoning_budget_of,
     sampling_of,
 )
+from kqview.server.api.reasoning_cap import budget_of
 from kqview.server.settings import Settings
 
 
@@ -46,11 +47,13 @@ def with_fields(
         RequestError: Or one of its kinds: it cannot work.
     """
     tokenize = partial(engine.tokenize, add_special=False, parse_special=False)
+    sampling = sampling_of(body, tokenize=tokenize, top_logprobs=top_logprobs, stop=stop)
+    budget = first(reasoning_budget_of(body), chat.reasoning_budget)
     return replace(
         chat,
-        sampling=sampling_of(body, tokenize=tokenize, top_logprobs=top_logprobs, stop=stop),
+        sampling=sampling,
         max_tokens=max_tokens_of(body),
-        reasoning_budget=first(reasoning_budget_of(body), chat.reasoning_budget),
+        reasoning_budget=budget_of(budget, sampling, settings),
         attention=attention_of(attention, settings),
         names={**chat.names, **names_of(body), **ATTENTION_NAMES, **names},
         options=options_of(body, settings),

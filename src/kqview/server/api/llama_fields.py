@@ -251,7 +251,7 @@ def max_tokens_of(fields: LlamaFields) -> int | None:
 
 
 def reasoning_budget_of(fields: LlamaFields) -> int | None:
-    """Most tokens of reasoning; None for any number (-1).
+    """Most tokens of reasoning; None (-1) for what the server says.
 
     Raises:
         RequestError: It is below -1.
@@ -260,7 +260,7 @@ def reasoning_budget_of(fields: LlamaFields) -> int | None:
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
         raise RequestError(
-            f"{name} is {n}; send -1 for no limit, 0 for no reasoning, or most tokens of it",
+            f"{name} is {n}; send -1 for the server's default, 0 for no reasoning, or more",
             parameter=name,
         )
     return None if n == -1 else n

@@ -13,6 +13,7 @@ from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.server.api.reasoning import Split, TokenCounter, opened_by
+from kqview.server.settings import Settings
 from kqview.types import Sampling
 
 _MOST_WAITS: Final = 3  # tokens for the rest of a character, which has at most four bytes
@@ -40,6 +41,25 @@ class ReasoningCap:
         return CapForcing(self, tokenize, engine.token_bytes)
 
 
+def budget_of(wanted: int | None, sampling: Sampling, settings: Settings) -> int | None:
+    """Most tokens of reasoning in a chat, None for any number.
+
+    Args:
+        wanted: What the request says, None if nothing.
+        sampling: Of the request; one with a grammar of its own has no default.
+        settings: For that default.
+    """
+    if wanted is not None or settings.reasoning_budget < 0 or _grammar_of(sampling) is not None:
+        return wanted
+    return settings.reasoning_budget
+
+
+def _grammar_of(sampling: Sampling) -> str | None:
+    """The option of *sampling* that decides what may follow, None without one."""
+    names = ("grammar", "json_schema", "regex")
+    return next((name for name in names if getattr(sampling, name) is not None), None)
+
+
 def cap_of(
     most: int | None,
     split: Split,
@@ -62,13 +82,13 @@ def cap_of(
     """
     if most is None or split.mode == "none" or most >= max_tokens:
         return None
-    for name in ("grammar", "json_schema", "regex"):
-        if getattr(sampling, name) is not None:
-            raise _refused(
-                f"cannot be combined with {names.get(name, name)}, which may not allow the mark "
-                "that ends the reasoning; send one of them",
-                names,
-            )
+    name = _grammar_of(sampling)
+    if name is not None:
+        raise _refused(
+            f"cannot be combined with {names.get(name, name)}, which may not allow the mark that "
+            "ends the reasoning; send one of them",
+            names,
+        )
     return ReasoningCap(split, most)
 
 

@@ -25,7 +25,7 @@ from kqview.server.api.llama_fields import (
     sampling_of,
 )
 from kqview.server.api.openai import schema
-from kqview.server.api.reasoning_cap import cap_of_texts
+from kqview.server.api.reasoning_cap import budget_of, cap_of_texts
 from kqview.server.api.tool_format import object_of, objects_of
 from kqview.server.errors import renamed
 from kqview.server.kept import Rows
@@ -135,10 +135,11 @@ def chat_of(
     json_schema = first(wanted_format, body.json_schema)
     schema_name = "json_schema" if wanted_format is None else "response_format"
     sampling = sampling_of(body, tokenize=tokenize, top_logprobs=_chat_logprobs(body))
+    # `prepare` decides how the answer is held to its schema.
+    sampling = replace(sampling, json_schema=None)
     return ChatRequest(
         messages=body.messages,
-        # `prepare` decides how the answer is held to its schema.
-        sampling=replace(sampling, json_schema=None),
+        sampling=sampling,
         request_id=request_id,
         max_tokens=_limit(body),
         tools=body.tools or (),
@@ -148,7 +149,7 @@ def chat_of(
         parallel_calls=body.parallel_tool_calls is not False and tool_name is None,
         schema={"type": "object"} if json_schema == {} else json_schema,
         reasoning=body.reasoning_format or "auto",
-        reasoning_budget=reasoning_budget_of(body),
+        reasoning_budget=budget_of(reasoning_budget_of(body), sampling, settings),
         template_options=_template_options(body),
         adds_generation_prompt=body.add_generation_prompt is not False,
         continues=_continues(body.continue_final_message),
