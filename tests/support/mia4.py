@@ -17,6 +17,7 @@ from kqview.server import Settings
 from kqview.server.cancelling import Cancelling
 from kqview.server.config import Config, Model
 from kqview.server.run import Run
+from kqview.server.served import Served as ServedModel
 from kqview.server.service import Service
 
 if TYPE_CHECKING:
@@ -192,6 +193,23 @@ def gated(at: int) -> Generator[Gate]:
         return await following(self)
 
     with mock.patch.object(Run, "__anext__", step):
+        try:
+            yield gate
+        finally:
+            gate.open()
+
+
+@contextlib.contextmanager
+def loading() -> Generator[Gate]:
+    """Models wait before they are loaded until the gate is opened, or this is left."""
+    gate = Gate(0)
+    load = ServedModel.load
+
+    async def slow(self: ServedModel, *args: Any) -> None:
+        await gate.wait()
+        await load(self, *args)
+
+    with mock.patch.object(ServedModel, "load", slow):
         try:
             yield gate
         finally:

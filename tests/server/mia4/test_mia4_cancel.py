@@ -5,14 +5,12 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import pytest
 
 from kqview.server import Settings
-from kqview.server.served import Served as ServedModel
 from tests.support import mia4
-from tests.support.mia4 import Gate, gated, saying
+from tests.support.mia4 import gated, saying
 
 if TYPE_CHECKING:
     from tests.server.conftest import Serve
@@ -78,24 +76,11 @@ def test_request_that_waits_for_a_slot_ends(serve: Serve):
 
 def test_request_that_waits_for_its_model_ends(serve: Serve):
     served = serve(mia4.config({"one": {}, "two": {}}))
-    gate = Gate(0)
-    load = ServedModel.load
-
-    async def slow(self: ServedModel, *args: Any) -> None:
-        await gate.wait()
-        await load(self, *args)
-
-    with (
-        mock.patch.object(ServedModel, "load", slow),
-        ThreadPoolExecutor(1) as pool,
-    ):
+    with mia4.loading() as gate, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(mia4.generate, served, request_id=NAME, model="two")
-        try:
-            assert gate.is_reached.wait(60)
-            cancelled(served)
-            assert check_cancelled(waiting.result(60))["output_tokens"] == 0
-        finally:
-            gate.open()
+        assert gate.is_reached.wait(60)
+        cancelled(served)
+        assert check_cancelled(waiting.result(60))["output_tokens"] == 0
     # Somebody else gets the model all the same.
     mia4.check_end(mia4.generate(served, model="two"))
 

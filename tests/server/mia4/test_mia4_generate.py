@@ -17,7 +17,7 @@ from kqview.errors import DecodeError, OutOfMemory
 from kqview.server import Settings
 from kqview.server.budget import Hold
 from kqview.server.conversations import Conversations
-from kqview.server.errors import ModelChanged, StorageFailed, TooLarge
+from kqview.server.errors import ModelChanged, StorageFailed, TooLarge, too_late
 from kqview.server.run import Run
 from tests.support import mia4
 from tests.support.mia4 import Gate, gated, saying
@@ -414,15 +414,25 @@ def test_stream_that_fails_has_one_error_and_then_one_end(chat: Served, fault: s
 
 
 def test_request_that_takes_too_long_ends_with_an_error_and_one_end(serve: Serve):
-    served = serve(mia4.config(settings={"request_timeout_s": 1.0}))
-    with gated(2) as gate:
-        with mia4.streaming(served) as frames:
-            assert gate.is_reached.wait(60)
-            served.wait_until(lambda: served.runs[0].error)
-            gate.open()
-            found = list(frames)
+    served = serve(mia4.config())
+    with gated(2) as gate, mia4.streaming(served) as frames:
+        assert gate.is_reached.wait(60)
+        [run] = served.runs
+        assert run.deadline is not None
+        with mia4.on_cancel(lambda: run.end(too_late(3600))):  # as the deadline does
+            mia4.cancel(served, "x")
+        gate.open()
+        found = list(frames)
     assert mia4.check_end(found)["status"] == "error"
     assert [one["code"] for one in mia4.named(found, "error")] == ["TIMEOUT"]
+
+
+def test_request_that_waits_too_long_for_its_model_is_refused(serve: Serve):
+    served = serve(mia4.config({"one": {}, "two": {}}, settings={"request_timeout_s": 0.5}))
+    with mia4.loading() as gate:
+        reply = mia4.post(served, model="two")
+        assert gate.is_reached.is_set()
+    assert (reply.status_code, reply.json()["code"]) == (504, "TIMEOUT")
 
 
 def test_shutdown_ends_streams_with_an_error_and_one_end(serve: Serve):
