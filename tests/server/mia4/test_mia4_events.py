@@ -135,6 +135,27 @@ def test_each_key_hears_of_its_own_requests_and_admins_of_all(serve: Serve):
     assert [name for name, _ in heard["one"]] == GENERATION
 
 
+def test_model_that_is_loaded_for_a_request_is_told_to_all_and_listed(serve: Serve):
+    settings = {"api_keys": ("one", "two")}
+    served = serve(mia4.config({"first": {}, "second": {"n_ctx": 256}}, settings=settings))
+
+    def states() -> list[tuple[str, int | None]]:
+        with served.client(headers=mia4.headers("one")) as client:
+            models = client.get("/models").json()["models"]
+        return [(one["state"], one["context_length"]) for one in models]
+
+    assert states() == [("unloaded", None), ("unloaded", 256)]
+    with mia4.listening(served, key="two") as events:
+        mia4.generate(served, key="one", model="second")
+        heard: list[mia4.Frame] = []
+        while not heard or heard[-1][0] == "ModelLoading":
+            heard.append(next(events))
+    assert heard[0][0] == "ModelLoading"
+    assert heard[-1][0] == "ModelLoaded"
+    assert {data["model_id"] for _, data in heard} == {"second"}
+    assert states() == [("unloaded", None), ("loaded", 256)]
+
+
 def test_events_need_a_key(serve: Serve):
     served = serve(Settings(api_keys=("one",)))
     with served.client() as client:

@@ -291,7 +291,7 @@ async def list_models(call: Call) -> schema.Models:
     cards = [
         convert.card_of(
             _id_of(model), _configured(call, model),
-            context_length=None if model.loaded is None else model.max_context_of(model.loaded),
+            context_length=_context_length(call, model),
             state={
                 "state": model.state, "progress": model.progress, "pinned": model.pinned,
                 "error": model.error,
@@ -309,6 +309,16 @@ async def list_models(call: Call) -> schema.Models:
 def _id_of(model: Served) -> str:
     """What clients call a model: its id, or its own name where the configuration gives it none."""
     return model.name if model.id == UNNAMED and model.loaded is not None else model.id
+
+
+def _context_length(call: Call, model: Served) -> int | None:
+    """Longest prompt in tokens; None of a model that was not loaded yet and takes its own."""
+    if model.loaded is not None:
+        return model.max_context_of(model.loaded)
+    settings = call.service.settings
+    given = _configured(call, model).n_ctx or settings.n_ctx
+    limits = [one for one in (given, settings.max_context) if one is not None]
+    return None if given is None else min(limits)
 
 
 def _configured(call: Call, model: Served) -> config.Model:
