@@ -85,7 +85,7 @@ async def test_session_that_returns_evaluates_only_what_is_new(engine: Engine, f
 
 
 async def test_session_returns_after_a_restart(engine: Engine, folder: Path, tmp_path: Path):
-    options = {"states_dir": str(folder), "database": str(tmp_path / "db")}
+    options: dict[str, Any] = {"states_dir": str(folder), "database": str(tmp_path / "db")}
     async with chats(engine, **options) as talk:
         first = await talk.turn(NAME, LONG)
     for slot in engine.slots:
@@ -187,6 +187,10 @@ def without_trailer(file: Path) -> None:
     file.write_bytes(data[: data.rindex(b'{"kv_type"')])
 
 
+def written(data: bytes) -> Callable[[Path], object]:
+    return lambda file: file.write_bytes(data)
+
+
 def as_link(file: Path) -> None:
     target = file.with_name("elsewhere")
     file.rename(target)
@@ -196,10 +200,8 @@ def as_link(file: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        cut, flipped, without_trailer, lambda file: file.write_bytes(b""),
-        lambda file: file.write_bytes(b"x" * 1000),
-        lambda file: file.write_bytes(b"SES1\xff\xff\xff\xff" + bytes(100)),
-        as_link, Path.unlink,
+        cut, flipped, without_trailer, written(b""), written(b"x" * 1000),
+        written(b"SES1\xff\xff\xff\xff" + bytes(100)), as_link, Path.unlink,
     ],
     ids=["cut", "flipped", "no-trailer", "empty", "garbage", "lengths", "link", "gone"],
 )  # fmt: skip
@@ -226,7 +228,7 @@ async def test_damaged_file_is_removed_and_the_history_evaluated(
 async def test_file_of_other_settings_is_not_restored(
     engine: Engine, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    options = {"states_dir": str(folder), "database": str(tmp_path / "db")}
+    options: dict[str, Any] = {"states_dir": str(folder), "database": str(tmp_path / "db")}
     async with chats(engine, **options) as talk:
         await begun(talk)
     with Engine.demo(n_threads=1, n_slots=2, n_ctx=1024, kv_type="q8_0") as other:
@@ -285,7 +287,7 @@ async def test_oldest_files_leave_for_the_size_limit(engine: Engine, folder: Pat
         await begun(talk)
         (file,) = files(folder)
         n_bytes = file.stat().st_size
-    limits = {"states_dir": str(folder), "max_state_bytes": int(2.5 * n_bytes)}
+    limits: dict[str, Any] = {"states_dir": str(folder), "max_state_bytes": int(2.5 * n_bytes)}
     async with chats(engine, **limits) as talk:
         assert files(folder) == []  # its session was in memory alone
         for session in "abc":
