@@ -96,7 +96,9 @@ async def _begun(
         attention = AttentionWriter(run, engine.model, service.kept, plan.prompt_text)
     publish = partial(service.bus.publish, owner=caller.owner)
     store = None if talk is None else partial(talk.append, body.prompt, model=model_id)
-    return Turn(run, plan, Named(request_id, model_id, body.session_id), attention, publish, store)
+    n_left_out = 0 if talk is None else talk.n_left_out
+    named = Named(request_id, model_id, body.session_id)
+    return Turn(run, plan, named, attention, publish, store, n_left_out)
 
 
 async def _persona(call: Call) -> Text | None:

@@ -46,6 +46,7 @@ class Turn:
         attention: AttentionWriter | None,
         publish: Callable[[msgspec.Struct], None],
         store: Store | None,
+        n_left_out: int = 0,
     ) -> None:
         """Begin to write *run*, which is what *plan* asks for, and publish so.
 
@@ -56,6 +57,7 @@ class Turn:
             attention: Keeps the rows, None without any.
             publish: Passes an event to whoever may see it.
             store: Appends an answer to its conversation, None without one.
+            n_left_out: How many messages of the conversation are not in the prompt.
         """
         self.run = run
         self._plan = plan
@@ -63,6 +65,7 @@ class Turn:
         self._attention = attention
         self._publish = publish
         self.store = store
+        self._n_left_out = n_left_out
         self._is_finished = False
         self._writer = Writer(
             named.request_id,
@@ -130,6 +133,8 @@ class Turn:
         named, run, writer = self._named, self.run, self._writer
         reason = "error" if failure is not None else frames.stop_reason_of(run.finish_reason)
         figures = frames.figures_of(run.usage, run.elapsed_s, writer.tokens)
+        if self._n_left_out:
+            figures["messages_left_out"] = self._n_left_out
         self._publish(
             GenerationCompleted(
                 request_id=named.request_id,
