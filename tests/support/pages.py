@@ -8,8 +8,9 @@ What runs, by the word behind the fence, in the order of the page:
 
 A block whose fence says ``not-run`` after the language is left out, ``sh`` blocks are too. In an
 output "..." stands for anything. The working folder is empty but for ``model.gguf``, the demo
-model, and ``sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo model and
-``127.0.0.1:6767`` a receiver of traces, started for the page. Python that begins with
+model, and ``sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo model,
+``127.0.0.1:5002`` one of two models with the admin key ADMIN, and ``127.0.0.1:6767`` a receiver of
+traces, started for the page. Python that begins with
 ``# mods/NAME.py`` is that file of the server's folder of mods.
 """
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:5001"
+SEVERAL = "127.0.0.1:5002"
 RECEIVER = "127.0.0.1:6767"
 SAMPLE = ROOT / "tests" / "ingest" / "sample_payload.json"
 _MOD = re.compile(r"# mods/(?P<name>\w+\.py)\n")
@@ -99,6 +101,9 @@ def run_page(page: Path) -> Iterator[Outcome]:
                     Path(mods, mod["name"]).write_text(block["code"], encoding="utf-8")
             settings = Settings(n_slots=2, mods_dir=mods)
             served = stack.enter_context(serving(settings)).url.removeprefix("http://")
+        several = SEVERAL
+        if any(SEVERAL in block["code"] for block in _BLOCK.finditer(text)):
+            several = stack.enter_context(_several()).removeprefix("http://")
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
         Path("model.gguf").symlink_to(MODEL_PATH)
@@ -117,7 +122,7 @@ def run_page(page: Path) -> Iterator[Outcome]:
                 for part in _COMMAND.finditer(block["code"]):
                     at = block.start("code") + part.start("text")
                     span = (at, at + len(part["text"]))
-                    command = part["command"].replace(ADDRESS, served)
+                    command = part["command"].replace(ADDRESS, served).replace(SEVERAL, several)
                     printed = _shell(command.replace(RECEIVER, receiver))
                     yield Outcome(line, part["command"], span, part["text"], printed)
                 continue
@@ -126,6 +131,18 @@ def run_page(page: Path) -> Iterator[Outcome]:
             shown = _OUTPUT.match(text, block.end())
             span = None if shown is None else shown.span("text")
             yield Outcome(line, block["code"], span, shown["text"] if shown else "", printed)
+
+
+@contextlib.contextmanager
+def _several() -> Iterator[str]:
+    """The address of a server of two models, which are both the demo model."""
+    from kqview.server import Settings
+    from kqview.server.config import Config, Model
+    from tests.support.serving import serving
+
+    settings = Settings(n_threads=1, admin_keys=("ADMIN",))
+    with serving(Config(settings=settings, models={"writer": Model(), "small": Model()})) as served:
+        yield served.url
 
 
 def node() -> str | None:
