@@ -57,7 +57,7 @@ export class Models {
     const state = EVENTS[name];
     const model = state && this.all.find(({ id }) => id === data.model_id);
     if (!model) return;
-    Object.assign(model, { state, progress: data.progress, error: data.message });
+    Object.assign(model, { state, progress: data.progress, error: data.error });
     this.draw();
   }
 
