@@ -283,7 +283,10 @@ def test_token_shows_what_it_looked_at(page: Any, served: Served):
     assert page.locator(both).count() == len(row) + n_after
     top = json.loads(panel.locator(".bars li .name").first.inner_text())
     texts = [*panel.locator(".prompt .token").all_text_contents(), *tokens.all_text_contents()]
-    assert texts[expected.index(10)].replace("↵\n", "\n") == top
+    hottest = [
+        text.replace("↵\n", "\n") for text, heat in zip(texts, seen(), strict=False) if heat == 10
+    ]
+    assert top in hottest
     page.mouse.move(0, 0)
     expect(what).to_contain_text("What the whole answer looked at")
     tokens.nth(2).click()  # stays
@@ -503,7 +506,7 @@ def test_text_of_a_model_is_set_as_it_means(page: Any, served: Served):
     expect(text.locator(".heading")).to_have_text("Small heading", use_inner_text=True)
     expect(text.locator("strong")).to_have_text("bold")
     expect(text.locator(".block code")).to_have_text("code")
-    expect(text.get_by_role("region", name="Code: python")).to_have_text("if a < b:\n    pass\n")
+    expect(text.get_by_role("group", name="Code: python")).to_have_text("if a < b:\n    pass\n")
     assert text.inner_text().endswith("After ``` it\n- one")
     assert "2 ** 3 ** 4." in text.inner_text()
 

@@ -19,6 +19,7 @@ from kqview.server import Settings
 from kqview.server.app import DIALECTS
 from kqview.server.endpoint import Upload
 from kqview.server.pages import describe
+from kqview.types.sampling import OPTIONS
 from tests.server import toy_dialect
 from tests.server.clients import read_to_close, sse_events, websocket
 from tests.server.toy_dialect import serving_toy
@@ -116,6 +117,74 @@ def test_keys_are_described_where_there_are_some(has_keys: bool):
         for name in each
     ]
     assert set(used) == set(schemes)
+
+
+def test_fields_have_the_meaning_that_their_docstring_gives(description: dict[str, Any]):
+    schemas = description["components"]["schemas"]
+    stream = schemas["StreamBody"]["properties"]  # of a class that it inherits from
+    assert [name for name, one in stream.items() if "description" not in one] == []
+    assert stream["max_new_tokens"]["description"] == stream["max_length"]["description"]
+    assert "Attributes" not in json.dumps(schemas)
+    for schema in schemas.values():
+        named = {name: one for name, one in schema.get("properties", {}).items() if name in OPTIONS}
+        assert all(one["description"] for one in named.values())
+
+
+def test_examples_of_requests_are_answered(toy: Served):
+    with toy.client() as client:
+        for one in ALL:
+            if one.example is not None:
+                reply = client.request(one.method, one.path, json=one.example)
+                assert reply.status_code == one.status, (one.path, reply.text)
+
+
+def test_shown_messages_are_those_that_are_sent(toy: Served):
+    shown = {one.path: one.samples for one in ALL if one.samples}
+    sent: dict[str, list[dict[str, Any]]] = {}
+    with toy.client() as client:
+        for one in ALL:
+            if one.samples and one.method == "POST":
+                sent[one.path] = [*sse_events(client.post(one.path, json=one.example))]
+    for path in ("/api/extra/generate/stream/ws", "/api/v1/generate/stream"):
+        request = shown[path][0].body
+        with websocket(toy, path) as socket:
+            socket.send(json.dumps(request))
+            sent[path] = []
+            while not sent[path] or sent[path][-1]["type"] != "done":
+                frame = socket.recv()
+                if isinstance(frame, str):
+                    sent[path].append(json.loads(frame))
+    assert sent.keys() == shown.keys()
+    for path, events in sent.items():
+        forms = {form_of(event) for event in events}
+        drawn = {
+            form_of(one.body)
+            for one in shown[path]
+            if one.sender == "server" and not isinstance(one.body, str)
+        }
+        assert forms <= drawn, path
+
+
+def form_of(value: Any) -> str:
+    """The names in an object and in those within it."""
+    if not isinstance(value, dict):
+        return "…"
+    return json.dumps({name: form_of(one) for name, one in sorted(value.items())})
+
+
+@pytest.mark.parametrize("one", [one for one in ASKED if one.method == "POST" and one.body])
+def test_errors_have_the_form_of_their_example(toy: Served, one: Operation):
+    described = describe([one], version="1", has_keys=False) if one.tag else {}
+    if one.body is Upload or not described:
+        pytest.skip("its body may be anything")
+    path = next(iter(described["paths"]))
+    errors = described["paths"][path]["post"]["responses"]
+    with toy.client() as client:
+        reply = client.post(re.sub(r"{\w+}", "x", one.path), content=b"no JSON")
+    if reply.status_code < 400:
+        pytest.skip("it takes any body")
+    example = errors[str(reply.status_code)]["content"]["application/json"]["example"]
+    assert example.keys() <= reply.json().keys()
 
 
 # ---- what the server does

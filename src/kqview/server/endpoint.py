@@ -224,6 +224,23 @@ class Events:
     n_repeated: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A message of a WebSocket, or an event of a stream, as the description shows it.
+
+    Attributes:
+        sender: Who sends it.
+        about: When it is sent.
+        body: Its JSON; of a binary message, what its bytes are, in words.
+        event: Name of a Server-Sent Event.
+    """
+
+    sender: Literal["client", "server"]
+    about: str
+    body: Mapping[str, Any] | str
+    event: str = "message"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """A row of the route table.
@@ -250,6 +267,8 @@ class Operation:
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
         subprotocols: Those that a WebSocket speaks.
+        example: A body, for the description.
+        samples: Messages of a WebSocket or events of a stream in their order, for the description.
     """
 
     method: Literal["GET", "POST", "DELETE", "WS"]
@@ -268,6 +287,8 @@ class Operation:
     also: tuple[str, ...] = ()
     streams: bool = False
     subprotocols: tuple[str, ...] = ()
+    example: Mapping[str, Any] | None = None
+    samples: tuple[Sample, ...] = ()
 
 
 # ---- the connection below a request

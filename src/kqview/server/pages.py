@@ -7,8 +7,8 @@ server is counted here.
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, cast
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -17,12 +17,13 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.server import static_files
 from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
-from kqview.server.errors import Answer
+from kqview.server.errors import STATUS, Answer
 from kqview.server.events_bus import GenerationCompleted
 from kqview.server.run import Run
 from kqview.server.served import Served
 from kqview.server.service import Service
 from kqview.types import EngineStats
+from kqview.types.sampling import OPTIONS
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -250,14 +251,21 @@ def describe(
     schemas, components = msgspec.json.schema_components(
         types, ref_template="#/components/schemas/{name}"
     )
-    for schema in components.values():
-        _tell_fields_apart(schema)
     by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
+    for schema in components.values():
+        _describe_fields(schema)
+    for kind, schema in zip(types, schemas, strict=True):
+        bases: Sequence[type] = getattr(kind, "__mro__", ())[1:]
+        for base in bases:
+            named = schema.get("$ref", "").rpartition("/")[2]
+            _describe_fields(components.get(named, schema), base.__doc__ or "")
     paths: dict[str, dict[str, Any]] = {}
     sockets: dict[str, Any] = {}
     for one in operations:
         if one.method == "WS":
-            sockets[one.path] = {"summary": one.summary, "tag": one.tag}
+            sockets[one.path] = {
+                "summary": one.summary, "tag": one.tag, "messages": _samples(one),
+            }  # fmt: skip
             continue
         for path in (one.path, *one.also):
             path = path.replace(":path}", "}")
@@ -287,16 +295,27 @@ def describe(
 _ATTRIBUTE: Final = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {10,}.*)*)", re.M)
 
 
-def _tell_fields_apart(schema: dict[str, Any]) -> None:
-    """Move what a docstring says of each attribute to the property of that name."""
-    about, _, attributes = schema.get("description", "").partition("\n\n    Attributes:\n")
-    if about:
+def _describe_fields(schema: dict[str, Any], docstring: str | None = None) -> None:
+    """Move what a docstring says of each attribute to the property of that name.
+
+    Of a field that is called as an option of sampling, the option's own words are there.
+
+    Args:
+        schema: Of an object.
+        docstring: Of a class that it inherits fields from; None for its own.
+    """
+    text = schema.get("description", "") if docstring is None else docstring
+    about, _, attributes = text.partition("\n\n    Attributes:\n")
+    if about and docstring is None:
         schema["description"] = _unwrapped(about)
     properties = schema.get("properties", {})
-    for names, text in _ATTRIBUTE.findall(attributes):
+    for names, meaning in _ATTRIBUTE.findall(attributes):
         for name in names.split(", "):
             if name in properties:
-                properties[name]["description"] = _unwrapped(text)
+                properties[name]["description"] = _unwrapped(meaning)
+    for name, one in properties.items():
+        if name in OPTIONS:
+            one.setdefault("description", _unwrapped(OPTIONS[name].doc))
 
 
 def _unwrapped(text: str) -> str:
@@ -323,10 +342,12 @@ def _operation(
     if one.body is Upload and one.upload is None:
         described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
     elif one.body is not None:
-        described["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": by_type[id(one.upload or one.body)]}},
-        }
+        content: dict[str, Any] = {"schema": by_type[id(one.upload or one.body)]}
+        if one.example is not None:
+            content["example"] = one.example
+        described["requestBody"] = {"required": True, "content": {"application/json": content}}
+    if one.samples:
+        described["x-events"] = _samples(one)
     if has_keys and one.access != "open":
         described["security"] = [{"bearer": []}, {"header": []}]
     return described
@@ -337,11 +358,29 @@ def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
     if one.reply is not None:
         content["application/json"] = {"schema": by_type[id(one.reply)]}
     if one.streams:
-        content["text/event-stream"] = {"schema": {}}
+        content["text/event-stream"] = {"schema": {}, **_stream_example(one)}
     described: dict[str, Any] = {"description": one.summary}
     if one.streams and one.reply is None:
         described["description"] = "Server-Sent Events, each with one JSON object as its data."
     return {**described, "content": content} if content else described
+
+
+def _samples(one: Operation) -> list[dict[str, Any]]:
+    return [
+        {
+            "from": sample.sender, "event": sample.event, "about": sample.about,
+            **({"binary": sample.body} if isinstance(sample.body, str) else {"data": sample.body}),
+        }
+        for sample in one.samples
+    ]  # fmt: skip
+
+
+def _stream_example(one: Operation) -> dict[str, str]:
+    events = [
+        f"event: {sample.event}\ndata: {msgspec.json.encode(sample.body).decode()}\n\n"
+        for sample in one.samples
+    ]
+    return {"example": "".join(events)} if events else {}
 
 
 def _errors(one: Operation) -> dict[str, Any]:
@@ -350,11 +389,32 @@ def _errors(one: Operation) -> dict[str, Any]:
         left_out |= {"415", "422"}
     if one.body is None and "{" not in one.path and not one.query:
         left_out.add("400")
-    return {
-        status: {"description": text, "content": {"application/json": {"schema": {}}}}
-        for status, text in _ERRORS.items()
-        if status not in left_out
-    }
+    found: dict[str, Any] = {}
+    for status, text in _ERRORS.items():
+        if status not in left_out:
+            example = msgspec.to_builtins(one.error_body(_ANSWERS[status]))
+            content = {"schema": _schema_of(example), "example": example}
+            found[status] = {"description": text, "content": {"application/json": content}}
+    return found
+
+
+_CODES: Final = {row.status: row.code for row in reversed([*STATUS.values()])}
+_ANSWERS: Final = {
+    status: Answer(int(status), _CODES.get(int(status), "INVALID_REQUEST"), text)
+    for status, text in _ERRORS.items()
+}
+_KINDS: Final = {bool: "boolean", int: "integer", float: "number", str: "string"}
+
+
+def _schema_of(value: Any) -> dict[str, Any]:
+    """A schema of values like this one; what is None here may be anything."""
+    if isinstance(value, dict):
+        members = cast("dict[str, Any]", value)
+        properties = {name: _schema_of(one) for name, one in members.items()}
+        return {"type": "object", "properties": properties}
+    if isinstance(value, list):
+        return {"type": "array"}
+    return {} if value is None else {"type": _KINDS[type(value)]}
 
 
 _TAG: Final = "server"

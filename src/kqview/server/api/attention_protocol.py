@@ -68,7 +68,51 @@ Weights = Annotated[list[float], msgspec.Meta(max_length=4096)]
 
 
 class AttentionFields(msgspec.Struct, kw_only=True):
-    """Fields of a generation in both protocols; names of the same thing stand together."""
+    """Fields of a generation in both protocols; names of the same thing stand together.
+
+    Attributes:
+        prompt: Text to continue.
+        memory: Text before the prompt.
+        input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt.
+        model: Id of a configured model; without it the default one.
+        request_id: Name of the request in events, and for ending it.
+        genkey: KoboldAI's name of the request, for checking and aborting it.
+        mods: Mods of the server's folder that steer it, such as ["stop_early"].
+        max_length, max_new_tokens: Most tokens to generate; 50 if neither is given.
+        max_context_length: Longest prompt in tokens that the client allows.
+        temperature: Divides the logits; 0 takes the most probable token. 0.7 if not given.
+        top_p: Keeps the most probable tokens that together have this probability. 0.9 if not given.
+        top_k: Keeps so many of the most probable tokens, 0 all of them. 40 if not given.
+        min_p: Drops tokens less probable than this part of the most probable one. 0 if not given.
+        typical: Keeps the tokens nearest to the expected information, of this probability together.
+        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest.
+        rep_pen, repetition_penalty: Divides the logits of tokens that were there lately, such as
+            1.1. 1 changes nothing, and is the default.
+        rep_pen_range: Of how many of the last tokens.
+        sampler_seed, seed: Makes the choice repeatable; -1, or none, is another one each time.
+        stop_sequence: Texts that end the generation, such as ["\\n\\n"].
+        stop_tokens: Ids that do.
+        banned_tokens: Ids, or texts that are one token, that are never chosen.
+        ban_eos_token, bypass_eos: Whether the model cannot end the text itself.
+        trim_stop: Whether the text leaves out the stop sequence that ended it.
+        num_samples: Texts to generate from the prompt.
+        logprobs, top_logprobs: Log-probabilities of each token, and of so many alternatives;
+            ``true`` is 5.
+        output_attentions, return_attention: Whether tokens come with their attention.
+        prompt_attention: Whether rows of the prompt's own tokens are sent as well.
+        attention_values: What rows hold: logits before the softmax, scores with the mask, or
+            probabilities.
+        attention_format: "per_layer" has a row for each head of each layer; "aggregated" one row of
+            them all; "sparse" the columns with the largest weights; "viz" a summary of each layer.
+        aggregation_mode: How "aggregated" makes one row of many.
+        layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
+        sparse_top_k, attention_top_k: Columns of "sparse"; 50 if not given.
+        attention_layers: Layers to send, such as [0, 3]; all if not given.
+        attention_heads: Heads to send; all if not given.
+        attention_spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in
+            place of columns.
+        dtype: Type of the values.
+    """
 
     prompt: str | None = None
     memory: str | None = None

@@ -10,7 +10,7 @@ export function codeExamples(address, body, needsKey, chosen = "curl") {
     JavaScript: javascript(address, body, needsKey),
   };
   const code = element("code", {});
-  const pre = element("pre", { tabindex: 0, role: "region", "aria-label": "Program" }, code);
+  const pre = element("pre", { tabindex: 0, role: "group", "aria-label": "Program" }, code);
   const copy = button("Copy", async () => {
     await navigator.clipboard.writeText(code.textContent);
     copy.textContent = "Copied";

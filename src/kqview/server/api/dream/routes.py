@@ -41,7 +41,7 @@ from kqview.server.api.dream.events import (
     reply_bytes,
 )
 from kqview.server.budget import Hold, uncounted
-from kqview.server.endpoint import Call, HttpReply, Operation, error_reply
+from kqview.server.endpoint import Call, HttpReply, Operation, Sample, error_reply
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
@@ -377,6 +377,31 @@ async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply
     return info_of(pool.default, engine, pool.default.id if pool.has_several else name)
 
 
+_EXAMPLE: Final[dict[str, Any]] = {"prompt": "Anna is a", "max_new_tokens": 2, "temperature": 0}
+_MESSAGES: Final = (
+    Sample("client", "A request; another one may follow its end", {
+        "type": "generate", **_EXAMPLE, "return_attention": True, "encoding": "binary",
+    }),
+    Sample("server", "Each token", {
+        "type": "token", "request_id": "…",
+        "token": {"token_id": 354, "text": " teac", "logprob": -0.61},
+        "attention": {
+            "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "binary",
+            "dtype": "float32",
+        },
+    }),
+    Sample("server", "Its row, as encoding is binary", "values in C order, little-endian"),
+    Sample("client", "Ends the request early", {"type": "cancel", "request_id": "…"}),
+    Sample("server", "The end", {
+        "type": "done", "request_id": "…", "finish_reason": "length", "total_tokens": 2,
+        "generation_time_ms": 3.5,
+    }),
+    Sample("server", "A failure, in place of the end", {
+        "type": "error", "request_id": "…", "error": "the model was switched; send the request "
+        "again", "error_code": "MODEL_CHANGED",
+    }),
+)  # fmt: skip
+
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="GET", path="/api/v1/model/info", also=("/api/latest/model/info",),
@@ -389,11 +414,13 @@ OPERATIONS: Final[list[Operation]] = [
         handler=generate, model="named", tag=_TAG, error_body=shared_error_body,
         body=schema.GenerateBody, reply=schema.GenerateReply,
         summary="Text in one reply, with the attention of every token if asked for.",
+        example={**_EXAMPLE, "return_attention": True},
     ),
     Operation(
         method="WS", path="/api/v1/generate/stream", also=("/api/latest/generate/stream",),
         handler=stream, tag=_TAG, error_body=error_body, subprotocols=(schema.SUBPROTOCOL,),
         summary="Text token by token with its attention; JSON, or MessagePack as subprotocol.",
+        samples=_MESSAGES,
     ),
     Operation(
         method="GET", path="/api/v1/models", handler=list_models, tag=_TAG,

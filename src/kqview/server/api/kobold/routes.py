@@ -25,6 +25,7 @@ from kqview.server.endpoint import (
     Handler,
     HttpReply,
     Operation,
+    Sample,
     decoded,
     empty,
     json_in_slices,
@@ -247,6 +248,33 @@ _LOGPROBS: Final = "Logprobs of the generation that ended last."
 _CHECK_PATH: Final = "/api/extra/generate/check"
 _LOGPROBS_PATH: Final = "/api/extra/last_logprobs"
 
+_EXAMPLE: Final[dict[str, Any]] = {
+    "prompt": "Anna is a", "max_length": 2, "temperature": 0, "attention_values": "probs",
+}  # fmt: skip
+_TOKEN: Final[dict[str, Any]] = {"token_id": 354, "text": " teac"}
+_DONE: Final[dict[str, Any]] = {"type": "done", "finish_reason": "length", "total_tokens": 2}
+_ERROR: Final[dict[str, Any]] = {
+    "type": "error", "error": "the model was switched; send the request again",
+    "error_code": "MODEL_CHANGED",
+}  # fmt: skip
+_EVENTS: Final = (
+    Sample("server", "Each token, with its row", {
+        "type": "token", "token": _TOKEN, "request_id": "…", "attention": {
+            "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
+            "dtype": "float32", "data": "…",
+        },
+    }),
+    Sample("server", "The end", {**_DONE, "request_id": "…"}),
+    Sample("server", "A failure, in place of the end", {**_ERROR, "request_id": "…"}),
+)  # fmt: skip
+_FRAMES: Final = (
+    Sample("client", "The request", _EXAMPLE),
+    Sample("server", "Each token", {"type": "token", **_TOKEN}),
+    Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
+    Sample("server", "The end; the socket is closed", _DONE),
+    Sample("server", "A failure, in place of the end", _ERROR),
+)
+
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/api/v1/tokenize", tokenize, "Ids of a text, with the text of each.",
@@ -265,11 +293,13 @@ OPERATIONS: Final[list[Operation]] = [
         "Generate, streamed. Events have a type and attention where output_attentions or "
         "request_id is given; else they are KoboldAI's.",
         schema.StreamBody, streams=True, model="named",
+        example={**_EXAMPLE, "output_attentions": True}, samples=_EVENTS,
     ),
     _operation(
         "WS", "/api/extra/generate/stream/ws", stream_socket,
         "Generate: send the body of /api/extra/generate/stream as the first message; each token is "
         "a text frame and a binary frame of float32.",
+        samples=_FRAMES,
     ),
     _post(
         "/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted

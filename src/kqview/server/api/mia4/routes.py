@@ -20,7 +20,16 @@ from kqview.server.api.mia4.persona import Persona, Text
 from kqview.server.api.mia4.turn import Named, Turn
 from kqview.server.cancelling import Cancelled
 from kqview.server.config import UNNAMED
-from kqview.server.endpoint import EVENT_TAIL, Call, Feed, Frames, Handler, HttpReply, Operation
+from kqview.server.endpoint import (
+    EVENT_TAIL,
+    Call,
+    Feed,
+    Frames,
+    Handler,
+    HttpReply,
+    Operation,
+    Sample,
+)
 from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.events_bus import Subscription
 from kqview.server.live import Live
@@ -338,6 +347,27 @@ def _operation(method: Any, path: str, handler: Handler, summary: str, **more: A
     )  # fmt: skip
 
 
+_EXAMPLE: Final[dict[str, Any]] = {
+    "session_id": "tea", "prompt": "Who is Anna?",
+    "overrides": {"temperature": 0, "max_output_tokens": 2},
+}  # fmt: skip
+_NAMED: Final[dict[str, Any]] = {"request_id": "…", "model_id": "…"}
+_FRAMES: Final = (
+    Sample("server", "Reasoning while it comes, unless it is dropped",
+           {"seq": 0, "text": "The user", **_NAMED}, "analysis"),
+    Sample("server", "The answer while it comes",
+           {"seq": 0, "text": "Anna", "tokens_out": 3, **_NAMED}, "token"),
+    Sample("server", "A failure once the stream has begun",
+           {"code": "MODEL_CHANGED", "error_type": "unavailable", "message": "…", **_NAMED},
+           "error"),
+    Sample("server", "What it took", {
+        **_NAMED, "prompt_tokens": 14, "output_tokens": 4, "latency_ms": 20, "decode_tps": 200.0,
+        "reasoning_tokens": 2, "final_tokens": 2, "reasoning_ratio": 0.5,
+    }, "usage"),
+    Sample("server", "The end, always the last",
+           {"request_id": "…", "status": "ok", "stop_reason": "length"}, "end"),
+)  # fmt: skip
+
 OPERATIONS: Final[Sequence[Operation]] = [
     _operation(
         "GET", "/config", show_config, "What a page shows.", reply=schema.Config
@@ -345,7 +375,7 @@ OPERATIONS: Final[Sequence[Operation]] = [
     _operation("GET", "/models", list_models, "Every model.", reply=schema.Models),
     _operation(
         "POST", "/generate", generate, "A turn of a conversation, as Server-Sent Events.",
-        body=schema.GenerateBody, streams=True,
+        body=schema.GenerateBody, streams=True, example=_EXAMPLE, samples=_FRAMES,
     ),
     _operation(
         "POST", "/cancel/{request_id}", cancel, "End a request.",

@@ -82,7 +82,7 @@ export class Writer {
     const title = language ? `Code: ${language}` : "Code";
     this.block = element("code", {});
     this.root.append(
-      element("pre", { tabindex: 0, role: "region", "aria-label": title }, this.block),
+      element("pre", { tabindex: 0, role: "group", "aria-label": title }, this.block),
     );
   }
 
