@@ -771,6 +771,71 @@ def test_wrong_value_of_the_environment_is_named(
     assert message in result.output
 
 
+# ---- serve with a configuration file
+
+
+def config_file(folder: Path, text: str) -> str:
+    path = folder / "kqview.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_configuration_file_lies_below_environment_and_flags(
+    served: list[Settings], tmp_path: Path
+):
+    path = config_file(
+        tmp_path,
+        "[server]\ndemo = true\nport = 0\nn_slots = 2\nn_ctx = 64\nmax_tokens = 3\n"
+        "max_samples = 4\nkv_type = 'q8_0'\n",
+    )
+    env = {"KQVIEW_MAX_TOKENS": "5", "LLAMA_ARG_CTX_SIZE": "512", "KQVIEW_CONFIG": path}
+    for words in (("--config", path), ()):
+        result = serve(*words, "-np", "4", "--max-samples", "6", env=env)
+        assert result.exit_code == 0, result.output
+        settings = served.pop()
+        assert (settings.n_slots, settings.n_ctx, settings.kv_type) == (4, 128, "q8_0")
+        assert (settings.max_tokens, settings.max_samples) == (5, 6)
+
+
+def test_every_error_of_a_configuration_file_is_said(served: list[Settings], tmp_path: Path):
+    path = config_file(tmp_path, "[server]\nslots = 2\nport = -1\n")
+    result = serve("--config", path, "--demo")
+    assert (result.exit_code, served) == (2, [])
+    assert f'{path}:2: no key "slots" in [server]; it is n_slots' in result.output
+    assert f"{path}:3: port is -1; the minimum is 0" in result.output
+    result = serve("--config", "/nowhere/kqview.toml", "--demo")
+    assert (result.exit_code, served) == (1, [])
+    assert "/nowhere/kqview.toml: No such file or directory" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--demo",), "demo and [models] both say what to serve"),
+        (("--model", "m.gguf"), "model is 'm.gguf', which is no id in [models]: a, b"),
+        (("--hf", "owner/repo/file"), "name one model"),
+        (("--alias", "x"), "aliases are names of a single model"),
+    ],
+)
+def test_models_of_a_file_and_flags_that_name_another_are_refused(
+    words: tuple[str, ...], message: str, served: list[Settings], tmp_path: Path
+):
+    path = config_file(tmp_path, "[server]\nport = 0\n[models.a]\n[models.b]\n")
+    result = serve("--config", path, *words)
+    assert (result.exit_code, served) == (2, [])
+    assert message in " ".join(result.output.replace("│", " ").split())
+    assert serve("--config", path, "--model", "b").exit_code == 0
+    assert len(served) == 1
+
+
+def test_file_without_a_model_needs_one_named(served: list[Settings], tmp_path: Path):
+    path = config_file(tmp_path, "[server]\nport = 0\n")
+    result = serve("--config", path)
+    assert (result.exit_code, served) == (2, [])
+    assert "[models.ID]" in result.output
+    assert serve("--config", path, "--demo").exit_code == 0
+
+
 # ---- state
 
 
