@@ -212,6 +212,34 @@ async def test_keys_limits_origins_names_and_proxies_count_from_the_next_request
         assert [await status("", x_forwarded_for=one) for one in clients] == [200, 429, 200]
 
 
+def models_of(*ids: str, **settings: Any) -> Config:
+    """A configuration of the demo model under several ids."""
+    options = {"n_ctx": 256, "n_threads": 1, **settings}
+    return Config(settings=Settings(**options), models={id_: Model() for id_ in ids})
+
+
+async def test_models_come_and_go_and_the_first_is_the_default():
+    app = create_app(models_of("a", "b"))
+    async with called(app) as client:
+
+        async def answered(**model: str) -> str:
+            asked = {"prompt": "Anna", "max_tokens": 1, **model}
+            reply = await client.post("/v1/completions", json=asked, timeout=WITHIN_S)
+            return reply.json()["model"] if reply.status_code == 200 else str(reply.status_code)
+
+        assert [await answered(), await answered(model="b")] == ["a", "b"]
+        old = app.service.pool.find("b")
+        done = app.reload(models_of("c", "b"))
+        assert done.changed == ("models",)
+        assert [await answered(), await answered(model="a")] == ["c", "404"]
+        assert await answered(model="b") == "b"
+        assert app.service.pool.find("b") is old
+        assert old.n_loads == 1
+        app.reload(models_of("c", "b", max_tokens=9))
+        assert app.service.pool.find("b") is old
+    await app.service.close()
+
+
 async def test_last_key_of_a_public_server_cannot_be_taken_away(engine: Engine):
     app = create_app(engine, Settings(api_keys=("old",), host="0.0.0.0"))
     with pytest.raises(RequestError, match="no API key"):

@@ -71,7 +71,8 @@ class App(Door):
         merged, done = reloaded(live.config, config)
         merged.settings.check_bind()
         live.replace(merged)
-        self.service.pool.reconfigure(merged)
+        if "models" in done.changed:  # else those that an administrator loaded would leave
+            self.service.pool.reconfigure(merged)
         self._describe()
         return done
 

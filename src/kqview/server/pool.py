@@ -65,7 +65,8 @@ class Pool:
         self._freed = asyncio.Event()
         for id_, model in _models(live.config).items():
             self._served[id_] = self._new(id_, model, None if self._served else engine)
-        self._default = next(iter(self._served))
+        self._first = next(iter(self._served))  # of the configuration
+        self._default = self._first
         self._note_number()
 
     def _new(self, id_: str, model: Model, engine: Engine | None = None) -> Served:
@@ -420,7 +421,8 @@ class Pool:
         """Serve the models of *config*; the settings are those of the server's `Live`.
 
         New ones appear, and those that are no longer named leave when no request uses them. Other
-        options of a model count from its next load on.
+        options of a model count from its next load on. The first one becomes the default model, but
+        for one that an administrator chose while the same one was first.
         """
         before, self._served = self._served, {}
         for id_, model in _models(config).items():
@@ -428,8 +430,10 @@ class Pool:
             served.configure(model)
             self._served[id_] = served
         self._removed |= set(before.values())
-        if self._default not in self._served:
-            self._default = next(iter(self._served))
+        first = next(iter(_models(config)))
+        if first != self._first or self._default not in self._served:
+            self._default = first
+        self._first = first
         self._note_number()
         for served in self:
             if served.pinned and served.loaded is None:
