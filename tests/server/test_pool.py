@@ -10,7 +10,7 @@ import pytest
 
 import kqview.server.pool
 from kqview import Engine, Sampling
-from kqview.errors import CapacityError
+from kqview.errors import CapacityError, KqviewError
 from kqview.server import Settings
 from kqview.server.config import Config
 from kqview.server.errors import ModelChanged, NoModel, NotSupported, ShuttingDown, UnknownModel
@@ -149,6 +149,17 @@ async def test_server_that_ends_does_not_wait_for_a_load(
     with pytest.raises(ShuttingDown):
         await use(service, "bob")
     assert not loaded(service)
+
+
+async def test_server_that_ends_does_not_wait_for_room(folder: Path):
+    service = Service(None, Live(config_of(folder, model_wait_s=600)))
+    await service.open()
+    async with service.pool.using("ada"), service.pool.using("bob"):
+        waiting = asyncio.create_task(use(service, "cleo"))
+        await until(lambda: is_waiting(service, "cleo"))
+        await service.close()
+        with pytest.raises(ShuttingDown):
+            await waiting
 
 
 # ---- memory
@@ -366,6 +377,19 @@ async def test_only_model_that_was_unloaded_is_loaded_by_the_next_request(folder
         assert not loaded(service)
         assert service.pool.is_ready
         await use(service, "ada")
+
+
+async def test_switch_of_the_only_model_is_told(folder: Path):
+    config = config_of(folder, "ada", models_dir=str(folder))
+    async with opened(config) as service:
+        told: list[Any] = []
+        service.pool.listeners.add(told.append)
+        await service.pool.switch("bob.gguf", {})
+        with pytest.raises(KqviewError):
+            await service.pool.switch("broken.gguf", {})
+        kinds: list[type] = [type(one) for one in told]
+        assert kinds == [ModelLoading, ModelLoaded, ModelLoading, ModelFailed]
+        assert service.pool.default.engine.model.n_vocab == n_vocab("bob")
 
 
 async def test_default_model_is_the_one_that_was_switched_to(folder: Path):

@@ -278,6 +278,18 @@ def test_model_that_fails_is_503_and_others_answer(folder: Path):
         assert client.get("/health").json()["status"] == "ok"
 
 
+def test_logprobs_of_a_run_are_not_those_of_another_model(folder: Path):
+    with serving(config_of(folder)) as served, served.client() as client:
+        body = {"prompt": "abc", "max_length": 2, "logprobs": True, "model": "bob"}
+        assert client.post("/api/extra/generate/stream", json=body).status_code == 200
+        found = {
+            name: client.post("/api/extra/last_logprobs?model=" + name, json={}).json()
+            for name in ("ada", "bob")
+        }
+        assert found["ada"]["logprobs"] is None
+        assert len(found["bob"]["logprobs"]["content"]) == 2
+
+
 def test_mod_in_the_name_of_a_model_steers_that_model(folder: Path, tmp_path: Path):
     (tmp_path / "shout.py").write_text(MOD)
     config = config_of(folder, mods_dir=str(tmp_path), model_wait_s=WITHIN_S)

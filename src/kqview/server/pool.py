@@ -18,6 +18,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -403,7 +404,7 @@ class Pool:
         if served is None:
             path = model_file(self._live.settings.models_dir, name)
             if not self.has_several:
-                return await self.default.switch(name, path, options)
+                return await self._replace_only(name, path, options)
             served = self._served[name] = self._new(name, Model(path=str(path)))
             served.is_only = False
         if served.take({key: value for key, value in options.items() if value is not None}):
@@ -416,6 +417,20 @@ class Pool:
             raise
         self._default = served.id
         return served.engine
+
+    async def _replace_only(self, name: str, path: Path, options: Options) -> Engine:
+        only, started_s = self.default, time.monotonic()
+        self._publish(ModelLoading(model_id=only.id, progress=0.0))
+        try:
+            engine = await only.switch(name, path, options)
+        except KqviewError as error:
+            self._publish(ModelFailed(model_id=only.id, error=str(error), retry_s=0.0))
+            raise
+        took_s = time.monotonic() - started_s
+        self._publish(
+            ModelLoaded(model_id=only.id, memory_bytes=engine.memory_bytes, seconds=took_s)
+        )
+        return engine
 
     def reconfigure(self, config: Config) -> None:
         """Serve the models of *config*; the settings are those of the server's `Live`.

@@ -436,3 +436,4 @@ class LastRun:
     ended_s: float | None = None
     key: str = ""
     logprobs: tuple[TokenLogprobs, ...] = ()
+    model_id: str = ""

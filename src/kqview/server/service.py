@@ -367,8 +367,9 @@ class Service:
         seed = run.request.sampling.seed
         self._last.pop(run.owner, None)
         self._last[run.owner] = LastRun(
-            run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs)
-        )
+            run.usage, run.finish_reason, seed, run.ended_s, run.request.key, tuple(run.logprobs),
+            model.id,
+        )  # fmt: skip
         self.on_end(run)
 
     @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ from kqview.server.endpoint import (
     empty,
     json_in_slices,
 )
-from kqview.server.run import Run
+from kqview.server.run import LastRun, Run
 from kqview.server.served import resolved
 from kqview.server.sockets import Socket
 
@@ -142,6 +142,8 @@ async def check(call: Call, body: schema.RunBody) -> schema.Texts:
 async def last_logprobs(call: Call, body: schema.RunBody) -> schema.LastLogprobs:
     """Logprobs of the caller's generation that ended last, if it asked for some."""
     last = call.service.last_of(call.caller, key=body.genkey or "")
+    if last.model_id != call.model.id:  # its ids would be other texts here
+        last = LastRun()
     bytes_of = call.model.engine.token_bytes
     n_bytes = LOGPROB_BYTES * len(last.logprobs)
     return schema.LastLogprobs(
