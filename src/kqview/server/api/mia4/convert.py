@@ -276,6 +276,11 @@ def kept_attention(request_id: str, rows: Rows) -> schema.KeptAttention:
     )  # fmt: skip
 
 
+def kept_prompt(request_id: str, prompt: PromptText) -> schema.Prompt:
+    """The prompt of a request."""
+    return schema.Prompt(request_id, prompt.ids, prompt.texts)
+
+
 # ---- conversations
 
 

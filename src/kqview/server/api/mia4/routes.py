@@ -32,6 +32,7 @@ from kqview.server.endpoint import (
 )
 from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.events_bus import Subscription
+from kqview.server.kept import Rows
 from kqview.server.live import Live
 from kqview.server.served import Served
 from kqview.server.service import Service
@@ -41,6 +42,8 @@ _TAG: Final = "mia4"
 # Templates may take seconds: their work is large enough for another thread.
 _LARGE: Final = 2**20
 _ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
+_VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
+_PROMPT_TIMES: Final = 10  # bytes of a prompt's ids and texts as lists, per byte that is kept
 _KEEP_ALIVE_S: Final = 15.0
 _KEEP_ALIVE: Final = b": nothing happened"
 
@@ -66,7 +69,8 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
         except TimeoutError:
             raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except Cancelled:
-            return Feed(_of_nothing(request_id, body.model or "", resources.pop_all()))
+            model_id = body.model or _id_of(call.service.pool.default)
+            return Feed(_of_nothing(request_id, model_id, resources.pop_all()))
         work.runs(turn.run)
         return Feed(_streamed(call.service, turn, resources.pop_all()))
 
@@ -195,18 +199,15 @@ async def cancel(call: Call) -> HttpReply:
 async def list_attention(call: Call) -> schema.KeptAttention:
     """Which rows are kept of a request."""
     name = call.path["request_id"]
-    rows = call.service.kept.find(call.caller.owner, name)
-    if rows is None:
-        raise _not_kept(name)
-    return convert.kept_attention(name, rows)
+    rows = _kept(call, name)
+    n_bytes = _VALUE_BYTES * len(rows.choices[0])
+    return await call.service.converted(n_bytes, call.hold, convert.kept_attention, name, rows)
 
 
 async def show_attention(call: Call) -> HttpReply:
     """The row of one token: little-endian values in C order, or JSON for "sparse" and "viz"."""
     name, seq = call.path["request_id"], call.path["seq"]
-    rows = call.service.kept.find(call.caller.owner, name)
-    if rows is None:
-        raise _not_kept(name)
+    rows = _kept(call, name)
     n = int(seq) if seq.isascii() and seq.isdecimal() and len(seq) < 10 else -1
     row = rows.choices[0].get(n)
     if row is None:
@@ -221,6 +222,13 @@ async def show_attention(call: Call) -> HttpReply:
     return HttpReply(row.data, row.media_type, headers=headers)
 
 
+def _kept(call: Call, name: str) -> Rows:
+    rows = call.service.kept.find(call.caller.owner, name)
+    if rows is None:
+        raise _not_kept(name)
+    return rows
+
+
 def _not_kept(name: str) -> NotFound:
     return NotFound(
         f"no attention of {name[:80]!r} is kept: it was never asked for with overrides.attention, "
@@ -231,10 +239,13 @@ def _not_kept(name: str) -> NotFound:
 async def show_prompt(call: Call) -> schema.Prompt:
     """The prompt that the rows of a request look at."""
     name = call.path["request_id"]
-    rows = call.service.kept.find(call.caller.owner, name)
-    if rows is None or rows.prompt is None:
+    prompt = _kept(call, name).prompt
+    if prompt is None:
         raise _not_kept(name)
-    return schema.Prompt(name, rows.prompt.ids, rows.prompt.texts)
+    call.hold.take(_PROMPT_TIMES * prompt.n_bytes)
+    return await call.service.converted(
+        prompt.n_bytes, call.hold, convert.kept_prompt, name, prompt
+    )
 
 
 # ---- conversations
