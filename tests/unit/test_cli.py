@@ -23,10 +23,11 @@ from typer.testing import CliRunner, Result
 
 import kqview
 from kqview import errors
-from kqview.cli import generate_command, serving
+from kqview.cli import generate_command, serve_command, serving
 from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
 from kqview.cli.options import fetch
+from kqview.demo import MODEL_PATH
 from kqview.state import durable, write_state
 from kqview.state.files import SlotMarks, StateFacts
 from kqview.state.fingerprint import ModelFiles
@@ -813,7 +814,7 @@ def test_every_error_of_a_configuration_file_is_said(served: list[Settings], tmp
     [
         (("--demo",), "demo and [models] both say what to serve"),
         (("--model", "m.gguf"), "model is 'm.gguf', which is no id in [models]: a, b"),
-        (("--hf", "owner/repo/file"), "name one model"),
+        (("--hf", "owner/repo/file"), "hf and [models] both say what to serve"),
         (("--alias", "x"), "aliases are names of a single model"),
     ],
 )
@@ -834,6 +835,22 @@ def test_file_without_a_model_needs_one_named(served: list[Settings], tmp_path: 
     assert (result.exit_code, served) == (2, [])
     assert "[models.ID]" in result.output
     assert serve("--config", path, "--demo").exit_code == 0
+
+
+def test_model_of_the_hub_is_a_key_too(
+    served: list[Settings], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[str] = []
+
+    def fetched(name: str) -> str:
+        asked.append(name)
+        return str(MODEL_PATH)
+
+    monkeypatch.setattr(serve_command, "fetch", fetched)
+    path = config_file(tmp_path, "[server]\nport = 0\nhf = 'owner/repo/file.gguf'\n")
+    assert serve("--config", path).exit_code == 0
+    assert (served[0].model, asked) == (str(MODEL_PATH), ["owner/repo/file.gguf"])
+    assert "name one model" in serve("--config", path, "--demo").output
 
 
 # ---- state

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 
-from kqview.cli.options import HubOption, fetch
+from kqview.cli.options import fetch
 from kqview.cli.server_options import needing_server, parameters, reader_of
 from kqview.server import supervisor
 from kqview.server.settings import Settings
@@ -21,9 +21,7 @@ is_program = False
 _SUPERVISOR_MARGIN_S: Final = 5.0  # the worker's own watchdog, which knows more, goes first
 
 
-def serve(
-    *, context: typer.Context, config: str | None = None, hf: str | None = None, **given: Any
-) -> None:
+def serve(*, context: typer.Context, config: str | None = None, **given: Any) -> None:
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
@@ -41,9 +39,8 @@ def serve(
     read = reader_of(context, config, given)
     loaded = read()
     settings = loaded.config.settings
-    is_one = settings.model is not None or settings.demo
-    has_several = bool(loaded.config.models) and not is_one
-    if sum([settings.model is not None, settings.demo, hf is not None, has_several]) != 1:
+    one = [settings.model is not None, settings.demo, settings.hf is not None]
+    if sum(one) != 1 and (any(one) or not loaded.config.models):
         raise typer.BadParameter(
             "name one model: --model FILE, --hf or --demo; or several with [models.ID] in a "
             "configuration file, --config FILE"
@@ -54,8 +51,8 @@ def serve(
         from kqview.server.security import tls_context
         from kqview.server.worker import Supervised
     tls_context(settings)
-    if hf is not None:
-        read = partial(read, model=fetch(hf))
+    if settings.hf is not None:
+        read = partial(read, model=fetch(settings.hf))
         loaded = read()
         settings = loaded.config.settings
     supervised = Supervised.from_env(os.environ)
@@ -91,13 +88,7 @@ def _become_supervisor(
     os.execv(sys.executable, [*script, *map(str, limits), *worker])
 
 
-def _signature() -> inspect.Signature:
-    context, config, *settings = parameters()
-    hub = config.replace(name="hf", annotation=HubOption)
-    return inspect.Signature([context, config, hub, *settings])
-
-
-serve.__signature__ = _signature()  # pyright: ignore[reportFunctionMemberAccess]
+serve.__signature__ = inspect.Signature(parameters())  # pyright: ignore[reportFunctionMemberAccess]
 
 
 def listen(host: str, port: int) -> socket.socket:

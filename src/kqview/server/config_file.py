@@ -478,10 +478,10 @@ class _Reader:
                 f"model is {default!r}, which is no id in [models]: {', '.join(models)}; name "
                 "one of them as the default model, or leave model out",
             )
-        if given.get("demo"):
-            self._say(
-                ("server", "demo"), "demo and [models] both say what to serve; leave demo out"
-            )
+        for name in ("demo", "hf"):
+            if given.get(name):
+                text = f"{name} and [models] both say what to serve; leave {name} out"
+                self._say(("server", name), text)
         if given.get("aliases"):
             self._say(
                 ("server", "aliases"),

@@ -79,6 +79,11 @@ class Settings:
     # ---- what is served
     model: str | None = _setting(None, "GGUF file to serve", place="file", restart=True)
     demo: bool = _setting(False, "serve the bundled demo model", restart=True)
+    hf: str | None = _setting(
+        None,
+        "model on the Hugging Face Hub that kqview serve downloads and serves: OWNER/REPO/FILE",
+        restart=True,
+    )
     aliases: tuple[str, ...] = _setting(
         (),
         "names that clients see instead of the model's own; the first one is its id",
