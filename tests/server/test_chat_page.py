@@ -15,14 +15,14 @@ import pytest
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
 from kqview.server.api.mia4.turn import Turn
-from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt
+from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
 from kqview.server.served import Served as ServedModel
 from kqview.server.service import Service
 from tests.support.browser import PHONE, needs_browser, sync_api, violations
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from tests.support.serving import Served
@@ -330,15 +330,12 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     n_tokens = 3 if phase == "answer" else 0
     load, offload = ServedModel.load, Service.offload
 
-    async def slow_load(self: ServedModel) -> None:
-        self.state, self.progress = "loading", 0.25
-        try:
-            while not opened.is_set():  # noqa: ASYNC110 -- another thread sets it
-                await asyncio.sleep(0.01)
-        except asyncio.CancelledError:
-            self.state = "unloaded"
-            raise
-        await load(self)
+    async def slow_load(self: ServedModel, progress: Callable[[float], object]) -> None:
+        self.progress = 0.25
+        progress(0.25)
+        while not opened.is_set():  # noqa: ASYNC110 -- another thread sets it
+            await asyncio.sleep(0.01)
+        await load(self, progress)
 
     async def slow_offload(self: Service, n_bytes: int, work: Any, *args: Any) -> Any:
         turn = getattr(work, "__self__", None)
@@ -447,6 +444,36 @@ def test_conversations_are_listed_opened_and_deleted(page: Any):
         expect(page.get_by_role("heading", name="What shall the model write?")).to_be_visible()
         page.go_back()
         expect(page.get_by_role("alert")).to_contain_text("there is no session")
+
+
+def test_admins_load_pin_and_unload_models(page: Any):
+    settings = Settings(n_slots=1, n_threads=1, admin_keys=("boss",))
+    with serving_page(page, config_of(settings=settings, ui=Ui(mode="admin"))) as one:
+        show(page, one)
+        panel = toggle(page, "Settings")
+        state = panel.get_by_role("listitem").filter(has_text="second").locator(".note")
+        expect(state).to_have_text("loads when it is first used")
+        panel.get_by_role("button", name="Load second").click()
+        alert = page.get_by_role("alert")
+        expect(alert).to_contain_text("API key")
+        key = page.get_by_label("API key")
+        expect(key).to_be_focused()
+        key.fill("boss")
+        key.press("Enter")
+        expect(alert).to_have_count(0)
+        panel.get_by_role("button", name="Pin second").click()
+        expect(state).to_have_text("loaded, pinned")
+        panel.get_by_role("button", name="Unpin second").click()
+        expect(state).to_have_text("loaded")
+        panel.get_by_role("button", name="Unload second").click()
+        expect(state).to_have_text("loads when it is first used")
+
+
+def test_users_see_models_but_no_buttons_for_them(page: Any, served: Served):
+    show(page, served)
+    panel = toggle(page, "Settings")
+    expect(panel.get_by_role("listitem")).to_have_count(2)
+    expect(panel.get_by_role("listitem").get_by_role("button")).to_have_count(0)
 
 
 def test_page_asks_for_a_key_and_keeps_it_for_the_tab(page: Any):
