@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import re
 import shutil
 import signal
 import sys
-import termios
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -366,6 +364,14 @@ def kqview_serve(path: Path, *words: str) -> list[str]:
     return [sys.executable, "-m", "kqview", "serve", "--config", str(path), "--port", "0", *words]
 
 
+# Becomes the program that follows, with its standard input as its terminal.
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Stream:
     """A generation that goes on until it is closed, and counts its events."""
 
@@ -466,15 +472,10 @@ def test_server_ends_when_its_terminal_closes(tmp_path: Path):
     path = tmp_path / "kqview.toml"
     path.write_text("[server]\ndemo = true\nn_threads = 1\n")
     keyboard, terminal = os.openpty()
-
-    def take_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
+    command = [sys.executable, "-c", TAKE_TERMINAL, *kqview_serve(path)]
     with (
         contextlib.closing(os.fdopen(keyboard)) as window,
-        started(
-            kqview_serve(path), stdin=terminal, start_new_session=True, preexec_fn=take_terminal
-        ) as parent,
+        started(command, stdin=terminal, start_new_session=True) as parent,
     ):
         os.close(terminal)
         assert parent.url
