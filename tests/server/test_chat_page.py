@@ -169,6 +169,8 @@ def test_model_preset_and_overrides_are_sent(page: Any, served: Served):
     show(page, served)
     page.get_by_role("combobox", name="Model").select_option("second")
     panel = toggle(page, "Settings")
+    expect(panel.get_by_role("listitem")).to_have_count(2)
+    expect(panel.get_by_role("listitem").get_by_role("button")).to_have_count(0)  # for admins only
     panel.get_by_label("Reasoning preset").select_option("low")
     panel.get_by_label("Top k").fill("7")
     with page.expect_request("**/generate") as sent:
@@ -415,6 +417,22 @@ def test_page_goes_on_after_a_restart_of_the_server(page: Any):
         page.goto("about:blank")
 
 
+def test_tab_that_nobody_sees_holds_no_connection(page: Any, served: Served):
+    show(page, served)
+    ask(page)
+    bus = served.service.bus
+    served.wait_until(lambda: bus.n_subscribers == 1)
+    see = """hidden => {
+        Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+        document.dispatchEvent(new Event("visibilitychange"));
+    }"""
+    page.evaluate(see, True)
+    served.wait_until(lambda: bus.n_subscribers == 0)
+    with page.expect_request("**/chat/sessions"):  # what it missed
+        page.evaluate(see, False)
+    served.wait_until(lambda: bus.n_subscribers == 1)
+
+
 # ---- conversations
 
 
@@ -467,13 +485,6 @@ def test_admins_load_pin_and_unload_models(page: Any):
         expect(state).to_have_text("loaded")
         panel.get_by_role("button", name="Unload second").click()
         expect(state).to_have_text("loads when it is first used")
-
-
-def test_users_see_models_but_no_buttons_for_them(page: Any, served: Served):
-    show(page, served)
-    panel = toggle(page, "Settings")
-    expect(panel.get_by_role("listitem")).to_have_count(2)
-    expect(panel.get_by_role("listitem").get_by_role("button")).to_have_count(0)
 
 
 def test_page_asks_for_a_key_and_keeps_it_for_the_tab(page: Any):

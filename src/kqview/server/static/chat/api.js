@@ -77,18 +77,19 @@ export async function fetchRow(path, signal) {
 
 const AGAIN_MS = [500, 1000, 2000, 5000]; // between attempts to listen
 
-// Calls on.event(name, data) for what happens in the server and on.state(isListening), for as long
-// as the page is open.
-export async function listen(on) {
-  for (let nFailed = 0; ; nFailed++) {
+// Calls on.event(name, data) for what happens in the server and on.state(isListening), until
+// *signal* aborts.
+export async function listen(signal, on) {
+  for (let nFailed = 0; !signal.aborted; nFailed++) {
     try {
-      const reply = await call("events");
+      const reply = await call("events", { signal });
       on.state(true);
       nFailed = 0;
       for await (const { event, data } of readEvents(reply.body)) on.event(event, JSON.parse(data));
     } catch (error) {
-      if (error.needsKey) return on.refused(error);
+      if (signal.aborted || error.needsKey) return;
     }
+    if (signal.aborted) return;
     on.state(false);
     await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(nFailed, AGAIN_MS.length - 1)]));
   }

@@ -281,7 +281,7 @@ async function send(text = prompt.value.trim(), isAgain = false) {
   else say(answer.text ? `Answer: ${answer.text.slice(0, SAID_CHARACTERS)}` : "The answer is empty.");
   toEnd();
   sessions.load().then(showTitle, () => {});
-  if (!isHearing || models.chosen?.state !== "loaded") models.load().catch(() => {});
+  if (models.chosen?.state !== "loaded") models.load().catch(() => {});
 }
 
 // Follows the loading of the model that *here* waits for, as far as events do not tell.
@@ -445,14 +445,14 @@ async function start() {
   }
 }
 
-let isHearing = false;
+let hearing; // ends the reading of events
 
-// Follows the server's events; after a break everything is read anew.
+// Follows the server's events; after a break everything is read anew. Tabs that nobody sees do not:
+// a browser has few connections for all of them.
 async function hear() {
-  if (isHearing) return;
-  isHearing = true;
-  let wasAway = false;
-  await listen({
+  if (hearing || document.hidden) return;
+  const here = (hearing = new AbortController());
+  await listen(here.signal, {
     event: (name, data) => models.happened(name, data),
     state: (isListening) => {
       link.textContent = isListening ? "" : "The server does not answer. Trying again …";
@@ -462,10 +462,18 @@ async function hear() {
       }
       wasAway = !isListening;
     },
-    refused: () => {},
   });
-  isHearing = false;
+  if (hearing === here) hearing = undefined;
 }
+
+let wasAway = false; // whether events were missed
+
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden) return void hear();
+  hearing?.abort();
+  hearing = undefined;
+  wasAway = true;
+});
 
 showWelcome();
 start();
