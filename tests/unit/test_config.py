@@ -274,8 +274,8 @@ mode = "root"
         (b"[server]\n[server]\n", "2: Cannot declare"),
         (b'[models.a]\npath = "a"\n[models.a]\n', "3: Cannot declare"),
         (b"[server]\nhost = '\xff'\n", "2: the file is no UTF-8"),
-        (b"a = " + b"[" * 100_000, ": tables are nested too deeply"),
-        (b"#" * (4 * 2**20 + 1), ": the file has more than 4194304 bytes"),
+        (b"a = " + b"[" * 100_000, "tables are nested"),
+        (b"#" * (4 * 2**20 + 1), "the file has more than 4194304 bytes"),
         (b"server = 3", "1: server is 3; write a table, [server]"),
         (b"[models]\nbig = 3", "2: models.big is 3; write a table, [models.big]"),
     ],
@@ -287,7 +287,7 @@ def test_text_that_is_no_configuration_is_refused_with_its_line(
     path.write_bytes(raw)
     [found] = errors_of(path)
     assert error in found
-    if not error.startswith(":"):
+    if error[0].isdigit():
         assert found.startswith(error.partition(":")[0] + ":")
 
 
