@@ -1,12 +1,15 @@
 // Saving and restoring slots. A blob is written directly into the bytes object returned to Python,
 // and read directly from the one passed in: bytes are immutable while the engine thread checks and
 // then reads them.
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bind/bind.h"
 #include "sched/engine.h"
@@ -91,6 +94,15 @@ void shift(engine& self, slot_id slot, std::uint64_t n_keep, std::uint64_t n_dis
     run_on_slot(self, slot, [&](slot_cache& cache) { cache.shift(n_keep, n_discard); });
 }
 
+// Ranges are (start, stop), non-empty, ascending and disjoint.
+void remove(engine& self, slot_id slot,
+            const std::vector<std::pair<std::size_t, std::size_t>>& ranges) {
+    std::vector<token_range> gone;
+    gone.reserve(ranges.size());
+    for (const auto& [start, stop] : ranges) gone.push_back({start, stop - start});
+    run_on_slot(self, slot, [&](slot_cache& cache) { cache.remove(gone); });
+}
+
 void clear(engine& self, slot_id slot) {
     run_on_slot(self, slot, [](slot_cache& cache) { cache.clear(); });
 }
@@ -112,6 +124,8 @@ void bind_state(nb::module_& module) {
     module.def("shift_slot", &shift, nb::arg("engine"), nb::arg("slot"), nb::arg("n_keep"),
                nb::arg("n_discard"),
                "Remove n_discard tokens after the first n_keep; later tokens move up.");
+    module.def("remove_from_slot", &remove, nb::arg("engine"), nb::arg("slot"), nb::arg("ranges"),
+               "Remove (start, stop) ranges, which are ascending and disjoint, in one move.");
     module.def("clear_slot", &clear, nb::arg("engine"), nb::arg("slot"));
 }
 

@@ -145,6 +145,17 @@ void slot_cache::shift(std::uint64_t n_keep, std::uint64_t n_discard) {
     discard({&gone, 1});
 }
 
+void slot_cache::remove(std::span<const token_range> gone) {
+    if (gone.empty()) return;
+    const auto& last = gone.back();
+    if (last.start > tokens_.size() || last.n_tokens > tokens_.size() - last.start) {
+        throw error(errc::request, "ranges end at " + std::to_string(last.start + last.n_tokens) +
+                                       ", but the slot has " + std::to_string(tokens_.size()) +
+                                       " tokens; remove only tokens that it has");
+    }
+    discard(gone);
+}
+
 // ---- save, restore
 
 std::size_t slot_cache::save(std::span<std::byte> out) {

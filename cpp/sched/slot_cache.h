@@ -67,6 +67,8 @@ public:
     // As discard(), for `n_discard` tokens after the first `n_keep`. Raises request if the slot
     // does not have them.
     void shift(std::uint64_t n_keep, std::uint64_t n_discard);
+    // As discard(). Raises request if the slot does not have the tokens.
+    void remove(std::span<const token_range> gone);
 
     // Writes the slot as a SES1 blob to the front of `out` and returns the blob's size. If `out` is
     // too small, writes nothing and returns the required size, a little more than the blob's.

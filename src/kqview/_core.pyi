@@ -471,4 +471,7 @@ def truncate_slot(engine: Engine, slot: int, n_keep: int) -> None:
 def shift_slot(engine: Engine, slot: int, n_keep: int, n_discard: int) -> None:
     """Remove n_discard tokens after the first n_keep; later tokens move up."""
 
+def remove_from_slot(engine: Engine, slot: int, ranges: Sequence[tuple[int, int]]) -> None:
+    """Remove (start, stop) ranges, which are ascending and disjoint, in one move."""
+
 def clear_slot(engine: Engine, slot: int) -> None: ...

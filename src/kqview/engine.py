@@ -43,6 +43,7 @@ from kqview.errors import (
 )
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
+from kqview.hub import fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import Many
@@ -360,6 +361,26 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
     def demo(cls, **options: Unpack[EngineOptions]) -> Self:
         """Open the bundled demo model; takes the same options as Engine."""
         return cls(MODEL_PATH, **options)
+
+    @classmethod
+    def from_hub(
+        cls, repo: str, file: str, *, revision: str | None = None, **options: Unpack[EngineOptions]
+    ) -> Self:
+        """Open a model of the Hugging Face Hub; needs huggingface_hub.
+
+        Args:
+            repo: Repository, such as "owner/name".
+            file: Path of a GGUF file in it. The file is downloaded once and then read from the
+                cache of huggingface_hub; the first part of a split model brings the others.
+            revision: Branch, tag or commit; None for the default branch.
+            **options: The options of Engine.
+
+        Raises:
+            RequestError: *repo* or *file* is malformed. Also what Engine raises.
+            ModelLoadError: huggingface_hub is not installed, or the download failed. Also what
+                Engine raises.
+        """
+        return cls(fetch_model(repo, file, revision=revision), **options)
 
     # ---- facts
 

@@ -1,9 +1,9 @@
 """Slot: one sequence of an engine and the contents of its KV cache."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final, cast
 
 from kqview import _core
 from kqview.arguments import invalid, whole_number
@@ -252,6 +252,34 @@ class Slot:
         _core.shift_slot(self._core, self.id, n_keep, n_discard)
         return self.n_tokens
 
+    def remove(self, ranges: Iterable[tuple[int, int]]) -> int:
+        """Remove ranges of tokens in one move, such as turns of a chat; later tokens move up.
+
+        As approximate as `shift`, which removes one range: `n_exact` becomes at most the start of
+        the first range. Costs two copies of the slot's cache, however many ranges there are.
+
+        Args:
+            ranges: (start, stop) indices into `tokens`, in any order; they may overlap. The spans
+                of `Engine.apply_chat_template` are such ranges.
+
+        Returns:
+            The new `n_tokens`.
+
+        Raises:
+            RequestError: A range is empty or not within `tokens`; nothing was removed.
+            UnsupportedModel: As for `shift`.
+            BusyError: A generation is using this slot.
+            ClosedError: The engine is closed.
+        """
+        gone = _merged(ranges)
+        if obstacle := self._core.shift_obstacle:
+            raise UnsupportedModel(
+                f"ranges cannot be removed, because this model keeps {obstacle}; "
+                "send the ids to keep as a new prompt"
+            )
+        _core.remove_from_slot(self._core, self.id, gone)
+        return self.n_tokens
+
     def clear(self) -> None:
         """Remove all tokens; the next generation starts with an empty cache.
 
@@ -274,3 +302,29 @@ class Slot:
 
     def __repr__(self) -> str:
         return f"Slot(id={self.id})"
+
+
+def _merged(ranges: object) -> list[tuple[int, int]]:
+    """*ranges* in ascending order, with those joined that touch or overlap."""
+    if isinstance(ranges, str | bytes) or not isinstance(ranges, Iterable):
+        raise invalid("ranges", "(start, stop) pairs such as [(0, 4)]", shown(ranges))
+    checked: list[tuple[int, int]] = []
+    for i, given in enumerate(cast("Iterable[Any]", ranges)):
+        pair = _pair(given)
+        if len(pair) != 2:
+            raise invalid(f"ranges[{i}]", "a (start, stop) pair", shown(given))
+        start = whole_number(f"the start of ranges[{i}]", pair[0], low=0)
+        checked.append((start, whole_number(f"the stop of ranges[{i}]", pair[1], low=start + 1)))
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(checked):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(stop, merged[-1][1])
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def _pair(given: object) -> tuple[Any, ...]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        return ()
+    return tuple(cast("Iterable[Any]", given))

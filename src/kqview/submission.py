@@ -197,6 +197,7 @@ class Submission:
         options.run_ahead = self._run_ahead
         options.priority = whole_number("priority", priority, low=-(2**31))
         if capture:
+            capture = capture.counted(self._info)
             capture.check_columns(has_all=self._has_all_columns)
             _check_indices(capture)
             try:

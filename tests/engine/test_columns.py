@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pickle
+import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -148,6 +150,57 @@ def test_attention_of_a_prompt_has_the_same_names(engine: Engine) -> None:
     assert "".join(rows.column_texts) == engine.detokenize(rows.column_ids)
     assert (rows.layers, rows.heads) == ((2,), (1, 0))
     rows.close()
+
+
+def test_layers_may_be_counted_from_the_end(engine: Engine) -> None:
+    ids = engine.tokenize(STORY)
+    capture = Capture("probs", layers=[-1, 0], hidden="all")
+    token = next(engine.generate(ids, capture=capture))
+    assert token.layers == (3, 0)
+    assert token.hidden is not None
+    assert token.hidden.shape == (4, engine.model.n_embd)
+    same = next(engine.generate(ids, capture=Capture("probs", layers=[3, 0], hidden=range(4))))
+    np.testing.assert_allclose(token.rows, same.rows, atol=1e-3)
+    np.testing.assert_allclose(token.hidden, same.hidden, atol=1e-2)  # pyright: ignore
+    assert capture.bytes_per_token(engine.model, 9) == same.capture.bytes_per_token(  # pyright: ignore
+        engine.model, 9
+    )
+    for wrong in (Capture(layers=[-5]), Capture(hidden=[-5]), Capture(layers=[3, -1])):
+        with pytest.raises(errors.InvalidCapture, match=r"layers|hidden"):
+            engine.generate(ids, capture=wrong)
+
+
+def test_attention_of_a_prompt_has_the_forms_of_other_libraries(engine: Engine) -> None:
+    capture = Capture("probs", layers=[-1, 0])
+    n = len(engine.tokenize(STORY))
+    whole = engine.attend(STORY, capture).array()
+    layers = engine.attend(STORY, capture).to_hf()
+    assert [layer.shape for layer in layers] == [(1, 8, n, n)] * 2
+    np.testing.assert_allclose(layers[1][0], whole[1], atol=1e-3)
+    named = engine.attend(STORY, capture, last=2).named()
+    assert {name: rows.shape for name, rows in named.items()} == {
+        f"blocks.{i}.attn.hook_pattern": (1, 8, 2, n) for i in (3, 0)
+    }
+    with pytest.raises(errors.InvalidCapture, match="probabilities"):
+        engine.attend(STORY, "scores").to_hf()
+    with pytest.raises(errors.RequestError, match="framework"):
+        engine.attend(STORY).to_hf("tf")  # pyright: ignore
+
+
+def test_torch_gets_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    module: Any = types.ModuleType("torch")
+    module.from_numpy = lambda array: made.append(array) or array
+    monkeypatch.setitem(sys.modules, "torch", module)
+    token = next(engine.generate(STORY, capture=Capture("probs", hidden=[1])))
+    assert len(token.to_hf("pt")) == len(made) == 4
+    assert len(token.named("pt")) == 5
+    for array in made:
+        assert array.flags.writeable
+        assert not np.shares_memory(array, token.rows)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(errors.KqviewError, match="torch"):
+        token.to_hf("pt")
 
 
 def test_heat_map_labels_itself(engine: Engine) -> None:

@@ -114,6 +114,42 @@ def test_ranges_beyond_the_tokens_are_refused(
     assert engine.slots[0].tokens == PROMPT
 
 
+def test_ranges_are_removed_in_one_move(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    slot = engine.slots[0]
+    engine.generate(PROMPT, max_tokens=1, **GREEDY).read()
+    reference = CachedReference(tiny_llama)
+    reference.decode_all(PROMPT)
+    # In any order; two of them overlap.
+    assert slot.remove([(30, 33), (4, 8), (6, 12), (39, 40)]) == 28
+    for start, stop in ((39, 40), (30, 33), (4, 12)):
+        reference.discard(start, stop - start)
+    left = PROMPT[:4] + PROMPT[12:30] + PROMPT[33:39]
+    assert (slot.tokens, slot.n_exact) == (left, 4)
+    tokens = list(
+        engine.generate([*left, 7, 9], max_tokens=4, capture="probs", reuse="shift", **GREEDY)
+    )
+    reference.decode(7)
+    fed = [9, *(token.id for token in tokens[:-1])]
+    for token, result in zip(tokens, reference.decode_all(fed), strict=True):
+        assert relative_error(token.rows, result.probs[:, :, 0]) <= 2e-5
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [[(0, 41)], [(39, 2**40)], [(3, 3)], [(5, 4)], [(-1, 2)], [4], ["ab"], "ab", [(1, 2, 3)]],
+)
+def test_ranges_that_the_slot_does_not_have_remove_nothing(
+    make_engine: MakeEngine, tiny_llama: Path, ranges: Any
+) -> None:
+    engine = make_engine(tiny_llama)
+    engine.generate(PROMPT, max_tokens=1, **GREEDY).read()
+    with pytest.raises(errors.RequestError, match="ranges"):
+        engine.slots[0].remove(ranges)
+    assert engine.slots[0].tokens == PROMPT
+    assert engine.slots[0].remove([]) == len(PROMPT)
+
+
 def test_a_busy_slot_and_a_closed_engine_are_refused(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:

@@ -91,7 +91,7 @@ ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
     *("chat", "apply_chat_template", "embed", "classify", "pooling", "lora", "set_lora_scales"),
-    *("score", "ascore", "map", "aembed", "aclassify"),
+    *("score", "ascore", "map", "aembed", "aclassify", "from_hub"),
 }
 GENERATION_MEMBERS = {
     *(
@@ -189,6 +189,7 @@ def test_tokens_and_prompts_name_their_columns():
     names = {"column_ids", "column_texts", "layers", "heads"}
     assert names | {"rows"} <= set(dir(Token))
     assert names | {"array", "usage"} <= set(dir(kqview.PromptAttention))
+    assert {"to_hf", "named"} <= set(dir(Token)) & set(dir(kqview.PromptAttention))
     assert {"Tokenized", "ChatPrompt"} <= set(kqview.__all__)
     assert {"stack", "save", "load", "SavedFolder", "Finished"} <= set(kqview.__all__)
     assert keyword_defaults(Engine.tokenize).items() >= {"add_special": True}.items()
@@ -217,6 +218,7 @@ def test_slot_has_the_documented_members():
         "save_file",
         "restore_file",
         "shift",
+        "remove",
         "truncate",
         "clear",
         "messages",

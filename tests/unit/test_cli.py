@@ -22,7 +22,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 import kqview
-from kqview import errors
+from kqview import Engine, errors
 from kqview.cli import generate_command, serve_command, serving
 from kqview.cli.generate_command import RowsFile
 from kqview.cli.main import app
@@ -424,6 +424,24 @@ def test_hub_fetch_splits_owner_repository_and_file(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "huggingface_hub", module)
     assert fetch("me/models/q8/m.gguf") == "/cache/file"
     assert calls == [{"repo_id": "me/models", "filename": "q8/m.gguf"}]
+
+
+def test_model_of_the_hub_opens_with_all_its_parts(monkeypatch: pytest.MonkeyPatch):
+    fetched: list[str] = []
+
+    def download(repo_id: str, filename: str, revision: str = "") -> str:
+        fetched.append(f"{repo_id} {filename} {revision}".rstrip())
+        return str(MODEL_PATH)
+
+    module = types.ModuleType("huggingface_hub")
+    module.hf_hub_download = download  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
+    with Engine.from_hub("me/models", "m-00001-of-00002.gguf", revision="v1", n_ctx=64) as engine:
+        assert engine.n_ctx == 64
+    assert fetched == [f"me/models m-0000{i}-of-00002.gguf v1" for i in (1, 2)]
+    for repo, file in (("models", "m.gguf"), ("me/models", "")):
+        with pytest.raises(errors.RequestError):
+            Engine.from_hub(repo, file)
 
 
 def test_hub_fetch_failure_says_what_and_what_to_do(monkeypatch: pytest.MonkeyPatch):

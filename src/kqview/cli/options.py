@@ -1,6 +1,5 @@
 """Arguments and options that several commands share, and the engine they open."""
 
-import importlib
 import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -10,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
-from kqview.errors import ModelLoadError, RequestError
+from kqview.errors import RequestError
+from kqview.hub import fetch_model
 
 if TYPE_CHECKING:
     from kqview import Engine
@@ -110,21 +110,7 @@ def fetch(name: str) -> str:
         raise RequestError(
             f"--hf is {name!r}; write OWNER/REPO/FILE, with the file's path in the repository"
         )
-    try:
-        huggingface_hub = importlib.import_module("huggingface_hub")
-    except ModuleNotFoundError as missing:
-        raise ModelLoadError(
-            "--hf needs huggingface_hub, which is not installed; "
-            'run pip install "kqview[hf]", or download the file and pass its path'
-        ) from missing
-    try:
-        return str(huggingface_hub.hf_hub_download(repo_id=f"{owner}/{repo}", filename=file))
-    except Exception as error:  # its errors have no common base; each means the file is not here
-        reason = next(iter(str(error).splitlines()), "")
-        raise ModelLoadError(
-            f"--hf {name} failed with {type(error).__name__}: {reason}; the file is not in the "
-            "local cache either: check the name and the network, or pass the path of a local file"
-        ) from error
+    return fetch_model(f"{owner}/{repo}", file)
 
 
 @contextmanager

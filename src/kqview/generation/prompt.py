@@ -7,6 +7,7 @@ import numpy as np
 
 from kqview.errors import InvalidCapture, OutOfMemory
 from kqview.types import Capture, PromptBlock, Usage
+from kqview.types.forms import Framework, check_framework, check_hf, hf_form, lens_name
 from kqview.types.token import Attention, Context, Positions
 
 
@@ -130,6 +131,48 @@ class PromptAttention:
         if positions is None:
             raise InvalidCapture("the capture has no top_k; pass Capture(top_k=k), or use array()")
         return rows, positions
+
+    def to_hf(self, framework: Framework = "np") -> tuple[Any, ...]:
+        """The rows of all remaining blocks in the form of Hugging Face transformers.
+
+        Args:
+            framework: "np" for the arrays of `array`, "pt" for torch tensors with a copy of them.
+
+        Returns:
+            One array of shape ``(1, n_heads, n_rows, n_context)`` for each captured layer.
+
+        Raises:
+            InvalidCapture: The kind is not "probs", which is what transformers returns, or the
+                capture has ``reduce``, ``top_k`` or ``spans``. Also as for `array`.
+            OutOfMemory: As for `array`.
+            KqviewError: torch is not installed.
+        """
+        check_framework(framework)
+        if self._capture is not None:
+            check_hf(self._capture)
+        return hf_form(self.array(), framework)
+
+    def named(self, framework: Framework = "np") -> dict[str, Any]:
+        """The rows of all remaining blocks under the names of TransformerLens' activation cache.
+
+        Args:
+            framework: As in `to_hf`.
+
+        Returns:
+            ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
+            ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
+            ``(1, n_heads, n_rows, n_context)``.
+
+        Raises:
+            InvalidCapture: The kind is "qk", for which TransformerLens has no name, or the capture
+                has ``reduce``, ``top_k`` or ``spans``. Also as for `array`.
+            OutOfMemory: As for `array`.
+            KqviewError: torch is not installed.
+        """
+        check_framework(framework)
+        name = "" if self._capture is None else lens_name(self._capture)
+        rows = hf_form(self.array(), framework)
+        return {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
 
     def _whole(self, *, with_positions: bool) -> tuple[Attention, Any]:
         try:

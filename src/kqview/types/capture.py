@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Final, Literal, get_args
+from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
 
@@ -22,6 +22,7 @@ Span = tuple[int, int | None]
 
 MOST_SPANS: Final = 512
 
+_INT32_MIN: Final = -(2**31)
 _ITEM_BYTES: Final = {"float32": 4, "float16": 2}
 _POSITION_BYTES: Final = 4  # int32
 
@@ -37,8 +38,8 @@ class Capture:
     Attributes:
         kind: "probs" is the output of the softmax; "scores" is its input; "qk" is the raw product
             of K and Q before scale, mask and softmax ("logits" is an older name of it).
-        layers: Layers to capture; None for every layer that has attention. May be empty if *hidden*
-            is given: then no attention is captured.
+        layers: Layers to capture, negative ones counted from the last layer; None for every layer
+            that has attention. May be empty if *hidden* is given: then no attention is captured.
         heads: Query heads to capture in each layer; None for all.
         reduce: Reduction done on the device, or None: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
@@ -50,7 +51,8 @@ class Capture:
         dtype: Type of the values, "float32" or "float16". float16 saturates: a value out of range
             becomes 65504 or -65504, so -inf always means a position that is not visible.
         prompt: Also capture the rows of the prompt's own tokens.
-        hidden: Layers whose output, the residual stream after the layer, to hand out as well.
+        hidden: Layers whose output, the residual stream after the layer, to hand out as well, given
+            as for *layers*; "all" for every layer.
         on_full: What to do when the budget of attention memory is used up: "raise" ends the
             generation with PoolExhausted, "wait" waits for views to be dropped, "drop" continues
             without attention.
@@ -66,7 +68,7 @@ class Capture:
     spans: Sequence[Span] | None = None
     dtype: DType = "float32"
     prompt: bool = False
-    hidden: Sequence[int] = ()
+    hidden: Sequence[int] | Literal["all"] = ()
     on_full: OnFull = "raise"
     wait_s: float = 10.0
 
@@ -81,10 +83,14 @@ class Capture:
         _check_choice("on_full", self.on_full, get_args(OnFull))
         if self.reduce is not None:
             _check_choice("reduce", self.reduce, get_args(Reduce))
-        object.__setattr__(self, "hidden", _to_indices("hidden", self.hidden, allow_empty=True))
+        if self.hidden != "all":
+            hidden = _to_indices("hidden", self.hidden, allow_empty=True, low=_INT32_MIN)
+            object.__setattr__(self, "hidden", hidden)
         if self.layers is not None:
             object.__setattr__(
-                self, "layers", _to_indices("layers", self.layers, allow_empty=bool(self.hidden))
+                self,
+                "layers",
+                _to_indices("layers", self.layers, allow_empty=bool(self.hidden), low=_INT32_MIN),
             )
         if self.heads is not None:
             object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
@@ -130,9 +136,24 @@ class Capture:
             raise _invalid("capture", "None, a kind such as 'probs', or a Capture", value)
         return cls(kind=value)
 
+    def counted(self, model: ModelInfo) -> "Capture":
+        """This capture with layers counted from 0: negative ones, and all of them, are resolved.
+
+        Raises:
+            InvalidCapture: A negative index is before the first layer, or two name one layer.
+        """
+        hidden = range(model.n_layer) if self.hidden == "all" else self.hidden
+        if all(i >= 0 for i in (*hidden, *(self.layers or ()))) and self.hidden != "all":
+            return self
+        layers = None if self.layers is None else _counted("layers", self.layers, model.n_layer)
+        return replace(self, layers=layers, hidden=_counted("hidden", hidden, model.n_layer))
+
     def resolved(self, model: ModelInfo) -> "Capture":
-        """This capture with the attention layers of *model* filled in if *layers* is None."""
-        return self if self.layers is not None else replace(self, layers=model.attention_layers)
+        """As `counted`, with the attention layers of *model* filled in if *layers* is None."""
+        counted = self.counted(model)
+        if counted.layers is not None:
+            return counted
+        return replace(counted, layers=model.attention_layers)
 
     def for_prompt(self) -> "Capture":
         """This capture as `Engine.attend` uses it, with the rows of the prompt.
@@ -185,10 +206,13 @@ class Capture:
         """
         if n_context < 0:
             raise _invalid("n_context", "the number of tokens before the query", n_context)
-        _check_members("layers", self.layers or (), model.attention_layers)
+        counted = self.counted(model)
+        layers = model.attention_layers if counted.layers is None else counted.layers
+        hidden = cast("Sequence[int]", counted.hidden)
+        _check_members("layers", layers, model.attention_layers)
         _check_members("heads", self.heads or (), range(model.n_head))
-        _check_members("hidden", self.hidden, range(model.n_layer))
-        n_layers = len(model.attention_layers if self.layers is None else self.layers)
+        _check_members("hidden", hidden, range(model.n_layer))
+        n_layers = len(layers)
         n_heads = model.n_head if self.heads is None else len(self.heads)
         if self.reduce in ("mean", "max"):
             n_rows = min(n_layers, 1)
@@ -203,7 +227,7 @@ class Capture:
         else:
             n_values = n_context if self.spans is None else len(self.spans)
             attention_bytes = n_rows * n_values * _ITEM_BYTES[self.dtype]
-        return attention_bytes + len(self.hidden) * model.n_embd * _ITEM_BYTES["float32"]
+        return attention_bytes + len(hidden) * model.n_embd * _ITEM_BYTES["float32"]
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -222,10 +246,21 @@ def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | ra
         raise InvalidCapture(f"{name} has {unknown}, but {limit}", parameter=name)
 
 
-def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, ...]:
+def _counted(name: str, values: Iterable[int], n_layer: int) -> tuple[int, ...]:
+    given = list(values)
+    if any(i < -n_layer for i in given):
+        raise InvalidCapture(
+            f"{name} has {min(given)}, but the model has {n_layer} layers; use -{n_layer} to "
+            f"{n_layer - 1}",
+            parameter=name,
+        )
+    return tuple(i + n_layer if i < 0 else i for i in given)
+
+
+def _to_indices(name: str, values: object, *, allow_empty: bool, low: int = 0) -> tuple[int, ...]:
     if isinstance(values, str | bytes) or not isinstance(values, Iterable):
         raise _invalid(name, "a sequence of indices such as [0, 1]", values)
-    indices = tuple(_to_index(name, value) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+    indices = tuple(_to_index(name, value, low) for value in values)  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if len(set(indices)) != len(indices):
         raise InvalidCapture(f"{name} has repeated indices: {list(indices)}", parameter=name)
     if not indices and not allow_empty:
@@ -233,10 +268,11 @@ def _to_indices(name: str, values: object, *, allow_empty: bool) -> tuple[int, .
     return indices
 
 
-def _to_index(name: str, value: object) -> int:
+def _to_index(name: str, value: object, low: int) -> int:
     index = to_index(value)
-    if index is None or index < 0:
-        raise _invalid(f"an index of {name}", "a whole number from 0", value)
+    if index is None or index < low:
+        allowed = "a whole number" if low < 0 else "a whole number from 0"
+        raise _invalid(f"an index of {name}", allowed, value)
     return index
 
 
@@ -260,14 +296,20 @@ def _to_spans(spans: object) -> tuple[Span, ...]:
 
 
 def _to_span(span: object) -> Span:
-    pair = tuple(span) if isinstance(span, Sequence | np.ndarray) else ()  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-    if isinstance(span, str) or len(pair) != 2:  # pyright: ignore[reportUnknownArgumentType]
+    pair = _pair(span)
+    if len(pair) != 2:
         raise _invalid("a range of spans", "(start, stop) or (start, None)", span)
-    start = to_index(pair[0])  # pyright: ignore[reportUnknownArgumentType]
-    stop = None if pair[1] is None else to_index(pair[1])  # pyright: ignore[reportUnknownArgumentType]
+    start = to_index(pair[0])
+    stop = None if pair[1] is None else to_index(pair[1])
     if start is None or start < 0 or (pair[1] is not None and (stop is None or stop <= start)):
         raise _invalid("a range of spans", "0 <= start < stop, or stop None", span)
     return start, stop
+
+
+def _pair(span: object) -> tuple[Any, ...]:
+    if isinstance(span, str) or not isinstance(span, Sequence | np.ndarray):
+        return ()
+    return tuple(cast("Iterable[Any]", span))
 
 
 def _to_wait_s(value: object) -> float:

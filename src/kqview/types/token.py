@@ -1,15 +1,23 @@
 """Token: a generated token with the attention of its query; PromptBlock: rows of the prompt."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, Literal, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from kqview.errors import InvalidCapture
 from kqview.types.capture import Capture
+from kqview.types.forms import (
+    Framework,
+    check_framework,
+    check_hf,
+    hf_form,
+    lens_name,
+    to_torch,
+)
 from kqview.types.score import TokenScore
 
 Array = NDArray[np.floating[Any]]
@@ -18,16 +26,6 @@ Positions = NDArray[np.int32] | tuple[NDArray[np.int32], ...]
 
 _NO_BYTES: Final[Mapping[int, bytes]] = MappingProxyType({})
 _NONE: Final = range(0)
-
-
-def check_hf(capture: Capture) -> None:
-    """Refuse kinds that transformers does not return."""
-    if capture.kind != "probs":
-        raise InvalidCapture(
-            f"to_hf() needs probabilities, which transformers returns, but the capture has kind "
-            f"'{capture.kind}'; capture 'probs'",
-            parameter="capture",
-        )
 
 
 class Context:
@@ -80,15 +78,14 @@ def _context(ids: list[int], n_prompt: int, n_head: int, bytes_of: dict[int, byt
     return context
 
 
-_LENS_NAMES = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Token:
     """One generated token.
 
     Tokens compare by identity, because arrays have no single truth value. The arrays are read-only
-    zero-copy views; each stays valid for as long as it is held.
+    zero-copy views; each stays valid for as long as it is held. ``torch.from_dlpack`` makes a
+    tensor on the same memory, and torch does not know that it is read-only: writing to that tensor
+    changes the view without an error. ``to_hf("pt")`` and ``rows.copy()`` give copies.
 
     Attributes:
         id: Id in the vocabulary.
@@ -199,26 +196,38 @@ class Token:
         indices = np.asarray(columns, np.int64)
         return np.where(indices < self.discarded.start, indices, indices + len(self.discarded))
 
-    def to_hf(self) -> tuple[Array, ...]:
+    @overload
+    def to_hf(self, framework: Literal["np"] = "np") -> tuple[Array, ...]: ...
+
+    @overload
+    def to_hf(self, framework: Literal["pt"]) -> tuple[Any, ...]: ...
+
+    def to_hf(self, framework: Framework = "np") -> tuple[Any, ...]:
         """The attention in the form that Hugging Face transformers returns for one generated token.
 
+        Args:
+            framework: "np" for views of ``attention``, "pt" for torch tensors with a copy of it.
+
         Returns:
-            One array of shape ``(1, n_heads, 1, n_context)`` for each captured layer: views of
-            ``attention``.
+            One array of shape ``(1, n_heads, 1, n_context)`` for each captured layer.
 
         Raises:
             InvalidCapture: There is no attention, its kind is not "probs", which is what
                 transformers returns, or the capture has ``reduce``, ``top_k`` or ``spans``.
+            KqviewError: torch is not installed.
         """
-        capture, rows = self._rows_by_layer("to_hf")
-        check_hf(capture)
-        return tuple(row[None, :, None, :] for row in rows)
+        check_framework(framework)
+        check_hf(self._captured("to_hf"))
+        return hf_form(self._layers(), framework)
 
-    def named(self) -> dict[str, NDArray[Any]]:
+    def named(self, framework: Framework = "np") -> dict[str, Any]:
         """The captured arrays under the names of TransformerLens' activation cache.
 
+        Args:
+            framework: As in `to_hf`.
+
         Returns:
-            Views named ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
+            ``blocks.{layer}.attn.hook_pattern`` for kind "probs" and
             ``blocks.{layer}.attn.hook_attn_scores`` for kind "scores", of shape
             ``(1, n_heads, 1, n_context)``; ``blocks.{layer}.hook_resid_post`` of shape
             ``(1, 1, n_embd)`` for hidden states.
@@ -226,37 +235,34 @@ class Token:
         Raises:
             InvalidCapture: There is nothing to name: no capture, a capture with ``reduce``,
                 ``top_k`` or ``spans``, or kind "qk", for which TransformerLens has no name.
+            KqviewError: torch is not installed.
         """
-        named: dict[str, NDArray[Any]] = {}
+        check_framework(framework)
+        named: dict[str, Any] = {}
         if self.attention is not None:
-            capture, rows = self._rows_by_layer("named")
-            if capture.kind not in _LENS_NAMES:
-                raise InvalidCapture(
-                    f"TransformerLens has no name for kind '{capture.kind}'; "
-                    "capture 'scores' or 'probs'"
-                )
-            for layer, row in zip(capture.layers or (), rows, strict=True):
-                named[f"blocks.{layer}.{_LENS_NAMES[capture.kind]}"] = row[None, :, None, :]
+            name = lens_name(self._captured("named"))
+            rows = hf_form(self._layers(), framework)
+            named |= {f"blocks.{i}.{name}": one for i, one in zip(self.layers, rows, strict=True)}
         if self.hidden is not None and self.capture is not None:
-            for layer, state in zip(self.capture.hidden, self.hidden, strict=True):
-                named[f"blocks.{layer}.hook_resid_post"] = state[None, None, :]
+            hidden = cast("Sequence[int]", self.capture.hidden)
+            for layer, state in zip(hidden, self.hidden, strict=True):
+                whole = state[None, None, :]
+                named[f"blocks.{layer}.hook_resid_post"] = (
+                    whole if framework == "np" else to_torch(whole)
+                )
         if not named:
             raise InvalidCapture("this token has nothing to name; pass capture= to generate")
         return named
 
-    def _rows_by_layer(self, who: str) -> tuple[Capture, tuple[Array, ...]]:
-        capture = self.capture
-        if self.attention is None or capture is None:
+    def _captured(self, who: str) -> Capture:
+        if self.attention is None or self.capture is None:
             raise InvalidCapture(
                 f"{who}() needs attention, but this token has none; pass capture= to generate"
             )
-        option = "reduce" if capture.reduce is not None else capture.shortened_by
-        if option is not None:
-            raise InvalidCapture(
-                f"{who}() needs whole rows of single heads, but the capture has {option}; "
-                f"capture without {option}"
-            )
-        return capture, tuple(self.attention)
+        return self.capture
+
+    def _layers(self) -> Iterator[Array]:
+        return (row[:, None, :] for row in (() if self.attention is None else self.attention))
 
     def __repr__(self) -> str:
         """One line; arrays appear as shape and dtype."""

@@ -1,0 +1,50 @@
+"""Hub: model files from the Hugging Face Hub."""
+
+import importlib
+import re
+from typing import Final
+
+from kqview.arguments import invalid
+from kqview.errors import ModelLoadError, shown
+
+_FIRST_PART: Final = re.compile(r"(?P<stem>.*)-00001-of-(?P<n>\d{5})\.gguf", re.DOTALL)
+
+
+def fetch_model(repo: str, file: str, *, revision: str | None = None) -> str:
+    """Return the local path of *file* in *repo*; download it unless it is cached.
+
+    The other parts of a split model come with its first one.
+
+    Raises:
+        RequestError: *repo* is not "owner/name", or *file* is no path.
+        ModelLoadError: huggingface_hub is not installed, or the download failed.
+    """
+    if not isinstance(repo, str) or repo.count("/") != 1 or not all(repo.split("/")):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid("repo", 'a repository such as "owner/name"', shown(repo))
+    if not isinstance(file, str) or not file:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise invalid("file", "the path of a GGUF file in the repository", shown(file))
+    try:
+        hub = importlib.import_module("huggingface_hub")
+    except ModuleNotFoundError as missing:
+        raise ModelLoadError(
+            "models from the Hub need huggingface_hub, which is not installed; "
+            'run pip install "kqview[hf]", or download the file and pass its path'
+        ) from missing
+    options = {} if revision is None else {"revision": revision}
+    try:
+        paths = [hub.hf_hub_download(repo_id=repo, filename=one, **options) for one in _parts(file)]
+        return str(paths[0])
+    except Exception as error:  # its errors have no common base; each means the file is not here
+        reason = next(iter(str(error).splitlines()), "")
+        raise ModelLoadError(
+            f"{repo}/{file} failed with {type(error).__name__}: {reason}; the file is not in the "
+            "local cache either: check the name and the network, or pass the path of a local file"
+        ) from error
+
+
+def _parts(file: str) -> list[str]:
+    first = _FIRST_PART.fullmatch(file)
+    if first is None:
+        return [file]
+    stem, n = first["stem"], first["n"]
+    return [f"{stem}-{i:05d}-of-{n}.gguf" for i in range(1, int(n) + 1)]

@@ -1,0 +1,88 @@
+"""Forms: attention under the shapes and names of transformers and TransformerLens.
+
+A layer's rows have shape ``(n_heads, n_query, n_context)`` here; both libraries want an axis for
+the batch before it.
+"""
+
+import importlib
+from collections.abc import Iterable
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
+from kqview.types.capture import Capture
+
+Array = NDArray[np.floating[Any]]
+Framework = Literal["np", "pt"]
+
+_LENS_NAMES: Final = {"scores": "attn.hook_attn_scores", "probs": "attn.hook_pattern"}
+
+
+def check_whole(who: str, capture: Capture) -> None:
+    """Refuse captures without whole rows of single heads, for *who*."""
+    option = "reduce" if capture.reduce is not None else capture.shortened_by
+    if option is not None:
+        raise InvalidCapture(
+            f"{who}() needs whole rows of single heads, but the capture has {option}; "
+            f"capture without {option}"
+        )
+
+
+def check_hf(capture: Capture) -> None:
+    """Refuse what transformers does not return."""
+    check_whole("to_hf", capture)
+    if capture.kind != "probs":
+        raise InvalidCapture(
+            f"to_hf() needs probabilities, which transformers returns, but the capture has kind "
+            f"'{capture.kind}'; capture 'probs'"
+        )
+
+
+def lens_name(capture: Capture) -> str:
+    """The name of the rows in a layer's block, for TransformerLens."""
+    check_whole("named", capture)
+    if capture.kind not in _LENS_NAMES:
+        raise InvalidCapture(
+            f"TransformerLens has no name for kind '{capture.kind}'; capture 'scores' or 'probs'"
+        )
+    return _LENS_NAMES[capture.kind]
+
+
+def hf_form(layers: Iterable[Array], framework: Framework) -> tuple[Any, ...]:
+    """The rows of each layer with an axis for the batch: views, or tensors of their own."""
+    arrays = tuple(rows[None] for rows in layers)
+    return arrays if framework == "np" else tuple(map(to_torch, arrays))
+
+
+def check_framework(framework: object) -> None:
+    """Refuse other frameworks than numpy and torch, and torch where it is missing.
+
+    Raises:
+        RequestError: *framework* is neither "np" nor "pt".
+        KqviewError: torch is not installed.
+    """
+    if framework not in ("np", "pt"):
+        raise RequestError(
+            f"framework is {shown(framework)}; use 'np' for numpy or 'pt' for torch",
+            parameter="framework",
+        )
+    if framework == "pt":
+        _torch()
+
+
+def to_torch(array: NDArray[Any]) -> Any:
+    """A tensor with a copy of *array*: torch would write into a view of it without an error."""
+    return _torch().from_numpy(array.copy())
+
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ModuleNotFoundError as missing:
+        if (missing.name or "").partition(".")[0] != "torch":
+            raise
+        raise KqviewError(
+            "framework='pt' needs torch, which is not installed; install it, or use 'np'"
+        ) from missing
