@@ -28,7 +28,7 @@ from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live import Live, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
-from tests.support.processes import WITHIN_S, started
+from tests.support.serve_process import WITHIN_S, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -18,7 +18,7 @@ from kqview import Engine
 from kqview.server import supervisor
 from kqview.server.worker import STALLED
 from kqview.state import SessionStore
-from tests.support.processes import WITHIN_S, started, until
+from tests.support.serve_process import WITHIN_S, started, until
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 

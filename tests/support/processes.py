@@ -1,86 +1,61 @@
-"""Processes of ``kqview serve``: started, heard, and ended with the test."""
+"""Programs that tests run in processes of their own: ports, ends of scripts, forked children."""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import re
+import random
+import socket
 import subprocess
-import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+import pytest
 
-WITHIN_S = 40.0
-
-
-class Parent:
-    """A supervisor in a process of its own; what it and its workers say is in ``said``."""
-
-    def __init__(self, command: list[str], **options: Any) -> None:
-        clean = {name: value for name, value in os.environ.items() if name[:7] != "KQVIEW_"}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=clean,
-            **options,
-        )  # fmt: skip
-        self.said: list[str] = []
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-        self._listener.start()
-
-    def _listen(self) -> None:
-        assert self.process.stdout is not None
-        self.said.extend(iter(self.process.stdout.readline, ""))
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
+# For scripts that import os, signal and sys. `in_child(check)` is the child's exit status: 0 where
+# `check` raised nothing.
+FORK = """
+def in_child(check):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)  # ends a child that hangs
+        status = 1
         try:
-            self.process.wait(WITHIN_S)
+            check()
+            status = 0
+        except BaseException as error:
+            print("child:", repr(error), file=sys.stderr)
         finally:
-            self.process.kill()
-            self._listener.join(WITHIN_S)  # until its workers are gone too
-            assert self.process.stdout is not None
-            self.process.stdout.close()
-
-    def wait_for(self, pattern: str, n: int = 1) -> str:
-        """The *n*-th line with *pattern*."""
-        found: list[str] = []
-
-        def is_said() -> bool:
-            found[:] = [line for line in list(self.said) if re.search(pattern, line)]
-            return len(found) >= n
-
-        assert until(is_said), f"no {pattern!r} in {self.said}"
-        return found[n - 1]
-
-    @property
-    def url(self) -> str:
-        """Where it serves, once it does."""
-        match = re.search(r"https?://[^ )]+", self.wait_for("serves"))
-        assert match is not None
-        return match[0]
-
-    def workers(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        return [int(pid) for pid in children.read_text().split()]
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+"""
 
 
-def until(is_true: Callable[[], bool]) -> bool:
-    end_s = time.monotonic() + WITHIN_S
-    while not is_true():
-        if time.monotonic() > end_s:
-            return False
-        time.sleep(0.02)
-    return True
+def free_port() -> int:
+    """A port of the loopback device that nobody listens on, for a program that has to be told one.
+
+    None of those that the kernel gives out by itself: it might, before the program listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
-@contextlib.contextmanager
-def started(command: list[str], **options: Any) -> Iterator[Parent]:
-    parent = Parent(command, **options)
+def output_of(process: subprocess.Popen[str], timeout_s: float = 60) -> str:
+    """What it printed; it must end by itself with status 0 and without a word on stderr."""
     try:
-        yield parent
-    finally:
-        parent.close()
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        pytest.fail(f"it hung; stdout {out!r}, stderr {err!r}")
+    assert (process.returncode, err) == (0, ""), out
+    return out.strip()
+
+
+def wait_until_asleep(process: subprocess.Popen[str]) -> None:
+    """Return when its main thread waits in the kernel, inside the call that it makes."""
+    status = Path(f"/proc/{process.pid}/task/{process.pid}/stat")
+    while process.poll() is None and status.read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.001)
