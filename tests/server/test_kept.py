@@ -6,7 +6,7 @@ import pytest
 
 from kqview.server.attention import AttentionWanted
 from kqview.server.budget import Budget
-from kqview.server.kept import Kept, Row
+from kqview.server.kept import Kept, PromptText, Row
 
 ROW = Row(7, "x", (250,), bytes(1000))
 WANTED = AttentionWanted()
@@ -45,6 +45,31 @@ def test_oldest_reply_of_who_keeps_most_goes_first():
     assert found == [None, 7]
     assert [rows_of(keep, "small", name) for name in ("first", "second")] == [3, 3]
     assert keep.n_bytes == budget.used_bytes <= keep.most_bytes
+
+
+def test_reply_of_the_same_name_takes_the_place_of_the_older_one():
+    keep, budget = kept(10**6)
+    open_(keep, "a", "reply", 5)
+    open_(keep, "a", "other", 1)
+    n_bytes = keep.n_bytes
+    open_(keep, "a", "reply", 5)
+    assert keep.n_bytes == budget.used_bytes == n_bytes
+    assert rows_of(keep, "a", "reply") == 5
+
+
+def test_prompt_is_kept_with_the_rows_and_counted():
+    keep, budget = kept(10**6)
+    prompt = PromptText([5, 7, 7, 9], ["An", "", "né", "e"])
+    keep.open("a", "with", WANTED, (0,), n_choices=1, prompt=prompt)
+    keep.open("a", "without", WANTED, (0,), n_choices=1)
+    found = keep.find("a", "with")
+    assert found is not None
+    assert found.prompt is not None
+    assert (found.prompt.ids, found.prompt.texts) == ([5, 7, 7, 9], ["An", "", "né", "e"])
+    bare = keep.find("a", "without")
+    assert bare is not None
+    assert bare.prompt is None
+    assert budget.used_bytes == 2 * bare.n_bytes + prompt.n_bytes
 
 
 def test_reply_that_does_not_fit_keeps_its_beginning_and_counts_the_rest():
