@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kqview.errors import BusyError, RequestError
-from kqview.server.budget import Budget
+from kqview.server.budget import Budget, uncounted
 from kqview.server.conversation_store import ConversationStore, History, Key, Message
 from kqview.server.conversations import Conversations, Turn, checked_id
 from kqview.server.errors import NotFound, RateLimited, ShuttingDown, StorageFull, TooLarge
@@ -53,7 +53,9 @@ async def test_turn_sees_those_before_it():
     async with opened() as (conversations, budget):
         for n in range(3):
             assert len(await say(conversations, budget, n)) == 2 * n
-        info, messages = await conversations.get("o", "s")
+        with budget.hold("o") as hold:
+            info, (messages, *_) = await conversations.get("o", "s", hold)
+            assert hold.n_bytes > 0
         assert info.n_messages == len(messages) == 6
         assert messages[-1] == Message("assistant", "answer 2")
 
@@ -130,7 +132,7 @@ async def test_answer_is_stored_although_its_client_left_meanwhile(
 
 
 async def conversations_messages(conversations: Conversations) -> Sequence[Message]:
-    return (await conversations.get("o", "s"))[1]
+    return (await conversations.get("o", "s", uncounted()))[1].messages
 
 
 async def test_closing_waits_for_turns_that_are_ending(tmp_path: Path):
@@ -187,9 +189,9 @@ async def test_session_of_another_owner_does_not_exist():
     async with opened() as (conversations, budget):
         await say(conversations, budget, 1, owner="a")
         assert await conversations.list("b") == []
-        for use in (conversations.get, conversations.delete):
+        for use in (conversations.get("b", "s", budget.hold("b")), conversations.delete("b", "s")):
             with pytest.raises(NotFound, match="there is no session 's'"):
-                await use("b", "s")
+                await use
         await conversations.delete("a", "s")
         assert await conversations.list("a") == []
 

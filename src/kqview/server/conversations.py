@@ -300,8 +300,8 @@ class Conversations:
         """Sessions of *owner*, the one used last first; raises StorageFailed."""
         return await self._run(ConversationStore.list, owner)
 
-    async def get(self, owner: str, session_id: str) -> tuple[SessionInfo, Sequence[Message]]:
-        """A session and its messages, oldest first.
+    async def get(self, owner: str, session_id: str, hold: Hold) -> tuple[SessionInfo, History]:
+        """A session with its history, which is counted in *hold*.
 
         Raises:
             NotFound: *owner* has no such session.
@@ -311,6 +311,7 @@ class Conversations:
         found = await self._run(_found, key)
         if found is None:
             raise _no_session(key)
+        hold.take(_READ_TIMES * found[1].n_bytes)
         return found
 
     async def delete(self, owner: str, session_id: str) -> None:
@@ -361,17 +362,17 @@ class Conversations:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *args)
 
 
+def _found(store: ConversationStore, key: Key) -> tuple[SessionInfo, History] | None:
+    info = store.info(key)
+    return info and (info, store.read(key))
+
+
 class _Place:
     """The turns of one session: the one that runs, and those that wait."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.n_users = 0
-
-
-def _found(store: ConversationStore, key: Key) -> tuple[SessionInfo, Sequence[Message]] | None:
-    info = store.info(key)
-    return info and (info, store.read(key).messages)
 
 
 def checked_id(session_id: str) -> str:

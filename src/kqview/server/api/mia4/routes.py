@@ -257,10 +257,12 @@ async def list_sessions(call: Call) -> schema.Sessions:
     return schema.Sessions(list(map(convert.session_of, found)))
 
 
-async def show_session(call: Call) -> schema.WholeSession:
+async def show_session(call: Call) -> HttpReply:
     """A conversation with its messages."""
-    found = await call.service.conversations.get(call.caller.owner, call.path["session_id"])
-    return convert.whole_session_of(*found)
+    session_id = call.path["session_id"]
+    info, history = await call.service.conversations.get(call.caller.owner, session_id, call.hold)
+    whole = convert.whole_session_of(info, history.messages)
+    return HttpReply(await call.service.offload(history.n_bytes, msgspec.json.encode, whole))
 
 
 async def delete_session(call: Call) -> HttpReply:
