@@ -388,9 +388,18 @@ function go(id) {
   else location.hash = address;
 }
 
+// The conversation that an address names; undefined for a new one, or an address that is broken.
+function named(hash) {
+  try {
+    return decodeURIComponent(hash.slice(2)) || undefined;
+  } catch {
+    return undefined;
+  }
+}
+
 // Shows the conversation that the address names.
 async function show() {
-  const id = decodeURIComponent(location.hash.slice(2)) || undefined;
+  const id = named(location.hash);
   if (id && id === session && $("turns").childElementCount > 0) return;
   running?.abort.abort();
   session = id;
