@@ -67,6 +67,7 @@ from kqview.submission import (
 from kqview.trace import Trace
 from kqview.types import Capture, EngineHealth, EngineStats, ModelInfo
 from kqview.types.capture import Kind
+from kqview.types.html import table
 from kqview.types.sampling import OPTIONS, Sampling, SamplingOptions
 from kqview.types.stats import read_fields
 from kqview.types.text import Ids
@@ -734,6 +735,14 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _repr_html_(self) -> str:
+        """Model, context and slots as a table, for a notebook."""
+        slots = self.stats().slots
+        states = ", ".join(f"{slot.id}: {slot.state}, {slot.n_tokens} tokens" for slot in slots)
+        context = "closed" if self._core.is_closed else f"{self.n_ctx} tokens per slot"
+        rows = {**self._info.summary(), "context": context, "slots": states}
+        return table(f"Engine: {self._info.name or self._info.architecture}", rows)
 
     def __repr__(self) -> str:
         state = "closed" if self._core.is_closed else f"n_ctx={self.n_ctx}"

@@ -6,6 +6,7 @@ import gc
 import pickle
 import sys
 import types
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -190,7 +191,12 @@ def test_attention_of_a_prompt_has_the_forms_of_other_libraries(engine: Engine) 
 def test_torch_gets_a_copy(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     module: Any = types.ModuleType("torch")
-    module.from_numpy = lambda array: made.append(array) or array
+
+    def from_numpy(array: Any) -> Any:
+        made.append(array)
+        return array
+
+    module.from_numpy = from_numpy
     monkeypatch.setitem(sys.modules, "torch", module)
     token = next(engine.generate(STORY, capture=Capture("probs", hidden=[1])))
     assert len(token.to_hf("pt")) == len(made) == 4
@@ -213,6 +219,20 @@ def test_heat_map_labels_itself(engine: Engine) -> None:
     shown = [text.get_text() for text in prompt.axes[0].get_xticklabels()]
     assert shown == columns[: len(shown)]
     assert "Anna"[0] in "".join(shown)
+
+
+def test_engine_and_model_show_themselves_in_a_notebook() -> None:
+    with Engine.demo(n_ctx=64, n_slots=2, n_threads=1) as engine:
+        engine.generate([1, 2, 3], max_tokens=1, slot=1).read()
+        shown = engine._repr_html_()  # pyright: ignore[reportPrivateUsage]
+        assert "64 tokens per slot" in shown
+        assert "0: idle, 0 tokens, 1: idle, 3 tokens" in shown
+    assert "<td style='text-align:left'>closed</td>" in engine._repr_html_()  # pyright: ignore
+    model = replace(engine.model, name="<script>", architecture="a&b")
+    html = model._repr_html_()  # pyright: ignore[reportPrivateUsage]
+    assert "<script>" not in html
+    assert "&lt;script&gt;" in html
+    assert "a&amp;b" in html
 
 
 # ---- offsets

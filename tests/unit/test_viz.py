@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -97,8 +98,48 @@ def test_sharpest_head_is_drawn_unless_one_is_named():
 
 def test_title_counts_layers_and_heads_as_the_model_does():
     made = tokens(1, layers=(5, 9), heads=(0, 2, 7), kind="scores")
-    figure = heatmap(made, PROMPT, layer=1, head=2)
+    figure = heatmap(made, PROMPT, layer=9, head=7)
     assert figure.get_suptitle().startswith("layer 9, head 7")
+
+
+def test_layers_and_heads_are_those_of_the_model_not_of_the_rows():
+    made = tokens(2, layers=(5, 9), heads=(0, 2, 7), kind="probs")
+    drawn = cells(heatmap(made, PROMPT, layer=9, head=2))
+    np.testing.assert_array_equal(drawn[0, :7], made[0].rows[1, 1])
+    np.testing.assert_array_equal(cells(heatmap(made, PROMPT, layer=-1, head=2)), drawn)
+    for place in ({"layer": 1}, {"head": 1}, {"layer": -3}):
+        with pytest.raises(IndexError, match=r"was not captured; there are \[(5, 9|0, 2, 7)\]"):
+            heatmap(made, PROMPT, **place)  # pyright: ignore[reportArgumentType]
+
+
+def test_first_column_can_be_hidden_from_the_picture_and_its_scale():
+    array = np.full((2, 4), 0.1)
+    array[:, 0] = 0.7
+    drawn = heatmap(array, causal=False, hide_first=True)
+    assert cells(drawn).mask[:, 0].all()
+    assert not cells(drawn).mask[:, 1:].any()
+    assert axes_of(drawn).images[0].get_clim() == (0.0, 0.1)
+
+
+def test_heat_map_can_be_drawn_into_axes_of_another_figure():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    first, second = figure.subplots(1, 2)
+    assert heatmap(tokens(2), PROMPT, layer=0, head=1, ax=second, title="T") is figure
+    assert second.get_title(loc="left") == "T"
+    assert (len(first.images), len(second.images)) == (0, 1)
+
+
+def test_figure_shows_itself_in_a_notebook():
+    figure: Any = heatmap(tokens(2), PROMPT, layer=0, head=0)
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+def test_viz_is_reachable_after_importing_the_package_alone():
+    code = "import sys, kqview; print('kqview.viz' in sys.modules, kqview.viz.heatmap.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False heatmap\n"
 
 
 def test_array_of_a_prompt_shows_its_last_queries_and_nothing_beyond_them():
@@ -201,6 +242,9 @@ def test_picture_is_written_and_not_blank(tmp_path: Path):
         (np.ones(3), None, r"shape \(3,\)"),
         (np.ones((4, 3)), None, "4 queries .* 3 tokens"),
         (np.ones((2, 3)), ["a"], "tokens has 1 .* 3 columns"),
+        (np.ones((2, 3)), ["a"] * 4, "tokens has 4 .* 3 columns"),
+        (tokens(2), PROMPT[1:], "tokens has 6 .* 8 columns"),
+        (tokens(2), [*PROMPT, "a", "b", "c"], "tokens has 10 .* 8 columns"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused(attention: Any, texts: Any, message: str):

@@ -161,7 +161,7 @@ def _write_picture(
 ) -> None:
     layer, head = place
     figure = heatmap(
-        tokens, labels, layer=layer, head=head, kind=capture.kind,
+        tokens, labels, layer=model.attention_layers[layer], head=head, kind=capture.kind,
         title=f"{model.name}, layer {model.attention_layers[layer]}, head {head}: "
         "attention of each generated token (row)",
     )  # fmt: skip

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kqview.types.html import table
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
@@ -61,6 +63,22 @@ class ModelInfo:
     classifier_labels: tuple[str, ...]
     metadata: Mapping[str, str]
     fim_token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    def _repr_html_(self) -> str:
+        """The facts that fit on a screen, for a notebook."""
+        return table(self.name or self.architecture, self.summary())
+
+    def summary(self) -> dict[str, object]:
+        """The main facts by name, in words."""
+        return {
+            "architecture": self.architecture,
+            "weights": f"{self.n_params:,}, {self.file_type}, {self.size_bytes / 2**20:,.1f} MiB",
+            "layers": f"{self.n_layer}, {len(self.attention_layers)} with attention",
+            "heads": f"{self.n_head}, {self.n_head_kv} of keys and values",
+            "width": self.n_embd,
+            "vocabulary": self.n_vocab,
+            "trained context": self.n_ctx_train,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,11 @@
 # pyright: reportUnknownMemberType=false
 
 import importlib
+import io
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +60,15 @@ def new_figure(name: str, width: float, height: float) -> "Figure":
         figsize=(width, height), dpi=DPI, layout="constrained", facecolor="white"
     )
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.12)  # pyright: ignore
+    figure._repr_png_ = partial(_to_png, figure)  # pyright: ignore[reportAttributeAccessIssue]
     return figure
+
+
+def _to_png(figure: "Figure") -> bytes:
+    """The picture as a notebook shows it, whatever its backend."""
+    with io.BytesIO() as stream:
+        figure.savefig(stream, format="png")
+        return stream.getvalue()
 
 
 def save_figure(figure: "Figure", path: "Path") -> None:
@@ -104,12 +114,14 @@ def heatmap(
     head: int | None = None,
     kind: Kind | None = None,
     causal: bool = True,
+    hide_first: bool = False,
     title: str | None = None,
+    ax: "Axes | None" = None,
 ) -> "Figure":
     """Draw one head: a row for each query, a column for each token before it.
 
-    The figure belongs to the caller: ``heatmap(...).savefig("head.png")``. A notebook shows it
-    once matplotlib.pyplot is imported. The values are copied; no view is kept.
+    The figure belongs to the caller: ``heatmap(...).savefig("head.png")``; a notebook shows it. The
+    values are copied; no view is kept.
 
     Args:
         attention: Tokens of a generation; those without attention are skipped. Or an array of shape
@@ -119,19 +131,23 @@ def heatmap(
         tokens: Texts or Token objects of the context, from its first token on. None takes the texts
             that tokens and the result of `Engine.attend` bring, and shows positions for an array.
             If the generated tokens of a generation are omitted, their own texts are taken.
-        layer: Index into the layers of the array; None chooses the sharpest head, as `kqview demo`
-            does.
-        head: Index into the heads; None chooses the sharpest.
+        layer: The model's layer, negative ones counted from the last captured one; for an array, an
+            index into its first axis. None chooses the sharpest head, as `kqview demo` does.
+        head: The model's head, or an index likewise; None chooses the sharpest.
         kind: Kind of the values; None for that of the tokens, "probs" for an array. "probs" are
             drawn from white at 0 to dark at the largest value, other kinds from blue over white at
             0 to red.
         causal: Whether a query of an array sees only itself and the tokens before it; other cells
             stay empty.
+        hide_first: Leave the first column empty and out of the colour scale. Idle heads put their
+            mass there, which makes all others pale.
         title: Title of the picture; None for the layer and head.
+        ax: Axes to draw into, at their size, instead of into a new figure.
 
     Raises:
-        ValueError: The shape is not supported, there is nothing to draw, or *tokens* is too short.
-        IndexError: *layer* or *head* is out of range.
+        ValueError: The shape is not supported, there is nothing to draw, or *tokens* is not of the
+            length of the context.
+        IndexError: *layer* or *head* was not captured, or is out of range.
         KqviewError: matplotlib is not installed.
     """
     require_matplotlib("heatmap")
@@ -154,12 +170,18 @@ def heatmap(
             raise ValueError("layer or head is given, but the rows have neither; omit both")
         drawn = [row[0] for row in rows]
     else:
-        i_layer, i_head = _choose(rows, kind, layer, head)
+        layers, heads = _axes_of(attention, generated)
+        i_layer, i_head = _choose(
+            rows, kind, _place("layer", layer, layers), _place("head", head, heads)
+        )
         drawn = [row[i_layer][i_head] for row in rows]
-        heading = _name(generated, i_layer, i_head)
+        names = (layers or range(len(rows[0])))[i_layer], heads[i_head] if heads else i_head
+        heading = f"layer {names[0]}, head {names[1]}"
     values = np.full((len(rows), max(n_seen)), np.nan)
     for i, row in enumerate(drawn):
         values[i, : n_seen[i]] = row[: n_seen[i]]
+    if hide_first:
+        values[:, 0] = np.nan
     columns = _texts(tokens, generated, n_seen)
     if generated is None:
         first = values.shape[1] - len(rows)
@@ -170,7 +192,7 @@ def heatmap(
         what = "query" if generated is None else "generated token"
         title = f"{heading}: " if heading else ""
         title += f"each row is a {what}, each column a token before it"
-    return _draw(values, labels, columns, kind, title, n_seen[0] if generated else None)
+    return _draw(values, labels, columns, kind, title, n_seen[0] if generated else None, ax)
 
 
 def _rows_of_tokens(tokens: Sequence[Token]) -> list[list[Values]]:
@@ -219,13 +241,26 @@ def _rows_of_array(array: Attention, causal: bool) -> tuple[list[list[Values]], 
     return rows, [first + i if causal else n_context for i in range(n_query)]
 
 
-def _name(generated: list[Token] | None, i_layer: int, i_head: int) -> str:
-    """Layer and head as the model counts them, if the tokens record what was captured."""
-    capture = generated[0].capture if generated else None
-    layers = capture.layers if capture else None
-    heads = capture.heads if capture else None
-    layer = layers[i_layer] if layers else i_layer
-    return f"layer {layer}, head {heads[i_head] if heads else i_head}"
+def _axes_of(
+    attention: object, generated: list[Token] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The model's layers and heads, in the order of the rows; () where they are not known."""
+    source = generated[0] if generated else attention
+    layers, heads = getattr(source, "layers", ()), getattr(source, "heads", ())
+    if generated and not heads and generated[0].capture is not None:
+        heads = generated[0].capture.heads or ()
+    return tuple(layers), tuple(heads)
+
+
+def _place(name: str, wanted: int | None, captured: tuple[int, ...]) -> int | None:
+    """The index of the model's layer or head *wanted* in the rows."""
+    if wanted is None or not captured:
+        return wanted
+    if wanted < 0 and -wanted <= len(captured):
+        return wanted + len(captured)
+    if wanted not in captured:
+        raise IndexError(f"{name} {wanted} was not captured; there are {list(captured)}")
+    return captured.index(wanted)
 
 
 def _choose(
@@ -248,10 +283,14 @@ def _texts(
     """A label for each column."""
     n_columns = max(n_seen)
     texts = [_text(token) for token in tokens or ()]
-    if generated is None and tokens is not None and len(texts) < n_columns:
-        raise ValueError(
-            f"tokens has {len(texts)} texts, the rows have {n_columns} columns; pass all of them"
-        )
+    if tokens is not None:
+        n_least = n_columns if generated is None else min(n_seen)
+        n_most = n_columns if generated is None else n_columns + 1
+        if not n_least <= len(texts) <= n_most:
+            raise ValueError(
+                f"tokens has {len(texts)} texts, the rows have {n_columns} columns; pass a text "
+                "for each, or leave tokens out"
+            )
     labels = [str(i) for i in range(n_columns)]
     if generated and not any(token.discarded for token in generated):
         longest = generated[n_seen.index(n_columns)]
@@ -282,18 +321,26 @@ def _draw(
     kind: Kind,
     title: str,
     n_prompt: int | None,
+    axes: "Axes | None",
 ) -> "Figure":
     n_rows, n_columns = values.shape
     cell = min(_CELL_INCHES, _MAX_INCHES / max(n_rows, n_columns))
     step = max(1, math.ceil(_LEAST_LABEL_INCHES / cell))
     size = float(np.clip(cell * step * 72 * 0.62, 5.0, 9.0))
     has_parts = n_prompt is not None and n_prompt < n_columns
-    figure = new_figure(
-        "heatmap",
-        max(4.5, cell * n_columns + _label_inches(row_labels, size) + 1.3),
-        max(1.8, cell * n_rows + _label_inches(column_labels, size) + (0.78 if has_parts else 0.6)),
-    )
-    axes: Axes = figure.add_subplot()
+    if axes is None:
+        height = _label_inches(column_labels, size) + (0.78 if has_parts else 0.6)
+        figure = new_figure(
+            "heatmap",
+            max(4.5, cell * n_columns + _label_inches(row_labels, size) + 1.3),
+            max(1.8, cell * n_rows + height),
+        )
+        axes = figure.add_subplot()
+        # Not the title of the axes: a small picture is narrower than its title.
+        figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
+    else:
+        figure = cast("Figure", axes.figure)
+        axes.set_title(title, fontsize=10, color=INK, loc="left", parse_math=False)
     image = axes.imshow(
         np.ma.masked_invalid(values),
         interpolation="nearest",
@@ -315,8 +362,6 @@ def _draw(
         axes.axvline(n_prompt - 0.5, color=FAINT, linewidth=1.0)
         for place, part in ((-0.5, "prompt"), (n_prompt - 0.5, "generated")):
             axes.text(place, -0.75, part, fontsize=8, color=FAINT, va="bottom")
-    # Not the title of the axes: a small picture is narrower than its title.
-    figure.suptitle(title, fontsize=10, color=INK, x=0.01, ha="left", parse_math=False)
     axes.set_anchor("NW")
     bar = figure.colorbar(image, ax=axes, fraction=0.03, pad=0.01, aspect=18, shrink=0.9)
     bar.set_label("probability" if kind == "probs" else kind, fontsize=8.5, color=INK)
