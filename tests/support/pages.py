@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 from kqview.demo import MODEL_PATH
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "127.0.0.1:5001"
@@ -134,7 +134,7 @@ def run_page(page: Path) -> Iterator[Outcome]:
 
 
 @contextlib.contextmanager
-def _several() -> Iterator[str]:
+def _several() -> Generator[str]:
     """The address of a server of two models, which are both the demo model."""
     from kqview.server import Settings
     from kqview.server.config import Config, Model
