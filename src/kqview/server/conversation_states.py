@@ -8,11 +8,12 @@ the file is restored into the slot that was unused for longest. What cannot be r
 another model or other adapters) is removed, and the history is evaluated.
 
 How much is reused: the tokens that the cache and the new prompt have in common from the start
-(``cached_tokens`` of the run's usage). The history is rendered again for each turn, so that ends,
-at the latest, with the last answer if its text is tokenized in another way than it was generated,
-or if the template or the server drops its reasoning; that answer is evaluated again, what precedes
-it is not. Nothing is reused by another system prompt, after turns left the prompt, or, if the ids
-differ at all, by a model whose cache cannot drop its tail (recurrent ones).
+(``cached_tokens`` of the run's usage). The history is rendered again for each turn. What the two
+have in common ends with the last answer if its text is tokenized in another way than it was
+generated, or if the template or the server drops its reasoning: that answer is evaluated again,
+what precedes it is not. After another system prompt, or once turns have left the prompt, all that
+follows is evaluated; so is everything, if any id differs, by a model whose cache cannot drop its
+tail (recurrent ones).
 
 A turn has a seat while it is generated and until its slot has been copied. There are as many seats
 as slots, so that turns wait for each other here: of requests that wait in the engine, the next one
