@@ -266,6 +266,9 @@ void bind_events(nb::module_& module) {
             "hidden", [](const taken_token& self) { return hidden_view(self.token.rows); },
             nb::sig("def hidden(self) -> typing.Any"))
         .def_prop_ro(
+            "logits", [](const taken_token& self) { return logits_view(self.token.rows); },
+            nb::sig("def logits(self) -> typing.Any"))
+        .def_prop_ro(
             "n_discarded", [](const taken_token& self) { return self.token.n_discarded; },
             "Number of tokens discarded from the slot before this row.")
         .def_prop_ro(

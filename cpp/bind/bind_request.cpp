@@ -99,7 +99,9 @@ capture_options read_capture(const nb::object& capture) {
 // Resolves the capture for the engine's model. The request gets its own plan: the engine thread
 // drops it, and dropping a Python object would take the GIL.
 void set_capture(request_options& self, const engine& source, const nb::object& capture) {
-    self.capture = std::make_shared<const capture_plan>(read_capture(capture), source.capture());
+    auto options = read_capture(capture);
+    if (nb::cast<bool>(capture.attr("vocab_logits"))) options.n_vocab = source.n_vocab();
+    self.capture = std::make_shared<const capture_plan>(options, source.capture());
     self.on_full = value_of(policies, capture.attr("on_full"));
     self.wait_limit = std::chrono::duration<double>(nb::cast<double>(capture.attr("wait_s")));
 }

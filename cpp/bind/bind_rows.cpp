@@ -93,6 +93,13 @@ nb::object hidden_view(const captured_rows& rows) {
                    nb::dtype<float>(), owner_of(rows.block));
 }
 
+nb::object logits_view(const captured_rows& rows) {
+    if (!rows.block || !rows.layout.has_logits) return nb::none();
+    return view_of(rows.block->data() + rows.layout.logits_offset,
+                   {static_cast<std::size_t>(rows.plan->n_vocab())}, nb::dtype<float>(),
+                   owner_of(rows.block));
+}
+
 nb::object logits_view(const std::shared_ptr<const std::vector<float>>& logits) {
     return view_of(logits->data(), {logits->size()}, nb::dtype<float>(), owner_of(logits));
 }

@@ -44,6 +44,7 @@ public:
     int n_chunk() const { return n_chunk_; }  // the most prompt tokens per step
     int n_slots() const { return sched_->n_slots(); }
     const capture_source& capture() const { return capture_; }
+    int n_vocab() const { return source_->n_vocab(); }
     bool has_cache() const { return has_cache_; }
     bool can_split_embedding() const { return can_split_embedding_; }
     const std::string& pooling() const { return pooling_; }

@@ -1,6 +1,7 @@
 #include "sched/engine_loop.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 #include <utility>
 
@@ -261,6 +262,9 @@ void engine_loop::score(const batch_part& part) {
 // steered request: in both cases the slot then stays out of steps.
 void engine_loop::sample(slot& target, float* logits) {
     const std::span row(logits, static_cast<std::size_t>(model_.n_vocab()));
+    if (const auto& rows = target.rows; rows.block && rows.layout.has_logits) {
+        std::memcpy(rows.block->data() + rows.layout.logits_offset, logits, row.size_bytes());
+    }
     if (target.active->is_steered) return out_.put(target, row);
     if (target.picker && target.picker->is_slow())
         target.ticket = std::make_shared<sampler_lane::ticket>(std::move(target.picker));

@@ -53,7 +53,8 @@ capture_plan::capture_plan(const capture_options& options, const capture_source&
     std::vector<int> available;
     for (const auto& layer : source.attention) available.push_back(layer.il);
     check_hidden(options, source);
-    if (options.layers && options.layers->empty() && !options.hidden.empty()) return;
+    const bool has_output = !options.hidden.empty() || options.n_vocab > 0;
+    if (options.layers && options.layers->empty() && has_output) return;
     if (available.empty()) {
         throw error(errc::invalid_capture,
                     "this model has no layer whose attention can be captured; "
@@ -162,7 +163,7 @@ int capture_plan::n_rows() const {
     return reduces_layers() ? std::min(1, n_heads_total_) : static_cast<int>(layers_.size());
 }
 
-row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) const {
+row_layout capture_plan::layout(int n_columns, int n_queries, bool with_output) const {
     row_layout where;
     where.n_queries = n_queries;
     where.n_columns = n_columns;
@@ -176,11 +177,17 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_hidden) 
         where.positions_offset = aligned(where.size_bytes);
         where.size_bytes = where.positions_offset + n_values * sizeof(std::int32_t);
     }
-    if (with_hidden && !hidden().empty()) {
+    if (with_output && !hidden().empty()) {
         where.has_hidden = true;
         where.hidden_offset = aligned(where.size_bytes);
         where.size_bytes = where.hidden_offset +
                            hidden().size() * static_cast<std::size_t>(n_embd_) * sizeof(float);
+    }
+    if (with_output && n_vocab() > 0) {
+        where.has_logits = true;
+        where.logits_offset = aligned(where.size_bytes);
+        where.size_bytes =
+            where.logits_offset + static_cast<std::size_t>(n_vocab()) * sizeof(float);
     }
     return where;
 }

@@ -116,6 +116,8 @@ struct capture_options {
     int top_k = 0;                    // keep the k largest of each row; 0 = whole rows
     std::vector<column_range> spans;  // sums over these columns instead of rows; for probs
     std::vector<int> hidden;          // layers whose output is captured too
+    // Size of the vocabulary if the logits of the model's output are captured too; 0: they are not.
+    int n_vocab = 0;
 };
 
 // Where the parts of `n_queries` captured queries of `n_columns` columns lie in their block. Values
@@ -127,6 +129,8 @@ struct row_layout {
     std::size_t positions_offset = 0;  // int32 (row, query, value), with top_k
     bool has_hidden = false;
     std::size_t hidden_offset = 0;  // float32 (layer, n_embd), one query only
+    bool has_logits = false;
+    std::size_t logits_offset = 0;  // float32 (n_vocab), one query only; the engine loop writes it
     std::size_t size_bytes = 0;
 };
 
@@ -159,6 +163,7 @@ public:
     // True if a row keeps all its columns, as they are.
     bool keeps_columns() const { return top_k() == 0 && options_.spans.empty(); }
     const std::vector<int>& hidden() const { return options_.hidden; }
+    int n_vocab() const { return options_.n_vocab; }
     int n_embd() const { return n_embd_; }
     const std::vector<layer_rows>& layers() const { return layers_; }
     const layer_rows* find(int il) const;
@@ -175,8 +180,9 @@ public:
     bool is_uniform() const { return is_uniform_; }
     std::size_t element_bytes() const { return bytes_of(type()); }
 
-    // Hidden states exist for single queries only; the rows of a prompt have none.
-    row_layout layout(int n_columns, int n_queries = 1, bool with_hidden = true) const;
+    // `with_output`: hidden states and logits, which exist for single queries only; the rows of a
+    // prompt have none.
+    row_layout layout(int n_columns, int n_queries = 1, bool with_output = true) const;
 
 private:
     void add_layer(int il, const attention_layer& found);

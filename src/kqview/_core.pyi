@@ -180,6 +180,7 @@ class TokenEvent:
     attention: Final[Any]
     positions: Final[Any]
     hidden: Final[Any]
+    logits: Final[Any]
     n_discarded: Final[int]
     """Number of tokens discarded from the slot before this row."""
     end: Final[EndEvent | None]

@@ -344,7 +344,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         self._facts: StateFacts | None = None
         eot = self._info.eot_token_id
         self._slots = tuple(
-            Slot(self._core, i, eot, self._state_facts, self._lora)
+            Slot(self._core, i, eot, self._state_facts, self._lora, self._submission.running)
             for i in range(self._core.n_slots)
         )
         _open_engines.add(self)
@@ -435,6 +435,26 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         """
         _forward_log()
         return EngineStats.of(self._core.stats(), self._submission.name_of)
+
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """The generations of this engine that have not ended, the oldest first.
+
+        They run, wait for a slot or for their consumer. Those behind `attend` are among them, but
+        neither embeddings and scores nor a generation with mods before its first iteration.
+        """
+        return tuple(self._submission.running().values())
+
+    def cancel_all(self) -> int:
+        """Cancel all `generations`, whoever iterates them; return how many there were.
+
+        As `Generation.cancel`: it does not wait, the tokens that were not taken are dropped, and
+        iterating ends with the finish reason "cancelled". Any thread.
+        """
+        running = self.generations
+        for generation in running:
+            generation.cancel()
+        return len(running)
 
     def health(self) -> EngineHealth:
         """What the engine thread is doing at this moment, for a watchdog.

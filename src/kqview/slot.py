@@ -1,9 +1,9 @@
 """Slot: one sequence of an engine and the contents of its KV cache."""
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 from kqview import _core
 from kqview.arguments import invalid, whole_number
@@ -20,6 +20,12 @@ from kqview.state.files import (
 )
 
 _ALL: Final = 2**63 - 1
+
+
+class Cancels(Protocol):
+    """What a slot needs of a generation."""
+
+    def cancel(self) -> None: ...
 
 
 class Slot:
@@ -39,11 +45,13 @@ class Slot:
         eot_token_id: int | None,
         state_facts: Callable[[], StateFacts],
         lora: EngineLora,
+        running: Callable[[], Mapping[int, Cancels]],
     ) -> None:
         self._core = core
         self._eot_token_id = eot_token_id
         self._state_facts = state_facts
         self._lora = lora
+        self._running = running
         self.id = slot_id
 
     @property
@@ -79,6 +87,19 @@ class Slot:
     def is_busy(self) -> bool:
         """Whether a generation is using this slot."""
         return self._now().generation != 0
+
+    def cancel(self) -> bool:
+        """Cancel the generation that uses this slot, whoever iterates it; False if there is none.
+
+        As `Generation.cancel`: it does not wait. Any thread.
+
+        Raises:
+            ClosedError: The engine is closed.
+        """
+        generation = self._running().get(self._now().generation)
+        if generation is not None:
+            generation.cancel()
+        return generation is not None
 
     def _now(self) -> _core.SlotStats:
         self._core.check_open()

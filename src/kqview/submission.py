@@ -381,6 +381,11 @@ class Submission:
 
         return look
 
+    def running(self) -> dict[int, Generation]:
+        """Generations that have not ended, by the core's id, in the order of their submission."""
+        known: dict[int, Generation] = self._turns.generations()
+        return {core_id: one for core_id, one in known.items() if one.finish_reason is None}
+
     def name_of(self, core_id: int) -> str | None:
         """The ``request_id`` of a generation by the core's id; None after it was dropped."""
         return self._turns.name_of(core_id)

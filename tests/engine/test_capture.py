@@ -462,3 +462,72 @@ def test_spans_take_less_memory_and_the_same_nodes(
     assert (
         n_bytes == 3 * capture.bytes_per_token(engine.model, 1000) == 3 * N_LAYER * N_HEAD * 2 * 4
     )
+
+
+# ---- the model's output
+
+
+@pytest.mark.parametrize("layers", [None, ()])
+def test_vocab_logits_are_what_the_next_token_is_chosen_from(
+    make_engine: MakeEngine, tiny_llama: Path, layers: tuple[int, ...] | None
+) -> None:
+    engine = make_engine(tiny_llama)
+    n_vocab = engine.model.n_vocab
+    tokens = run(
+        engine, PROMPT, 8, capture=Capture("probs", layers=layers, vocab_logits=True),
+        top_logprobs=3, repeat_penalty=1.5, logit_bias={5: 4.0},
+    )  # fmt: skip
+    for token in tokens:
+        assert (token.attention is None) == (layers == ())
+        assert token.logits is not None
+        assert (token.logits.shape, token.logits.dtype) == ((n_vocab,), np.float32)
+        assert not token.logits.flags.writeable
+        # As logprobs are: before bias and penalties.
+        logits = token.logits.astype(np.float64)
+        logprobs = logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+        assert token.logprob == pytest.approx(logprobs[token.id], abs=1e-4)
+        assert token.top_logprobs is not None
+        assert [one for one, _ in token.top_logprobs] == np.argsort(-logits)[:3].tolist()
+
+
+def test_vocab_logits_stay_valid_and_count_in_the_pool(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    capture = Capture(layers=(), vocab_logits=True)
+    engine = make_engine(tiny_llama, poisons_blocks=True)
+    tokens = run(engine, PROMPT, 20, capture=capture)
+    kept = [np.array(token.logits) for token in tokens]
+    n_bytes = capture.bytes_per_token(engine.model, 500)
+    assert n_bytes == 4 * engine.model.n_vocab
+    assert engine.stats().attention_bytes == 20 * n_bytes
+    assert engine.stats().pool.leased_bytes >= 20 * n_bytes
+    logits = [token.logits for token in tokens]
+    del tokens
+    run(engine, random_ids(9), 20, capture=capture)
+    for one, copy in zip(logits, kept, strict=True):
+        assert one is not None
+        np.testing.assert_array_equal(one, copy)
+    assert not np.array_equal(kept[0], kept[1])
+    assert engine.stats().graph_nodes_added == 0
+
+
+def test_vocab_logits_of_a_steered_generation_are_the_models_own(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    options: dict[str, Any] = {"capture": Capture(layers=(), vocab_logits=True), "temperature": 0}
+    plain = run(make_engine(tiny_llama), PROMPT, 6, **options)
+    steered = run(
+        make_engine(tiny_llama),
+        PROMPT,
+        6,
+        logits_processor=lambda ids, logits: logits + 1,
+        **options,
+    )
+    for one, other in zip(steered, plain, strict=True):
+        assert one.id == other.id
+        np.testing.assert_array_equal(one.logits, other.logits)  # type: ignore[arg-type]
+
+
+def test_attend_has_no_vocab_logits(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    with pytest.raises(errors.InvalidCapture, match="leave vocab_logits out"):
+        make_engine(tiny_llama).attend(PROMPT, Capture("probs", vocab_logits=True))

@@ -295,3 +295,21 @@ def test_rows_of_slots_of_every_plan_alternate(make_engine: MakeEngine, tiny_lla
             for x, y in zip(a, b, strict=True):
                 np.testing.assert_allclose(x.attention, y.attention, atol=1e-5)
     assert same_rows(first[0], first[0])
+
+
+def test_generations_are_listed_and_cancelled(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama, n_slots=2)
+    assert (engine.generations, engine.cancel_all()) == ((), 0)
+    options = {"max_tokens": 200, **GREEDY}
+    first, second, third = (engine.generate(one, **options) for one in PROMPTS[:3])
+    next(first), next(second)
+    assert engine.generations == (first, second, third)
+    assert first.slot is not None
+    assert engine.slots[first.slot].cancel()
+    assert first.finish_reason == "cancelled"
+    assert engine.generations == (second, third)
+    assert engine.cancel_all() == 2
+    assert [one.finish_reason for one in (second, third)] == ["cancelled"] * 2
+    assert engine.generations == ()
+    assert len(list(engine.generate(PROMPTS[0], max_tokens=3, **GREEDY))) == 3
+    assert not any(slot.cancel() for slot in engine.slots)

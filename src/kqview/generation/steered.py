@@ -282,6 +282,8 @@ class SteeredGeneration(Generation):
             token.attention = event.attention
             token.attention_positions = event.positions
             token.hidden = event.hidden
+            if self._capture.vocab_logits and not token.forced:
+                token.logits = event.logits
         if event.n_discarded:
             token.discarded = range(self._n_keep, self._n_keep + event.n_discarded)
 

@@ -241,6 +241,7 @@ class Generation:
             token.attention = event.attention
             token.attention_positions = event.positions
             token.hidden = event.hidden
+            token.logits = event.logits
         if event.n_discarded:
             token.discarded = range(self._n_keep, self._n_keep + event.n_discarded)
         self._place(token)

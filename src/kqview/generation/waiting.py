@@ -88,12 +88,19 @@ class Turns:
     """The takers of an engine's generations; any thread."""
 
     def __init__(self) -> None:
-        self._takers: dict[int, Taker] = {}  # by the core's id, while the generation exists
+        # By the core's id, while the generation exists.
+        self._takers: dict[int, Taker] = {}
+        self._generations: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def add(self, core_id: int, generation: object, taker: Taker) -> None:
         """Keep *taker* for as long as *generation* exists."""
         self._takers[core_id] = taker
+        self._generations[core_id] = generation
         weakref.finalize(generation, self._takers.pop, core_id, None).atexit = False
+
+    def generations(self) -> dict[int, Any]:
+        """The generations that exist, by the core's id, in the order of their submission."""
+        return dict(sorted(self._generations.items()))
 
     def name_of(self, core_id: int) -> str | None:
         """The ``request_id`` of a generation; None after the generation was dropped."""

@@ -39,7 +39,8 @@ class Capture:
         kind: "probs" is the output of the softmax; "scores" is its input; "qk" is the raw product
             of K and Q before scale, mask and softmax ("logits" is an older name of it).
         layers: Layers to capture, negative ones counted from the last layer; None for every layer
-            that has attention. May be empty if *hidden* is given: then no attention is captured.
+            that has attention. May be empty if *hidden* or *vocab_logits* is given: then no
+            attention is captured.
         heads: Query heads to capture in each layer; None for all.
         reduce: Reduction done on the device, or None: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
@@ -53,6 +54,8 @@ class Capture:
         prompt: Also capture the rows of the prompt's own tokens.
         hidden: Layers whose output, the residual stream after the layer, to hand out as well, given
             as for *layers*; "all" for every layer.
+        vocab_logits: Also hand out the logits of the model's output, before anything is sampled
+            from them.
         on_full: What to do when the budget of attention memory is used up: "raise" ends the
             generation with PoolExhausted, "wait" waits for views to be dropped, "drop" continues
             without attention.
@@ -69,6 +72,7 @@ class Capture:
     dtype: DType = "float32"
     prompt: bool = False
     hidden: Sequence[int] | Literal["all"] = ()
+    vocab_logits: bool = False
     on_full: OnFull = "raise"
     wait_s: float = 10.0
 
@@ -87,10 +91,11 @@ class Capture:
             hidden = _to_indices("hidden", self.hidden, allow_empty=True, low=_INT32_MIN)
             object.__setattr__(self, "hidden", hidden)
         if self.layers is not None:
+            has_output = len(self.hidden) > 0 or self.vocab_logits
             object.__setattr__(
                 self,
                 "layers",
-                _to_indices("layers", self.layers, allow_empty=bool(self.hidden), low=_INT32_MIN),
+                _to_indices("layers", self.layers, allow_empty=has_output, low=_INT32_MIN),
             )
         if self.heads is not None:
             object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
@@ -99,9 +104,11 @@ class Capture:
         if self.spans is not None:
             object.__setattr__(self, "spans", _to_spans(self.spans))
             self._check_spans()
-        if not isinstance(self.prompt, bool | np.bool_):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise _invalid("prompt", "True or False", self.prompt)
-        object.__setattr__(self, "prompt", bool(self.prompt))
+        for name in ("prompt", "vocab_logits"):
+            value: object = getattr(self, name)
+            if not isinstance(value, bool | np.bool_):
+                raise _invalid(name, "True or False", value)
+            object.__setattr__(self, name, bool(cast("bool", value)))
         object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
 
     def _check_spans(self) -> None:
@@ -159,14 +166,15 @@ class Capture:
         """This capture as `Engine.attend` uses it, with the rows of the prompt.
 
         Raises:
-            InvalidCapture: *hidden* is not empty.
+            InvalidCapture: *hidden* is not empty, or *vocab_logits* is true.
         """
-        if self.hidden:
-            raise InvalidCapture(
-                "hidden states are captured for generated tokens only; use generate, or leave "
-                "hidden out",
-                parameter="capture",
-            )
+        for name, what in (("hidden", "hidden states"), ("vocab_logits", "the model's logits")):
+            if getattr(self, name):
+                raise InvalidCapture(
+                    f"{what} are captured for generated tokens only; use generate, or leave "
+                    f"{name} out",
+                    parameter="capture",
+                )
         return replace(self, prompt=True)
 
     def check_columns(self, *, has_all: bool) -> None:
@@ -194,8 +202,8 @@ class Capture:
     def bytes_per_token(self, model: ModelInfo, n_context: int) -> int:
         """Bytes that the capture of one token takes with *n_context* tokens before it.
 
-        Counts attention and hidden states, but neither the rows of the prompt nor the rounding of
-        the pool. An upper bound if layers differ in their number of heads.
+        Counts attention, hidden states and logits, but neither the rows of the prompt nor the
+        rounding of the pool. An upper bound if layers differ in their number of heads.
 
         Args:
             model: Model of the engine.
@@ -227,7 +235,8 @@ class Capture:
         else:
             n_values = n_context if self.spans is None else len(self.spans)
             attention_bytes = n_rows * n_values * _ITEM_BYTES[self.dtype]
-        return attention_bytes + len(hidden) * model.n_embd * _ITEM_BYTES["float32"]
+        n_output = len(hidden) * model.n_embd + (model.n_vocab if self.vocab_logits else 0)
+        return attention_bytes + n_output * _ITEM_BYTES["float32"]
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -285,7 +294,9 @@ def _to_top_k(value: object) -> int:
 
 def _to_spans(spans: object) -> tuple[Span, ...]:
     if isinstance(spans, str | bytes) or not isinstance(spans, Iterable):
-        raise _invalid("spans", "ranges of columns such as [(0, 10), (10, None)]", spans)
+        raise _invalid(
+            "spans", "ranges of columns such as [(0, 10), (10, None)]", cast("object", spans)
+        )
     pairs = tuple(_to_span(span) for span in islice(spans, MOST_SPANS + 1))  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if not 0 < len(pairs) <= MOST_SPANS:
         n = "no range" if not pairs else f"more than {MOST_SPANS} ranges"

@@ -104,6 +104,9 @@ class Token:
             attention.
         hidden: With ``Capture(hidden=[...])``: output of these layers for the query that produced
             this token, float32 ``(n_hidden_layers, n_embd)``. Otherwise None.
+        logits: With ``Capture(vocab_logits=True)``: the model's output before bias, penalties,
+            grammar and sampling, from which this token was chosen, float32 ``(n_vocab,)``. None
+            otherwise, and for a token that a mod forced.
         forced: Whether a mod forced this token; it was not sampled and has no logprob.
         n_removed: Number of tokens, counted back from the token yielded before this one, that mods
             took back: drop that many from the end of the text. Always 0 without mods.
@@ -121,6 +124,7 @@ class Token:
     attention: Attention | None = None
     attention_positions: Positions | None = None
     hidden: NDArray[np.float32] | None = None
+    logits: NDArray[np.float32] | None = None
     forced: bool = False
     n_removed: int = 0
     capture: Capture | None = field(default=None)
@@ -277,6 +281,8 @@ class Token:
             parts.append(f"attention=<{self.attention.shape} {self.attention.dtype}>")
         if self.hidden is not None:
             parts.append(f"hidden=<{self.hidden.shape} {self.hidden.dtype}>")
+        if self.logits is not None:
+            parts.append(f"logits=<{self.logits.shape} {self.logits.dtype}>")
         if self.forced:
             parts.append("forced=True")
         return f"Token({', '.join(parts)})"
