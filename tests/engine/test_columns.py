@@ -166,6 +166,8 @@ def test_layers_may_be_counted_from_the_end(engine: Engine) -> None:
     assert capture.bytes_per_token(engine.model, 9) == same.capture.bytes_per_token(  # pyright: ignore
         engine.model, 9
     )
+    array: Any = np.array([1, 2])
+    assert Capture(hidden=array).hidden == (1, 2)
     for wrong in (Capture(layers=[-5]), Capture(hidden=[-5]), Capture(layers=[3, -1])):
         with pytest.raises(errors.InvalidCapture, match=r"layers|hidden"):
             engine.generate(ids, capture=wrong)

@@ -87,7 +87,8 @@ class Capture:
         _check_choice("on_full", self.on_full, get_args(OnFull))
         if self.reduce is not None:
             _check_choice("reduce", self.reduce, get_args(Reduce))
-        if self.hidden != "all":
+        # Check the type first: an array would compare element by element.
+        if not isinstance(self.hidden, str) or self.hidden != "all":
             hidden = _to_indices("hidden", self.hidden, allow_empty=True, low=_INT32_MIN)
             object.__setattr__(self, "hidden", hidden)
         if self.layers is not None:
