@@ -7,91 +7,15 @@
 #include <utility>
 
 #include "base/vector_exp.h"
-
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__ARM_NEON)
-#include <arm_neon.h>
-#endif
+#include "tap/host/vectors.h"
 
 namespace kqview {
 
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int lanes = 16;
-#elif defined(__AVX__)
-constexpr int lanes = 8;
-#else
-constexpr int lanes = 4;
-#endif
-
-typedef float vec __attribute__((vector_size(lanes * sizeof(float))));
-typedef std::int32_t ivec __attribute__((vector_size(lanes * sizeof(float))));
+using namespace vectors;
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
-
-vec load(const float* from) {
-    vec value;
-    std::memcpy(&value, from, sizeof value);
-    return value;
-}
-
-void store(float* to, vec value) { std::memcpy(to, &value, sizeof value); }
-
-vec load_f16(const std::byte* from) {
-#if defined(__AVX512F__)
-    // maskz: gcc 12 warns about the undefined register of the plain intrinsic.
-    return reinterpret_cast<vec>(
-        _mm512_maskz_cvtph_ps(0xFFFF, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
-#elif defined(__AVX__) && defined(__F16C__)
-    return reinterpret_cast<vec>(
-        _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
-#elif defined(__ARM_NEON) && defined(__aarch64__)
-    return reinterpret_cast<vec>(vcvt_f32_f16(vld1_f16(reinterpret_cast<const __fp16*>(from))));
-#else
-    float values[lanes];
-    ggml_fp16_to_fp32_row(reinterpret_cast<const ggml_fp16_t*>(from), values, lanes);
-    return load(values);
-#endif
-}
-
-vec load_bf16(const std::byte* from) {
-    std::uint16_t halves[lanes];
-    std::memcpy(halves, from, sizeof halves);
-    ivec bits;
-    for (int i = 0; i < lanes; ++i)
-        bits[i] = static_cast<std::int32_t>(std::uint32_t{halves[i]} << 16);
-    return reinterpret_cast<vec>(bits);
-}
-
-struct f32_keys {
-    static constexpr int bytes = 4;
-    static vec get(const std::byte* from) { return load(reinterpret_cast<const float*>(from)); }
-    static float one(const std::byte* from) {
-        float value;
-        std::memcpy(&value, from, sizeof value);
-        return value;
-    }
-};
-struct f16_keys {
-    static constexpr int bytes = 2;
-    static vec get(const std::byte* from) { return load_f16(from); }
-    static float one(const std::byte* from) {
-        ggml_fp16_t value;
-        std::memcpy(&value, from, sizeof value);
-        return ggml_fp16_to_fp32(value);
-    }
-};
-struct bf16_keys {
-    static constexpr int bytes = 2;
-    static vec get(const std::byte* from) { return load_bf16(from); }
-    static float one(const std::byte* from) {
-        ggml_bf16_t value;
-        std::memcpy(&value, from, sizeof value);
-        return ggml_bf16_to_fp32(value);
-    }
-};
 
 template <int... i>
 vec add_even_odd(vec a, vec b, std::integer_sequence<int, i...>) {
@@ -116,7 +40,7 @@ vec sum_each(const vec* values) {
 }
 
 // `lanes` products at once: n_heads heads x lanes / n_heads cells, all in registers.
-template <int n_heads, class keys_type>
+template <int n_heads, class cell_type>
 void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, int n_embd,
               float* const* out, int first_column, int n_columns) {
     constexpr int n_cells = lanes / n_heads;
@@ -126,7 +50,7 @@ void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, 
         vec cell[n_cells];
         for (int c = 0; c < n_cells; ++c) {
             cell[c] =
-                keys_type::get(keys + static_cast<std::size_t>(c) * stride + i * keys_type::bytes);
+                cell_type::get(keys + static_cast<std::size_t>(c) * stride + i * cell_type::bytes);
         }
         for (int h = 0; h < n_heads; ++h) {
             const vec query = load(q[h] + i);
@@ -137,7 +61,7 @@ void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, 
     for (; i < n_embd; ++i) {  // head sizes that are not a multiple of the vector width
         for (int c = 0; c < n_cells; ++c) {
             const float key =
-                keys_type::one(keys + static_cast<std::size_t>(c) * stride + i * keys_type::bytes);
+                cell_type::one(keys + static_cast<std::size_t>(c) * stride + i * cell_type::bytes);
             for (int h = 0; h < n_heads; ++h) result[h * n_cells + c] += q[h][i] * key;
         }
     }
@@ -151,14 +75,14 @@ void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, 
 }
 
 // A tile of `lanes` cells against all heads, in groups of the largest remaining power of two.
-template <class keys_type>
+template <class cell_type>
 void dot_cells(const std::byte* keys, std::size_t stride, const float* const* q, int n_heads,
                int n_embd, float* const* out, int first_column, int n_columns) {
     const auto run = [&]<int n>() {
         constexpr int step = lanes / n;
         const int end = std::min(first_column + lanes, n_columns);
         for (int c = first_column; c < end; c += step) {
-            dot_tile<n, keys_type>(keys + static_cast<std::size_t>(c - first_column) * stride,
+            dot_tile<n, cell_type>(keys + static_cast<std::size_t>(c - first_column) * stride,
                                    stride, q, n_embd, out, c, n_columns);
         }
         q += n, out += n, n_heads -= n;
@@ -168,11 +92,11 @@ void dot_cells(const std::byte* keys, std::size_t stride, const float* const* q,
     if (n_heads >= 1) run.template operator()<1>();
 }
 
-template <class keys_type>
+template <class cell_type>
 void dot_all(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
              float* const* out) {
     for (int c = 0; c < n_columns; c += lanes) {
-        dot_cells<keys_type>(keys.data + static_cast<std::size_t>(c) * keys.cell_stride_bytes,
+        dot_cells<cell_type>(keys.data + static_cast<std::size_t>(c) * keys.cell_stride_bytes,
                              keys.cell_stride_bytes, q, n_heads, keys.n_embd, out, c, n_columns);
     }
 }
@@ -187,8 +111,8 @@ void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int
             to_float(keys.data + static_cast<std::size_t>(c + i) * keys.cell_stride_bytes,
                      scratch.cells.data() + static_cast<std::size_t>(i) * n_embd, keys.n_embd);
         }
-        dot_cells<f32_keys>(reinterpret_cast<const std::byte*>(scratch.cells.data()),
-                            n_embd * sizeof(float), q, n_heads, keys.n_embd, out, c, n_columns);
+        dot_cells<f32_cells>(reinterpret_cast<const std::byte*>(scratch.cells.data()),
+                             n_embd * sizeof(float), q, n_heads, keys.n_embd, out, c, n_columns);
     }
 }
 
@@ -206,9 +130,9 @@ void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_co
     // one by one.
     const int n_tiled = keys.n_cells % lanes == 0 ? n_columns : n_columns / lanes * lanes;
     switch (keys.type) {
-        case GGML_TYPE_F16: dot_all<f16_keys>(keys, q, n_heads, n_tiled, out); break;
-        case GGML_TYPE_F32: dot_all<f32_keys>(keys, q, n_heads, n_tiled, out); break;
-        case GGML_TYPE_BF16: dot_all<bf16_keys>(keys, q, n_heads, n_tiled, out); break;
+        case GGML_TYPE_F16: dot_all<f16_cells>(keys, q, n_heads, n_tiled, out); break;
+        case GGML_TYPE_F32: dot_all<f32_cells>(keys, q, n_heads, n_tiled, out); break;
+        case GGML_TYPE_BF16: dot_all<bf16_cells>(keys, q, n_heads, n_tiled, out); break;
         default: dot_quantised(keys, q, n_heads, n_columns, out, scratch); return;
     }
     if (n_tiled == n_columns) return;

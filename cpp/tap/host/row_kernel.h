@@ -32,6 +32,8 @@ struct row_scratch {
     std::vector<float> gathered;   // max_heads_at_once rows over gathered keys, before scatter()
     std::vector<float> extra;      // a row over keys that stand for no token
     std::vector<double> segments;  // sums over parts of a row
+    std::vector<float> keys;       // of a tile of attention, as floats
+    std::vector<float> values;     // the same
 };
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.

@@ -1,0 +1,67 @@
+// Arithmetic of decode attention on the CPU: scores, softmax and the weighted sum of values for all
+// query heads that share a KV head, in one walk over its cells. Rows of attention are what the
+// scores leave behind. The softmax is the online one of FlashAttention (Dao et al., 2022), with
+// float32 sums. Stateless; called by ggml's compute threads.
+#pragma once
+
+#include <ggml.h>
+
+#include <cstddef>
+#include <limits>
+
+#include "tap/host/row_kernel.h"
+#include "tap/plan.h"
+
+namespace kqview {
+
+constexpr int attend_tile = 64;  // cells of one call; a multiple of every vector width
+
+// The mask of one query over a tile; a query that sees none of its cells has nothing to do there.
+struct tile_mask {
+    mask_row row;
+    bool hides_all = false;
+};
+tile_mask read_tile_mask(const void* data, ggml_type type, int n_cells);
+
+// One query head on its way over the cells: what it asks, and what it has found so far.
+struct attended_head {
+    const float* q = nullptr;          // n_embd of the keys
+    const tile_mask* mask = nullptr;   // of the tile
+    float slope = 1.0f;                // of the mask's bias
+    float* row = nullptr;              // its row's values of the tile; null: no row is wanted
+    float* row_max = nullptr;          // of probs: what the tile's values are relative to
+    int n_row = 0;                     // cells of the tile that are columns of the row
+    row_kind kind = row_kind::logits;  // of the row; probs are exp(score - row_max)
+    float max = -std::numeric_limits<float>::infinity();  // largest score
+    float sum = 0.0f;                                     // of exp(score - max)
+    float* values = nullptr;  // sum of exp(score - max) * value, n_embd of the values
+};
+
+// Cells that are read after a tile: fetched meanwhile, a row for each cell of the tile.
+struct next_cells {
+    const std::byte* data = nullptr;  // null: none
+    std::size_t stride_bytes = 0;
+};
+
+// A tile of one KV head. `data` of keys and values is that of the tile's first cell.
+struct cell_tile {
+    key_rows keys;
+    key_rows values;
+    int n_cells;
+    next_cells next_keys;
+    next_cells next_values;
+};
+
+// Adds a tile to what the heads have found.
+void attend(const cell_tile& tile, float scale, float softcap, attended_head* heads, int n_heads,
+            row_scratch& scratch);
+
+// The same, cell by cell and with plain loops, for tests.
+void attend_scalar(const cell_tile& tile, float scale, float softcap, attended_head* heads,
+                   int n_heads);
+
+// Turns a row of probs as `attend` leaves it into probabilities: column c of tile t is scaled by
+// exp(row_max[t] - max) / sum.
+void finish_probs(float* row, int n_columns, const float* row_max, float max, float sum);
+
+}  // namespace kqview

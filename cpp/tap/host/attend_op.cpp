@@ -1,0 +1,409 @@
+#include "tap/host/attend_op.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <span>
+
+#include "tap/host/attend_kernel.h"
+
+namespace kqview {
+
+namespace {
+
+constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
+// Items for each thread: the more, the less the others wait for the slowest.
+constexpr int items_per_thread = 4;
+
+std::size_t zu(int i) { return static_cast<std::size_t>(i); }
+
+const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strides, int token,
+                         int head, int stream) {
+    return static_cast<const std::byte*>(tensor->data) + zu(token) * strides.token +
+           zu(head) * strides.head + zu(stream) * strides.stream;
+}
+
+// How the work of a node is cut: an item is a run of cells of one stream, for all KV heads because
+// they lie side by side in memory; or for one of them where there are too few runs.
+struct division {
+    division(const attend_op& op, const ggml_tensor* node, int n_threads)
+        : n_streams(op.site.n_stream),
+          n_tokens(static_cast<int>(node->src[0]->ne[1])),
+          n_heads(op.site.n_head),
+          n_heads_kv(op.site.n_head_kv),
+          n_cells(static_cast<int>(node->src[1]->ne[1])),
+          n_values(static_cast<int>(node->src[2]->ne[0])),
+          n_tiles((n_cells + attend_tile - 1) / attend_tile) {
+        const int n_items_wanted = n_threads == 1 ? n_streams : items_per_thread * n_threads;
+        const int n_wanted = (n_items_wanted + n_streams - 1) / n_streams;
+        tiles_per_chunk = (n_tiles + std::min(n_wanted, n_tiles) - 1) / std::min(n_wanted, n_tiles);
+        n_chunks = (n_tiles + tiles_per_chunk - 1) / tiles_per_chunk;
+        const bool is_coarse = n_threads > 1 && n_chunks * n_streams < 2 * n_threads;
+        n_parts = is_coarse ? op.site.n_head_kv : 1;
+    }
+
+    int n_streams, n_tokens, n_heads, n_heads_kv, n_cells, n_values, n_tiles;
+    int tiles_per_chunk, n_chunks, n_parts;
+
+    int items_per_stream() const { return n_chunks * n_parts; }
+    int n_items() const { return n_streams * items_per_stream(); }
+    int n_query_heads() const { return n_streams * n_tokens * n_heads; }
+    std::size_t index_of(int stream, int token, int head) const {
+        return zu((stream * n_tokens + token) * n_heads + head);
+    }
+    std::size_t partial_size() const { return zu(n_values) + 2; }
+    float* partial(attend_memory& memory, std::size_t query_head, int chunk) const {
+        return memory.partials.data() + (query_head * zu(n_chunks) + zu(chunk)) * partial_size();
+    }
+    float* row_max(attend_memory& memory, std::size_t query_head) const {
+        return memory.row_max.data() + query_head * zu(n_tiles);
+    }
+};
+
+bool is_in_place(const row_target& target) {
+    const auto& plan = *target.plan;
+    return plan.type() == row_type::f32 && plan.top_k() == 0 &&
+           plan.reduce() == row_reduction::none;
+}
+
+// A target whose rows this node writes.
+struct wanted_rows {
+    std::size_t i_target;
+    const row_target* target;
+    const capture_plan::layer_rows* layer;
+
+    int n_heads() const { return static_cast<int>(layer->heads.size()); }
+    int n_visible(int i_query) const {
+        return std::min(target->n_visible + i_query, target->layout.n_columns);
+    }
+    bool has(int token) const {
+        return token >= target->i_query && token < target->i_query + target->layout.n_queries;
+    }
+    // Where the row of the i-th wanted head goes before it is finished.
+    float* place(attend_memory& memory, int i_query, int i_head) const {
+        const auto& layout = target->layout;
+        if (is_in_place(*target)) {
+            const auto i_row = zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(i_query);
+            return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
+        }
+        const auto i_row = zu(i_query) * layer->heads.size() + zu(i_head);
+        return memory.rows.data() + memory.first_of_target[i_target] + i_row * zu(layout.n_columns);
+    }
+};
+
+// The target of a stream: a step has at most one.
+wanted_rows rows_of(const attend_op& op, const division& work, int stream) {
+    const auto& targets = op.table.targets;
+    for (std::size_t i = 0; i < targets.size(); ++i) {
+        const auto& target = targets[i];
+        if (target.i_stream != stream) continue;
+        const auto* const layer = target.plan->find(op.site.il);
+        const int n_queries = target.layout.n_queries;
+        const int n_seen = std::min(target.n_visible + n_queries - 1, target.layout.n_columns);
+        // end_step reports the missing rows
+        const bool fits = n_seen <= work.n_cells && target.i_query + n_queries <= work.n_tokens;
+        if (layer && fits) return {i, &target, layer};
+    }
+    return {0, nullptr, nullptr};
+}
+
+// ---- one item: a run of cells
+
+// The heads of one stream on their way, (KV head, token, head of its group), so that those that
+// share keys are adjacent. One for each compute thread.
+struct walk {
+    std::vector<attended_head> heads;
+    std::vector<tile_mask> masks;  // by token
+    std::vector<float*> rows;      // by head, as in `heads`
+};
+
+void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work, int stream,
+                 int chunk, const wanted_rows& wanted, walk& on) {
+    const auto& site = op.site;
+    const int n_group = site.n_head / site.n_head_kv;
+    on.heads.assign(zu(work.n_heads * work.n_tokens), {});
+    on.masks.assign(zu(work.n_tokens), {});
+    const auto place_of = [&](int token, int head) -> std::size_t {
+        return zu((head / n_group * work.n_tokens + token) * n_group + head % n_group);
+    };
+    for (int token = 0; token < work.n_tokens; ++token) {
+        for (int h = 0; h < work.n_heads; ++h) {
+            auto& head = on.heads[place_of(token, h)];
+            head.q = reinterpret_cast<const float*>(
+                part_of(node->src[0], site.q_strides, token, h, stream));
+            head.mask = &on.masks[zu(token)];
+            head.slope = alibi_slope(site.max_bias, site.n_head, h);
+            float* const partial = work.partial(op.memory, work.index_of(stream, token, h), chunk);
+            head.values = partial + 2;
+            std::fill_n(head.values, work.n_values, 0.0f);
+        }
+        if (!wanted.target || !wanted.has(token)) continue;
+        for (int i = 0; i < wanted.n_heads(); ++i) {
+            const int h = wanted.layer->heads[zu(i)];
+            auto& head = on.heads[place_of(token, h)];
+            head.kind = wanted.target->plan->kind();
+            head.row = wanted.place(op.memory, token - wanted.target->i_query, i);
+            head.row_max = work.row_max(op.memory, work.index_of(stream, token, h)) +
+                           chunk * work.tiles_per_chunk;
+        }
+    }
+    on.rows.resize(on.heads.size());
+    std::transform(on.heads.begin(), on.heads.end(), on.rows.begin(),
+                   [](const attended_head& head) { return head.row; });
+}
+
+// Points the rows of all heads at one tile.
+void aim_rows(const wanted_rows& wanted, const division& work, int n_group, int first, int n_cells,
+              walk& on) {
+    if (!wanted.target) return;
+    for (std::size_t i = 0; i < on.heads.size(); ++i) {
+        auto& head = on.heads[i];
+        if (!on.rows[i]) continue;
+        const int token = static_cast<int>(i) / n_group % work.n_tokens;
+        const int n_left = wanted.n_visible(token - wanted.target->i_query) - first;
+        head.n_row = std::clamp(n_left, 0, n_cells);
+        head.row = head.n_row > 0 ? on.rows[i] + first : nullptr;
+    }
+}
+
+void read_masks(const attend_op& op, const ggml_tensor* node, int stream, int first, int n_cells,
+                walk& on) {
+    const ggml_tensor* const mask = node->src[3];
+    if (!mask) return;
+    for (std::size_t token = 0; token < on.masks.size(); ++token) {
+        const auto* const row =
+            part_of(mask, op.site.mask_strides, static_cast<int>(token), 0, stream);
+        on.masks[token] =
+            read_tile_mask(row + zu(first) * ggml_type_size(mask->type), mask->type, n_cells);
+    }
+}
+
+key_rows cells_of(const ggml_tensor* tensor, const operand_strides& strides, int first, int n_cells,
+                  int head_kv, int stream) {
+    return {part_of(tensor, strides, first, head_kv, stream), strides.token, tensor->type,
+            static_cast<int>(tensor->ne[0]), n_cells - first};
+}
+
+// What to fetch while head_kv's part of a tile is worked on. Where the KV heads of a cell lie side
+// by side, each one's turn fetches an equal part of what all of them have: memory is read as it
+// lies.
+next_cells next_of(const key_rows& cells, const operand_strides& strides, int head_kv,
+                   const division& work) {
+    const auto* const next = cells.data + attend_tile * strides.token;
+    const auto row_bytes = ggml_row_size(cells.type, cells.n_embd);
+    const bool is_dense = work.n_parts == 1 && strides.head == row_bytes &&
+                          strides.token == zu(work.n_heads_kv) * row_bytes;
+    if (!is_dense) return {next, strides.token};
+    return {next + zu(head_kv) * (attend_tile - 1) * row_bytes, row_bytes};
+}
+
+void attend_item(const attend_op& op, const ggml_tensor* node, const division& work, int item,
+                 row_scratch& scratch) {
+    static thread_local walk on;
+    const auto& site = op.site;
+    const int n_group = site.n_head / site.n_head_kv;
+    const int stream = item / work.items_per_stream();
+    const int chunk = item % work.items_per_stream() / work.n_parts;
+    const int part = item % work.n_parts;
+    const int head_begin = work.n_parts == 1 ? 0 : part;
+    const int head_end = work.n_parts == 1 ? site.n_head_kv : part + 1;
+    const int first_cell = chunk * work.tiles_per_chunk * attend_tile;
+    const int end_cell = std::min(first_cell + work.tiles_per_chunk * attend_tile, work.n_cells);
+    const auto wanted = rows_of(op, work, stream);
+    begin_heads(op, node, work, stream, chunk, wanted, on);
+    const int n_shared = work.n_tokens * n_group;  // query heads that share a KV head
+
+    for (int first = first_cell; first < end_cell; first += attend_tile) {
+        const int n = std::min(attend_tile, end_cell - first);
+        read_masks(op, node, stream, first, n, on);
+        aim_rows(wanted, work, n_group, first, n, on);
+        for (int h = head_begin; h < head_end; ++h) {
+            cell_tile tile{cells_of(node->src[1], site.k_strides, first, work.n_cells, h, stream),
+                           cells_of(node->src[2], op.v_strides, first, work.n_cells, h, stream), n};
+            if (first + 2 * attend_tile <= end_cell) {
+                tile.next_keys = next_of(tile.keys, site.k_strides, h, work);
+                tile.next_values = next_of(tile.values, op.v_strides, h, work);
+            }
+            attend(tile, site.scale, site.softcap, on.heads.data() + h * n_shared, n_shared,
+                   scratch);
+            for (auto& head : std::span(on.heads).subspan(zu(h * n_shared), zu(n_shared)))
+                if (head.row_max) ++head.row_max;
+        }
+    }
+    for (int h = head_begin * n_shared; h < head_end * n_shared; ++h) {
+        const auto& head = on.heads[zu(h)];
+        head.values[-2] = head.max;
+        head.values[-1] = head.sum;
+    }
+}
+
+// ---- the end of a stream
+
+struct softmax_sum {
+    float max;
+    float sum;
+};
+
+// Puts the chunks of one query head together in their order, whichever thread computed them.
+softmax_sum join_chunks(const attend_op& op, const ggml_tensor* node, const division& work,
+                        std::size_t query_head, int head, float* to) {
+    const ggml_tensor* const sinks = node->src[4];
+    const float sink = sinks ? static_cast<const float*>(sinks->data)[head] : minus_infinity;
+    float max = sink;
+    for (int c = 0; c < work.n_chunks; ++c)
+        max = std::max(max, work.partial(op.memory, query_head, c)[0]);
+    float sum = sinks ? std::exp(sink - max) : 0.0f;
+    std::fill_n(to, work.n_values, 0.0f);
+    for (int c = 0; c < work.n_chunks; ++c) {
+        const float* const partial = work.partial(op.memory, query_head, c);
+        if (partial[1] == 0.0f) continue;
+        const float factor = std::exp(partial[0] - max);
+        sum += partial[1] * factor;
+        for (int i = 0; i < work.n_values; ++i) to[i] += factor * partial[2 + i];
+    }
+    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (int i = 0; i < work.n_values; ++i) to[i] *= inverse;
+    return {max, sum};
+}
+
+void finish_rows(const attend_op& op, const division& work, int stream, const wanted_rows& wanted,
+                 std::span<const softmax_sum> sums, int ith) {
+    const auto kind = wanted.target->plan->kind();
+    const auto& layout = wanted.target->layout;
+    row_sink sink(op.table, wanted.i_target, *wanted.layer, ith);
+    for (int i = 0; i < layout.n_queries; ++i) {
+        const int token = wanted.target->i_query + i;
+        const int n_visible = wanted.n_visible(i);
+        sink.begin_query(i);
+        for (int j = 0; j < wanted.n_heads(); ++j) {
+            const int head = wanted.layer->heads[zu(j)];
+            float* const row = wanted.place(op.memory, i, j);
+            if (kind == row_kind::probs) {
+                const auto& [max, sum] = sums[zu(token * work.n_heads + head)];
+                const auto query_head = work.index_of(stream, token, head);
+                finish_probs(row, n_visible, work.row_max(op.memory, query_head), max, sum);
+            }
+            std::fill(row + n_visible, row + layout.n_columns, unseen_value(kind));
+            sink.finish(j, row);
+        }
+        sink.end_query(1);
+    }
+}
+
+void finish_stream(const attend_op& op, ggml_tensor* node, const division& work, int stream,
+                   int ith) {
+    static thread_local std::vector<softmax_sum> sums;
+    sums.clear();
+    for (int token = 0; token < work.n_tokens; ++token) {
+        for (int head = 0; head < work.n_heads; ++head) {
+            auto* const to = static_cast<std::byte*>(node->data) + zu(stream) * node->nb[3] +
+                             zu(token) * node->nb[2] + zu(head) * node->nb[1];
+            sums.push_back(join_chunks(op, node, work, work.index_of(stream, token, head), head,
+                                       reinterpret_cast<float*>(to)));
+        }
+    }
+    const auto wanted = rows_of(op, work, stream);
+    if (wanted.target) finish_rows(op, work, stream, wanted, sums, ith);
+}
+
+void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
+    auto& op = *static_cast<attend_op*>(data);
+    const division work(op, node, nth);
+    auto& scratch = op.table.scratch[zu(ith)];
+    for (int i; (i = op.next_item.fetch_add(1, std::memory_order_relaxed)) < work.n_items();) {
+        attend_item(op, node, work, i, scratch);
+        const int stream = i / work.items_per_stream();
+        const int n = op.n_done[zu(stream)].fetch_add(1, std::memory_order_acq_rel) + 1;
+        if (n == work.items_per_stream()) finish_stream(op, node, work, stream, ith);
+    }
+}
+
+// What is behind a cast that llama.cpp makes for its flash attention alone.
+ggml_tensor* cast_source(ggml_tensor* tensor) {
+    const bool is_cast = tensor->op == GGML_OP_CPY && tensor->src[0] &&
+                         tensor->src[0]->type == GGML_TYPE_F32 &&
+                         ggml_are_same_shape(tensor, tensor->src[0]);
+    return is_cast ? tensor->src[0] : tensor;
+}
+
+bool is_readable(const ggml_tensor* cells) {
+    return cells->nb[0] == ggml_type_size(cells->type) &&
+           (cells->type == GGML_TYPE_F32 || ggml_get_type_traits(cells->type)->to_float);
+}
+
+operand_strides strides_of(const ggml_tensor* tensor) {
+    return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
+}
+
+}  // namespace
+
+void attend_memory::prepare(const std::vector<row_target>& targets) {
+    std::size_t n = 0;
+    first_of_target.assign(targets.size(), 0);
+    for (std::size_t i = 0; i < targets.size(); ++i) {
+        const auto& target = targets[i];
+        if (is_in_place(target)) continue;
+        first_of_target[i] = n;
+        std::size_t n_heads = 0;
+        for (const auto& layer : target.plan->layers())
+            n_heads = std::max(n_heads, layer.heads.size());
+        n += zu(target.layout.n_queries) * n_heads * zu(target.layout.n_columns);
+    }
+    if (rows.size() < n) rows.resize(n);
+}
+
+attend_op::attend_op(const attention_site& of, row_table& rows, attend_memory& shared)
+    : site(of), table(rows), memory(shared), n_done(zu(of.n_stream)) {}
+
+void attend_op::begin() noexcept {
+    next_item.store(0, std::memory_order_relaxed);
+    for (auto& n : n_done) n.store(0, std::memory_order_relaxed);
+}
+
+bool can_attend(const attention_site& site) {
+    const auto* const flash = site.flash;
+    if (!flash || flash->op != GGML_OP_FLASH_ATTN_EXT || site.gathered || site.n_extra_cells > 0)
+        return false;
+    const auto* const q = flash->src[0];
+    const auto* const k = cast_source(flash->src[1]);
+    const auto* const v = cast_source(flash->src[2]);
+    const auto* const mask = flash->src[3];
+    const bool has_common_layout = q->ne[2] == site.n_head && k->ne[2] == site.n_head_kv &&
+                                   v->ne[2] == site.n_head_kv && q->ne[3] == site.n_stream &&
+                                   k->ne[3] == site.n_stream && v->ne[3] == site.n_stream;
+    return has_common_layout && q->ne[1] <= most_attended_queries && q->type == GGML_TYPE_F32 &&
+           q->nb[0] == sizeof(float) && is_readable(k) && is_readable(v) &&
+           (!mask ||
+            (mask->ne[2] == 1 && (mask->type == GGML_TYPE_F16 || mask->type == GGML_TYPE_F32)));
+}
+
+void replace_flash(attend_op& op, int n_threads) {
+    ggml_tensor* const node = op.site.flash;
+    for (const int i : {1, 2}) {
+        ggml_tensor* const cast = node->src[i];
+        node->src[i] = cast_source(cast);
+        if (node->src[i] != cast) cast->op = GGML_OP_NONE;
+    }
+    op.site.k_strides = strides_of(node->src[1]);
+    op.v_strides = strides_of(node->src[2]);
+    for (int n = 1; n <= n_threads; ++n) {
+        const division work(op, node, n);
+        const auto n_heads = zu(work.n_query_heads());
+        auto& [partials, row_max, rows, first] = op.memory;
+        partials.resize(
+            std::max(partials.size(), n_heads * zu(work.n_chunks) * work.partial_size()));
+        row_max.resize(std::max(row_max.size(), n_heads * zu(work.n_tiles)));
+    }
+    // As ggml_custom_4d sets a node's parameters.
+    const struct {
+        ggml_custom_op_t run;
+        int n_tasks;
+        void* data;
+    } parameters{run_attend_op, GGML_N_TASKS_MAX, &op};
+    static_assert(sizeof parameters <= sizeof node->op_params);
+    node->op = GGML_OP_CUSTOM;
+    std::memcpy(node->op_params, &parameters, sizeof parameters);
+}
+
+}  // namespace kqview

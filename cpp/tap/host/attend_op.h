@@ -1,0 +1,57 @@
+// The op that computes the attention of few queries on the CPU, in the place of llama.cpp's flash
+// attention, and leaves rows of attention behind as it goes: keys are read once for both. llama.cpp
+// walks the cache once for each query head, with sums in float16; `attend_kernel` walks it once for
+// all heads, with sums in float32.
+// Threads: ggml's compute threads run it. Nobody waits in it: work is cut into items that threads
+//          claim, and whoever completes a stream's last item puts its results together.
+#pragma once
+
+#include <ggml.h>
+
+#include <atomic>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+#include "tap/graph.h"
+#include "tap/host/row_sink.h"
+
+namespace kqview {
+
+// Queries of a stream that are few enough: with more, llama.cpp works on blocks of queries.
+constexpr int most_attended_queries = 8;
+
+// What the nodes of a context share, which run one after another: partial results, and rows that
+// are not written in place. The engine thread makes room before a step.
+struct attend_memory {
+    std::vector<float> partials;  // (query head, chunk): largest score, sum, weighted values
+    std::vector<float> row_max;   // (query head, tile)
+    std::vector<float> rows;      // of the targets that need them: (query, wanted head, column)
+    std::vector<std::size_t> first_of_target;  // in `rows`
+
+    void prepare(const std::vector<row_target>& targets);
+};
+
+// One node; must outlive the graph.
+struct attend_op {
+    attend_op(const attention_site& of, row_table& rows, attend_memory& shared);
+
+    attention_site site;
+    operand_strides v_strides;
+    row_table& table;
+    attend_memory& memory;
+    std::atomic<int> next_item{0};
+    std::vector<std::atomic<int>> n_done;  // items, by stream
+
+    // Before the graph is computed, on the engine thread.
+    void begin() noexcept;
+};
+
+// Whether the op computes this layer's attention.
+bool can_attend(const attention_site& site);
+
+// Turns llama.cpp's node into one of `op`, in place, and leaves out the casts to F16 that it alone
+// reads. `n_threads` is the most that will compute.
+void replace_flash(attend_op& op, int n_threads);
+
+}  // namespace kqview
