@@ -57,6 +57,7 @@ void bind_options(nb::module_& module) {
         .def_rw("n_threads", &engine_options::n_threads)
         .def_prop_rw("flash_attn", &flash_attn, &set_flash_attn, nb::for_setter(nb::arg().none()),
                      "None lets llama.cpp decide.")
+        .def_rw("attends", &engine_options::attends)
         .def_rw("kv_type", &engine_options::kv_type)
         .def_rw("swa_full", &engine_options::swa_full)
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
@@ -132,6 +133,7 @@ void bind_stats(nb::module_& module) {
         .def_prop_ro("decode_tokens", &count<&engine_counters::n_decoded_tokens>)
         .def_prop_ro("decode_s", &seconds<&engine_counters::decode_ns>)
         .def_prop_ro("graph_builds", &count<&graph_counters::n_built>)
+        .def_prop_ro("attended_layers", &count<&graph_counters::n_attended>)
         .def_prop_ro("graph_reuses", &count<&graph_counters::n_reused>)
         .def_prop_ro("graph_nodes_added", &count<&graph_counters::n_nodes_added>)
         .def_prop_ro("n_queued", [](const reading& now) { return now.of->sched().n_queued(); })

@@ -28,7 +28,8 @@ static_assert(is_same<kv_type::f32, GGML_TYPE_F32> && is_same<kv_type::f16, GGML
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
       tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
-                                 options.n_slots, std::min(options.n_ubatch, options.n_batch))) {
+                                 options.n_slots, std::min(options.n_ubatch, options.n_batch),
+                                 options.attends)) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
@@ -171,6 +172,7 @@ void llama_runner::publish_graphs() {
     graphs_->n_reused.store(static_cast<std::uint64_t>(context_->n_graphs_reused()),
                             std::memory_order_relaxed);
     graphs_->n_nodes_added.store(tap_->n_nodes_added(), std::memory_order_relaxed);
+    graphs_->n_attended.store(tap_->n_attended(), std::memory_order_relaxed);
 }
 
 // ---- a slot's cache as bytes

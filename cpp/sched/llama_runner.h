@@ -26,6 +26,7 @@ struct graph_counters {
     std::atomic<std::uint64_t> n_built{0};
     std::atomic<std::uint64_t> n_reused{0};
     std::atomic<int> n_nodes_added{0};  // to the newest graph
+    std::atomic<int> n_attended{0};     // layers of a graph whose attention is ours
 };
 
 class llama_runner final : public runner {

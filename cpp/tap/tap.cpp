@@ -1,5 +1,6 @@
 #include "tap/tap.h"
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -18,6 +19,7 @@ struct tap::marked_graph {
     bool is_ours = false;
     std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors{nullptr, ggml_free};
     std::vector<std::unique_ptr<row_op>> ops;
+    std::vector<std::unique_ptr<attend_op>> attends;
     device_part devices;
 };
 
@@ -27,7 +29,8 @@ struct tap::sites {
     std::vector<hidden_site> hidden;
 };
 
-tap::tap(int n_threads, int n_slots, int n_chunk) : devices_(n_slots, n_chunk) {
+tap::tap(int n_threads, int n_slots, int n_chunk, bool attends)
+    : attends_(attends), devices_(n_slots, n_chunk) {
     table_.scratch.resize(static_cast<std::size_t>(n_threads));
 }
 
@@ -50,6 +53,7 @@ bool tap::want(const graph_plan& plan) {
 void tap::begin_step(std::vector<row_target> targets) {
     table_.targets = std::move(targets);
     table_.prepare_reductions();
+    if (attends_) attend_memory_.prepare(table_.targets);
     running_ = nullptr;
     table_.n_rows_written.store(0, std::memory_order_relaxed);
     table_.first_write.store(nullptr, std::memory_order_relaxed);
@@ -91,7 +95,23 @@ bool tap::prepare(ggml_cgraph* graph) {
     mark = std::make_unique<marked_graph>();
     mark->generation = generation_;
     mark->is_ours = !found.attention.sites.empty() || !found.hidden.empty();
-    return wanted_.is_empty() || add_nodes(graph, found, *mark);
+    if (!wanted_.is_empty() && !add_nodes(graph, found, *mark)) return false;
+    attend_instead(found, *mark);
+    return true;
+}
+
+bool tap::attends(const attention_site& site) const {
+    return attends_ && !devices_.holds(site.il) && can_attend(site);
+}
+
+void tap::attend_instead(const sites& found, marked_graph& mark) {
+    for (const auto& site : found.attention.sites) {
+        if (!attends(site)) continue;
+        auto& op =
+            mark.attends.emplace_back(std::make_unique<attend_op>(site, table_, attend_memory_));
+        replace_flash(*op, static_cast<int>(table_.scratch.size()));
+    }
+    n_attended_ = std::max(n_attended_, static_cast<int>(mark.attends.size()));
 }
 
 void tap::discover(const sites& found) {
@@ -129,7 +149,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         return *mark.ops.back();
     };
     for (const auto& site : found.attention.sites) {
-        if (devices_.holds(site.il)) continue;
+        if (devices_.holds(site.il) || attends(site)) continue;
         for (const auto kind : kinds) {
             if (!wanted_.wants(site.il, kind)) continue;
             placed.push_back(
@@ -163,7 +183,9 @@ bool tap::may_compute(const ggml_cgraph* graph) {
 
 void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
-    if (mark == graphs_.end() || mark->second->devices.shares.empty()) return;
+    if (mark == graphs_.end()) return;
+    for (const auto& op : mark->second->attends) op->begin();
+    if (mark->second->devices.shares.empty()) return;
     running_ = mark->second.get();
     device_tap::find_backends(sched, running_->devices);
 }

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "tap/device/device_tap.h"
+#include "tap/host/attend_op.h"
 #include "tap/host/row_op.h"
 #include "tap/plan.h"
 #include "tap/step_result.h"
@@ -26,7 +27,8 @@ namespace kqview {
 
 class tap {
 public:
-    tap(int n_threads, int n_slots, int n_chunk);
+    // `attends`: the CPU's attention of few queries is ours instead of llama.cpp's flash attention.
+    tap(int n_threads, int n_slots, int n_chunk, bool attends);
     ~tap();
     tap(const tap&) = delete;
     tap& operator=(const tap&) = delete;
@@ -86,6 +88,8 @@ public:
     // Number of nodes added to the last prepared graph; 0 when nothing is captured.
     int n_nodes_added() const { return n_nodes_added_; }
     std::uint64_t n_graphs_built() const { return n_graphs_built_; }
+    // The most layers of a graph so far whose attention is ours.
+    int n_attended() const { return n_attended_; }
 
 private:
     struct marked_graph;
@@ -93,7 +97,9 @@ private:
     struct sites;
 
     void discover(const sites& found);
+    bool attends(const attention_site& site) const;
     bool add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark);
+    void attend_instead(const sites& found, marked_graph& mark);
 
     graph_plan wanted_;
     std::uint64_t generation_ = 0;  // of `wanted_`
@@ -102,11 +108,14 @@ private:
     // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.
     std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
     row_table table_;
+    attend_memory attend_memory_;
+    const bool attends_;
     device_tap devices_;
     marked_graph* running_ = nullptr;  // graph of this step, if it has device rows
     std::string failure_;
     int n_nodes_added_ = 0;
     std::uint64_t n_graphs_built_ = 0;
+    int n_attended_ = 0;
 };
 
 }  // namespace kqview

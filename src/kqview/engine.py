@@ -24,6 +24,7 @@ from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_options import (
+    AttentionKernel,
     EngineOptions,
     KvType,
     Lora,
@@ -267,6 +268,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         n_threads: int | None = None,
         n_gpu_layers: int = -1,
         flash_attn: Literal["auto"] | bool = "auto",
+        attention_kernel: AttentionKernel = "auto",
         kv_type: KvType = "f16",
         swa_full: bool = True,
         pooling: Pooling | None = None,
@@ -289,6 +291,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             n_ubatch=n_ubatch,
             n_threads=n_threads,
             flash_attn=flash_attn,
+            attention_kernel=attention_kernel,
             kv_type=kv_type,
             swa_full=swa_full,
             pooling=pooling,

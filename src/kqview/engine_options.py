@@ -14,9 +14,11 @@ from kqview.machine import default_threads, physical_memory_bytes
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
+AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 _POOLING: Final = get_args(Pooling)
+_KERNELS: Final = get_args(AttentionKernel)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -29,6 +31,7 @@ class EngineOptions(TypedDict, total=False):
     n_threads: int | None
     n_gpu_layers: int
     flash_attn: Literal["auto"] | bool
+    attention_kernel: AttentionKernel
     kv_type: KvType
     swa_full: bool
     pooling: Pooling | None
@@ -49,6 +52,7 @@ def context_options(
     n_ubatch: object = 512,
     n_threads: object = None,
     flash_attn: object = "auto",
+    attention_kernel: object = "auto",
     kv_type: object = "f16",
     swa_full: object = True,
     pooling: object = None,
@@ -61,6 +65,8 @@ def context_options(
     """
     if flash_attn != "auto" and not isinstance(flash_attn, bool):
         raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
+    if not (isinstance(attention_kernel, str) and attention_kernel in _KERNELS):
+        raise invalid("attention_kernel", f"one of {str(_KERNELS)[1:-1]}", shown(attention_kernel))
     if not isinstance(kv_type, str):
         raise invalid("kv_type", "a name such as 'f16'", shown(kv_type))
     if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
@@ -75,6 +81,7 @@ def context_options(
     threads = default_threads() if n_threads is None else n_threads
     options.n_threads = whole_number("n_threads", threads)
     options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
+    options.attends = attention_kernel != "llama.cpp"
     options.kv_type = kv_type
     options.swa_full = bool(swa_full)
     options.pooling = "" if pooling is None else str(pooling)

@@ -48,8 +48,8 @@ struct cell_tile {
     key_rows keys;
     key_rows values;
     int n_cells;
-    next_cells next_keys;
-    next_cells next_values;
+    next_cells next_keys = {};
+    next_cells next_values = {};
 };
 
 // Adds a tile to what the heads have found.

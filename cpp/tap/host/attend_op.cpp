@@ -118,39 +118,55 @@ struct walk {
     std::vector<float*> rows;      // by head, as in `heads`
 };
 
-void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work, int stream,
-                 int chunk, const wanted_rows& wanted, walk& on) {
+// A run of cells of one stream, for some KV heads.
+struct work_item {
+    work_item(const division& work, int i)
+        : stream(i / work.items_per_stream()),
+          chunk(i % work.items_per_stream() / work.n_parts),
+          head_begin(work.n_parts == 1 ? 0 : i % work.n_parts),
+          head_end(work.n_parts == 1 ? work.n_heads_kv : head_begin + 1),
+          first_cell(chunk * work.tiles_per_chunk * attend_tile),
+          end_cell(std::min(first_cell + work.tiles_per_chunk * attend_tile, work.n_cells)) {}
+
+    int stream, chunk;
+    int head_begin, head_end;  // KV heads
+    int first_cell, end_cell;
+};
+
+void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work,
+                 const work_item& item, const wanted_rows& wanted, walk& on) {
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
+    const int begin = item.head_begin * n_group, end = item.head_end * n_group;
     on.heads.assign(zu(work.n_heads * work.n_tokens), {});
     on.masks.assign(zu(work.n_tokens), {});
+    on.rows.assign(on.heads.size(), nullptr);
     const auto place_of = [&](int token, int head) -> std::size_t {
         return zu((head / n_group * work.n_tokens + token) * n_group + head % n_group);
     };
     for (int token = 0; token < work.n_tokens; ++token) {
-        for (int h = 0; h < work.n_heads; ++h) {
+        for (int h = begin; h < end; ++h) {
             auto& head = on.heads[place_of(token, h)];
             head.q = reinterpret_cast<const float*>(
-                part_of(node->src[0], site.q_strides, token, h, stream));
+                part_of(node->src[0], site.q_strides, token, h, item.stream));
             head.mask = &on.masks[zu(token)];
             head.slope = alibi_slope(site.max_bias, site.n_head, h);
-            float* const partial = work.partial(op.memory, work.index_of(stream, token, h), chunk);
-            head.values = partial + 2;
+            head.values =
+                work.partial(op.memory, work.index_of(item.stream, token, h), item.chunk) + 2;
             std::fill_n(head.values, work.n_values, 0.0f);
         }
         if (!wanted.target || !wanted.has(token)) continue;
         for (int i = 0; i < wanted.n_heads(); ++i) {
             const int h = wanted.layer->heads[zu(i)];
+            if (h < begin || h >= end) continue;
             auto& head = on.heads[place_of(token, h)];
             head.kind = wanted.target->plan->kind();
-            head.row = wanted.place(op.memory, token - wanted.target->i_query, i);
-            head.row_max = work.row_max(op.memory, work.index_of(stream, token, h)) +
-                           chunk * work.tiles_per_chunk;
+            head.row_max = work.row_max(op.memory, work.index_of(item.stream, token, h)) +
+                           item.chunk * work.tiles_per_chunk;
+            on.rows[place_of(token, h)] =
+                wanted.place(op.memory, token - wanted.target->i_query, i);
         }
     }
-    on.rows.resize(on.heads.size());
-    std::transform(on.heads.begin(), on.heads.end(), on.rows.begin(),
-                   [](const attended_head& head) { return head.row; });
 }
 
 // Points the rows of all heads at one tile.
@@ -198,41 +214,38 @@ next_cells next_of(const key_rows& cells, const operand_strides& strides, int he
     return {next + zu(head_kv) * (attend_tile - 1) * row_bytes, row_bytes};
 }
 
-void attend_item(const attend_op& op, const ggml_tensor* node, const division& work, int item,
-                 row_scratch& scratch) {
+void attend_item(const attend_op& op, const ggml_tensor* node, const division& work,
+                 const work_item& item, row_scratch& scratch) {
     static thread_local walk on;
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
-    const int stream = item / work.items_per_stream();
-    const int chunk = item % work.items_per_stream() / work.n_parts;
-    const int part = item % work.n_parts;
-    const int head_begin = work.n_parts == 1 ? 0 : part;
-    const int head_end = work.n_parts == 1 ? site.n_head_kv : part + 1;
-    const int first_cell = chunk * work.tiles_per_chunk * attend_tile;
-    const int end_cell = std::min(first_cell + work.tiles_per_chunk * attend_tile, work.n_cells);
-    const auto wanted = rows_of(op, work, stream);
-    begin_heads(op, node, work, stream, chunk, wanted, on);
     const int n_shared = work.n_tokens * n_group;  // query heads that share a KV head
+    const auto wanted = rows_of(op, work, item.stream);
+    begin_heads(op, node, work, item, wanted, on);
 
-    for (int first = first_cell; first < end_cell; first += attend_tile) {
-        const int n = std::min(attend_tile, end_cell - first);
-        read_masks(op, node, stream, first, n, on);
+    for (int first = item.first_cell; first < item.end_cell; first += attend_tile) {
+        const int n = std::min(attend_tile, item.end_cell - first);
+        const bool has_next = first + 2 * attend_tile <= item.end_cell;
+        read_masks(op, node, item.stream, first, n, on);
         aim_rows(wanted, work, n_group, first, n, on);
-        for (int h = head_begin; h < head_end; ++h) {
-            cell_tile tile{cells_of(node->src[1], site.k_strides, first, work.n_cells, h, stream),
-                           cells_of(node->src[2], op.v_strides, first, work.n_cells, h, stream), n};
-            if (first + 2 * attend_tile <= end_cell) {
-                tile.next_keys = next_of(tile.keys, site.k_strides, h, work);
-                tile.next_values = next_of(tile.values, op.v_strides, h, work);
+        for (int h = item.head_begin; h < item.head_end; ++h) {
+            const auto keys =
+                cells_of(node->src[1], site.k_strides, first, work.n_cells, h, item.stream);
+            const auto values =
+                cells_of(node->src[2], op.v_strides, first, work.n_cells, h, item.stream);
+            const auto heads = std::span(on.heads).subspan(zu(h * n_shared), zu(n_shared));
+            cell_tile tile{keys, values, n};
+            if (has_next) {
+                tile.next_keys = next_of(keys, site.k_strides, h, work);
+                tile.next_values = next_of(values, op.v_strides, h, work);
             }
-            attend(tile, site.scale, site.softcap, on.heads.data() + h * n_shared, n_shared,
-                   scratch);
-            for (auto& head : std::span(on.heads).subspan(zu(h * n_shared), zu(n_shared)))
+            attend(tile, site.scale, site.softcap, heads.data(), n_shared, scratch);
+            for (auto& head : heads)
                 if (head.row_max) ++head.row_max;
         }
     }
-    for (int h = head_begin * n_shared; h < head_end * n_shared; ++h) {
-        const auto& head = on.heads[zu(h)];
+    for (int i = item.head_begin * n_shared; i < item.head_end * n_shared; ++i) {
+        const auto& head = on.heads[zu(i)];
         head.values[-2] = head.max;
         head.values[-1] = head.sum;
     }
@@ -312,10 +325,10 @@ void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
     const division work(op, node, nth);
     auto& scratch = op.table.scratch[zu(ith)];
     for (int i; (i = op.next_item.fetch_add(1, std::memory_order_relaxed)) < work.n_items();) {
-        attend_item(op, node, work, i, scratch);
-        const int stream = i / work.items_per_stream();
-        const int n = op.n_done[zu(stream)].fetch_add(1, std::memory_order_acq_rel) + 1;
-        if (n == work.items_per_stream()) finish_stream(op, node, work, stream, ith);
+        const work_item item(work, i);
+        attend_item(op, node, work, item, scratch);
+        const int n = op.n_done[zu(item.stream)].fetch_add(1, std::memory_order_acq_rel) + 1;
+        if (n == work.items_per_stream()) finish_stream(op, node, work, item.stream, ith);
     }
 }
 

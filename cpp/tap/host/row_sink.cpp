@@ -134,7 +134,7 @@ void row_sink::finish(int i_head, const float* row) {
 
 void row_sink::end_query(int nth) {
     if (!is_reduced()) return;
-    if (target_.layout.n_queries > 1) return finish_layer(sum_);
+    if (target_.layout.n_queries > 1 || nth == 1) return finish_layer(sum_);
     // The last thread to arrive adds up all partial results; a thread's share may be empty.
     const int n_arrived = shared_.n_arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
     if (n_arrived < nth) return;
