@@ -162,6 +162,10 @@ public:
     const cut_ranges& spans() const { return spans_; }
     // True if a row keeps all its columns, as they are.
     bool keeps_columns() const { return top_k() == 0 && options_.spans.empty(); }
+    // Whether rows are what the kernel computes, without a conversion or reduction.
+    bool is_plain() const {
+        return type() == row_type::f32 && keeps_columns() && reduce() == row_reduction::none;
+    }
     const std::vector<int>& hidden() const { return options_.hidden; }
     int n_vocab() const { return options_.n_vocab; }
     int n_embd() const { return n_embd_; }

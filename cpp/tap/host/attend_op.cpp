@@ -61,12 +61,6 @@ struct division {
     }
 };
 
-bool is_in_place(const row_target& target) {
-    const auto& plan = *target.plan;
-    return plan.type() == row_type::f32 && plan.top_k() == 0 &&
-           plan.reduce() == row_reduction::none;
-}
-
 // A target whose rows this node writes.
 struct wanted_rows {
     std::size_t i_target;
@@ -83,7 +77,7 @@ struct wanted_rows {
     // Where the row of the i-th wanted head goes before it is finished.
     float* place(attend_memory& memory, int i_query, int i_head) const {
         const auto& layout = target->layout;
-        if (is_in_place(*target)) {
+        if (target->plan->is_plain()) {
             const auto i_row = zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(i_query);
             return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
         }
@@ -356,7 +350,7 @@ void attend_memory::prepare(const std::vector<row_target>& targets) {
     first_of_target.assign(targets.size(), 0);
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
-        if (is_in_place(target)) continue;
+        if (target.plan->is_plain()) continue;
         first_of_target[i] = n;
         std::size_t n_heads = 0;
         for (const auto& layer : target.plan->layers())

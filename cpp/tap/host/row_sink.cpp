@@ -93,7 +93,7 @@ row_sink::row_sink(row_table& table, std::size_t i_target, const capture_plan::l
       scratch_(table.scratch[static_cast<std::size_t>(ith)]),
       is_first_target_(i_target == 0),
       ith_(ith) {
-    if (is_direct()) return;
+    if (plan_.is_plain()) return;
     const auto n_lanes = static_cast<std::size_t>(max_heads_at_once + 1);  // the last: sums
     if (scratch_.rows.size() < n_columns() * n_lanes) scratch_.rows.resize(n_columns() * n_lanes);
 }
@@ -115,7 +115,8 @@ std::size_t row_sink::index_of(int i_row) const {
 }
 
 float* row_sink::place(int i_head, int i_lane) {
-    if (!is_direct()) return scratch_.rows.data() + static_cast<std::size_t>(i_lane) * n_columns();
+    if (!plan_.is_plain())
+        return scratch_.rows.data() + static_cast<std::size_t>(i_lane) * n_columns();
     return reinterpret_cast<float*>(target_.data) + index_of(rows_.first_row + i_head);
 }
 
@@ -128,7 +129,7 @@ void row_sink::finish(int i_head, const float* row) {
         }
         return;
     }
-    if (is_direct()) return count(reinterpret_cast<const std::byte*>(row));
+    if (plan_.is_plain()) return count(reinterpret_cast<const std::byte*>(row));
     write(rows_.first_row + i_head, row);
 }
 

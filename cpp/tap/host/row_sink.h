@@ -75,9 +75,6 @@ public:
 
 private:
     bool is_reduced() const { return plan_.reduce() != row_reduction::none; }
-    bool is_direct() const {
-        return plan_.type() == row_type::f32 && plan_.keeps_columns() && !is_reduced();
-    }
     std::size_t n_columns() const { return static_cast<std::size_t>(target_.layout.n_columns); }
     std::size_t index_of(int i_row) const;
     void add(float* sum, const float* row) const;
