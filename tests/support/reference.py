@@ -127,6 +127,7 @@ class Reference:
         operand_type: CacheType = "f32",
         angle_type: Literal["f64", "f32"] = "f64",
         flash_attn: bool = False,
+        exact_from: int | None = None,
     ) -> Result:
         """Run the whole sequence at once.
 
@@ -139,6 +140,8 @@ class Reference:
             angle_type: "f32" multiplies RoPE angles up in float32, as llama.cpp's CPU kernel does.
             flash_attn: Mix V as llama.cpp's CPU flash attention does for fewer than 64 queries: q,
                 K, V and the running sum rounded to F16. Reaches kq only through the layers below.
+            exact_from: The first query whose V is mixed exactly all the same, as kqview's own
+                attention does while it decodes; None for none.
 
         Returns:
             Logits and attention of every token, layer and head.
@@ -169,6 +172,8 @@ class Reference:
             if flash_attn:
                 entered = _round(q, "f16") @ _round(k, "f16").transpose(0, 2, 1)
                 mixed = _flash_mix(entered / np.sqrt(self.head_size), _round(v, "f16"))
+                if exact_from is not None:
+                    mixed[:, exact_from:] = probs[il][:, exact_from:] @ v
             else:
                 mixed = _round(probs[il], operand_type) @ v
             mixed = mixed.transpose(1, 0, 2).reshape(n_tokens, -1)
