@@ -68,15 +68,17 @@ struct wanted_rows {
     const capture_plan::layer_rows* layer;
 
     int n_heads() const { return static_cast<int>(layer->heads.size()); }
-    int n_visible(int i_query) const {
-        return std::min(target->n_visible + i_query, target->layout.n_columns);
-    }
     bool has(int token) const {
         return token >= target->i_query && token < target->i_query + target->layout.n_queries;
     }
+    // Columns that the query of a token sees.
+    int n_visible(int token) const {
+        return std::min(target->n_visible + token - target->i_query, target->layout.n_columns);
+    }
     // Where the row of the i-th wanted head goes before it is finished.
-    float* place(attend_memory& memory, int i_query, int i_head) const {
+    float* place(attend_memory& memory, int token, int i_head) const {
         const auto& layout = target->layout;
+        const int i_query = token - target->i_query;
         if (target->plan->is_plain()) {
             const auto i_row = zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(i_query);
             return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
@@ -86,8 +88,12 @@ struct wanted_rows {
     }
 };
 
-// The target of a stream: a step has at most one.
-wanted_rows rows_of(const attend_op& op, const division& work, int stream) {
+// The targets of a stream: those of one request, whose plan they share. A token may belong to two:
+// the last row of a prompt is that of the first generated token as well.
+using stream_rows = std::vector<wanted_rows>;
+
+void find_rows(const attend_op& op, const division& work, int stream, stream_rows& found) {
+    found.clear();
     const auto& targets = op.table.targets;
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
@@ -95,11 +101,18 @@ wanted_rows rows_of(const attend_op& op, const division& work, int stream) {
         const auto* const layer = target.plan->find(op.site.il);
         const int n_queries = target.layout.n_queries;
         const int n_seen = std::min(target.n_visible + n_queries - 1, target.layout.n_columns);
-        // end_step reports the missing rows
         const bool fits = n_seen <= work.n_cells && target.i_query + n_queries <= work.n_tokens;
-        if (layer && fits) return {i, &target, layer};
+        // end_step reports the missing rows
+        const bool shares_plan = found.empty() || found[0].target->plan == target.plan;
+        if (layer && fits && shares_plan) found.push_back({i, &target, layer});
     }
-    return {0, nullptr, nullptr};
+}
+
+// The target whose place holds the rows of a token until they are finished; null if none wants them.
+const wanted_rows* holder_of(const stream_rows& rows, int token) {
+    for (const auto& one : rows)
+        if (one.has(token)) return &one;
+    return nullptr;
 }
 
 // ---- one item: a run of cells
@@ -110,6 +123,7 @@ struct walk {
     std::vector<attended_head> heads;
     std::vector<tile_mask> masks;  // by token
     std::vector<float*> rows;      // by head, as in `heads`
+    stream_rows wanted;
 };
 
 // A run of cells of one stream, for some KV heads.
@@ -128,7 +142,7 @@ struct work_item {
 };
 
 void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work,
-                 const work_item& item, const wanted_rows& wanted, walk& on) {
+                 const work_item& item, walk& on) {
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
     const int begin = item.head_begin * n_group, end = item.head_end * n_group;
@@ -149,29 +163,27 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
                 work.partial(op.memory, work.index_of(item.stream, token, h), item.chunk) + 2;
             std::fill_n(head.values, work.n_values, 0.0f);
         }
-        if (!wanted.target || !wanted.has(token)) continue;
-        for (int i = 0; i < wanted.n_heads(); ++i) {
-            const int h = wanted.layer->heads[zu(i)];
+        const auto* const wanted = holder_of(on.wanted, token);
+        for (int i = 0; wanted && i < wanted->n_heads(); ++i) {
+            const int h = wanted->layer->heads[zu(i)];
             if (h < begin || h >= end) continue;
             auto& head = on.heads[place_of(token, h)];
-            head.kind = wanted.target->plan->kind();
+            head.kind = wanted->target->plan->kind();
             head.row_max = work.row_max(op.memory, work.index_of(item.stream, token, h)) +
                            item.chunk * work.tiles_per_chunk;
-            on.rows[place_of(token, h)] =
-                wanted.place(op.memory, token - wanted.target->i_query, i);
+            on.rows[place_of(token, h)] = wanted->place(op.memory, token, i);
         }
     }
 }
 
 // Points the rows of all heads at one tile.
-void aim_rows(const wanted_rows& wanted, const division& work, int n_group, int first, int n_cells,
-              walk& on) {
-    if (!wanted.target) return;
+void aim_rows(const division& work, int n_group, int first, int n_cells, walk& on) {
+    if (on.wanted.empty()) return;
     for (std::size_t i = 0; i < on.heads.size(); ++i) {
-        auto& head = on.heads[i];
         if (!on.rows[i]) continue;
+        auto& head = on.heads[i];
         const int token = static_cast<int>(i) / n_group % work.n_tokens;
-        const int n_left = wanted.n_visible(token - wanted.target->i_query) - first;
+        const int n_left = holder_of(on.wanted, token)->n_visible(token) - first;
         head.n_row = std::clamp(n_left, 0, n_cells);
         head.row = head.n_row > 0 ? on.rows[i] + first : nullptr;
     }
@@ -214,14 +226,14 @@ void attend_item(const attend_op& op, const ggml_tensor* node, const division& w
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
     const int n_shared = work.n_tokens * n_group;  // query heads that share a KV head
-    const auto wanted = rows_of(op, work, item.stream);
-    begin_heads(op, node, work, item, wanted, on);
+    find_rows(op, work, item.stream, on.wanted);
+    begin_heads(op, node, work, item, on);
 
     for (int first = item.first_cell; first < item.end_cell; first += attend_tile) {
         const int n = std::min(attend_tile, item.end_cell - first);
         const bool has_next = first + 2 * attend_tile <= item.end_cell;
         read_masks(op, node, item.stream, first, n, on);
-        aim_rows(wanted, work, n_group, first, n, on);
+        aim_rows(work, n_group, first, n, on);
         for (int h = item.head_begin; h < item.head_end; ++h) {
             const auto keys =
                 cells_of(node->src[1], site.k_strides, first, work.n_cells, h, item.stream);
@@ -274,19 +286,26 @@ softmax_sum join_chunks(const attend_op& op, const ggml_tensor* node, const divi
     return {max, sum};
 }
 
-void finish_rows(const attend_op& op, const division& work, int stream, const wanted_rows& wanted,
-                 std::span<const softmax_sum> sums, int ith) {
+void finish_rows(const attend_op& op, const division& work, int stream, const stream_rows& rows,
+                 const wanted_rows& wanted, std::span<const softmax_sum> sums, int ith) {
     const auto kind = wanted.target->plan->kind();
     const auto& layout = wanted.target->layout;
     row_sink sink(op.table, wanted.i_target, *wanted.layer, ith);
     for (int i = 0; i < layout.n_queries; ++i) {
         const int token = wanted.target->i_query + i;
-        const int n_visible = wanted.n_visible(i);
+        const auto& holder = *holder_of(rows, token);
+        const int n_visible = wanted.n_visible(token);
         sink.begin_query(i);
         for (int j = 0; j < wanted.n_heads(); ++j) {
             const int head = wanted.layer->heads[zu(j)];
-            float* const row = wanted.place(op.memory, i, j);
-            if (kind == row_kind::probs) {
+            float* row = holder.place(op.memory, token, j);
+            if (&holder != &wanted) {  // finished with that target, as far as this one goes
+                if (wanted.target->plan->is_plain()) {
+                    const auto* const from = row;
+                    row = wanted.place(op.memory, token, j);
+                    std::copy_n(from, n_visible, row);
+                }
+            } else if (kind == row_kind::probs) {
                 const auto& [max, sum] = sums[zu(token * work.n_heads + head)];
                 const auto query_head = work.index_of(stream, token, head);
                 finish_probs(row, n_visible, work.row_max(op.memory, query_head), max, sum);
@@ -310,8 +329,9 @@ void finish_stream(const attend_op& op, ggml_tensor* node, const division& work,
                                        reinterpret_cast<float*>(to)));
         }
     }
-    const auto wanted = rows_of(op, work, stream);
-    if (wanted.target) finish_rows(op, work, stream, wanted, sums, ith);
+    static thread_local stream_rows rows;
+    find_rows(op, work, stream, rows);
+    for (const auto& wanted : rows) finish_rows(op, work, stream, rows, wanted, sums, ith);
 }
 
 void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
