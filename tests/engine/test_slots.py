@@ -57,7 +57,9 @@ def test_neighbours_change_no_greedy_token(make_engine: MakeEngine, tiny_llama: 
 def test_each_request_has_the_rows_of_its_own_sequence(
     make_engine: MakeEngine, tiny_llama: Path, kind: Kind, flash_attn: bool, limit: float
 ) -> None:
-    engine = make_engine(tiny_llama, **{**EXACT, "flash_attn": flash_attn})
+    engine = make_engine(
+        tiny_llama, **{**EXACT, "flash_attn": flash_attn}, attention_kernel="llama.cpp"
+    )
     options = {"max_tokens": 12, "capture": kind, **GREEDY}
     for prompt, tokens in zip(PROMPTS, together(engine, PROMPTS, options), strict=True):
         result = forward(tiny_llama, prompt, tokens, flash_attn=flash_attn)
@@ -242,7 +244,9 @@ def test_one_prompt_is_evaluated_once_for_several_requests(
     make_engine: MakeEngine, tiny_llama: Path, flash_attn: bool
 ) -> None:
     prompt = random_ids(200)
-    engine = make_engine(tiny_llama, n_ubatch=32, **{**EXACT, "flash_attn": flash_attn})
+    engine = make_engine(
+        tiny_llama, n_ubatch=32, **{**EXACT, "flash_attn": flash_attn}, attention_kernel="llama.cpp"
+    )
     options = [
         {"max_tokens": 8, "capture": "probs", "seed": i, "ignore_eos": True} for i in range(N_SLOTS)
     ]

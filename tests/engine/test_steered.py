@@ -137,8 +137,8 @@ def test_removed_and_forced_ids_leave_what_a_fresh_prefill_computes(
     model = write(tmp_path / "model.gguf") if write else tiny_llama
     # More norms, more rounding.
     limit = 10 * LIMIT if write is tiny_gguf.write_gemma4 else LIMIT
-    engine = make_engine(model, **{**EXACT, **options})
-    reference = make_engine(model, **{**EXACT, **options})
+    engine = make_engine(model, **{**EXACT, **options}, attention_kernel="llama.cpp")
+    reference = make_engine(model, **{**EXACT, **options}, attention_kernel="llama.cpp")
     passes = Passes(engine, PROMPT, capture=capture)
     random = Random(1)
     text = list(PROMPT)

@@ -49,7 +49,7 @@ def test_capture_adds_one_node_a_layer(
     make_engine: MakeEngine, model: Path, kind: Kind, flash_attn: bool, n_tokens: int
 ) -> None:
     # One token: the prefill's graph. Three: the graph of a single token.
-    engine = make_engine(model, flash_attn=flash_attn)
+    engine = make_engine(model, flash_attn=flash_attn, attention_kernel="llama.cpp")
     run(engine, random_ids(9), n_tokens, capture=kind)
     assert engine.stats().graph_nodes_added == 3
 

@@ -85,7 +85,9 @@ def test_rows_of_prompt_and_decode_equal_reference(
     limit: float,
     record_property: Callable[[str, object], None],
 ) -> None:
-    engine = make_engine(model, kv_type=kv_type, flash_attn=flash_attn)
+    engine = make_engine(
+        model, kv_type=kv_type, flash_attn=flash_attn, attention_kernel="llama.cpp"
+    )
     prompt = random_ids(20)
     tokens = run(engine, prompt, 20, capture=kind)
     # llama.cpp rounds q to F16 where it meets an F16 cache.
@@ -108,7 +110,9 @@ def test_500_tokens_have_no_stale_or_swapped_row(
 ) -> None:
     # Flatter attention: 500 tokens of F16 sums drift less.
     model = tiny_gguf.write_preset(tmp_path / "flat.gguf", "tiny_llama", score_spread=1.0)
-    engine = make_engine(model, n_ctx=600, kv_type="f32", flash_attn=flash_attn)
+    engine = make_engine(
+        model, n_ctx=600, kv_type="f32", flash_attn=flash_attn, attention_kernel="llama.cpp"
+    )
     prompt = random_ids(17)
     tokens = run(engine, prompt, 500, capture="probs")
     result = forward(model, prompt, tokens, flash_attn=flash_attn)
@@ -128,7 +132,9 @@ def test_500_tokens_have_no_stale_or_swapped_row(
 def test_prompt_of_several_chunks_has_right_last_row(
     make_engine: MakeEngine, tiny_qwen2: Path, n_prompt: int, flash_attn: bool
 ) -> None:
-    engine = make_engine(tiny_qwen2, n_ubatch=32, kv_type="f32", flash_attn=flash_attn)
+    engine = make_engine(
+        tiny_qwen2, n_ubatch=32, kv_type="f32", flash_attn=flash_attn, attention_kernel="llama.cpp"
+    )
     prompt = random_ids(n_prompt, seed=n_prompt)
     tokens = run(engine, prompt, 3, capture="logits")
     result = forward(tiny_qwen2, prompt, tokens, flash_attn=flash_attn)
@@ -140,7 +146,9 @@ def test_rows_of_two_compute_threads_equal_reference(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     prompt = random_ids(40)
-    engine = make_engine(tiny_llama, n_threads=2, kv_type="f32", flash_attn=True)
+    engine = make_engine(
+        tiny_llama, n_threads=2, kv_type="f32", flash_attn=True, attention_kernel="llama.cpp"
+    )
     tokens = run(engine, prompt, 6, capture="probs")
     result = forward(tiny_llama, prompt, tokens, flash_attn=True)
     assert largest_error(tokens, result, "probs", prompt) <= ROUNDED
@@ -336,7 +344,9 @@ def test_states_of_prompt_and_decode_equal_reference(
     limit: float,
 ) -> None:
     model: Path = request.getfixturevalue(f"tiny_{architecture}")
-    engine = make_engine(model, kv_type="f32", flash_attn=flash_attn, n_ubatch=16)
+    engine = make_engine(
+        model, kv_type="f32", flash_attn=flash_attn, n_ubatch=16, attention_kernel="llama.cpp"
+    )
     tokens = run(engine, IDS, 8, capture=Capture("probs", hidden=hidden))
     result = forward(model, IDS, tokens, flash_attn=flash_attn)
     for token in tokens:

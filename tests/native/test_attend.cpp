@@ -327,16 +327,16 @@ TEST_CASE("attend: outputs and rows equal double precision for every type and he
 
 TEST_CASE("attend: every group of heads, kind of row and number of threads") {
     for (const auto& [n_head, n_head_kv] : {std::pair{1, 1},
-                                           {2, 2},
-                                           {4, 2},
-                                           {6, 2},
-                                           {4, 1},
-                                           {5, 1},
-                                           {7, 1},
-                                           {14, 2},
-                                           {16, 1},
-                                           {24, 8},
-                                           {71, 1}}) {
+                                            {2, 2},
+                                            {4, 2},
+                                            {6, 2},
+                                            {4, 1},
+                                            {5, 1},
+                                            {7, 1},
+                                            {14, 2},
+                                            {16, 1},
+                                            {24, 8},
+                                            {71, 1}}) {
         for (const auto kind : {row_kind::logits, row_kind::scores, row_kind::probs}) {
             for (const int n_threads : {1, 2, 5}) {
                 shape s;
@@ -388,6 +388,42 @@ TEST_CASE("attend: softcap, ALiBi, sinks, no mask, an F32 mask, values of anothe
 
 TEST_CASE("attend: chosen heads in any order") {
     REQUIRE(worst_error({}, row_kind::probs, 2, std::vector<int>{5, 0, 7}) < 1e-5);
+}
+
+TEST_CASE("attend: the last row of a prompt is that of the first token as well") {
+    shape s;
+    s.n_tokens = 5;
+    case_of one(s);
+    row_table table;
+    attend_memory memory;
+    table.scratch.resize(2);
+    attend_op op(one.site, table, memory);
+    replace_flash(op, 2);
+    const auto source = source_of(s, one.site);
+    for (const auto type : {row_type::f32, row_type::f16}) {
+        for (const auto kind : {row_kind::logits, row_kind::probs}) {
+            capture_options options;
+            options.kind = kind;
+            options.type = type;
+            const auto plan = std::make_shared<const capture_plan>(options, source);
+            const int n_columns = n_filled(s, 0);
+            const auto prompt = plan->layout(n_columns, s.n_tokens), last = plan->layout(n_columns);
+            std::vector<std::byte> prompt_rows(prompt.size_bytes), last_rows(last.size_bytes);
+            table.targets = {
+                {plan, 0, 0, 0, n_columns - s.n_tokens + 1, prompt, prompt_rows.data()},
+                {plan, 0, s.n_tokens - 1, s.n_tokens - 1, n_columns, last, last_rows.data()}};
+            table.n_rows_written = 0;
+            table.prepare_reductions();
+            memory.prepare(table.targets);
+            compute(op, 2);
+            REQUIRE(table.n_rows_written.load() == s.n_head * (s.n_tokens + 1));
+            const auto row_bytes = last.size_bytes / static_cast<std::size_t>(s.n_head);
+            for (std::size_t h = 0; h < static_cast<std::size_t>(s.n_head); ++h) {
+                const auto* const in_prompt = prompt_rows.data() + (h * 5 + 4) * row_bytes;
+                REQUIRE(std::memcmp(in_prompt, last_rows.data() + h * row_bytes, row_bytes) == 0);
+            }
+        }
+    }
 }
 
 TEST_CASE("attend: a cast of an F32 cache is left out") {
