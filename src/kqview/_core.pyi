@@ -332,6 +332,7 @@ class EngineOptions:
     n_threads: int
     flash_attn: bool | None
     """None lets llama.cpp decide."""
+    attends: bool
     kv_type: str
     swa_full: bool
     pooling: str
@@ -377,6 +378,7 @@ class EngineStats:
     decode_tokens: Final[int]
     decode_s: Final[float]
     graph_builds: Final[int]
+    attended_layers: Final[int]
     graph_reuses: Final[int]
     graph_nodes_added: Final[int]
     n_queued: Final[int]

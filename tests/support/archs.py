@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from kqview.types import Token
+
 
 # ---- one model against the stock build
 
@@ -40,6 +42,7 @@ N_TOKENS = 6
 N_CTX = 256
 # exp of a score this far below the row's largest one is 0 in float32.
 UNDERFLOW = 80.0
+N_KERNEL_PROMPT = 6
 SPANS = [(0, 7), (5, None), (19, 20)]
 
 
@@ -69,6 +72,10 @@ class Report:
     score_error: float = 0.0
     # Largest difference of a sum over a span of the prompt's rows from that of the whole rows.
     span_error: float = 0.0
+    # Layers whose attention kqview computes if asked to, and the largest difference of their rows
+    # from those without flash attention, where the whole text goes through that kernel.
+    kernel_layers: int = 0
+    kernel_error: float = 0.0
     failure: str = ""
 
     def largest(self, flash_attn: bool, *, first_layer: bool = False) -> float:
@@ -130,6 +137,8 @@ class ModelCheck:
                 with self._open(flash_attn) as engine:
                     self._check_prompt(engine, flash_attn)
         self._check_embedding()
+        if self.report.mode == "generate" and self.report.expected_layers:
+            self._check_kernel()
         return self.report
 
     def _check_embedding(self) -> None:
@@ -143,6 +152,28 @@ class ModelCheck:
         self.report.embedding_error = max(
             relative(self._embed(pooling), want) for pooling, want in pooled.items()
         )
+
+    def _check_kernel(self) -> None:
+        runs: list[list[Token]] = []
+        for flash_attn in (False, True):
+            kernel = "kqview" if flash_attn else "llama.cpp"
+            with self._open(flash_attn, attention_kernel=kernel) as engine:
+                options: dict[str, Any] = {"max_tokens": N_TOKENS, "ignore_eos": True}
+                prompt = self.prompt[:N_KERNEL_PROMPT]
+                generation = engine.generate(prompt, temperature=0.0, capture="probs", **options)
+                runs.append(list(generation))
+                self.report.kernel_layers = engine.stats().attended_layers
+        plain, ours = runs
+        for one, other in zip(plain, ours, strict=True):
+            layers = zip(np.asarray(one.attention), np.asarray(other.attention), strict=True)
+            if isinstance(one.attention, tuple):
+                assert isinstance(other.attention, tuple)
+                layers = zip(one.attention, other.attention, strict=True)
+            for a, b in layers:
+                error = relative(b, np.asarray(a, np.float64))
+                self.report.kernel_error = max(error, self.report.kernel_error)
+            if one.id != other.id:  # their logits were nearly equal
+                break
 
     def _embed(self, pooling: Any) -> NDArray[np.float64]:
         with self._open(False, pooling=pooling) as engine:

@@ -166,6 +166,7 @@ class EngineStats:
         graph_builds: Compute graphs built.
         graph_reuses: Decodes that ran on an existing graph.
         graph_nodes_added: Nodes that capture added to the newest graph; 0 without capture.
+        attended_layers: Layers whose attention kqview computes, see ``attention_kernel`` of Engine.
         n_queued: Generations waiting for a slot at the moment.
         attention_bytes: Bytes of attention handed out.
         copied_bytes: Bytes of attention copied by kqview's Python code.
@@ -201,6 +202,7 @@ class EngineStats:
     graph_builds: int = 0
     graph_reuses: int = 0
     graph_nodes_added: int = 0
+    attended_layers: int = 0
     n_queued: int = 0
     attention_bytes: int = 0
     copied_bytes: int = 0
@@ -251,7 +253,8 @@ class EngineStats:
         """The change since the reading *earlier*.
 
         Counters and seconds become differences, so rates are those of the interval. Values of the
-        moment (`n_queued`, `graph_nodes_added`, `slots`, `pool`) are those of this reading.
+        moment (`n_queued`, `graph_nodes_added`, `attended_layers`, `slots`, `pool`) are those of
+        this reading.
         """
         grown: dict[str, Any] = {
             field.name: getattr(self, field.name) - getattr(earlier, field.name)
@@ -261,4 +264,6 @@ class EngineStats:
         return replace(self, **grown)
 
 
-_OF_THE_MOMENT: Final = frozenset({"n_queued", "graph_nodes_added", "slots", "pool"})
+_OF_THE_MOMENT: Final = frozenset(
+    {"n_queued", "graph_nodes_added", "attended_layers", "slots", "pool"}
+)
