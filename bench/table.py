@@ -19,6 +19,7 @@ import decode
 import embed
 import eval_callback
 import hf
+import kernel
 import loop
 import mods
 import prefill
@@ -53,6 +54,7 @@ BENCHMARKS = {
         eval_callback,
         hf,
         contexts,
+        kernel,
         state,
         state_http,
         reuse,
