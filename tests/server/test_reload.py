@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import signal
+import ssl
 import sys
 import threading
 from pathlib import Path
@@ -28,7 +29,7 @@ from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live import Live, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
-from tests.support.serve_process import WITHIN_S, started
+from tests.support.serve_process import WITHIN_S, started, until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -417,11 +418,23 @@ class Stream:
 
 @pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="this system has no SIGHUP")
 def test_twenty_reloads_under_load_change_keys_and_stop_no_request(tmp_path: Path):
+    trustme = pytest.importorskip("trustme")
     path = tmp_path / "kqview.toml"
 
     def write(text: str) -> None:
-        path.write_text("[server]\ndemo = true\nn_slots = 3\nn_threads = 1\nn_ctx = 8192\n" + text)
+        path.write_text(
+            "[server]\ndemo = true\nn_slots = 3\nn_threads = 1\nn_ctx = 8192\n"
+            'ssl_certfile = "certificate"\n' + text
+        )
 
+    def issue() -> None:
+        made = trustme.CA().issue_cert("127.0.0.1")
+        made.private_key_and_cert_chain_pem.write_to_path(tmp_path / "certificate")
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", httpx.URL(url).port or 0))
+
+    issue()
     write('api_keys = ["key-0", "other"]\n')
     with (
         started(kqview_serve(path)) as parent,
@@ -446,11 +459,20 @@ def test_twenty_reloads_under_load_change_keys_and_stop_no_request(tmp_path: Pat
         for stream in streams:
             stream.wait_for_more()
 
+        before = shown()
+        issue()
+        parent.process.send_signal(signal.SIGHUP)
+        parent.wait_for("read again: nothing changed")
+        assert until(lambda: shown() != before)
+        (tmp_path / "certificate").write_text("half of it")
+        parent.process.send_signal(signal.SIGHUP)
+        parent.wait_for("the certificate stays as it was: ssl_certfile .* holds no certificate")
+
         write("api_keys = []\nslots = 2\nport = 80\nmax_tokens = 0\n")
         parent.process.send_signal(signal.SIGHUP)
         said = parent.wait_for("has errors and stays as it was")
-        assert f'{path}:7: no key "slots" in [server]; it is n_slots' in said
-        assert f"{path}:9: max_tokens is 0" in said
+        assert f'{path}:8: no key "slots" in [server]; it is n_slots' in said
+        assert f"{path}:10: max_tokens is 0" in said
         path.unlink()
         parent.process.send_signal(signal.SIGHUP)
         parent.wait_for("has errors and stays as it was.*No such file", 1)

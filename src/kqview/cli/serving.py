@@ -11,8 +11,10 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Final
 
@@ -22,9 +24,10 @@ from kqview.cli.options import load_progress
 from kqview.errors import KqviewError
 from kqview.server.app import App
 from kqview.server.config import Config
+from kqview.server.security import tls_context
 from kqview.server.settings import Settings
 from kqview.server.supervisor import Hangup
-from kqview.server.uvicorn_parts import allow_files, uvicorn_options
+from kqview.server.uvicorn_parts import allow_files, identify, uvicorn_options
 from kqview.server.worker import STALLED, Supervised, Watchdog
 
 # Parameters of glibc's mallopt (malloc.h), and its maximum for M_MMAP_THRESHOLD.
@@ -93,6 +96,8 @@ def run(
         if supervised is not None:
             app.log.on_running = supervised.note
         config = configured(app, settings)
+        if reloads is not None and settings.ssl_certfile is not None:
+            reloads.identify = partial(identify, config)
         _Server(app, config, watchdog, supervised, reloads).run(sockets=[listener])
     finally:
         watchdog.stop()
@@ -107,6 +112,7 @@ class Reloads:
 
     Attributes:
         running: What reads it, None while nothing does.
+        identify: Takes a certificate that was renewed; None without TLS.
     """
 
     def __init__(self, app: App, read: Callable[[], Config]) -> None:
@@ -115,6 +121,7 @@ class Reloads:
         self._read = read
         self._hangup = Hangup()
         self.running: asyncio.Task[None] | None = None
+        self.identify: Callable[[ssl.SSLContext], None] | None = None
         self._is_wanted = False
         if hasattr(signal, "SIGHUP"):  # while the model is loaded, too
             signal.signal(signal.SIGHUP, self._remember)
@@ -159,6 +166,17 @@ class Reloads:
             _log.error("the configuration has errors and stays as it was: %s", reasons)
             return
         _log.info("the configuration was read again: %s", done)
+        if self.identify is not None:
+            await self._renew(self.identify)
+
+    async def _renew(self, identify: Callable[[ssl.SSLContext], None]) -> None:
+        """Read the files of the certificate again, which may hold a newer one."""
+        try:
+            certificate = await asyncio.to_thread(tls_context, self._app.service.settings)
+            assert certificate is not None  # only of a server with TLS
+            identify(certificate)
+        except (KqviewError, OSError) as error:
+            _log.error("the certificate stays as it was: %s", error)
 
 
 def keep_freed_memory() -> None:

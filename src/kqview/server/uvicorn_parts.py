@@ -33,7 +33,7 @@ from websockets.frames import Frame
 from websockets.http11 import Request
 from websockets.protocol import State
 
-from kqview.errors import KqviewError
+from kqview.errors import KqviewError, RequestError
 from kqview.server.budget import Hold
 from kqview.server.endpoint import FRAMES, UNKNOWN, Connection, frames_of
 from kqview.server.live import Live
@@ -126,6 +126,22 @@ def uvicorn_options(given: Settings | Live) -> dict[str, Any]:
     if tls is not None:
         kind = type("TlsDoor", (_TlsDoor,), {"kind": kind, "tls": tls, "handshakes": set()})
     return {"http": kind, "ws": WebSocketProtocol}
+
+
+def identify(config: uvicorn.Config, certificate: ssl.SSLContext) -> None:
+    """Let the server show *certificate* from the next connection on.
+
+    Args:
+        config: A loaded one of a server with TLS.
+        certificate: As `tls_context` returns it.
+
+    Raises:
+        RequestError: This version of uvicorn is not known, so that it takes a restart.
+    """
+    kind = config.http_protocol_class
+    if not issubclass(kind, _TlsDoor):
+        raise RequestError("a new certificate needs a restart with this version of uvicorn")
+    kind.tls = certificate
 
 
 class UvicornConnection(Connection):
