@@ -17,6 +17,7 @@ from kqview.server.api.mia4 import passport, persona, schema
 from kqview.server.api.mia4.answer import drops_reasoning, passport_values, split_for
 from kqview.server.api.mia4.passport import Known
 from kqview.server.api.mia4.sampling import Merged, merge
+from kqview.server.api.mods_field import mods_of
 from kqview.server.attention import AttentionWanted
 from kqview.server.conversation_store import Message, SessionInfo
 from kqview.server.errors import Answer, Unprocessable
@@ -136,6 +137,7 @@ def plan_of(
         attention=attention,
         names=_NAMES,
         continues=False,
+        options={"mods": mods_of(body.mods)} if body.mods else {},
     )
     # A history that is too long leaves room for an answer.
     n_most = max_context - min(max_context // 4, merged.max_tokens or max_context)

@@ -13,8 +13,10 @@ import msgspec
 from kqview.server.api.chat_work import Reading
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.mia4.convert import error_type_of
+from kqview.server.api.mods_field import removed
 from kqview.server.api.reasoning import Piece, TokenCounter
 from kqview.server.errors import Answer
+from kqview.server.run import Removal
 from kqview.types import Token, Usage
 
 Object = dict[str, Any]
@@ -59,6 +61,7 @@ class Writer:
             has_attention: Whether rows of its tokens are kept.
         """
         self._named = {"request_id": request_id, "model_id": model_id}
+        self._reading = reading
         self._splitter = reading.split.splitter()
         self._held = HeldText(reading.stops)
         self._drops = drops_reasoning
@@ -77,13 +80,36 @@ class Writer:
 
     def token(self, token: Token) -> list[bytes]:
         """Frames of the next token, and of those before it whose text is certain now."""
+        return self._feed(token.text, token.index)
+
+    def _feed(self, text: str, index: int) -> list[bytes]:
         self._n_tokens += 1
-        self.tokens.add(token.text)
+        self.tokens.add(text)
         if self._waiting is not None:
-            self._waiting.append([token.index, len(token.text)])
-        text = self._held.feed(token.text)
-        self._n_split += len(text)
-        return self._frames(self._splitter.feed(text))
+            self._waiting.append([index, len(text)])
+        certain = self._held.feed(text)
+        self._n_split += len(certain)
+        return self._frames(self._splitter.feed(certain))
+
+    def take_back(self, removal: Removal) -> tuple["Writer", list[bytes]]:
+        """Mods took tokens back: the writer of what follows, and a frame ``removed``.
+
+        The frame says how many characters of the answer, and of the reasoning that was streamed,
+        the client drops; tokens that follow are numbered on.
+        """
+        left = Writer(
+            self._named["request_id"], self._named["model_id"], self._reading,
+            drops_reasoning=self._drops, has_attention=self._waiting is not None,
+        )  # fmt: skip
+        for i, text in enumerate(removal.texts):
+            left._feed(text, i)
+        left._n_sent = self._n_sent
+        left._is_reasoning_sent = self._is_reasoning_sent
+        lost = removed(removal, len(self.answer) - len(left.answer))
+        n_reasoning = len(self._reasoned) - len(left._reasoned)
+        if n_reasoning and self._streams and not self._drops:
+            lost["reasoning_characters"] = n_reasoning
+        return left, [frame("removed", lost | self._named)]
 
     def finish(self, text: str) -> list[bytes]:
         """Frames of what was held back; *text* is the whole without its stop sequence."""
@@ -139,7 +165,7 @@ class Writer:
 
     def _reasoning(self) -> list[bytes]:
         """The whole reasoning, once, unless it was streamed."""
-        whole = "".join(self._parts["reasoning"])
+        whole = self._reasoned
         if self._drops or self._streams or self._is_reasoning_sent or not whole:
             return []
         self._is_reasoning_sent = True
@@ -151,6 +177,11 @@ class Writer:
     def answer(self) -> str:
         """Text of the answer so far."""
         return "".join(self._parts["content"])
+
+    @property
+    def _reasoned(self) -> str:
+        """Text of the reasoning so far."""
+        return "".join(self._parts["reasoning"])
 
     @property
     def buffer_latency_ms(self) -> float | None:

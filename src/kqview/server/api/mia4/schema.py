@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from kqview.server.api.mods_field import ModsField
+
 Object = dict[str, Any]
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -23,6 +25,8 @@ class GenerateBody(Struct, kw_only=True):
         model: Id of the model; None for the default one.
         overrides: Fields of sampling, ``reasoning_preset``, ``max_output_tokens`` and
             ``attention``; names that are not known are listed in ``filtered_out``.
+        mods: Mods of the server's folder that steer the answer: names, or objects with a ``name``
+            and that mod's options.
         request_id: Name for `POST /cancel/{request_id}`; without one it is that of the header
             ``X-Request-Id``, or made up.
     """
@@ -31,6 +35,7 @@ class GenerateBody(Struct, kw_only=True):
     session_id: Name | None = None
     model: Name | None = None
     overrides: Annotated[Object, Meta(max_length=64)] | None = None
+    mods: ModsField | None = None
     request_id: RequestId | None = None
 
 

@@ -19,7 +19,7 @@ from kqview.server.events_bus import (
     GenerationStarted,
     ReasoningPresetApplied,
 )
-from kqview.server.run import Run, Step
+from kqview.server.run import Removal, Run, Step
 
 Store = Callable[[str], Awaitable[None]]
 
@@ -113,16 +113,22 @@ class Turn:
     def token(self, step: Step) -> list[bytes]:
         """Frames of the next token; any thread, because its row may be large."""
         self.run.hold.take(_TOKEN_BYTES)
+        sent = [] if step.removal is None else self._take_back(step.removal)
         if self._attention is not None:
             self._attention.token(self.run, step)
-        return self._writer.token(step.token)
+        return sent + self._writer.token(step.token)
+
+    def _take_back(self, removal: Removal) -> list[bytes]:
+        self._writer, sent = self._writer.take_back(removal)
+        return sent
 
     def finish(self) -> list[bytes]:
         """Frames of what was held back, once no token comes any more; none if they were given."""
         if self._is_finished:
             return []
         self._is_finished = True
-        return self._writer.finish(self.run.generations[0].text)
+        sent = [one for removal in self.run.last_removals() for one in self._take_back(removal)]
+        return sent + self._writer.finish(self.run.generations[0].text)
 
     def end(self, failure: Answer | None) -> list[bytes]:
         """The last frames, once the run is over; publishes the end. Call it once.
