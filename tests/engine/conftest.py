@@ -6,6 +6,7 @@ Engines use one thread: the models are so small that more only wait for each oth
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import shutil
 import subprocess
@@ -26,20 +27,27 @@ if TYPE_CHECKING:
 # Two devices that are no hardware (tests/device/fake_device.cpp), in developer builds.
 FAKE_DEVICE: Any = sys.modules.get("kqview._fake_device")
 N_FAKE_DEVICES = 2
+
+
+def _engine_defaults() -> dict[str, Any]:
+    """The defaults of Engine's options, behind what names unknown ones."""
+    defaults = inspect.unwrap(Engine.__init__).__kwdefaults__
+    assert defaults is not None
+    return defaults
+
+
 # bench/cuda.sh sets the layers that engines of these tests have on devices; without it they have
 # Engine's default, all. Tests that start processes always use the default.
 if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
-    assert Engine.__init__.__kwdefaults__ is not None
-    Engine.__init__.__kwdefaults__["n_gpu_layers"] = int(n_gpu_layers)
+    _engine_defaults()["n_gpu_layers"] = int(n_gpu_layers)
 
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 
 
 def pytest_report_header() -> str:
     """Say where the engines run."""
-    defaults = Engine.__init__.__kwdefaults__ or {}
     devices = ", ".join(device["description"] for device in system_info()["devices"])
-    return f"kqview: n_gpu_layers={defaults['n_gpu_layers']}, devices: {devices}"
+    return f"kqview: n_gpu_layers={_engine_defaults()['n_gpu_layers']}, devices: {devices}"
 
 
 class MakeEngine(Protocol):

@@ -67,7 +67,7 @@ def test_files_are_written_by_one_module():
     # Elsewhere a crash or a full disk would leave parts: writers use kqview.state.durable.
     writes = re.compile(
         r"write_(?:text|bytes)\(|mkstemp\(|NamedTemporaryFile\(|(?:O_WRONLY|O_RDWR|O_CREAT)\b"
-        r"|\bopen\([^()]*[\"'][wax]b?\+?[\"']|\.savefig\((?!file\.stream)|\bos\.(?:replace|rename)\("
+        r"|\bopen\([^()]*[\"'][wax]b?\+?[\"']|\.savefig\((?!(?:file\.)?stream)|\bos\.(?:replace|rename)\("
     )
     package = ROOT / "src" / "kqview"
     found = {

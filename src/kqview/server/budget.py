@@ -174,6 +174,7 @@ class Body:
 
     def __init__(self) -> None:
         self._file = tempfile.SpooledTemporaryFile(max_size=SPILL_BYTES)  # noqa: SIM115 (closed by `close`)
+        self._is_closed = False
         self.n_bytes = 0
 
     def __len__(self) -> int:
@@ -215,6 +216,9 @@ class Body:
 
     def close(self) -> None:
         """Release it; idempotent."""
+        if self._is_closed:  # two threads must not close one file
+            return
+        self._is_closed = True
         if self.n_bytes > SPILL_BYTES:
             with contextlib.suppress(RuntimeError):  # not on an event loop
                 # Freeing the blocks of a large file takes tens of milliseconds.
