@@ -1,4 +1,4 @@
-"""Is a token with all its attention dearer than llama.cpp makes one without any?
+"""Does a token with all its attention cost more than llama.cpp's without any?
 
 kqview's own attention of decode (``attention_kernel="kqview"``) with the logits of all layers and
 heads, against the faster of llama.cpp's two ways without capture, flash attention on and off, and

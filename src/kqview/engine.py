@@ -231,11 +231,11 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             must then fit.
         flash_attn: Flash attention on or off, or "auto" to let llama.cpp choose. Capture works with
             all three.
-        attention_kernel: Who computes attention on the CPU where flash attention is on and a step
+        attention_kernel: What computes attention on the CPU where flash attention is on and a step
             has at most 8 tokens of a slot, as in decoding: "llama.cpp", or "kqview", whose kernel
             reads the cache once for all heads, sums in float32, and gets rows of attention on the
-            way. Its output is more exact than llama.cpp's and not bit-equal to it. "auto" is
-            llama.cpp for now.
+            way. Its output is more exact than llama.cpp's and not bit-equal to it. "auto" means
+            "llama.cpp".
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
         swa_full: Keep the full cache of layers with a sliding window, so that every column exists.
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
@@ -410,7 +410,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
     @property
     def attention_kernel(self) -> Literal["kqview", "llama.cpp"]:
-        """Who computes attention while tokens are decoded, as far as the CPU does.
+        """What computes the attention of decoded tokens on the CPU.
 
         "llama.cpp" also where flash attention is off, and for layers on devices.
         """

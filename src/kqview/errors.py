@@ -146,7 +146,7 @@ class InvalidSampling(RequestError):
 class UnknownOption(RequestError, TypeError):
     """A call has no option of this name; the message says what it is called here.
 
-    Names of transformers, OpenAI, vLLM and llama-cpp-python are known. Not raised for a known
+    It knows the names of transformers, OpenAI, vLLM and llama-cpp-python. Not raised for a known
     option with an invalid value.
     """
 

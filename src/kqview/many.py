@@ -67,13 +67,14 @@ class Many:
         waiting to be yielded, so *prompts* may be endless, and attention needs memory only for
         those and for what you keep. Ending the iteration early cancels what runs.
 
-        A generation of your own that holds a slot must not wait for the calling thread meanwhile.
+        A generation that the calling thread iterates itself must not hold a slot meanwhile: while
+        `map` waits for that slot, nobody takes its tokens.
 
         Args:
-            prompts: Texts, ids, or lists of messages (for `chat`); a mapping gives each an id.
-                Without one, the id is the number of the prompt, from "0".
-            progress: True prints a line to stderr; a function gets the number of results and of
-                prompts (None if it is not known).
+            prompts: Texts, ids, or lists of messages (for `chat`). The keys of a mapping are their
+                ids; otherwise ids are numbers as text, from "0".
+            progress: True prints a line to stderr; a function gets the number of results and
+                that of prompts (None if unknown).
             skip: Ids to leave out, such as those of a `kqview.SavedFolder`, to continue a run that
                 was interrupted.
             on_error: "raise" ends the iteration with the error of the first prompt that fails;

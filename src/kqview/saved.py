@@ -306,7 +306,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
     """Read a file that `save` wrote; for a folder of them use SavedFolder.
 
     Raises:
-        StateFormatError: It is not such a file, or of a later version.
+        StateFormatError: It is not such a file, or one of a later version.
         RequestError: *path* is a folder.
         OSError: The file cannot be read.
         KqviewError: safetensors is not installed.
@@ -374,7 +374,7 @@ class SavedFolder(Mapping[str, Saved]):
     Pass it as ``skip`` to `Engine.map` to go on with a run that was interrupted.
 
     Args:
-        path: A folder to which `save` adds; it may be missing yet.
+        path: A folder to which `save` adds; it need not exist.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

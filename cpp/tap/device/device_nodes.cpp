@@ -155,9 +155,9 @@ ggml_tensor* device_node_builder::reduced(ggml_tensor* values, const device_want
     return pooled(heads, heads->ne[1], want.reduce);
 }
 
-// Sums over spans: F32 in memory as ne=[n_spans, n_rows, n_head, n_stream]. Probabilities of cells that a query
-// does not see are 0, so one matrix serves rows of every length. Each row is multiplied on its own:
-// for several at once a device may choose a kernel that rounds them first.
+// Sums over spans: F32 in memory as ne=[n_spans, n_rows, n_head, n_stream]. Probabilities of cells
+// that a query does not see are 0, so one matrix serves rows of every length. Each row is
+// multiplied on its own: for several at once a device may choose a kernel that rounds them first.
 ggml_tensor* device_node_builder::summed(ggml_tensor* probs,
                                          const std::vector<column_range>& spans) {
     auto* const matrix = constants_->find(spans);

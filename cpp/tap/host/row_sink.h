@@ -1,6 +1,7 @@
 // Writes finished rows to their block: unchanged, as float16, as their k largest values, as sums
-// over spans, or reduced over heads and layers first. Float16 values saturate: beyond +-65504 they would become infinite,
-// and -inf means masked. One sink serves one compute thread, target and layer.
+// over spans, or reduced over heads and layers first. Float16 values saturate: beyond +-65504 they
+// would become infinite, and -inf means masked. One sink serves one compute thread, target and
+// layer.
 // Threads: ggml's compute threads; their shared state is in row_table, synchronised by atomics and
 //          by ggml's barrier between two nodes.
 #pragma once

@@ -56,7 +56,7 @@ class App(Door):
         self._describe = describe
 
     def reload(self, config: Config) -> Reloaded:
-        """Let *config* count for all that begins from here on; on the event loop that serves.
+        """Put *config* into effect for all that begins after this; on the event loop that serves.
 
         Requests that run go on. What cannot change while the server runs stays as it is.
 

@@ -48,8 +48,8 @@ class Reasoning(_Table, frozen=True):
     """Table ``[llm.postproc.reasoning]``: what is not the answer. Fields of a passport win.
 
     Attributes:
-        marker: Ends the reasoning of models without tags; without it, ===FINAL=== where the prompt
-            has that, such as a system prompt that asks for it.
+        marker: Ends the reasoning of models without tags; without it, ===FINAL=== if the prompt
+            contains that, such as a system prompt that asks for it.
         max_tokens: Most tokens of reasoning, after which it ends and the answer begins; without it,
             there is no limit.
         drop_from_history: Whether reasoning is neither sent nor stored; without it, true.
@@ -133,7 +133,7 @@ class SystemPrompt(_Table, frozen=True):
 
     Attributes:
         text: The text.
-        file: A file with the text; the text is in its place once a configuration is read.
+        file: A file with the text; replaced by the text when a configuration is read.
         version: Shown to clients, beside the hash.
     """
 
@@ -145,7 +145,7 @@ class SystemPrompt(_Table, frozen=True):
 class Model(_Table, frozen=True):
     """Table ``[models.ID]``: one of several models, by the id that requests name.
 
-    A key that is a setting as well counts for this model alone; without it, the setting does.
+    A key that is also a setting applies to this model alone; without it, the setting applies.
 
     Attributes:
         path: GGUF file; without it, the bundled demo model.
@@ -155,7 +155,7 @@ class Model(_Table, frozen=True):
         passport: The model's own defaults.
         system_prompt: Put before every chat of the mia4 dialect: {text = "..."} or
             {file = "..."}, with version = 1.
-        pinned: Whether it is loaded at the start and never leaves.
+        pinned: Whether it is loaded at the start and never unloaded to make room.
     """
 
     path: _File | None = None
@@ -180,14 +180,14 @@ class ChatSessions(_Table, frozen=True):
     """Table ``[sessions]``: conversations that the mia4 dialect keeps.
 
     Attributes:
-        ttl_s: Seconds after its last use that a session is forgotten.
+        ttl_s: Seconds from its last use until a session is forgotten.
         max_messages: Most messages of a session; the oldest turns, a prompt and its answer, leave
             first.
-        max_sessions: Most sessions; of the key that has most, the one unused for longest leaves
-            first.
+        max_sessions: Most sessions; beyond it, the key with most sessions loses its least recently
+            used one.
         max_bytes: Most bytes of all messages; sessions leave in the same way. One session may have
             an eighth of it.
-        database: SQLite file that keeps them over a restart; without it, they are in memory.
+        database: SQLite file that keeps them across restarts; without it, they are in memory only.
         states_dir: Folder for the KV cache of each session (SES1), so that a returning one goes on
             without evaluating its history; without it, none is kept.
         max_state_bytes: Most bytes of all files in ``states_dir``; the oldest leave first.

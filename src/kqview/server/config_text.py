@@ -28,13 +28,13 @@ _SETTINGS: Final = {spec.name: spec for spec in dataclasses.fields(Settings)}
 _HEAD: Final = """\
 # Configuration of kqview serve --config FILE, in TOML.
 #
-# A line that begins with "#" and a key is the default of that key: remove the "#" and change the
-# value. Without a value the key is left out. A flag of kqview serve and a variable such as
-# KQVIEW_PORT win over [server]. Relative paths begin at the folder of this file.
+# A line that begins with "#" and a key shows the default of that key: to change it, remove the "#"
+# and edit the value. A key without a value has no default. A flag of kqview serve and a variable
+# such as KQVIEW_PORT win over [server]. Relative paths begin at the folder of this file.
 #
-# Instead of a key, and of the text of a chat template, {file = "NAME"} names a file that has it;
-# keys stand there one on each line. kqview config check FILE finds errors. SIGHUP lets a running
-# server read this file again, but for the keys that say "needs a restart".
+# A secret or a chat template may also be read from a file: {file = "NAME"}; a file of API keys has
+# one on each line. kqview config check FILE finds errors. On SIGHUP a running server reads this
+# file again; keys that say "needs a restart" keep their values.
 """
 
 
@@ -63,7 +63,7 @@ class _Table:
 
 
 def all_keys() -> str:
-    """A file of all keys with their help and their defaults; as it is, it changes nothing."""
+    """A file with all keys, their help and their defaults; unedited, it changes nothing."""
     config = Config(settings=Settings(), models={_ID: Model()})
     parts = [_HEAD]
     for table in _tables(config):
@@ -77,7 +77,7 @@ def all_keys() -> str:
 
 
 def effective(loaded: Loaded) -> str:
-    """The values that count, each with its origin, as TOML; secrets are masked."""
+    """The values in effect, each with its origin, as TOML; secrets are masked."""
     parts: list[str] = []
     for table in _tables(loaded.config):
         if not table.rows or not _is_shown(loaded, table.key):

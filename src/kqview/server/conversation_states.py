@@ -4,8 +4,8 @@ history again.
 After a turn the slot that answered is copied between two steps of the engine, and a thread writes
 the copy to a file (SES1 with a trailer, `kqview.state.files`) named by a digest of the session. A
 returning session is looked for in the slots first; only if a file has more of its prompt than they,
-the file is restored into the slot that was unused for longest. What cannot be restored (damaged, of
-another model or other adapters) is removed, and the history is evaluated.
+the file is restored into the least recently used slot. What cannot be restored (damaged, of another
+model or other adapters) is removed, and the history is evaluated.
 
 How much is reused: the tokens that the cache and the new prompt have in common from the start
 (``cached_tokens`` of the run's usage). The history is rendered again for each turn. What the two

@@ -177,10 +177,10 @@ class ConversationStore:
     ) -> set[Key]:
         """Add a turn to a session, or begin one with it; it is synced when this returns.
 
-        What is over a limit leaves: of the session its oldest turns, and of all sessions the one
-        unused for longest of the owner who has most. If turns leave that prompts had, prompts leave
-        out a quarter of ``max_messages`` more, so that those of the next turns begin alike and
-        reuse the cache.
+        What is over a limit leaves: the oldest turns of the session, and of all sessions the least
+        recently used one of the owner who has most. If turns leave that were in prompts, prompts
+        leave out a quarter of ``max_messages`` more, so that those of the next turns begin alike
+        and reuse the cache.
 
         Args:
             key: The session.
@@ -344,7 +344,7 @@ class ConversationStore:
 
     @property
     def limits(self) -> ChatSessions:
-        """The limits that count at the moment."""
+        """The limits in effect."""
         return self._limits()
 
     @property

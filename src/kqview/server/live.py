@@ -1,4 +1,4 @@
-"""Live: the configuration that counts at the moment, held once for a whole server.
+"""Live: the configuration in effect, held once for a whole server.
 
 It changes while the server runs (`App.reload`), so nothing keeps a copy of its values: whoever
 needs one asks here each time it needs it. What takes work to make of a value, such as a folder
@@ -80,7 +80,7 @@ def reloaded(old: Config, new: Config) -> tuple[Config, Reloaded]:
 
 
 def _settings_of(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
-    """Those that count, and what of *new* does not."""
+    """The settings in effect, and what of *new* is not."""
     kept = {
         name: getattr(old, name)
         for name, spec in _FIELDS.items()
@@ -90,7 +90,7 @@ def _settings_of(old: Settings, new: Settings) -> tuple[Settings, list[str]]:
 
 
 def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
-    """The table that counts, and what of *new* does not."""
+    """The table in effect, and what of *new* is not."""
     kept = {
         name: getattr(old, name)
         for name in needing_restart(type(new))
@@ -100,7 +100,7 @@ def _table_of(old: _S, new: _S) -> tuple[_S, list[str]]:
 
 
 def _models_of(old: Config, new: Config) -> tuple[Mapping[str, Model], bool]:
-    """The models that count, and whether *new*'s do not."""
+    """The models in effect, and whether they are not those of *new*."""
     if _is_one(old) and _is_one(new):  # of settings, which are compared themselves
         return old.models, False
     if _is_one(old) or _is_one(new):
@@ -130,7 +130,7 @@ class Live:
 
     @property
     def config(self) -> Config:
-        """The configuration that counts at the moment."""
+        """The configuration in effect."""
         return self._state.config
 
     @property
@@ -150,9 +150,9 @@ class Live:
         return lambda: self._state.made[index]
 
     def replace(self, config: Config) -> None:
-        """Let *config* count from here on.
+        """Put *config* into effect.
 
-        Everything derived from it is made before; if that raises, the old one still counts.
+        Everything derived from it is made before; if that raises, the old one stays in effect.
         """
         old = self._state
         made = tuple(

@@ -3,7 +3,7 @@ requests share.
 
 All loaded models together stay within a budget of memory. What a model needs is estimated from its
 file before anything changes, held while it is loaded, and then replaced by what it took. Where
-there is no room, models that no request uses leave, the one unused for longest first; pinned ones
+there is no room, models that no request uses leave, the least recently used first; pinned ones
 never do. If those are not enough, nothing leaves, and the load waits until requests end. So a
 request never ends because another one wants a model; only an administrator, who switches or
 unloads, ends requests.

@@ -92,7 +92,7 @@ class Service:
 
     @property
     def settings(self) -> Settings:
-        """The settings that count at the moment."""
+        """The settings in effect."""
         return self.live.settings
 
     # ---- life

@@ -34,7 +34,7 @@ _NUMERIC: Final = ", ".join(one.name for one in OPTIONS.values() if one.low is n
 
 
 Place = Literal["file", "folder", "new"]
-"""What a path names: an existing file or folder, or something that the server makes."""
+"""What a path names: an existing file or folder, or one that the server makes."""
 
 
 def _setting(
@@ -51,12 +51,12 @@ def _setting(
     """A field of Settings.
 
     Args:
-        default: Its value if nobody gives one.
+        default: Its value where none is given.
         text: Its help.
         low: The smallest number allowed.
-        flag: Its flag, if that is not made of its name.
-        place: What its path names; None for what is no path.
-        restart: Whether a server has to be started again to change it.
+        flag: Its flag, if that differs from its name.
+        place: What its path names; None if it is not a path.
+        restart: Whether a change needs a restart of the server.
         is_text: Whether a configuration file may name a file that has the text.
         is_secret: Whether it is never shown; implies *is_text*.
     """
@@ -72,8 +72,8 @@ class Settings:
     """What the server allows and how it answers; checked when it is built.
 
     The metadata of each field has its meaning, which ``kqview serve --help`` shows. Times are in
-    seconds, sizes in bytes; 0 turns a limit off if its text says so. Options of a model count from
-    its next load on.
+    seconds, sizes in bytes; 0 turns a limit off if its text says so. Options of a model take effect
+    when it is next loaded.
     """
 
     # ---- what is served
@@ -130,8 +130,8 @@ class Settings:
 
     models_budget_bytes: int | None = _setting(
         None,
-        "memory for all models of a configuration together, on the host and on devices; the one "
-        "unused for longest leaves for another; without it, the machine's and its devices' less "
+        "memory for all models of a configuration together, on the host and on devices; the least "
+        "recently used one makes room for another; without it, the machine's and its devices' less "
         "what requests and attention rows may take",
     )
     model_wait_s: float = _setting(
@@ -178,8 +178,8 @@ class Settings:
     )
     reasoning_budget: int = _setting(
         -1,
-        "most tokens of reasoning in a chat of the same APIs if a request does not say; 0 for "
-        "none, -1 for any number",
+        "most tokens of reasoning in a chat of llama-server's, OpenAI's or Anthropic's API if a "
+        "request does not say; 0 for none, -1 for any number",
         low=-1,
     )
 

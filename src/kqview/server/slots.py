@@ -75,7 +75,7 @@ class Slots:
         return slots[slot_id]
 
     def free(self) -> list[Slot]:
-        """Slots that no generation uses at the moment, the one unused for longest first."""
+        """Slots that no generation uses at the moment, the least recently used first."""
         places = {slot_id: i for i, slot_id in enumerate(self._owners)}
         free = [slot for slot in self._engine().slots if not slot.is_busy]
         return sorted(free, key=lambda slot: places.get(slot.id, -1))

@@ -37,7 +37,7 @@ class Capture:
 
     Attributes:
         kind: "probs" is the output of the softmax; "scores" is its input; "qk" is the raw product
-            of K and Q before scale, mask and softmax ("logits" is an older name of it).
+            of K and Q before scale, mask and softmax ("logits" is an alias).
         layers: Layers to capture, negative ones counted from the last layer; None for every layer
             that has attention. May be empty if *hidden* or *vocab_logits* is given: then no
             attention is captured.

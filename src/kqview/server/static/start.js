@@ -23,7 +23,7 @@ function headers() {
 async function showStatus() {
   const health = await fetch("health").then((reply) => reply.json());
   if (health.status !== "ok") {
-    $("status").textContent = `The server takes no requests: ${health.status}.`;
+    $("status").textContent = `The server is not accepting requests: ${health.status}.`;
     $("status").className = "bad";
     return;
   }
@@ -54,7 +54,7 @@ async function post(path, body) {
   });
   if (reply.ok) return reply;
   const refusal = await reply.json().catch(() => ({}));
-  throw new Error(refusal.error ?? `The server answered ${reply.status}.`);
+  throw new Error(refusal.error ?? `The server responded with status ${reply.status}.`);
 }
 
 function request() {

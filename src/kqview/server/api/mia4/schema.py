@@ -21,14 +21,14 @@ class GenerateBody(Struct, kw_only=True):
 
     Attributes:
         prompt: What the user says.
-        session_id: The conversation that it continues; None for none, which nothing is kept of.
+        session_id: The conversation that it continues or begins; without it, nothing is kept.
         model: Id of the model; None for the default one.
         overrides: Fields of sampling, ``reasoning_preset``, ``max_output_tokens`` and
-            ``attention``; names that are not known are listed in ``filtered_out``.
+            ``attention``; unknown names are listed in ``filtered_out``.
         mods: Mods of the server's folder that steer the answer: names, or objects with a ``name``
             and that mod's options.
-        request_id: Name for `POST /cancel/{request_id}`; without one it is that of the header
-            ``X-Request-Id``, or made up.
+        request_id: Id for `POST /cancel/{request_id}`; without it, the header ``X-Request-Id``,
+            or one that the server chooses.
     """
 
     prompt: str
@@ -92,7 +92,7 @@ class Session(Struct, kw_only=True):
 
 
 class Sessions(Struct):
-    """Conversations of the caller's key, the one used last first."""
+    """Conversations of the caller's key, the most recently used first."""
 
     sessions: list[Session]
 
@@ -120,7 +120,7 @@ class KeptRow(Struct):
 
 
 class KeptAttention(Struct, kw_only=True):
-    """Which rows are kept of a request."""
+    """The rows that are kept of a request."""
 
     request_id: str
     values: str

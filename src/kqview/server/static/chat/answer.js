@@ -1,5 +1,5 @@
-// One answer while it comes: reasoning to fold out, the text, and what it cost. Frames are drawn
-// once for each picture of the screen, however many tokens came in between.
+// One answer as it arrives: reasoning to unfold, the text, and what it cost. It is drawn once per
+// animation frame, however many tokens arrived in between.
 
 import { count, element, milliseconds } from "../dom.js";
 import { Writer } from "./writer.js";
@@ -107,8 +107,8 @@ function usageParts(usage) {
   if (usage.output_tokens === 0) return [];
   const parts = [
     count(usage.output_tokens, "token"),
-    `${usage.decode_tps.toFixed(usage.decode_tps < 10 ? 1 : 0)} per second`,
-    `${count(usage.prompt_tokens, "token")} of prompt`,
+    `${usage.decode_tps.toFixed(usage.decode_tps < 10 ? 1 : 0)} tokens/s`,
+    count(usage.prompt_tokens, "prompt token"),
     milliseconds(usage.latency_ms),
   ];
   if (usage.reasoning_ratio) parts.push(`${Math.round(100 * usage.reasoning_ratio)} % reasoning`);

@@ -23,7 +23,7 @@ export class ApiError extends Error {
     const text = typeof body?.error === "string" ? body.error : error?.message;
     return new ApiError(
       error?.code ?? body?.error_code ?? `HTTP_${status}`,
-      text || `The server answered ${status}.`,
+      text || `The server responded with status ${status}.`,
       status,
     );
   }

@@ -10,7 +10,7 @@ import { Models } from "./models.js";
 import { Sessions } from "./sessions.js";
 import { Settings } from "./settings.js";
 
-const ENDS_WITHIN_MS = 3000; // after a cancel, before the connection is given up
+const ENDS_WITHIN_MS = 3000; // after a cancel; then the connection is dropped
 const POLL_MS = 500;
 const ENDS = { cancelled: "stopped", length: "cut at the most tokens" }; // others need no word
 const SAID_CHARACTERS = 1000; // of an answer that a screen reader reads out
@@ -70,13 +70,13 @@ const sending = element("button", { class: "send", "aria-label": "Send" }, icon(
 const latest = button(icon("down"), () => toEnd(true), {
   type: "button",
   class: "quiet latest",
-  "aria-label": "To the latest",
+  "aria-label": "Jump to the latest",
   hidden: true,
 });
 $("composer").append(
   latest,
   element("div", { class: "box" }, prompt, sending),
-  element("p", { id: "keys", class: "note" }, "Enter sends, Shift+Enter begins a line, Esc stops."),
+  element("p", { id: "keys", class: "note" }, "Enter sends, Shift+Enter starts a new line, Esc stops."),
 );
 $("composer").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -456,8 +456,8 @@ async function start() {
 
 let hearing; // ends the reading of events
 
-// Follows the server's events; after a break everything is read anew. Tabs that nobody sees do not:
-// a browser has few connections for all of them.
+// Follows the server's events; after a break everything is read again. Hidden tabs do not: a browser
+// has few connections for all of them.
 async function hear() {
   if (hearing || document.hidden) return;
   const here = (hearing = new AbortController());

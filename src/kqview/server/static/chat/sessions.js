@@ -63,7 +63,7 @@ export class Sessions {
     const dialog = element(
       "dialog",
       { "aria-label": "Delete a conversation", onclose: () => dialog.remove() },
-      element("p", {}, "Delete “", titleOf(one), "”? The server forgets it."),
+      element("p", {}, "Delete “", titleOf(one), "”? This cannot be undone."),
       element(
         "div",
         { class: "bar" },

@@ -12,7 +12,7 @@ const FIELDS = {
   min_p: ["Min p", { min: 0, max: 1, step: 0.01 }],
   repeat_penalty: ["Repeat penalty", { min: 0, max: 5, step: 0.01 }],
   seed: ["Seed", { min: 0, step: 1 }],
-  max_output_tokens: ["Most tokens", { min: 1, step: 1 }],
+  max_output_tokens: ["Maximum tokens", { min: 1, step: 1 }],
 };
 
 export class Settings {
