@@ -129,7 +129,7 @@ def _tables(config: Config) -> Iterator[_Table]:
         )
         for spec in dataclasses.fields(Settings)
     ]  # fmt: skip
-    yield _Table(("server",), "What flags and environment variables say as well.", rows)
+    yield _Table(("server",), "Settings; flags and environment variables set them as well.", rows)
     for name in Config.__struct_fields__[1:]:
         yield from _tables_in(name, (), getattr(config, name), "")
 
