@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from kqview.server import Settings, conversation_states
 from kqview.server.conversation_states import LEAST_TOKENS
 from kqview.state import durable
 from tests.server.test_run import request
-from tests.support.conversing import OWNER, Answered, Chats, chats, config_of
+from tests.support.conversing import OWNER, WITHIN_S, Answered, Chats, chats, config_of
 from tests.support.sessions import SeenOs
 
 if TYPE_CHECKING:
@@ -357,6 +358,29 @@ async def test_copy_of_a_slot_that_another_request_took_is_dropped(engine: Engin
             await run.aclose()
         await talk.saved(NAME)
         assert len((await talk.turn(NAME, LONG)).messages) == 2
+
+
+async def test_model_stays_until_its_slot_is_copied(
+    engine: Engine, folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    copying, goes_on = threading.Event(), threading.Event()
+    copied = conversation_states.ConversationStates._copy  # pyright: ignore[reportPrivateUsage]
+
+    def slow(*args: Any) -> None:
+        copying.set()
+        goes_on.wait(WITHIN_S)
+        copied(*args)
+
+    monkeypatch.setattr(conversation_states.ConversationStates, "_copy", slow)
+    async with chats(engine, states_dir=str(folder)) as talk:
+        model = talk.service.pool.default
+        await talk.turn(NAME, LONG)
+        await until(copying.is_set)
+        assert model.n_uses == 1
+        goes_on.set()
+        await until(lambda: not model.n_uses)
+        await talk.saved(NAME)
+        assert files(folder)
 
 
 async def test_turns_wait_for_a_seat_up_to_a_limit(engine: Engine, folder: Path):

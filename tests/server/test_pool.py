@@ -363,6 +363,33 @@ async def test_unload_ends_runs_and_the_next_request_loads_again(folder: Path):
         assert service.pool.find("ada").n_loads == 2
 
 
+async def test_model_that_comes_and_goes_keeps_its_counters_in_little(folder: Path):
+    request = GenerateRequest(prompt="abc", max_tokens=2, sampling=Sampling(), request_id="r")
+    async with opened(config_of(folder)) as service:
+        for n in range(1, 6):
+            async with (
+                service.pool.using("ada") as model,
+                await service.start(request, model=model) as run,
+            ):
+                async for _ in run:
+                    pass
+            await service.pool.unload_now(model)
+            readings = model.stats()
+            assert len(readings) <= 2
+            assert sum(one.n_requests for one in readings) == n
+
+
+async def test_load_that_is_given_up_is_told(folder: Path):
+    async with opened(config_of(folder, n_fit=1, model_wait_s=0.05)) as service:
+        told: list[Any] = []
+        async with service.pool.using("ada"):
+            service.pool.listeners.add(told.append)
+            with pytest.raises(CapacityError):
+                await use(service, "bob")
+        assert [type(one) for one in told] == [ModelLoading, ModelFailed]
+        await use(service, "bob")  # it may be tried again at once
+
+
 async def test_engine_of_the_caller_is_not_unloaded():
     with Engine.demo(n_threads=1, n_ctx=256) as engine:
         async with opened(Config.of(Settings()), engine) as service:

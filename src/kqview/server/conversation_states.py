@@ -82,6 +82,7 @@ class HasSlots(Protocol):
     def engine(self) -> Engine: ...
     @property
     def slots(self) -> Slots: ...
+    def used(self) -> contextlib.AbstractContextManager[None]: ...
 
 
 class Seat:
@@ -197,8 +198,12 @@ class ConversationStates:
             await self._bring(model, caller, key, ids)
             yield seat
         finally:
+            # Others that wait for its memory would close it before its slot is copied.
+            stays = contextlib.ExitStack()
+            stays.callback(seats.put)
+            stays.enter_context(model.used())
             copy = asyncio.create_task(self._keep(model, caller, key, ids, seat.run))
-            copy.add_done_callback(lambda _: seats.put())
+            copy.add_done_callback(lambda _: stays.close())
             on_copy(copy)
 
     # ---- before it

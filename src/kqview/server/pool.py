@@ -177,6 +177,7 @@ class Pool:
             served.held_bytes = 0
             if not isinstance(error, OutOfMemory):  # it is not the model's fault
                 served.state = "unloaded"
+                self._publish(ModelFailed(model_id=served.id, error=str(error), retry_s=0.0))
                 self.note_idle()
                 return error
             return self._note_failure(served, error)

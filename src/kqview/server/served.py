@@ -10,6 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -129,7 +130,8 @@ class Served:
         self._given: Options = {}  # they override the others
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
-        self._past: list[EngineStats] = []  # of engines that were replaced
+        # Of engines that were closed: all but the last one together, and the last one.
+        self._past: list[EngineStats] = []
         # What uses the engine without a run, by the limit of its time; and why that ended early.
         self._works: dict[asyncio.Timeout, KqviewError | None] = {}
 
@@ -189,7 +191,7 @@ class Served:
         return len(self.runs) + len(self._works)
 
     def stats(self) -> list[EngineStats]:
-        """Counters of every engine that it had, the current one last."""
+        """Counters of all engines that it had, the current one last."""
         return [*self._past, *([self.loaded.stats()] if self.loaded else [])]
 
     def stall(self, limit_s: float) -> str | None:
@@ -461,7 +463,8 @@ class Served:
         self.end_runs(model_changed())
 
     async def _close(self, old: Engine) -> None:
-        self._past.append(old.stats())
+        # A model may come and go for months.
+        self._past = [*([_together(self._past)] if self._past else []), old.stats()]
         if self._owns_engine:
             await asyncio.to_thread(old.close)
         self._past[-1] = old.stats()  # with its last steps
@@ -539,6 +542,13 @@ def resolved(body: Any, served: Served) -> Any:
     if hasattr(body, "mods"):
         changes["mods"] = [name.removeprefix(f"{served.id}/"), *(body.mods or ())]
     return msgspec.structs.replace(body, **changes)
+
+
+def _together(readings: Sequence[EngineStats]) -> EngineStats:
+    """The counters of *readings* added up, without values of the moment."""
+    names = [spec.name for spec in fields(EngineStats) if isinstance(spec.default, int | float)]
+    sums: dict[str, Any] = {name: sum(getattr(one, name) for one in readings) for name in names}
+    return EngineStats(**sums)
 
 
 def _template(text: str | None) -> str | None:
