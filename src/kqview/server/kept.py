@@ -9,7 +9,7 @@ import sys
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Final
@@ -84,6 +84,8 @@ class Rows:
         choices: Rows of each choice, by the index of the token.
         n_left_out: Of each choice, rows for which there was no room.
         prompt: The prompt, None if nobody asks for it by the reply's name.
+        hidden: Tokens that are not listed, because the client is not to know them; whoever opened
+            the reply may change it.
     """
 
     wanted: AttentionWanted
@@ -91,7 +93,13 @@ class Rows:
     choices: list[dict[int, Row]]
     n_left_out: list[int] = field(default_factory=list[int])
     prompt: PromptText | None = None
+    hidden: Set[int] = frozenset()
     n_bytes: int = 0
+
+    def shown(self, choice: int) -> list[tuple[int, Row]]:
+        """The rows of a choice whose tokens the client may know, by the token's index."""
+        rows = list(self.choices[choice].items())  # at once: others are being added
+        return [(n, row) for n, row in rows if n not in self.hidden]
 
 
 class Kept:
@@ -118,9 +126,11 @@ class Kept:
         *,
         n_choices: int,
         prompt: PromptText | None = None,
+        hidden: Set[int] = frozenset(),
     ) -> None:
         """Begin to keep rows of the reply *name* of *owner*; those of an older one are dropped."""
-        rows = Rows(wanted, layers, [{} for _ in range(n_choices)], [0] * n_choices, prompt)
+        choices: list[dict[int, Row]] = [{} for _ in range(n_choices)]
+        rows = Rows(wanted, layers, choices, [0] * n_choices, prompt, hidden)
         n_bytes = n_choices * _ROW_BYTES + (0 if prompt is None else prompt.n_bytes)
         with self._lock:
             self._drop(owner, name)

@@ -221,3 +221,14 @@ def test_quiet_stream_is_kept_alive(serve: Serve, monkeypatch: pytest.MonkeyPatc
         mia4.generate(served)
         frames = mia4.frames_of(lines)
         assert [next(frames)[0] for _ in GENERATION] == GENERATION
+
+
+def test_sampling_has_the_limit_of_tokens_that_counts(serve: Serve):
+    served = serve(Settings(max_tokens=2))
+    with mia4.listening(served) as events:
+        for given in ({}, {"max_output_tokens": 100}):
+            mia4.generate(served, overrides=given)
+            name, started = next(events)
+            assert name == "GenerationStarted"
+            assert started["sampling"]["max_tokens"] == 2
+            assert next(events)[1]["stop_reason"] in ("length", "stop")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,7 +15,9 @@ import numpy as np
 import pytest
 
 from kqview.errors import DecodeError, OutOfMemory
-from kqview.server import Settings
+from kqview.server import Settings, service
+from kqview.server.api.mia4 import routes
+from kqview.server.api.mia4.turn import Turn
 from kqview.server.budget import Hold
 from kqview.server.conversations import Conversations
 from kqview.server.errors import ModelChanged, StorageFailed, TooLarge, too_late
@@ -237,8 +240,8 @@ def test_each_token_has_the_path_of_its_row(chat: Served):
             assert reply.headers["x-attention-shape"] == str(len(row))
             assert len(row) == usage["prompt_tokens"] + index
             assert row.sum() == pytest.approx(1, abs=1e-3)
-        kept = client.get("/generate/rows/attention").json()
-        assert [one["seq"] for one in kept["rows"]] == list(range(usage["output_tokens"]))
+        kept = client.get("/generate/rows/attention").json()["rows"]
+        assert set(indices) <= {one["seq"] for one in kept}
         missing = client.get("/generate/rows/attention/999")
         assert (missing.status_code, missing.json()["error_type"]) == (404, "not_found")
 
@@ -250,6 +253,69 @@ def test_rows_and_prompts_belong_to_the_key_that_asked(serve: Serve):
         for key, status in (("one", 200), ("two", 404)):
             with served.client(headers=mia4.headers(key)) as client:
                 assert client.get(f"/generate/r/{path}").status_code == status, path
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_lists_of_rows_have_no_token_of_dropped_reasoning(serve: Serve, drops: bool):
+    postproc = {"reasoning": {"drop_from_history": drops}}
+    served = serve(mia4.config(llm={"postproc": postproc}))
+    wanted = {"attention": {"reduce": "mean"}}
+    answers = {"Who?": "<think>Hm, Tom</think>Yes", "Write ===FINAL===": "Hm, Tom===FINAL===Yes"}
+    for prompt, said in answers.items():
+        with saying(said):
+            mia4.generate(served, request_id="dropped", prompt=prompt, overrides=wanted)
+        with served.client() as client:
+            own = client.get("/generate/dropped/attention").json()["rows"]
+            of_openai = client.get("/v1/attention/dropped").json()["choices"][0]["rows"]
+        assert [one["seq"] for one in own] == [one["n"] for one in of_openai]
+        text = "".join(one["text"] for one in own)
+        assert "Yes" in text
+        assert ("Tom" in text) is not drops
+
+
+def test_rows_of_another_apis_reply_are_not_kept_here(chat: Served):
+    body = {
+        "messages": [{"role": "user", "content": "Who?"}], "max_tokens": 1, "n": 2,
+        "attention": {"reduce": "mean", "delivery": "id"},
+    }  # fmt: skip
+    with chat.client() as client:
+        name = client.post("/v1/chat/completions", json=body).json()["id"]
+        assert client.get(f"/v1/attention/{name}").status_code == 200
+        for path in ("attention", "attention/0", "prompt"):
+            assert client.get(f"/generate/{name}/{path}").status_code == 404, path
+
+
+@pytest.mark.parametrize("said", ["Anna is.", MARKED, TAGGED])
+def test_what_is_held_for_long_is_written_in_another_thread(
+    demo: Served, monkeypatch: pytest.MonkeyPatch, said: str
+):
+    def frames() -> list[mia4.Frame]:
+        overrides = {"temperature": 0, "attention": True}
+        with saying(said):
+            sent = mia4.generate(
+                demo, session_id="held", prompt="Write ===FINAL===", overrides=overrides,
+                request_id="held",
+            )  # fmt: skip
+        with demo.client() as client:
+            stored.append(client.get("/chat/sessions/held").json()["messages"])
+            client.delete("/chat/sessions/held")
+        return [one for one in sent if one[0] != "usage"]
+
+    stored: list[Any] = []
+    threads: set[str] = set()
+    finish = Turn.finish
+
+    def noted(self: Turn) -> list[bytes]:
+        threads.add(threading.current_thread().name[:11])
+        return finish(self)
+
+    here = frames()
+    for module in (service, routes):
+        monkeypatch.setattr(module, "OFFLOAD_BYTES", 0)
+    monkeypatch.setattr(Turn, "finish", noted)
+    assert frames() == here
+    assert threads == {"kqview-rows"}
+    assert stored[0] == stored[1]
 
 
 def test_name_that_is_used_again_replaces_its_rows(chat: Served):

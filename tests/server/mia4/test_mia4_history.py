@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import pytest
 
@@ -56,3 +57,13 @@ def test_models_take_turns_in_one_session(tmp_path: Path, database: str | None):
         with served.client() as client:
             (listed,) = client.get("/chat/sessions").json()["sessions"]
         assert listed["model"] == "b"
+
+
+@pytest.mark.parametrize("name", ["a/b", "50% off?", "äöü 日本", "x/", "#1"])
+def test_session_of_any_name_is_shown_and_forgotten(demo: Served, name: str):
+    usage(demo, session_id=name)
+    path = f"/chat/sessions/{quote(name, safe='')}"
+    with demo.client() as client:
+        assert client.get(path).json()["session_id"] == name
+        assert client.delete(path).status_code == 204
+        assert client.get(path).status_code == 404

@@ -94,3 +94,19 @@ def test_reasoning_and_answer_are_taken_back_apart():
     assert applied(heard) == "Bea"
     assert applied(heard, "analysis", "reasoning_characters") == "Tom waits"
     assert (writer.tokens.n_reasoning, writer.tokens.n_final) == (2, 1)
+
+
+def test_model_may_be_named_with_a_mod_and_its_rows_are_those_of_the_final_text(
+    serve: Serve, tmp_path: Path
+):
+    (tmp_path / "rewrite.py").write_text(REWRITE)
+    served = serve(mia4.config({"a": {}, "b": {}}, settings={"mods_dir": str(tmp_path)}))
+    overrides = {**mia4.GREEDY, "attention": {"reduce": "mean"}}
+    frames = mia4.generate(served, model="b/rewrite", request_id="r", overrides=overrides)
+    assert mia4.named(frames, "removed")
+    assert {data["model_id"] for _, data in frames if "model_id" in data} == {"b"}
+    with served.client() as client:
+        kept = client.get("/generate/r/attention").json()["rows"]
+    # Tokens that a mod wrote have no rows.
+    assert "".join(one["text"] for one in kept) == applied(frames).replace(" XY", "")
+    assert mia4.post(served, model="b/none").status_code == 400

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
-from typing import TYPE_CHECKING
+import weakref
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kqview.server import Settings
+from kqview.server.api.mia4 import routes
 from kqview.server.api.mia4.passport import hash_of
 from kqview.server.api.mia4.persona import MOST_BYTES, Persona, parse
+from kqview.server.config import Config
+from kqview.server.live import Live
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,3 +177,13 @@ def test_readers_see_whole_texts_while_the_file_is_replaced(tmp_path: Path):
     assert seen <= texts
     assert persona.current is not None
     assert persona.current.text == "c" * 5000
+
+
+async def test_server_that_nobody_has_any_more_is_freed():
+    service = SimpleNamespace(live=Live(Config.of(Settings())))
+    call: Any = SimpleNamespace(service=service)
+    assert await routes._persona(call) is None  # pyright: ignore[reportPrivateUsage]
+    gone = weakref.ref(service.live)
+    del service, call
+    gc.collect()
+    assert gone() is None

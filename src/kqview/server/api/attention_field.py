@@ -1,6 +1,6 @@
 """The field ``attention`` of OpenAI's and Anthropic's APIs, and what it puts into replies. Pure."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, Final, Literal, cast
 
 import msgspec
@@ -150,8 +150,9 @@ class AttentionWriter:
         model: ModelInfo,
         kept: Kept | None = None,
         prompt: PromptText | None = None,
+        hidden: Set[int] = frozenset(),
     ) -> None:
-        """Keep rows in *kept*, with *prompt*, instead of writing them if it is given."""
+        """Keep rows in *kept*, if it is given, instead of writing them; the others are as there."""
         self._wanted = wanted = run.request.attention
         self._layers = None if wanted is None else layers_of(wanted, model)
         self._kept = kept
@@ -159,7 +160,7 @@ class AttentionWriter:
             layers = model.attention_layers if wanted.layers is None else wanted.layers
             kept.open(
                 run.owner, run.request_id, wanted, layers,
-                n_choices=len(run.generations), prompt=prompt,
+                n_choices=len(run.generations), prompt=prompt, hidden=hidden,
             )  # fmt: skip
 
     def token(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:

@@ -16,7 +16,7 @@ from kqview.server.api.chat_work import ChatRequest, Reading, prepare, prompt_of
 from kqview.server.api.mia4 import passport, persona, schema
 from kqview.server.api.mia4.answer import drops_reasoning, passport_values, split_for
 from kqview.server.api.mia4.passport import Known
-from kqview.server.api.mia4.sampling import Merged, merge
+from kqview.server.api.mia4.sampling import MAX_TOKENS, Merged, merge
 from kqview.server.api.mods_field import mods_of
 from kqview.server.attention import AttentionWanted
 from kqview.server.conversation_store import Message, SessionInfo
@@ -122,6 +122,8 @@ def plan_of(
     attention = _attention(custom.pop("attention", None), settings)
     preset, of_preset = _preset(custom.pop("reasoning_preset", None), llm)
     merged = _merged(passport_values(llm, model.passport), of_preset, custom, settings)
+    most = min(settings.max_tokens, merged.max_tokens or settings.max_tokens)
+    merged = replace(merged, max_tokens=most, values=merged.values | {MAX_TOKENS: most})
     system = _joined([system_text_of(model), persona and persona.text])
 
     def chat_with(history: Sequence[Message]) -> ChatRequest:
@@ -131,7 +133,7 @@ def plan_of(
         messages=(),
         sampling=replace(merged.sampling, stop=llm.stop),
         request_id=request_id,
-        max_tokens=merged.max_tokens,
+        max_tokens=most,
         reasoning_budget=merged.reasoning_max_tokens,
         split=partial(split_for, llm, model.passport, f"{system}\n{body.prompt}"),
         attention=attention,
@@ -140,7 +142,7 @@ def plan_of(
         options={"mods": mods_of(body.mods)} if body.mods else {},
     )
     # A history that is too long leaves room for an answer.
-    n_most = max_context - min(max_context // 4, merged.max_tokens or max_context)
+    n_most = max_context - min(max_context // 4, most)
     history = fit(lambda history: len(prompt_of(engine, chat_with(history))[0]), n_most)
     work = prepare(engine, chat_with(history))
     ids = work.request.prompt
@@ -267,13 +269,13 @@ def card_of(
 
 def kept_attention(request_id: str, rows: Rows) -> schema.KeptAttention:
     """The list of rows that are kept of a request."""
-    [choice], [n_left_out] = rows.choices, rows.n_left_out
+    [n_left_out] = rows.n_left_out
     wanted = rows.wanted
     return schema.KeptAttention(
         request_id=request_id, values=wanted.kind, format=wanted.format, dtype=wanted.dtype,
         layers=rows.layers, n_left_out=n_left_out,
         rows=[
-            schema.KeptRow(n, row.token_id, row.text, row.shape) for n, row in list(choice.items())
+            schema.KeptRow(n, row.token_id, row.text, row.shape) for n, row in rows.shown(0)
         ],
     )  # fmt: skip
 
@@ -286,9 +288,9 @@ def kept_prompt(request_id: str, prompt: PromptText) -> schema.Prompt:
 # ---- conversations
 
 
-def session_of(info: SessionInfo) -> schema.Session:
-    """A conversation in a list."""
-    return schema.Session(**_session_fields(info))
+def sessions_of(found: Sequence[SessionInfo]) -> schema.Sessions:
+    """The list of conversations."""
+    return schema.Sessions([schema.Session(**_session_fields(one)) for one in found])
 
 
 def whole_session_of(info: SessionInfo, messages: Sequence[Message]) -> schema.WholeSession:

@@ -6,6 +6,7 @@ A frame is ``event: NAME`` and ``data: JSON``. Each stream ends with exactly one
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
@@ -34,6 +35,15 @@ def stop_reason_of(reason: str) -> str:
     return _STOP_REASONS.get(reason, reason)
 
 
+@dataclass(slots=True)
+class _Waiting:
+    """A token of which *n_left* characters are not certain."""
+
+    index: int
+    n_left: int
+    is_reasoning: bool = False
+
+
 class Writer:
     """Writes the frames of one answer while it is generated, and counts its tokens.
 
@@ -49,6 +59,7 @@ class Writer:
         *,
         drops_reasoning: bool,
         has_attention: bool = False,
+        hidden: set[int] | None = None,
     ) -> None:
         """Begin an answer.
 
@@ -59,6 +70,8 @@ class Writer:
             drops_reasoning: Whether no reasoning is sent. Otherwise it is sent in frames
                 ``analysis`` while it comes, or, of an answer with a marker, as one ``reasoning``.
             has_attention: Whether rows of its tokens are kept.
+            hidden: Gets the indices of tokens that are, or may be, of reasoning that is dropped, if
+                rows are kept.
         """
         self._named = {"request_id": request_id, "model_id": model_id}
         self._reading = reading
@@ -67,7 +80,8 @@ class Writer:
         self._drops = drops_reasoning
         self._streams = reading.split.mode != "marker"
         self._n_split = 0  # characters given to the splitter
-        self._waiting: deque[list[int]] | None = deque() if has_attention else None
+        self._waiting: deque[_Waiting] | None = deque() if has_attention else None
+        self._hidden = set[int]() if hidden is None else hidden
         self._n_sent = {"token": 0, "analysis": 0}
         self._parts: dict[str, list[str]] = {"content": [], "reasoning": []}
         self._reasoned_s: float | None = None  # when the mark came that ended the reasoning
@@ -86,7 +100,9 @@ class Writer:
         self._n_tokens += 1
         self.tokens.add(text)
         if self._waiting is not None:
-            self._waiting.append([index, len(text)])
+            self._waiting.append(_Waiting(index, len(text)))
+            if self._drops:
+                self._hidden.add(index)
         certain = self._held.feed(text)
         self._n_split += len(certain)
         return self._frames(self._splitter.feed(certain))
@@ -100,6 +116,7 @@ class Writer:
         left = Writer(
             self._named["request_id"], self._named["model_id"], self._reading,
             drops_reasoning=self._drops, has_attention=self._waiting is not None,
+            hidden=self._hidden,
         )  # fmt: skip
         for i, text in enumerate(removal.texts):
             left._feed(text, i)
@@ -116,13 +133,16 @@ class Writer:
         rest = text[self._n_split :]
         frames = self._frames([*self._splitter.feed(rest), *self._splitter.flush()])
         self.tokens.end()
+        for token in self._waiting or ():  # such as those of a stop sequence
+            self._show(token)
         return [*frames, *self._reasoning()]
 
     def _frames(self, pieces: Sequence[Piece]) -> list[bytes]:
         self.tokens.classify(pieces)
         frames: list[bytes] = []
         for piece in _joined(pieces):
-            texts = self._by_token(piece.text)
+            is_reasoning = piece.kind not in ("content", "mark")
+            texts = self._by_token(piece.text, is_reasoning=is_reasoning)
             if piece.kind == "mark":
                 continue
             if piece.kind == "content":
@@ -137,19 +157,26 @@ class Writer:
                 frames += self._texts("analysis", texts)
         return frames
 
-    def _by_token(self, text: str) -> list[tuple[str, int | None]]:
+    def _by_token(self, text: str, *, is_reasoning: bool) -> list[tuple[str, int | None]]:
         """*text* in parts by token, each with the token's index; whole where nobody asks."""
         if self._waiting is None:
             return [(text, None)]
         parts: list[tuple[str, int | None]] = []
-        while self._waiting and (text or not self._waiting[0][1]):
+        start = 0
+        while self._waiting and (start < len(text) or not self._waiting[0].n_left):
             first = self._waiting[0]
-            part, text = text[: first[1]], text[first[1] :]
-            parts.append((part, first[0]))
-            first[1] -= len(part)
-            if not first[1]:
-                self._waiting.popleft()
+            part = text[start : start + first.n_left]
+            start += len(part)
+            parts.append((part, first.index))
+            first.n_left -= len(part)
+            first.is_reasoning |= is_reasoning
+            if not first.n_left:
+                self._show(self._waiting.popleft())
         return parts
+
+    def _show(self, token: "_Waiting") -> None:
+        if not token.is_reasoning:
+            self._hidden.discard(token.index)
 
     def _texts(self, name: str, texts: Sequence[tuple[str, int | None]]) -> list[bytes]:
         frames: list[bytes] = []

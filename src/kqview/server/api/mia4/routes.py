@@ -29,25 +29,27 @@ from kqview.server.endpoint import (
     HttpReply,
     Operation,
     Sample,
+    json_in_slices,
 )
 from kqview.server.errors import NotFound, answer_of, too_late
 from kqview.server.events_bus import Subscription
 from kqview.server.kept import Rows
 from kqview.server.live import Live
-from kqview.server.served import Served
-from kqview.server.service import Service
+from kqview.server.served import Served, resolved
+from kqview.server.service import OFFLOAD_BYTES, Service
 from kqview.types import Usage
 
 _TAG: Final = "mia4"
 # Templates may take seconds: their work is large enough for another thread.
 _LARGE: Final = 2**20
 _ID_BYTES: Final = 40  # of an id of a prompt, of which there are at most as many as bytes
-_VALUE_BYTES: Final = 32  # of a number in a list, with its JSON
+_LISTED_BYTES: Final = 512  # of a row or a session in a list, with its JSON
 _PROMPT_TIMES: Final = 10  # bytes of a prompt's ids and texts as lists, per byte that is kept
 _KEEP_ALIVE_S: Final = 15.0
 _KEEP_ALIVE: Final = b": nothing happened"
 
-_personas: Final[WeakKeyDictionary[Live, Callable[[], Persona]]] = WeakKeyDictionary()
+# The values know nothing of their keys, so a server that nobody has any more is freed.
+_personas: Final[WeakKeyDictionary[Live, tuple[str | None, Persona]]] = WeakKeyDictionary()
 
 _log: Final = logging.getLogger("kqview.server")
 
@@ -59,6 +61,8 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
     """A turn of a conversation; errors before its stream begins are those of HTTP."""
     # A name in a path has no slash, which the header may have.
     request_id = body.request_id or call.request_id.replace("/", "-")
+    named = call.service.pool.find(body.model)
+    body = resolved(body, named)
     async with contextlib.AsyncExitStack() as resources:
         work = resources.enter_context(call.service.cancelling.known(call.caller.owner, request_id))
         limit_s = call.service.settings.request_timeout_s
@@ -69,8 +73,7 @@ async def generate(call: Call, body: schema.GenerateBody) -> Feed:
         except TimeoutError:
             raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except Cancelled:
-            model_id = body.model or _id_of(call.service.pool.default)
-            return Feed(_of_nothing(request_id, model_id, resources.pop_all()))
+            return Feed(_of_nothing(request_id, _id_of(named)))
         work.runs(turn.run)
         return Feed(_streamed(call.service, turn, resources.pop_all()))
 
@@ -104,22 +107,24 @@ async def _begun(
     resources.push_async_callback(run.aclose)
     if seat is not None:
         seat.follow(run)
-    attention = None
+    attention, hidden = None, set[int]()
     if plan.request.attention is not None:
-        attention = AttentionWriter(run, engine.model, service.kept, plan.prompt_text)
+        attention = AttentionWriter(run, engine.model, service.kept, plan.prompt_text, hidden)
     publish = partial(service.bus.publish, owner=caller.owner)
     store = None if talk is None else partial(talk.append, body.prompt, model=model_id)
     n_left_out = 0 if talk is None else talk.n_left_out
     named = Named(request_id, model_id, body.session_id)
-    return Turn(run, plan, named, attention, publish, store, n_left_out)
+    return Turn(run, plan, named, attention, publish, store, n_left_out, hidden)
 
 
 async def _persona(call: Call) -> Text | None:
     """The persona, from its file if that has changed."""
     live = call.service.live
-    if live not in _personas:
-        _personas[live] = live.derived(lambda given: given.persona.file, Persona)
-    persona = _personas[live]()
+    file = live.config.persona.file
+    known = _personas.get(live)
+    if known is None or known[0] != file:
+        known = _personas[live] = file, Persona(file)
+    persona = known[1]
     if persona.is_due:
         return await call.service.converted(_LARGE, call.hold, persona.refresh)
     return persona.current
@@ -135,26 +140,44 @@ async def _streamed(
         try:
             yield ()  # the client hears that it was admitted
             async for step in run:
-                sent = await service.offload(step.n_bytes, turn.token, step)
+                sent = await _written(service, turn.n_bytes_of(step), turn.token, step)
                 del step  # the pool wants its memory back while the client reads
                 if sent:
                     yield _events(sent)
-            if sent := turn.finish():
+            if sent := await _written(service, turn.n_bytes_of(), turn.finish):
                 yield _events(sent)
         except Exception as error:
             failure = _failure(turn, error)
         finally:
             # Also if the client left: the slot is freed, and what was produced is stored.
-            last = await _ended(turn, failure)
+            last = await _ended(service, turn, failure)
     # What the turn held is free before the client hears that it ended.
     yield _events(last)
 
 
-async def _ended(turn: Turn, failure: KqviewError | None) -> list[bytes]:
-    """End *turn*, and store its answer in the conversation; returns the last frames."""
-    await turn.run.aclose()
+async def _written(
+    service: Service, n_bytes: int, write: Callable[..., list[bytes]], *args: Any
+) -> list[bytes]:
+    """*write*, of *n_bytes*; in another thread if that is much.
+
+    That thread is done before a cancellation goes on: the end of the turn writes as well.
+    """
+    if n_bytes < OFFLOAD_BYTES:
+        return write(*args)
+    writing = asyncio.ensure_future(service.offload(n_bytes, write, *args))
     try:
-        turn.finish()
+        return await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        writing.exception()  # nobody is left to hear it
+        raise
+
+
+async def _ended(service: Service, turn: Turn, failure: KqviewError | None) -> list[bytes]:
+    """End *turn*, and store its answer in the conversation; returns the last frames."""
+    try:
+        await turn.run.aclose()
+        await _written(service, turn.n_bytes_of(), turn.finish)
         if turn.store is not None and turn.answer:
             await turn.store(turn.answer)
     except Exception as error:
@@ -170,13 +193,10 @@ def _failure(turn: Turn, error: Exception) -> KqviewError:
     return InternalError("the server failed; its log says more")
 
 
-async def _of_nothing(
-    request_id: str, model_id: str, resources: contextlib.AsyncExitStack
-) -> AsyncGenerator[Frames]:
+async def _of_nothing(request_id: str, model_id: str) -> AsyncGenerator[Frames]:
     """The stream of a request that was cancelled before it was admitted."""
-    async with resources:
-        usage = frames.usage(request_id, model_id, frames.figures_of(Usage(), 0.0))
-        yield _events([usage, frames.end(request_id, "cancelled")])
+    usage = frames.usage(request_id, model_id, frames.figures_of(Usage(), 0.0))
+    yield _events([usage, frames.end(request_id, "cancelled")])
 
 
 def _events(sent: Sequence[bytes]) -> Frames:
@@ -196,12 +216,13 @@ async def cancel(call: Call) -> HttpReply:
 # ---- attention that is kept
 
 
-async def list_attention(call: Call) -> schema.KeptAttention:
+async def list_attention(call: Call) -> HttpReply:
     """Which rows are kept of a request."""
     name = call.path["request_id"]
     rows = _kept(call, name)
-    n_bytes = _VALUE_BYTES * len(rows.choices[0])
-    return await call.service.converted(n_bytes, call.hold, convert.kept_attention, name, rows)
+    n_bytes = _LISTED_BYTES * len(rows.choices[0])
+    call.hold.take(n_bytes)
+    return await _in_slices(call, n_bytes, convert.kept_attention, name, rows)
 
 
 async def show_attention(call: Call) -> HttpReply:
@@ -224,37 +245,39 @@ async def show_attention(call: Call) -> HttpReply:
 
 def _kept(call: Call, name: str) -> Rows:
     rows = call.service.kept.find(call.caller.owner, name)
-    if rows is None:
-        raise _not_kept(name)
+    if rows is None or rows.prompt is None:  # those of other APIs' replies have none
+        raise NotFound(
+            f"no attention of {name[:80]!r} is kept: it was never asked for with "
+            "overrides.attention, or newer rows took its place"
+        )
     return rows
 
 
-def _not_kept(name: str) -> NotFound:
-    return NotFound(
-        f"no attention of {name[:80]!r} is kept: it was never asked for with overrides.attention, "
-        "or newer rows took its place"
-    )
-
-
-async def show_prompt(call: Call) -> schema.Prompt:
+async def show_prompt(call: Call) -> HttpReply:
     """The prompt that the rows of a request look at."""
     name = call.path["request_id"]
     prompt = _kept(call, name).prompt
-    if prompt is None:
-        raise _not_kept(name)
+    assert prompt is not None
     call.hold.take(_PROMPT_TIMES * prompt.n_bytes)
-    return await call.service.converted(
-        prompt.n_bytes, call.hold, convert.kept_prompt, name, prompt
+    return await _in_slices(call, prompt.n_bytes, convert.kept_prompt, name, prompt)
+
+
+async def _in_slices(
+    call: Call, n_bytes: int, convert: Callable[..., msgspec.Struct], *args: Any
+) -> HttpReply:
+    """The JSON of *convert*, whose lists may be long."""
+    return HttpReply(
+        await call.service.converted(n_bytes, call.hold, lambda: json_in_slices(convert(*args)))
     )
 
 
 # ---- conversations
 
 
-async def list_sessions(call: Call) -> schema.Sessions:
+async def list_sessions(call: Call) -> HttpReply:
     """The conversations of the caller's key."""
     found = await call.service.conversations.list(call.caller.owner)
-    return schema.Sessions(list(map(convert.session_of, found)))
+    return await _in_slices(call, _LISTED_BYTES * len(found), convert.sessions_of, found)
 
 
 async def show_session(call: Call) -> HttpReply:
@@ -411,11 +434,11 @@ OPERATIONS: Final[Sequence[Operation]] = [
         "GET", "/chat/sessions", list_sessions, "Conversations.", reply=schema.Sessions
     ),
     _operation(
-        "GET", "/chat/sessions/{session_id}", show_session, "A conversation.",
+        "GET", "/chat/sessions/{session_id:path}", show_session, "A conversation.",
         reply=schema.WholeSession,
     ),
     _operation(
-        "DELETE", "/chat/sessions/{session_id}", delete_session, "Forget a conversation.",
+        "DELETE", "/chat/sessions/{session_id:path}", delete_session, "Forget a conversation.",
         status=204,
     ),
     _operation(

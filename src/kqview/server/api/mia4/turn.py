@@ -47,6 +47,7 @@ class Turn:
         publish: Callable[[msgspec.Struct], None],
         store: Store | None,
         n_left_out: int = 0,
+        hidden: set[int] | None = None,
     ) -> None:
         """Begin to write *run*, which is what *plan* asks for, and publish so.
 
@@ -58,6 +59,7 @@ class Turn:
             publish: Passes an event to whoever may see it.
             store: Appends an answer to its conversation, None without one.
             n_left_out: How many messages of the conversation are not in the prompt.
+            hidden: As of `Writer`.
         """
         self.run = run
         self._plan = plan
@@ -73,6 +75,7 @@ class Turn:
             plan.reading,
             drops_reasoning=plan.drops_reasoning,
             has_attention=attention is not None,
+            hidden=hidden,
         )
         self._publish_start()
 
@@ -110,15 +113,26 @@ class Turn:
         """The answer so far, without reasoning."""
         return self._writer.answer
 
+    def n_bytes_of(self, step: Step | None = None) -> int:
+        """About what is to be written at once: *step*, and tokens that wait for a mark."""
+        n_tokens, n_bytes = self._writer.tokens.n_waiting, 0
+        if step is not None:
+            n_bytes = step.n_bytes
+            n_tokens += 0 if step.removal is None else len(step.removal.texts)
+        return n_bytes + _TOKEN_BYTES * n_tokens
+
     def token(self, step: Step) -> list[bytes]:
         """Frames of the next token; any thread, because its row may be large."""
         self.run.hold.take(_TOKEN_BYTES)
         sent = [] if step.removal is None else self._take_back(step.removal)
-        if self._attention is not None:
+        sent += self._writer.token(step.token)
+        if self._attention is not None:  # only then, so that `hidden` knows the token
             self._attention.token(self.run, step)
-        return sent + self._writer.token(step.token)
+        return sent
 
     def _take_back(self, removal: Removal) -> list[bytes]:
+        if self._attention is not None:
+            self._attention.removed(self.run, removal)
         self._writer, sent = self._writer.take_back(removal)
         return sent
 

@@ -350,10 +350,10 @@ def kept_attention(name: str, rows: Rows) -> schema.KeptAttention:
             n_left_out=rows.n_left_out[i],
             rows=[
                 schema.KeptRow(n=n, token_id=row.token_id, text=row.text, shape=row.shape)
-                for n, row in list(choice.items())
+                for n, row in rows.shown(i)
             ],
         )
-        for i, choice in enumerate(rows.choices)
+        for i in range(len(rows.choices))
     ]
     wanted = rows.wanted
     return schema.KeptAttention(
