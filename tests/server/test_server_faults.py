@@ -73,7 +73,7 @@ def no_leak(toy: Served) -> Iterator[None]:
     """Descriptors, tasks, runs, leases and slots are what they were before."""
     gc.collect()
     toy.wait_idle()
-    files, tasks, n_drained = n_files(), n_tasks(), len(toy.service.on_drain)
+    files, tasks = n_files(), n_tasks()
     yield
     toy.wait_idle()
     gc.collect()
@@ -84,7 +84,7 @@ def no_leak(toy: Served) -> Iterator[None]:
             n_files() <= files
             and n_tasks() <= tasks
             and not toy.service.runs
-            and len(toy.service.on_drain) <= n_drained
+            and not toy.service.on_drain
             and not stats.pool.n_leased
             and not stats.n_queued
         )
@@ -95,7 +95,7 @@ def no_leak(toy: Served) -> Iterator[None]:
         left = toy.engine.stats()
         raise AssertionError(
             f"files {files} -> {n_files()}, tasks {tasks} -> {n_tasks()}, "
-            f"runs {toy.service.runs}, sockets {n_drained} -> {len(toy.service.on_drain)}, "
+            f"runs {toy.service.runs}, sockets {len(toy.service.on_drain)}, "
             f"leases {left.pool.n_leased}, queued {left.n_queued}"
         ) from None
 

@@ -88,7 +88,7 @@ class Service:
         self._starting: dict[tuple[str, str], Served] = {}
         self._is_idle = asyncio.Event()
         self.on_end: Callable[[Run], None] = lambda run: None
-        self.on_drain: set[Callable[[], Awaitable[None]]] = {self.bus.close}
+        self.on_drain: set[Callable[[], Awaitable[None]]] = set()
 
     @property
     def settings(self) -> Settings:
@@ -129,7 +129,7 @@ class Service:
                 if self.pool.n_busy:
                     self._is_idle.clear()
                     await self._is_idle.wait()
-                await asyncio.gather(*(leave() for leave in list(self.on_drain)))
+                await asyncio.gather(self.bus.close(), *(leave() for leave in list(self.on_drain)))
 
     async def close(self) -> None:
         """End everything, including the engines that are ours."""
