@@ -67,8 +67,8 @@ def test_an_option_touches_three_files():
         for path in (REPOSITORY / root).rglob(f"*.{ending}")
         if "server" not in path.parts
         and path.suffix != ".pyc"
-        # Another program's flags, which it translates.
-        and path.name != "llama_server_flags.py"
+        # Flags and options of other programs, which they translate.
+        and path.name not in ("llama_server_flags.py", "option_names.py")
     ]
     texts = {path: path.read_text(encoding="utf-8", errors="ignore") for path in files}
     for name in ("typical_p", "dry_base", "mirostat_eta", "xtc_threshold"):

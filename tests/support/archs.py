@@ -165,12 +165,11 @@ class ModelCheck:
                 self.report.kernel_layers = engine.stats().attended_layers
         plain, ours = runs
         for one, other in zip(plain, ours, strict=True):
-            layers = zip(np.asarray(one.attention), np.asarray(other.attention), strict=True)
-            if isinstance(one.attention, tuple):
-                assert isinstance(other.attention, tuple)
-                layers = zip(one.attention, other.attention, strict=True)
+            assert one.attention is not None
+            assert other.attention is not None
+            layers = zip(one.attention, other.attention, strict=True)
             for a, b in layers:
-                error = relative(b, np.asarray(a, np.float64))
+                error = relative(np.asarray(b), np.asarray(a, np.float64))
                 self.report.kernel_error = max(error, self.report.kernel_error)
             if one.id != other.id:  # their logits were nearly equal
                 break
