@@ -25,10 +25,12 @@ from kqview.cli.serving import Reloads
 from kqview.demo import MODEL_PATH
 from kqview.errors import RequestError
 from kqview.server import Settings, create_app
+from kqview.server.api.mia4 import routes as mia4_routes
 from kqview.server.config import ChatSessions, Config, Llm, Model, Persona, Ui
 from kqview.server.config_file import load
 from kqview.server.live import Live, reloaded
 from tests.server.clients import WAITS_S, read_to_close, websocket
+from tests.support import mia4
 from tests.support.serve_process import WITHIN_S, started, until
 
 if TYPE_CHECKING:
@@ -262,6 +264,21 @@ def test_open_websocket_of_a_revoked_key_is_closed_at_its_next_message(
         socket.send(json.dumps(ask))
         messages, code = read_to_close(socket)
         assert ("key" in str(messages[0]), code) == (True, 1008)
+
+
+@pytest.mark.parametrize("left", [(), ("old",)], ids=["revoked", "no admin any more"])
+def test_events_end_with_the_key_that_hears_them(
+    serve: Serve, engine: Engine, monkeypatch: pytest.MonkeyPatch, left: tuple[str, ...]
+):
+    monkeypatch.setattr(mia4_routes, "_KEEP_ALIVE_S", 0.05)
+    served = serve(Settings(admin_keys=("old",), api_keys=("new",)), engine)
+    with mia4.listening(served, key="old") as events:
+        mia4.generate(served, key="new")
+        assert next(events)[0] == "GenerationStarted"
+        settings = Settings(admin_keys=("other",), api_keys=("new", *left))
+        served.service.live.replace(Config.of(settings))
+        assert [name for name, _ in events] in ([], ["GenerationCompleted"])
+        mia4.generate(served, key="new")
 
 
 # ---- the signal

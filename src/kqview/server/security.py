@@ -57,6 +57,13 @@ class Caller:
         """Whether this caller may see and end what *owner* made."""
         return self.is_admin or self.owner == owner
 
+    def is_known(self, settings: Settings) -> bool:
+        """Whether *settings* still have the key that was sent, with its rights."""
+        if not self.owner:
+            return not settings.api_keys
+        users = () if self.is_admin else settings.api_keys
+        return self.owner in map(key_digest, (*users, *settings.admin_keys))
+
 
 ANYONE: Final = Caller("anyone")
 """A caller without a key. On a server with keys nothing belongs to it."""

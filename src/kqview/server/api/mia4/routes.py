@@ -303,24 +303,30 @@ async def events(call: Call) -> Feed:
         subscription = await resources.enter_async_context(
             call.service.bus.subscribed(sees=call.caller.may_see)
         )
-        return Feed(_published(subscription, resources.pop_all()))
+        return Feed(_published(call, subscription, resources.pop_all()))
 
 
 async def _published(
-    subscription: Subscription, resources: contextlib.AsyncExitStack
+    call: Call, subscription: Subscription, resources: contextlib.AsyncExitStack
 ) -> AsyncGenerator[Frames]:
+    """What *subscription* gets, until its end or that of the caller's key."""
     async with resources:
         yield ()
+        settings = call.service.settings
         while True:
             try:
                 async with asyncio.timeout(_KEEP_ALIVE_S):
                     event = await anext(subscription)
+                sent = frames.frame(type(event).__name__, event)
             except TimeoutError:
-                yield (_KEEP_ALIVE,)
+                sent = _KEEP_ALIVE
             except StopAsyncIteration:
                 return
-            else:
-                yield (frames.frame(type(event).__name__, event),)
+            if settings is not call.service.settings:  # a configuration was read
+                settings = call.service.settings
+                if not call.caller.is_known(settings):
+                    return
+            yield (sent,)
 
 
 # ---- what there is
