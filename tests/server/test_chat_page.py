@@ -14,10 +14,10 @@ import pytest
 
 from kqview.demo import MODEL_PATH
 from kqview.server import Settings
+from kqview.server.api.mia4 import routes
 from kqview.server.api.mia4.turn import Turn
 from kqview.server.config import Config, Llm, Model, Persona, SystemPrompt, Ui
 from kqview.server.served import Served as ServedModel
-from kqview.server.service import Service
 from tests.support.browser import PHONE, needs_browser, sync_api, violations
 from tests.support.serving import serving
 
@@ -330,7 +330,7 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
     """A server that stays in *phase* of an answer until the event is set or it is cancelled."""
     opened = threading.Event()
     n_tokens = 3 if phase == "answer" else 0
-    load, offload = ServedModel.load, Service.offload
+    load, written = ServedModel.load, routes._written
 
     async def slow_load(self: ServedModel, progress: Callable[[float], object]) -> None:
         self.progress = 0.25
@@ -339,17 +339,17 @@ def held_at(phase: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.E
             await asyncio.sleep(0.01)
         await load(self, progress)
 
-    async def slow_offload(self: Service, n_bytes: int, work: Any, *args: Any) -> Any:
-        turn = getattr(work, "__self__", None)
+    async def slowly_written(service: Any, n_bytes: int, write: Any, *args: Any) -> Any:
+        turn = getattr(write, "__self__", None)
         if isinstance(turn, Turn) and args and args[0].token.index >= n_tokens:
             while not (opened.is_set() or turn.run.is_over):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        return await offload(self, n_bytes, work, *args)
+        return await written(service, n_bytes, write, *args)
 
     if phase == "loading":
         monkeypatch.setattr(ServedModel, "load", slow_load)
     else:
-        monkeypatch.setattr(Service, "offload", slow_offload)
+        monkeypatch.setattr(routes, "_written", slowly_written)
     try:
         yield opened
     finally:

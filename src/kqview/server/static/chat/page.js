@@ -475,7 +475,7 @@ async function hear() {
   if (hearing === here) hearing = undefined;
 }
 
-let wasAway = false; // whether events were missed
+let wasAway = true; // whether events were missed: at first, those before it listened
 
 document.addEventListener("visibilitychange", () => {
   if (!document.hidden) return void hear();
