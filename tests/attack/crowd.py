@@ -68,6 +68,12 @@ class Client:
         for thread in self._threads:
             thread.join(60)
 
+    def wait_for_anything(self) -> None:
+        """Wait for a first token or refusal: how many are ahead in the queue depends on the load."""
+        ends_s = time.monotonic() + WORST_GAP_S * 3
+        while not (self.n_tokens or self.n_refused) and time.monotonic() < ends_s:
+            time.sleep(0.05)
+
     def _stream(self) -> None:
         while not self._is_done.is_set():
             try:
@@ -331,6 +337,7 @@ def observe(
             attack(running, kinds, seconds, summary.seed, summary)
         else:
             time.sleep(seconds)
+        client.wait_for_anything()
     for what in client.wrong:
         summary.fail(f"{name}: {what}")
     summary.count("tokens of the ordinary client", client.n_tokens)
