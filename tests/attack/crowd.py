@@ -69,7 +69,7 @@ class Client:
             thread.join(60)
 
     def wait_for_anything(self) -> None:
-        """Wait for a first token or refusal: how many are ahead in the queue depends on the load."""
+        """Wait for a token or a refusal: how many are ahead in the queue depends on the load."""
         ends_s = time.monotonic() + WORST_GAP_S * 3
         while not (self.n_tokens or self.n_refused) and time.monotonic() < ends_s:
             time.sleep(0.05)
