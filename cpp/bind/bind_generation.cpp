@@ -60,8 +60,8 @@ struct taken_token {
     bool has_logprob() const { return !std::isnan(token.logprob); }
 };
 
-// A forward pass for the consumer to answer. Mods may keep it: neither the generation nor the engine
-// lives for its sake.
+// A forward pass for the consumer to answer. Mods may keep it: neither the generation nor the
+// engine lives for its sake.
 struct taken_pass {
     forward_event event;
     std::weak_ptr<engine> core;

@@ -490,8 +490,8 @@ std::vector<float> context::embedding(slot_id slot, int i_token, int n_tokens) {
 
 namespace {
 
-// Names what this context has instead of a plain cache, in which llama.cpp can move positions; empty
-// for a plain cache.
+// Names what this context has instead of a plain cache, in which llama.cpp can move positions;
+// empty for a plain cache.
 std::string other_than_plain(const llama_memory_i* memory) {
     if (!memory) return "no KV cache";
     if (dynamic_cast<const llama_kv_cache*>(memory)) return "";

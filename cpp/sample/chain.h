@@ -92,8 +92,9 @@ public:
     // does not. `is_steered`: propose() and revise() will be called, which need a history.
     void accept_prompt(std::span<const token_id> ids, bool is_steered = false);
 
-    // Chooses from the logits and accepts the token. Raises decode if a logit is NaN or infinite, or
-    // if nothing is left to choose; invalid_sampling if the filter takes too much time or memory.
+    // Chooses from the logits and accepts the token. Raises decode if a logit is NaN or infinite,
+    // or if nothing is left to choose; invalid_sampling if the filter takes too much time or
+    // memory.
     picked_token pick(float* logits) override;
     picked_token propose(std::span<const float> logits, std::optional<float> temperature) override;
     void revise(std::size_t n_removed, std::span<const token_id> ids) override;

@@ -60,9 +60,9 @@ bool batch_builder::fill_prefill() {
     return false;
 }
 
-// Which prompts go through the model together with the first one, and how many tokens of each. Texts
-// that begin together then go on in steps of all of them, and none waits for another one's prompt.
-// Not where rows are captured: a tap reads either one run or one token of each slot.
+// Which prompts go through the model together with the first one, and how many tokens of each.
+// Texts that begin together then go on in steps of all of them, and none waits for another one's
+// prompt. Not where rows are captured: a tap reads either one run or one token of each slot.
 void batch_builder::plan_cohort(std::size_t first) {
     n_each_ = 0;
     end_of_cohort_ = first + 1;
@@ -116,8 +116,8 @@ bool batch_builder::may_join(slot& target) const {
            (model_.can_mix_embeddings() || part.n_tokens == before.n_tokens);
 }
 
-// Slots with different LoRA scales never share a step: those of one take a turn of a few steps, then
-// a slot with others has waited longest.
+// Slots with different LoRA scales never share a step: those of one take a turn of a few steps,
+// then a slot with others has waited longest.
 bool batch_builder::fill_decode() {
     if (n_left_ > 0 && fill_decode(&slots_[i_leader_].cache.lora())) {
         --n_left_;

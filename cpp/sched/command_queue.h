@@ -1,6 +1,6 @@
 // One queue of commands from callers to the engine thread: run a request, cancel one, go on with a
-// steered one, work on an idle slot, close. Commands run in order, except that closing goes first. A
-// submitted request waits here, by priority, until a slot is free.
+// steered one, work on an idle slot, close. Commands run in order, except that closing goes first.
+// A submitted request waits here, by priority, until a slot is free.
 // Owner:   the scheduler.
 // Threads: see the sections of the class.
 // Never:   runs a command; allocates while handing one to the engine thread.

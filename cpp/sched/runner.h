@@ -71,8 +71,8 @@ public:
     // cache depend on the scales of the steps that computed them.
     virtual void use(const lora_scales& /*scales*/) {}
 
-    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt, or, without rows,
-    // equal runs of adjacent slots' prompts. Throws
+    // Decodes one step: one token each of adjacent slots, a run of one slot's prompt, or, without
+    // rows, equal runs of adjacent slots' prompts. Throws
     // error, and leaves the caches as they were. Device rows may still be in flight on return: see
     // await. `embeds`: the tokens are a run each of one or more slots, whose embeddings are wanted
     // instead of logits.
@@ -82,7 +82,8 @@ public:
     // How the model judges `id` after token `i_token` of the last step, whose logits were wanted;
     // with the n_top best tokens.
     virtual token_score score(int i_token, token_id id, int n_top) = 0;
-    // Result of the last step, which embedded `n_tokens` of this slot, from batch token `i_token` on.
+    // Result of the last step, which embedded `n_tokens` of this slot, from batch token `i_token`
+    // on.
     virtual text_embedding embedding(slot_id slot, int i_token, int n_tokens) = 0;
 
     // Blocks until the rows of a step, and of all earlier steps, are in their blocks. Throws error

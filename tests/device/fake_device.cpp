@@ -4,8 +4,8 @@
 // time, not once a week.
 // Threads: streams belong to the thread that uses their backend; the settings are for any thread.
 //
-// For tests in Python, in developer builds alone. It is no part of kqview._core, whose stub says what
-// every build has: tests find it in sys.modules.
+// For tests in Python, in developer builds alone. It is no part of kqview._core, whose stub says
+// what every build has: tests find it in sys.modules.
 #include <ggml-backend-impl.h>
 #include <ggml-backend.h>
 #include <ggml-cpu.h>

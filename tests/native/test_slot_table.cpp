@@ -24,8 +24,8 @@ namespace {
 constexpr std::array all{slot_state::idle,    slot_state::prefill, slot_state::decode,
                          slot_state::steered, slot_state::paused,  slot_state::starved};
 
-// idle starts with a prompt; a generating slot does not go back to its prompt, unless it is steered,
-// which waits for its consumer after a step.
+// idle starts with a prompt; a generating slot does not go back to its prompt, unless it is
+// steered, which waits for its consumer after a step.
 const std::set<std::pair<slot_state, slot_state>> illegal{
     {slot_state::idle, slot_state::idle},       {slot_state::idle, slot_state::decode},
     {slot_state::idle, slot_state::paused},     {slot_state::idle, slot_state::starved},

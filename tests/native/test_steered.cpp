@@ -1,5 +1,5 @@
-// Steered requests: the consumer gets forward passes and answers each. What it takes back and forces
-// leaves the slot as if it had held nothing else, and other slots never wait for it.
+// Steered requests: the consumer gets forward passes and answers each. What it takes back and
+// forces leaves the slot as if it had held nothing else, and other slots never wait for it.
 #include <doctest/doctest.h>
 
 #include <atomic>

@@ -108,7 +108,8 @@ void find_rows(const attend_op& op, const division& work, int stream, stream_row
     }
 }
 
-// The target whose place holds the rows of a token until they are finished; null if none wants them.
+// The target whose place holds the rows of a token until they are finished; null if none wants
+// them.
 const wanted_rows* holder_of(const stream_rows& rows, int token) {
     for (const auto& one : rows)
         if (one.has(token)) return &one;

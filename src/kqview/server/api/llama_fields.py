@@ -240,14 +240,7 @@ def max_tokens_of(fields: LlamaFields) -> int | None:
     Raises:
         RequestError: It is below -1.
     """
-    name = _given(fields, _OTHER_FIELDS["max_tokens"])
-    n: int | None = getattr(fields, name)
-    if n is not None and n < -1:
-        raise RequestError(
-            f"{name} is {n}; send -1 for as many as fit, 0 to evaluate the prompt, or more",
-            parameter=name,
-        )
-    return None if n == -1 else n
+    return _most(fields, "max_tokens", "-1 for as many as fit, 0 to evaluate the prompt")
 
 
 def reasoning_budget_of(fields: LlamaFields) -> int | None:
@@ -256,13 +249,15 @@ def reasoning_budget_of(fields: LlamaFields) -> int | None:
     Raises:
         RequestError: It is below -1.
     """
-    name = _given(fields, _OTHER_FIELDS["reasoning_budget"])
+    return _most(fields, "reasoning_budget", "-1 for the server's default, 0 for no reasoning")
+
+
+def _most(fields: LlamaFields, field: str, special: str) -> int | None:
+    """A limit on tokens, None for -1; *special* says what -1 and 0 mean."""
+    name = _given(fields, _OTHER_FIELDS[field])
     n: int | None = getattr(fields, name)
     if n is not None and n < -1:
-        raise RequestError(
-            f"{name} is {n}; send -1 for the server's default, 0 for no reasoning, or more",
-            parameter=name,
-        )
+        raise RequestError(f"{name} is {n}; send {special}, or more", parameter=name)
     return None if n == -1 else n
 
 

@@ -1,6 +1,6 @@
 // The panel of attention: the prompt as the model saw it, coloured by what the answer, or one token
-// of it, looked at. A token is chosen by pointing at it, with the keyboard in the answer, or with the
-// slider.
+// of it, looked at. A token is chosen by pointing at it, with the keyboard in the answer, or with
+// the slider.
 
 import { Coloured, RowChoice, bars, scale, visible } from "../coloured.js";
 import { element, field, quoted } from "../dom.js";

@@ -456,8 +456,8 @@ async function start() {
 
 let hearing; // ends the reading of events
 
-// Follows the server's events; after a break everything is read again. Hidden tabs do not: a browser
-// has few connections for all of them.
+// Follows the server's events; after a break everything is read again. Hidden tabs do not: a
+// browser has few connections for all of them.
 async function hear() {
   if (hearing || document.hidden) return;
   const here = (hearing = new AbortController());

@@ -1,6 +1,7 @@
 // Text of a model as elements: paragraphs, code between ``` fences, and within a line a heading,
-// **bold** and `code`. Nothing else is markup, and all of it goes in as text. Writing costs the same
-// however long the text is: only the last block changes, and those out of sight are not laid out.
+// **bold** and `code`. Nothing else is markup, and all of it goes in as text. Writing costs the
+// same however long the text is: only the last block changes, and those out of sight are not laid
+// out.
 
 import { element } from "../dom.js";
 
