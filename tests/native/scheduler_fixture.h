@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -182,13 +183,12 @@ public:
     }
 
     // Returns when the engine thread went through one whole round of its loop, so that what it
-    // could do it has begun to do. Two cancellations of nothing: the round lies between them.
+    // could do it has begun to do. The round lies between two cancellations of nothing; the
+    // second is not made before the engine is done with its commands, or one look could take both.
     void pass_round() {
-        for (int i = 0; i < 2; ++i) {
-            const auto nothing = std::make_shared<request>();
-            nothing->box = std::make_shared<mailbox>(std::make_shared<doorbell>());
-            cancel(nothing);
-        }
+        cancel_nothing();
+        while (sched->health().phase == engine_phase::ordering) std::this_thread::yield();
+        cancel_nothing();
     }
 
     // Waits for `n` decodes; then how many there are when the engine can do no more.
@@ -201,6 +201,13 @@ public:
     const std::shared_ptr<fake_model> model;
     std::shared_ptr<block_pool> pool;
     scheduler_handle sched;
+
+private:
+    void cancel_nothing() {
+        const auto nothing = std::make_shared<request>();
+        nothing->box = std::make_shared<mailbox>(std::make_shared<doorbell>());
+        cancel(nothing);
+    }
 };
 
 }  // namespace kqview::test
