@@ -15,6 +15,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -27,6 +28,7 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -44,6 +46,11 @@ struct fake_device_settings {
     std::size_t pinned_bytes = std::size_t{1} << 30;  // page-locked memory there is
     std::string refused_op;                           // ggml's name of one it cannot compute
     double copy_s = 0;                                // that each copy to the host takes
+    // Copies between two backends are queued on the destination's stream alone, as Vulkan's are,
+    // and not on the source's, as CUDA's are.
+    bool copies_on_destination = false;
+    // Tokens of a batch from which weights of the host are computed with on the device; 0 = never.
+    std::int64_t offload_tokens = 0;
     // ggml aborts, as CUDA's backend does, in the so many-th call from now on of this kind:
     // "graph", "buffer", "copy", "wait", or "thread", which is a graph on a thread that is none of
     // ours; what it logs before.
@@ -56,7 +63,8 @@ struct fake_device_counts {
     std::uint64_t n_graphs = 0;
     std::uint64_t n_copies_to_host = 0;  // out of a stream's queue
     std::uint64_t n_copies_on_device = 0;
-    std::size_t used_bytes = 0;  // of all devices
+    std::uint64_t n_moved_graphs = 0;  // computed with another node than at first
+    std::size_t used_bytes = 0;        // of all devices
 };
 
 }  // namespace
@@ -106,11 +114,48 @@ struct mark {
     }
 };
 
+// What CUDA records of a node the first time, and RPC sends: later computes of a graph with the same
+// uid use it unseen.
+struct recorded_node {
+    ggml_op op;
+    std::array<std::int64_t, GGML_MAX_DIMS> ne;
+    std::array<std::size_t, GGML_MAX_DIMS> nb;
+    std::array<char, GGML_MAX_OP_PARAMS> params;
+    const void* data;
+    std::array<const void*, GGML_MAX_SRC> sources;
+
+    bool operator==(const recorded_node&) const = default;
+};
+
+recorded_node record_of(const ggml_tensor* node) {
+    recorded_node record{};
+    record.op = node->op;
+    std::copy_n(node->ne, GGML_MAX_DIMS, record.ne.begin());
+    std::copy_n(node->nb, GGML_MAX_DIMS, record.nb.begin());
+    std::memcpy(record.params.data(), node->op_params, record.params.size());
+    record.data = node->data;
+    for (std::size_t i = 0; i < record.sources.size(); ++i) {
+        record.sources[i] = node->src[i] ? node->src[i]->data : nullptr;
+    }
+    return record;
+}
+
 struct fake_backend {
     std::shared_ptr<stream> work = std::make_shared<stream>();
     ggml_backend_t cpu = ggml_backend_cpu_init();
+    std::unordered_map<std::uint64_t, std::vector<recorded_node>> recorded;  // by graph uid
 
     fake_backend() { ggml_backend_cpu_set_n_threads(cpu, 1); }
+
+    // Whether the graph is what it was when its uid was first seen.
+    bool is_unmoved(const ggml_cgraph* graph) {
+        if (graph->uid == 0) return true;
+        std::vector<recorded_node> nodes;
+        for (int i = 0; i < graph->n_nodes; ++i) nodes.push_back(record_of(graph->nodes[i]));
+        constexpr std::size_t n_recorded_max = 64;
+        if (recorded.size() > n_recorded_max) recorded.clear();
+        return recorded.try_emplace(graph->uid, nodes).first->second == nodes;
+    }
 };
 
 fake_backend& of(ggml_backend_t backend) { return *static_cast<fake_backend*>(backend->context); }
@@ -261,7 +306,14 @@ void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data,
 bool is_fake(ggml_backend_t backend) { return backend->iface.get_name == backend_name; }
 bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, ggml_tensor* dst) {
     if (!is_fake(from) || !is_fake(to)) return false;
-    auto& source = of(from).work;
+    bool is_destinations = false;
+    {
+        const std::lock_guard lock(settings_mutex);
+        is_destinations = settings.copies_on_destination;
+    }
+    // Vulkan's copies stay within a device.
+    if (is_destinations && from->device != to->device) return false;
+    auto& source = is_destinations ? of(to).work : of(from).work;
     source->tell([a = src->data, b = dst->data, size = ggml_nbytes(dst)] {
         {
             const std::lock_guard lock(settings_mutex);
@@ -269,7 +321,7 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
         }
         std::memcpy(b, a, size);
     });
-    if (from == to) return true;
+    if (from == to || is_destinations) return true;
     of(to).work->tell([here = mark{source, source->n_told}] { here.reach(); });
     return true;
 }
@@ -281,9 +333,11 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     synchronize(backend);
     abort_at("graph");
     if (is_to_abort_at("thread")) std::thread([] { abort_at("thread"); }).join();
+    const bool is_unmoved = of(backend).is_unmoved(graph);
     {
         const std::lock_guard lock(settings_mutex);
         ++counts.n_graphs;
+        if (!is_unmoved) ++counts.n_moved_graphs;
     }
     return ggml_backend_graph_compute(of(backend).cpu, graph);
 }
@@ -344,6 +398,12 @@ bool device_supports_op(ggml_backend_dev_t, const ggml_tensor* op) {
     }
     return ggml_backend_dev_supports_op(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), op);
 }
+// As CUDA's: large batches of weights on the host are worth their way to the device.
+bool device_offload_op(ggml_backend_dev_t, const ggml_tensor* op) {
+    const auto n_tokens = op->op == GGML_OP_MUL_MAT ? op->ne[1] : 0;
+    const std::lock_guard lock(settings_mutex);
+    return settings.offload_tokens > 0 && n_tokens >= settings.offload_tokens;
+}
 bool device_supports_type(ggml_backend_dev_t device, ggml_backend_buffer_type_t type) {
     return type == &of(device).type;
 }
@@ -397,6 +457,7 @@ void register_fake_devices(int n_devices) {
     calls.get_host_buffer_type = device_host_type;
     calls.supports_op = device_supports_op;
     calls.supports_buft = device_supports_type;
+    calls.offload_op = device_offload_op;
     calls.event_new = event_new;
     calls.event_free = event_free;
     calls.event_synchronize = event_synchronize;
@@ -431,6 +492,32 @@ fake_device_counts count_fake_device() {
     return counts;
 }
 
+// How many of two computes of one graph count as moved, where the second has its result elsewhere.
+std::uint64_t count_moved_graph() {
+    const auto before = count_fake_device().n_moved_graphs;
+    auto* const device = &devices.front().handle;
+    auto* const backend = device_init(device, nullptr);
+    auto* const tensors =
+        ggml_init({8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true});
+    auto* const buffer = type_alloc(&devices.front().type, 1024);
+    auto* const base = static_cast<char*>(get_base(buffer));
+    auto* const from = ggml_new_tensor_1d(tensors, GGML_TYPE_F32, 4);
+    auto* const to = ggml_scale(tensors, from, 2.0f);
+    ggml_backend_tensor_alloc(buffer, from, base);
+    ggml_backend_tensor_alloc(buffer, to, base + 128);
+    auto* const graph = ggml_new_graph(tensors);
+    ggml_build_forward_expand(graph, to);
+    graph->uid = ggml_graph_next_uid();
+    for (const int at : {128, 128, 256}) {
+        to->data = base + at;
+        graph_compute(backend, graph);
+    }
+    ggml_backend_buffer_free(buffer);
+    ggml_free(tensors);
+    backend_free(backend);
+    return count_fake_device().n_moved_graphs - before;
+}
+
 void bind_fake_device(nb::module_& module) {
     auto part = module.def_submodule("_fake_device", "A device for tests; see tests/device.");
     nb::module_::import_("sys").attr("modules")["kqview._fake_device"] = part;
@@ -441,22 +528,32 @@ void bind_fake_device(nb::module_& module) {
     part.def(
         "set",
         [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,
-           std::size_t pinned_bytes, std::string refused_op, double copy_s, std::string abort_at,
+           std::size_t pinned_bytes, std::string refused_op, double copy_s,
+           bool copies_on_destination, std::int64_t offload_tokens, std::string abort_at,
            std::int64_t abort_in, std::string abort_log) {
             set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
-                             std::move(refused_op), copy_s, std::move(abort_at), abort_in,
-                             std::move(abort_log)});
+                             std::move(refused_op), copy_s, copies_on_destination, offload_tokens,
+                             std::move(abort_at), abort_in, std::move(abort_log)});
         },
         nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
         "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
-        "refused_op"_a = "", "copy_s"_a = 0.0, "abort_at"_a = "", "abort_in"_a = 0,
+        "refused_op"_a = "", "copy_s"_a = 0.0, "copies_on_destination"_a = false,
+        "offload_tokens"_a = 0, "abort_at"_a = "", "abort_in"_a = 0,
         "abort_log"_a = "unspecified launch failure");
+    part.def("count_moved_graph", &count_moved_graph,
+             "Computes a graph three times, the last time with its result elsewhere; how many of "
+             "these were counted in n_moved_graphs: 1.");
+    part.def("forget_moved_graphs", [] {
+        const std::lock_guard lock(settings_mutex);
+        counts.n_moved_graphs = 0;
+    });
     part.def("counts", [] {
         const auto now = count_fake_device();
         nb::dict all;
         all["n_graphs"] = now.n_graphs;
         all["n_copies_to_host"] = now.n_copies_to_host;
         all["n_copies_on_device"] = now.n_copies_on_device;
+        all["n_moved_graphs"] = now.n_moved_graphs;
         all["used_bytes"] = now.used_bytes;
         return all;
     });

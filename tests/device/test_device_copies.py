@@ -106,6 +106,11 @@ def test_rows_are_the_same_where_the_engine_waits_for_copies(
         assert (a.attention == b.attention).all()
 
 
+def test_graph_that_moves_is_seen(device: Any) -> None:
+    assert device.count_moved_graph() == 1
+    device.forget_moved_graphs()
+
+
 @pytest.mark.parametrize("n_slots", [1, 3, 4])
 def test_a_token_has_a_copy_for_each_layer_at_most_however_many_heads(
     make_engine: MakeEngine, tiny_llama: Path, n_slots: int

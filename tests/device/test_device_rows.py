@@ -122,6 +122,33 @@ def test_late_and_early_copies_bring_the_same_bits(
         np.testing.assert_allclose(a.attention.sum(axis=-1), 1.0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("is_late", [True, False])
+def test_rows_are_right_whichever_stream_a_driver_queues_copies_on(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, is_late: bool
+) -> None:
+    # CUDA copies between two streams on the source's, Vulkan on the destination's, which no order
+    # binds to the compute.
+    engines = both(make_engine, tiny_llama)
+    prompt = random_ids(N_PROMPT)
+    device.set(copies_on_destination=True, is_late=is_late)
+    theirs, ours = (run(e, prompt, N_TOKENS, capture="probs") for e in engines)
+    check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_prompts_may_be_computed_on_a_device_that_holds_no_layer(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, kind: Kind
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=0)
+    prompt = random_ids(70)
+    theirs = np.asarray(engine.attend(prompt, kind).array())
+    n_before = device.counts()["n_graphs"]
+    device.set(offload_tokens=32)
+    ours = np.asarray(make_engine(tiny_llama, n_gpu_layers=0).attend(prompt, kind).array())
+    assert device.counts()["n_graphs"] > n_before
+    np.testing.assert_allclose(ours, theirs, rtol=CLOSE, atol=CLOSE)
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1, 8])
 def test_each_token_has_its_own_row_however_far_it_runs_ahead(
     make_engine: MakeEngine, tiny_llama: Path, run_ahead: int
@@ -166,6 +193,16 @@ def test_rows_of_a_prompt(
     np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
     theirs, ours = (np.asarray(e.attend(prompt, CAPTURES[name], last=5).array()) for e in engines)
     np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
+
+
+@pytest.mark.parametrize(("kind", "n_nodes"), [("logits", 1), ("scores", 2), ("probs", 2)])
+def test_a_decode_row_needs_no_mask_of_its_own(
+    make_engine: MakeEngine, tiny_llama: Path, kind: Kind, n_nodes: int
+) -> None:
+    # The product; with it the scale, or the softmax, which reads the mask that llama.cpp made.
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, n_slots=2)
+    run(engine, random_ids(N_PROMPT), N_TOKENS, capture=kind)
+    assert engine.stats().graph_nodes_added == n_nodes * engine.model.n_layer
 
 
 def test_one_copy_on_each_device_a_step_and_none_without_capture(
@@ -429,3 +466,11 @@ def test_joined_layers_of_other_masks_and_numbers_of_heads(
         capture = Capture(kind, reduce=reduce)
         theirs, ours = (run(e, random_ids(60), 4, capture=capture) for e in engines)
         check_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_windows(make_engine: MakeEngine, tmp_path: Path, kind: Kind) -> None:
+    engines = both(make_engine, tiny_gguf.write_gemma3n(tmp_path / "model.gguf"))
+    theirs, ours = (run(e, random_ids(60), 4, capture=kind) for e in engines)
+    assert kind == "probs" or np.isneginf(np.asarray(theirs[0].rows)).any()
+    check_equal(ours, theirs)

@@ -155,9 +155,11 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     auto& stage = staging_[id % staging_.size()];
     if (stage.id != 0) await(stage.id);
     resize(stage.bytes, n_used);
-    // Queued behind the compute; the copy stream waits for it (ggml records an event in between).
-    ggml_backend_tensor_copy_async(compute, copy_stream_, result_bytes_, stage.bytes);
+    // On the compute's own stream, so behind it. A copy between two backends would be queued on
+    // either, as the driver likes: CUDA's is on the source's, Vulkan's on the destination's.
+    ggml_backend_tensor_copy_async(compute, compute, result_bytes_, stage.bytes);
     ggml_backend_event_record(stage.filled, compute);
+    ggml_backend_event_wait(copy_stream_, stage.filled);
     stage.ready.reset();
     std::size_t n_bytes = 0;
     for (const auto& one : copies) n_bytes += one.n_rows * one.row_bytes;
