@@ -65,6 +65,8 @@ public:
     void abandon() noexcept { is_abandoned_ = true; }
 
     int n_vocab() const { return words_.size(); }
+    // Whether there are layers whose queries do not see all tokens before them.
+    bool has_window() const { return llama_model_n_swa(handle_.get()) > 0; }
     bool has_vocab() const { return words_.exists(); }
     bool is_end_of_generation(token_id id) const {
         return has_vocab() && llama_vocab_is_eog(vocab(), id);

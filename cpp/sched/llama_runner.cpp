@@ -27,9 +27,12 @@ static_assert(is_same<kv_type::f32, GGML_TYPE_F32> && is_same<kv_type::f16, GGML
 
 llama_runner::llama_runner(std::shared_ptr<model> source, const context_options& options)
     : model_(std::move(source)),
-      tap_(std::make_unique<tap>(std::max(options.n_threads, options.n_threads_batch),
-                                 options.n_slots, std::min(options.n_ubatch, options.n_batch),
-                                 options.attends)) {
+      tap_(std::make_unique<tap>(
+          tap_options{.n_threads = std::max(options.n_threads, options.n_threads_batch),
+                      .n_slots = options.n_slots,
+                      .n_chunk = std::min(options.n_ubatch, options.n_batch),
+                      .attends = options.attends,
+                      .has_window = model_->has_window()})) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);

@@ -29,9 +29,9 @@ struct tap::sites {
     std::vector<hidden_site> hidden;
 };
 
-tap::tap(int n_threads, int n_slots, int n_chunk, bool attends)
-    : attends_(attends), devices_(n_slots, n_chunk) {
-    table_.scratch.resize(static_cast<std::size_t>(n_threads));
+tap::tap(const tap_options& options)
+    : attends_(options.attends), devices_(options.n_slots, options.n_chunk, options.has_window) {
+    table_.scratch.resize(static_cast<std::size_t>(options.n_threads));
 }
 
 tap::~tap() = default;

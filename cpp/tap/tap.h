@@ -25,10 +25,17 @@
 
 namespace kqview {
 
+struct tap_options {
+    int n_threads = 1;
+    int n_slots = 1;
+    int n_chunk = 1;          // most tokens of a step
+    bool attends = false;     // the CPU's attention of few queries is ours, not llama.cpp's
+    bool has_window = false;  // a query may not see all tokens before it
+};
+
 class tap {
 public:
-    // `attends`: the CPU's attention of few queries is ours instead of llama.cpp's flash attention.
-    tap(int n_threads, int n_slots, int n_chunk, bool attends);
+    explicit tap(const tap_options& options);
     ~tap();
     tap(const tap&) = delete;
     tap& operator=(const tap&) = delete;

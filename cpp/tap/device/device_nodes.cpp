@@ -89,6 +89,11 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
     return known;
 }
 
+// For a softmax, which takes llama.cpp's own mask where that begins with the wanted queries.
+ggml_tensor* device_node_builder::softmax_mask_of(const attention_site& site, int n_rows) {
+    return n_rows == site.n_queries() ? site.mask : mask_of(site, n_rows);
+}
+
 // K·Q of the wanted queries: recomputed with flash attention, which does not store the product.
 ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
@@ -115,7 +120,7 @@ ggml_tensor* device_node_builder::probs_of(const attention_site& site, int n_row
     if (!site.flash) return contiguous(last_queries(site.softmax, n_rows));
     const bool is_capped = site.softcap != 0.0f;
     auto* const logits = is_capped ? scores_of(site, n_rows) : product_of(site, n_rows);
-    auto* const probs = ggml_soft_max_ext(tensors_, logits, mask_of(site, n_rows),
+    auto* const probs = ggml_soft_max_ext(tensors_, logits, softmax_mask_of(site, n_rows),
                                           is_capped ? 1.0f : site.scale, site.max_bias);
     if (site.sinks) ggml_soft_max_add_sinks(probs, site.sinks);
     return add(probs);
@@ -183,10 +188,12 @@ ggml_tensor* device_node_builder::pooled(ggml_tensor* rows, std::int64_t n, row_
 }
 
 // Sets columns that the query does not see to -inf, in logits too. Runs after a reduction, because
-// all heads share the mask, and because a max pool starts at the lowest finite number.
+// all heads share the mask, and because a max pool starts at the lowest finite number. The last
+// query of a stream sees every column that is handed out, unless the model has windows.
 ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_site& site,
                                          row_kind kind, int n_rows, bool is_reduced) {
-    auto* const mask = kind == row_kind::probs ? nullptr : mask_of(site, n_rows);
+    if (kind == row_kind::probs || (n_rows == 1 && !has_window_)) return values;
+    auto* const mask = mask_of(site, n_rows);
     if (!mask) return values;
     if (is_reduced) {
         const auto n_stream = ggml_nelements(values) / (mask->ne[0] * n_rows);

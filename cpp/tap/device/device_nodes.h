@@ -97,10 +97,10 @@ private:
 class device_node_builder {
 public:
     // `constants` must contain every selection of heads and all spans; null: only to check what the
-    // device supports.
+    // device supports. `has_window`: a query may not see all tokens before it.
     device_node_builder(ggml_context* tensors, ggml_backend_dev_t device,
-                        const node_constants* constants)
-        : tensors_(tensors), device_(device), constants_(constants) {}
+                        const node_constants* constants, bool has_window)
+        : tensors_(tensors), device_(device), constants_(constants), has_window_(has_window) {}
 
     // The rows of the last `n_rows` queries. The tensor is null on failure: see failure().
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
@@ -125,6 +125,7 @@ private:
     ggml_tensor* contiguous(ggml_tensor* node);
     ggml_tensor* last_queries(ggml_tensor* all, int n_rows);
     ggml_tensor* mask_of(const attention_site& site, int n_rows);
+    ggml_tensor* softmax_mask_of(const attention_site& site, int n_rows);
     ggml_tensor* product_of(const attention_site& site, int n_rows);
     ggml_tensor* scores_of(const attention_site& site, int n_rows);
     ggml_tensor* probs_of(const attention_site& site, int n_rows);
@@ -139,6 +140,7 @@ private:
     ggml_context* tensors_;
     ggml_backend_dev_t device_;
     const node_constants* constants_;
+    bool has_window_;
     std::vector<ggml_tensor*> nodes_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*>
         masks_;  // F32 and contiguous, keyed by llama.cpp's mask

@@ -35,7 +35,7 @@ bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
     constexpr std::size_t n_tensors = 2 * device_node_builder::n_tensors_max;
     const std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors(
         ggml_init({n_tensors * ggml_tensor_overhead() + 1, nullptr, true}), ggml_free);
-    device_node_builder probe(tensors.get(), device, nullptr);
+    device_node_builder probe(tensors.get(), device, nullptr, true);
     device_want want;
     want.kind = row_kind::probs;
     want.type = row_type::f16;
@@ -186,10 +186,12 @@ struct device_tap::builders {
     ggml_context* tensors;
     std::vector<placed_node>& placed;
     device_part& part;
+    bool has_window;
     std::unordered_map<const path*, device_node_builder> by_path{};
 
     device_node_builder& of(path& on) {
-        return by_path.try_emplace(&on, tensors, on.way.device(), &on.constants).first->second;
+        return by_path.try_emplace(&on, tensors, on.way.device(), &on.constants, has_window)
+            .first->second;
     }
     void put(device_node_builder& builder, ggml_tensor* anchor) {
         for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});
@@ -200,7 +202,7 @@ std::string device_tap::add(const attention_sites& attention,
                             const std::vector<hidden_site>& states, const graph_plan& plan,
                             ggml_context* tensors, std::vector<placed_node>& placed,
                             device_part& part) {
-    builders building{tensors, placed, part};
+    builders building{tensors, placed, part, has_window_};
     auto why = add_rows(attention, plan, building);
     if (why.empty()) why = add_joined(attention, plan, building);
     if (why.empty()) why = add_hidden(states, plan, building);

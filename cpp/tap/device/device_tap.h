@@ -25,7 +25,9 @@ namespace kqview {
 class device_tap {
 public:
     // A step has one token of each slot, or at most `n_chunk` tokens of one slot's prompt.
-    device_tap(int n_slots, int n_chunk) : n_slots_(n_slots), n_chunk_(n_chunk) {}
+    // `has_window`: a query may not see all tokens before it.
+    device_tap(int n_slots, int n_chunk, bool has_window)
+        : n_slots_(n_slots), n_chunk_(n_chunk), has_window_(has_window) {}
 
     // Records a site of the largest graph; called before anything is captured.
     void learn(const attention_site& site);
@@ -102,6 +104,7 @@ private:
 
     const int n_slots_;
     const int n_chunk_;
+    const bool has_window_;
     const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;
