@@ -163,7 +163,7 @@ run_pytest() {
     KQVIEW_TEST_GPU_LAYERS=$(layers) timeout 480 "$python" -m pytest -q -p no:cacheprovider "$@"
 }
 
-run_values() { run_pytest tests/engine/test_values.py -k of_the_host; }
+run_values() { run_pytest tests/engine/test_device_values.py; }
 
 # Those of 128 models of other architectures take longer than all the rest.
 many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py)
