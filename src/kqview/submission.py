@@ -6,7 +6,6 @@ interface, so that no token waits for the GIL. Python only locates the library i
 
 import asyncio
 import importlib
-import json
 import threading
 import uuid
 import weakref
@@ -46,6 +45,7 @@ from kqview.trace.attention import top_columns
 from kqview.trace.record import Object
 from kqview.types import Capture, ModelInfo, Sampling
 from kqview.types.capture import Kind
+from kqview.types.json_schema import held
 from kqview.types.sampling import SamplingOptions
 from kqview.types.token import Context
 
@@ -472,13 +472,14 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
     """Fill in how tokens are chosen and which ones end the generation.
 
     Raises:
+        InvalidSampling: Closing the objects of a JSON schema takes too much work.
         KqviewError: llguidance is needed, but not installed or of another major version.
     """
     is_lark = sampling.grammar is not None and sampling.grammar.startswith(LARK_MARK)
     if is_lark or sampling.json_schema is not None or sampling.regex is not None:
         options.constraint_library = _llguidance_library()
     if isinstance(sampling.json_schema, str):
-        sampling = replace(sampling, json_schema=_bounded_space(sampling.json_schema))
+        sampling = replace(sampling, json_schema=held(sampling.json_schema))
     options.sampling = _core.SamplingParams(sampling)
     options.stop_tokens = list(sampling.stop_tokens)
 
@@ -505,21 +506,6 @@ def _llguidance_library() -> str:
 
 LARK_MARK: Final = "%llguidance"
 """Beginning of a grammar in llguidance's own language."""
-_SPACE: Final = r" |\n[ \t]{0,20}"  # or none, as in llama.cpp's own JSON grammars
-
-
-def _bounded_space(schema: str) -> str:
-    """*schema* with a limit on white space between values, unless it sets one itself.
-
-    JSON allows unlimited white space, and a weak model may write nothing else from some point on.
-    """
-    try:
-        value: object = json.loads(schema)
-    except (ValueError, RecursionError):
-        return schema  # llguidance reports what is wrong
-    if not isinstance(value, dict) or "x-guidance" in value:
-        return schema
-    return json.dumps({**value, "x-guidance": {"whitespace_pattern": _SPACE}}, ensure_ascii=False)
 
 
 def set_shift(

@@ -25,13 +25,13 @@ from kqview.server.api.reasoning import Split
 from kqview.server.api.tool_format import Wanted, format_of, grammar, literal
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
+from tests.support.accepting import accepts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 pytest.importorskip("jinja2")
-llguidance = pytest.importorskip("llguidance")
-from llguidance._tokenizer import TokenizerWrapper  # noqa: E402
+pytest.importorskip("llguidance")
 
 HELLO = [{"role": "user", "content": "Who?"}]
 TOOLS: list[dict[str, Any]] = [
@@ -139,28 +139,6 @@ def test_named_function_is_the_one_that_is_called(engine: Engine):
     assert [call.name for call in answered(engine, request).calls] == ["stop"]
 
 
-class ByteTokens:
-    """A vocabulary of bytes, in the form that llguidance takes."""
-
-    eos_token_id, bos_token_id, special_token_ids = 256, None, (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"<end>")
-
-    def __call__(self, text: bytes) -> list[int]:
-        return list(text)
-
-
-def accepts(grammar: str, text: str) -> bool:
-    """Whether *text* as a whole follows *grammar*, whose marks are plain text."""
-    matcher = llguidance.LLMatcher(
-        llguidance.LLTokenizer(TokenizerWrapper(ByteTokens())),
-        grammar,  # pyright: ignore[reportArgumentType]
-    )
-    assert not matcher.get_error()
-    return matcher.try_consume_tokens(list(text.encode())) == len(text.encode()) and (
-        matcher.is_accepting()
-    )
-
-
 CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
 
 
@@ -179,8 +157,8 @@ CALL = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
         ),
         (
             Wanted(schema={"const": [1]}, reasoning="open"),
-            ["a\nb</think>\n[1]", "</think>[ 1 ]"],
-            ["[1]", "a</think>[2]"],
+            ["a\nb</think>\n[1]", "</think>[1]"],
+            ["[1]", "a</think>[2]", "</think>[ 1 ]"],
         ),
         (Wanted(calls=TOOLS, schema={"const": [1]}), [CALL, "[1]"], ["text", f"[1]{CALL}"]),
         (

@@ -6,8 +6,8 @@ core has its own list (cpp/sample/params.h); tests/engine/test_sampling_table.py
 Limits that depend on the model, such as the largest token id, are checked only in the core.
 """
 
-import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
@@ -24,6 +24,8 @@ from kqview.arguments import (
 )
 from kqview.errors import InvalidSampling, RequestError, shown
 from kqview.option_names import names_fields
+from kqview.types.json_schema import SchemaLike, schema_text
+from kqview.types.regex import regex_text
 from kqview.types.text import Ids
 
 _FLOAT_MAX: Final = 3.4028234663852886e38  # the core computes in float32
@@ -157,16 +159,16 @@ def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
 
 def _to_schema(option: SamplingOption, schema: object) -> str:
     """A JSON schema as text; llguidance checks whether it is valid."""
-    if isinstance(schema, Mapping):
-        try:
-            schema = json.dumps(schema, ensure_ascii=False, allow_nan=False)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidSampling(
-                f"json_schema cannot be written as JSON: {error}", parameter="json_schema"
-            ) from error
-    if not isinstance(schema, str):
-        raise _invalid(option.name, schema, "a str, a mapping or None")
-    return _encodable(option.name, schema)
+    return _encodable(option.name, schema_text(schema))
+
+
+def _to_regex(option: SamplingOption, regex: object) -> str:
+    """A regular expression as text; llguidance checks whether it is valid."""
+    if isinstance(regex, re.Pattern):
+        return _encodable(option.name, regex_text(cast("re.Pattern[str]", regex)))
+    if not isinstance(regex, str):
+        raise _invalid(option.name, regex, "a str, a compiled pattern or None")
+    return _encodable(option.name, regex)
 
 
 def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
@@ -239,8 +241,8 @@ class SamplingOptions(TypedDict, total=False):
     stop_tokens: Ids
     ignore_eos: bool
     grammar: str | None
-    json_schema: str | Mapping[str, object] | None
-    regex: str | None
+    json_schema: SchemaLike | None
+    regex: str | re.Pattern[str] | None
     top_logprobs: int | None
     post_sampling_probs: bool
 
@@ -250,8 +252,8 @@ class SamplingOptions(TypedDict, total=False):
 class Sampling:
     """How the next token is chosen from the model's logits.
 
-    Sequences are stored as tuples, ``logit_bias`` as a copied dict, and ``json_schema`` as text. At
-    most one of ``grammar``, ``json_schema`` and ``regex`` may be given.
+    Sequences are stored as tuples, ``logit_bias`` as a copied dict, ``json_schema`` and ``regex``
+    as text. At most one of ``grammar``, ``json_schema`` and ``regex`` may be given.
     """
 
     temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0)
@@ -351,19 +353,22 @@ class Sampling:
         "average, 20,000 simultaneous parses or 32 MiB ends its generation with "
         "InvalidSampling; other generations continue.",
     )
-    json_schema: str | Mapping[str, object] | None = _row(
+    json_schema: SchemaLike | None = _row(
         None,
         _to_schema,
-        "JSON schema, as text or a mapping, that the output must follow; stored as text. Needs "
+        "JSON schema that the output must follow: text, a mapping, or a type such as a pydantic "
+        "model or a dataclass, of which pydantic makes a schema; stored as text. An object that "
+        "lists its properties has no others, unless it says ``additionalProperties: true``, and "
+        'there is no white space between values, unless the key "x-guidance" sets it. Needs '
         'llguidance, ``pip install "kqview[constraints]"``, whose documentation lists what it '
-        'supports. The key "x-guidance" sets the white space between values; the default is none, '
-        "a space, or a newline and up to 20 blanks.",
+        "supports. See `Generation.parsed`.",
     )
-    regex: str | None = _row(
+    regex: str | re.Pattern[str] | None = _row(
         None,
-        _to_text,
-        "Regular expression, in the syntax of Rust's regex crate, that the whole output must "
-        "match; also needs llguidance.",
+        _to_regex,
+        "Regular expression that the whole output must match: text in the syntax of Rust's regex "
+        "crate, or a compiled pattern of Python, whose flags count; stored as text. Also needs "
+        "llguidance.",
     )
     top_logprobs: int | None = _integer(
         None,

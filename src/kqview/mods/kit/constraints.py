@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -16,12 +16,10 @@ from kqview.errors import InvalidSampling, KqviewError
 from kqview.mods.actions import Backtrack, ForceTokens
 from kqview.mods.kit.strategies import Strategy
 from kqview.mods.kit.token_table import Ids, TokenTable
+from kqview.types.json_schema import held
 
 if TYPE_CHECKING:
     from kqview.mods.tokenizer import ModTokenizer
-
-# JSON allows any amount of whitespace, and a weak model might write nothing else.
-_JSON_DEFAULTS: Final = {"whitespace_flexible": False}
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,9 @@ class RegexStrat:
 class JsonSchemaStrat:
     """The answer is JSON that a schema describes, written without optional whitespace.
 
+    An object that lists its properties has no others, unless its schema says
+    ``additionalProperties: true``.
+
     Attributes:
         schema: The JSON schema, as a mapping or as JSON text. Its key ``x-guidance`` sets
             llguidance's own options, such as ``{"whitespace_flexible": true}``.
@@ -66,7 +67,7 @@ class JsonSchemaStrat:
         text = self.schema if isinstance(self.schema, str) else json.dumps(self.schema)
         matcher = _llguidance().LLMatcher
         try:
-            grammar = matcher.grammar_from_json_schema(text, defaults=_JSON_DEFAULTS)
+            grammar = matcher.grammar_from_json_schema(held(text))
         except ValueError as error:
             raise InvalidSampling(f"schema is not JSON: {error}", parameter="schema") from None
         return GrammarStrategy("schema", grammar, tokenizer)

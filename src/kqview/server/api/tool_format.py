@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, cast
 
 from kqview.chat import parse_tool_calls
 from kqview.server.api.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
+from kqview.types.json_schema import COMPACT, LINES, held
 
 Tool = Mapping[str, Any]
 Format = Literal[
@@ -36,7 +37,6 @@ _SEP: Final = "<\uff5ctool\u2581sep\uff5c>"
 _PYTHON_TAG: Final = "<|python_tag|>"
 _RESULTS: Final = ("tool", "function")
 _CONSTRAIN: Final = "<|constrain|>"
-_SPACE: Final = {"whitespace_pattern": r" |\n[ \t]{0,20}"}  # as json_schema of `Sampling`
 _MOST_CALLS: Final = 32  # that a grammar allows in one answer
 
 
@@ -183,7 +183,7 @@ def grammar(wanted: Wanted, form: Format, mark: Mark) -> str:
     if wanted.calls:
         choices.append(_calls(wanted, form, mark, rules))
     if wanted.schema is not None and not wanted.needs_call:
-        rules.append(f"answer: {_json(wanted.schema)}")
+        rules.append(f"answer: {_json(wanted.schema, COMPACT)}")
         final = f'{mark(CHANNEL)} "final" {mark(MESSAGE)} ' if form == "harmony" else ""
         choices.append(f"{final}answer")
     body = " | ".join(choices)
@@ -201,9 +201,9 @@ def token(id: int) -> str:
     return f"<[{id}]>"
 
 
-def _json(schema: Mapping[str, Any]) -> str:
-    text = json.dumps({"x-guidance": _SPACE, **schema}, ensure_ascii=False)
-    return f"%json {text}"
+def _json(schema: Mapping[str, Any], space: Mapping[str, Any] = LINES) -> str:
+    """A value that *schema* describes. Models write arguments with white space or without."""
+    return f"%json {held(json.dumps(schema, ensure_ascii=False), space)}"
 
 
 def _until(name: str, end: str, mark: Mark, rules: list[str]) -> str:
@@ -233,7 +233,9 @@ def _reasoning(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> st
 def _calls(wanted: Wanted, form: Format, mark: Mark, rules: list[str]) -> str:
     for i, tool in enumerate(wanted.calls):
         function = object_of(tool["function"])
-        schema = object_of(function.get("parameters"))
+        # A function of which none are given has no parameters, as in OpenAI's API.
+        given = function.get("parameters")
+        schema = object_of({"properties": {}} if given is None else given)
         if form == "xml":
             rules.append(f"call_{i}: {_xml_call(i, function['name'], schema, mark, rules)}")
             continue
