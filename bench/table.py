@@ -24,6 +24,7 @@ import loop
 import mods
 import prefill
 import reuse
+import score
 import server
 import server_peers
 import session_return
@@ -58,6 +59,7 @@ BENCHMARKS = {
         state,
         state_http,
         reuse,
+        score,
         session_return,
         server,
         server_peers,

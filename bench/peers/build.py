@@ -35,6 +35,7 @@ TARGETS = (
     "test-llama-archs",
     "llama-server",
     "llama-batched-bench",
+    "llama-perplexity",
     "rpc-server",
 )
 # The name under which people look for it, and llama.cpp's.

@@ -1,0 +1,125 @@
+"""What does a score cost beside llama.cpp's perplexity tool, and does it give the same perplexity?
+
+Both evaluate windows of 512 ids of the same text and score the second half of each, as the tool
+does. The tool's time is that between its log lines "calculating perplexity" and "Final estimate",
+ours that of one `Engine.score` call for all windows, so neither counts loading or tokenizing. The
+mean log-probabilities must agree, or the row is an error.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from console import attempt, main
+from models import model_path, peer
+from report import Timing
+from runs import open_engine
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from console import ProgressLine
+    from settings import Settings
+
+    from kqview import Engine
+    from kqview.bench.records import LeftOut
+
+NAME: Final = "score-perplexity"
+WEIGHTS: Final = {NAME: 90.0}
+N_WINDOW = 512
+N_WINDOWS = 4
+N_SCORED = N_WINDOW - 1 - N_WINDOW // 2
+# Both are sums of float32 logits of batches of other sizes.
+LARGEST_DIFFERENCE = 2e-4  # relative, of the mean log-probability
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+    """Measure the one case."""
+    for name in settings.chosen(WEIGHTS):
+        yield attempt(name, _measure, settings, line)
+
+
+def _measure(settings: Settings, line: ProgressLine) -> Timing:
+    program = str(peer("llama-perplexity"))
+    text = Path(__file__).with_name("NOTES.md").read_text("utf-8")
+    with (
+        open_engine(settings, flash_attn=True, n_ctx=N_WINDOW) as engine,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        file = Path(folder) / "text.txt"
+        file.write_text(text, "utf-8")
+        windows = _windows(engine, text)
+        means: dict[str, float] = {}
+
+        def tool() -> float:
+            means["tool"], ms = _tool(program, settings, file)
+            return ms
+
+        def ours() -> float:
+            start = settings.now_s()
+            scores = engine.score(windows, last=N_SCORED)
+            ms = (settings.now_s() - start) * 1000.0
+            means["ours"] = float(np.mean([score.logprobs[-N_SCORED:] for score in scores]))
+            return ms
+
+        ours()
+        pairs = line.pairs(NAME, tool, ours, settings.n_pairs)
+    if abs(means["ours"] - means["tool"]) > LARGEST_DIFFERENCE * abs(means["tool"]):
+        raise ValueError(
+            f"mean log-probabilities differ: {means['ours']} here, {means['tool']} of the tool"
+        )
+    return Timing(
+        name=NAME,
+        what=f"Engine.score of {N_WINDOWS} x {N_WINDOW} tokens, the second half of each",
+        baseline="llama-perplexity (stock build)",
+        work=f"all windows; {settings.shape}, {settings.n_threads} threads",
+        pairs=pairs,
+        target=None,
+        command=f"python bench/score.py {settings.flags}",
+    )
+
+
+def _windows(engine: Engine, text: str) -> list[list[int]]:
+    """The tool's windows: the ids one after the other, the first of each replaced by BOS."""
+    ids = engine.tokenize(text, parse_special=False)
+    begin = engine.tokenize("", add_special=True)
+    starts = range(0, N_WINDOWS * N_WINDOW, N_WINDOW)
+    return [begin + ids[start + len(begin) : start + N_WINDOW] for start in starts]
+
+
+def _tool(program: str, settings: Settings, file: Path) -> tuple[float, float]:
+    """The mean log-probability and the milliseconds of one start of the tool."""
+    flags: Sequence[object] = (
+        "-m", model_path(settings), "-f", file, "-c", N_WINDOW, "-b", N_WINDOW, "-ub", N_WINDOW,
+        "--chunks", N_WINDOWS, "-t", settings.n_threads, "-fa", "on", "-ngl", settings.n_gpu_layers,
+    )  # fmt: skip
+    done = subprocess.run(
+        [program, *map(str, flags)], capture_output=True, text=True, check=True, timeout=600
+    )
+    output = done.stdout + done.stderr
+    spent_s = _logged_at_s("Final estimate", output) - _logged_at_s(
+        "calculating perplexity over", output
+    )
+    found = re.search(r"Final estimate: PPL = ([\d.]+)", output)
+    if found is None:
+        raise ValueError(f"llama-perplexity printed no estimate: {output[-500:]}")
+    return -math.log(float(found[1])), spent_s * 1000.0
+
+
+def _logged_at_s(words: str, output: str) -> float:
+    """Seconds of the log line that has *words*: it begins with minutes.seconds.ms.us."""
+    found = re.search(rf"^(\d+)\.(\d+)\.(\d+)\.(\d+) .*{re.escape(words)}", output, re.MULTILINE)
+    if found is None:
+        raise ValueError(f"llama-perplexity has no line {words!r} with a time: {output[-500:]}")
+    minutes, seconds, ms, us = (int(group) for group in found.groups())
+    return minutes * 60 + seconds + ms * 1e-3 + us * 1e-6
+
+
+if __name__ == "__main__":
+    main(__doc__, WEIGHTS, measure)
