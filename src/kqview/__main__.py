@@ -4,12 +4,13 @@ import sys
 from typing import Final
 
 _CLI_EXTRA: Final = frozenset({"typer", "rich"})
+_INTERRUPTED: Final = 130
 
 
 def main() -> None:
     """Run the command line; without the ``cli`` extra, print one line and exit with status 1."""
     try:
-        from kqview.cli import serve_command
+        from kqview.cli import serve_command, terminal
         from kqview.cli.main import app
     except ModuleNotFoundError as missing:
         package = (missing.name or "").partition(".")[0]
@@ -21,7 +22,10 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
     serve_command.is_program = True
+    terminal.prepare_streams()
     app(prog_name="kqview")
 
 

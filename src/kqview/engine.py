@@ -44,7 +44,7 @@ from kqview.errors import (
 )
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.stream import Generation
-from kqview.hub import fetch_model
+from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import Many
@@ -305,6 +305,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         if chat_template is not None:
             encode("chat_template", chat_template)
         source = model_options(model, n_gpu_layers)
+        check_is_path(source.path)
         adapters = lora_adapters(lora)
         self._lora = EngineLora(adapters)
         servers = [_core.RpcEndpoint(*server) for server in rpc_endpoints(rpc_servers)]

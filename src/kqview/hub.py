@@ -1,6 +1,7 @@
 """Hub: model files from the Hugging Face Hub."""
 
 import importlib
+import os
 import re
 from typing import Final
 
@@ -8,6 +9,12 @@ from kqview.arguments import invalid
 from kqview.errors import ModelLoadError, shown
 
 _FIRST_PART: Final = re.compile(r"(?P<stem>.*)-00001-of-(?P<n>\d{5})\.gguf", re.DOTALL)
+# An id, "owner/name" and maybe a file, with or without the site's address in front.
+_ADDRESS: Final = re.compile(
+    r"(?P<host>https?://huggingface\.co/|https?://hf\.co/|huggingface\.co/|hf\.co/|hf://|hf:)?"
+    r"(?P<owner>\w[\w.-]*)/(?P<name>\w[\w.-]*)"
+    r"(?:/(?:(?:resolve|blob)/[^/]+/)?(?P<file>[^?]+?))?/?(?:\?.*)?"
+)
 
 
 def fetch_model(repo: str, file: str, *, revision: str | None = None) -> str:
@@ -48,3 +55,32 @@ def _parts(file: str) -> list[str]:
         return [file]
     stem, n = first["stem"], first["n"]
     return [f"{stem}-{i:05d}-of-{n}.gguf" for i in range(1, int(n) + 1)]
+
+
+def repo_of(path: str) -> str | None:
+    """``OWNER/REPO/FILE`` if *path* names a model of the Hub, by its address or its id.
+
+    FILE stands for itself where *path* has no file. None for what reads like a path here.
+    """
+    found = _ADDRESS.fullmatch(path)
+    if found is None:
+        return None
+    owner, name, file = found["owner"], found["name"], found["file"]
+    if found["host"] is None and (name.endswith(".gguf") or os.path.isdir(owner)):
+        return None
+    return f"{owner}/{name}/{file or 'FILE'}"
+
+
+def check_is_path(path: str) -> None:
+    """Refuse the id of a repository where a path is expected.
+
+    Raises:
+        ModelLoadError: There is no such file, and *path* names a model of the Hub.
+    """
+    name = None if os.path.exists(path) else repo_of(path)
+    if name is not None:
+        owner, repo, file = name.split("/", 2)
+        raise ModelLoadError(
+            f"there is no file {path}; if it is on the Hugging Face Hub, use "
+            f"Engine.from_hub({f'{owner}/{repo}'!r}, {file!r})"
+        )

@@ -198,7 +198,7 @@ def save(
         KqviewError: safetensors is not installed. Also what iterating the generation raises.
         OSError: The file cannot be written; an old file stays.
     """
-    safetensors = _library()
+    safetensors = require_safetensors("save")
     error = None
     if isinstance(generation, Finished):
         name, tokens = generation.id, generation.tokens
@@ -288,14 +288,19 @@ def _add(arrays: dict[str, Array], name: str, values: Sequence[Any]) -> None:
         arrays[name] = _padded(values)
 
 
-def _library() -> Any:
+def require_safetensors(name: str) -> Any:
+    """Import safetensors.numpy for the function or file *name*.
+
+    Raises:
+        KqviewError: safetensors is not installed.
+    """
     try:
         return importlib.import_module("safetensors.numpy")
     except ModuleNotFoundError as missing:
         if (missing.name or "").partition(".")[0] != "safetensors":
             raise
         raise KqviewError(
-            'save and load need safetensors, which is not installed; run pip install "kqview[save]"'
+            f'{name} needs safetensors, which is not installed; run pip install "kqview[save]"'
         ) from missing
 
 
@@ -311,7 +316,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         OSError: The file cannot be read.
         KqviewError: safetensors is not installed.
     """
-    library = _library()
+    library = require_safetensors("load")
     if Path(path).is_dir():
         raise RequestError(
             f"{os.fspath(path)} is a folder; use kqview.SavedFolder(path)", parameter="path"

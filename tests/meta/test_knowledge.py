@@ -76,5 +76,5 @@ def test_files_are_written_by_one_module():
         for line in path.read_text(encoding="utf-8").splitlines()
         if writes.search(line) and "_zip.open" not in line and "``" not in line
     }
-    # bench only looks whether it may append; main points stdout at /dev/null.
-    assert found == {"state/durable.py", "cli/bench_command.py", "cli/main.py"}
+    # bench only looks whether it may append; terminal points streams at /dev/null.
+    assert found == {"state/durable.py", "cli/bench_command.py", "cli/terminal.py"}

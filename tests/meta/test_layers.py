@@ -50,6 +50,7 @@ PYTHON_RINGS: dict[str, set[str]] = {
         "trace",
         "mods",
         "viz",
+        "saved",
         "bench",
         "convert",
         "server",

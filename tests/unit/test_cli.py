@@ -24,9 +24,10 @@ from typer.testing import CliRunner, Result
 import kqview
 from kqview import Engine, errors
 from kqview.cli import generate_command, serve_command, serving
-from kqview.cli.generate_command import RowsFile
+from kqview.cli import options as shared_options
 from kqview.cli.main import app
 from kqview.cli.options import fetch
+from kqview.cli.rows_file import RowsFile
 from kqview.demo import MODEL_PATH
 from kqview.state import durable, write_state
 from kqview.state.files import SlotMarks, StateFacts
@@ -150,6 +151,7 @@ def engine_class(monkeypatch: pytest.MonkeyPatch) -> type[FakeEngine]:
     monkeypatch.setitem(sys.modules, "kqview.demo", demo)
     for name, value in {"Engine": Engine, "Capture": Capture, "Sampling": Sampling}.items():
         monkeypatch.setattr(kqview, name, value, raising=False)
+    monkeypatch.setattr(shared_options, "check_model_file", lambda path: None)  # any name will do
     return Engine
 
 
@@ -169,7 +171,7 @@ def test_generate_streams_the_text_and_closes_everything(engine_class: type[Fake
     assert engine.path == "m.gguf"
     assert engine.options == {
         "n_ctx": None, "n_threads": None, "n_gpu_layers": 3, "flash_attn": False, "progress": None,
-        "rpc_servers": ["gpu-1:50052"],
+        "rpc_servers": ["gpu-1:50052"], "kv_type": "f16",
     }  # fmt: skip
     assert engine.tokenized == ("Anna has", True, True)
     (generation,) = engine.generations
@@ -263,14 +265,21 @@ def test_generate_leaves_a_readable_file_when_it_fails_on_the_way(
     assert np.load(path)["ids"].tolist() == [1, 2]
 
 
-@pytest.mark.parametrize("option", [["--save", "x.npz"], ["--layers", "0"], ["--heads", "0"]])
-def test_generate_refuses_capture_options_without_capture(
-    engine_class: type[FakeEngine], option: list[str]
+@pytest.mark.parametrize(
+    ("option", "plan"),
+    [
+        (["--layers", "0,2"], Capture("probs", layers=[0, 2])),
+        (["--layers=-1", "--heads", "0-1"], Capture("probs", layers=[-1], heads=[0, 1])),
+        (["--reduce", "mean_heads", "--capture", "qk"], Capture("qk", reduce="mean_heads")),
+        (["--spans", "0:3, 3:"], Capture("probs", spans=[(0, 3), (3, None)])),
+        (["--top-values", "4", "--dtype", "float16"], Capture("probs", top_k=4, dtype="float16")),
+    ],
+)
+def test_any_option_of_attention_captures_probs_unless_told(
+    engine_class: type[FakeEngine], option: list[str], plan: Capture
 ):
-    result = run("generate", "m", "x", *option)
-    assert result.exit_code == 2
-    assert "--capture" in result.stderr
-    assert not engine_class.made
+    assert run("generate", "m", "x", "-n", "1", *option).exit_code == 0
+    assert engine_class.made[0].generations[0].options["capture"] == plan
 
 
 @pytest.mark.parametrize(
@@ -399,7 +408,7 @@ def test_demo_draws_a_line_a_token_and_measures_both_ways(
     result = run("demo", "-n", "8", "--kind", kind, "--runs", "2", "--layer", "2", "--head", "1")
     assert result.exit_code == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == "<s>Anna has aAnna has a red ball"
+    assert lines[0] == "Anna has aAnna has a red ball"
     assert any(line.startswith("layer 2, head 1") for line in lines)
     assert sum(line.startswith(" ball ") for line in lines) == 1
     table = result.stdout[result.stdout.index("attention of the last token") :]
@@ -569,7 +578,9 @@ ROWS_ENGINE: Any = SimpleNamespace(model=SimpleNamespace(attention_layers=(0, 1)
 
 def row_token(index: int) -> Any:
     rows = np.full((2, 4, 1000 + index), index, np.float32)
-    return SimpleNamespace(id=index, text=f"t{index}", index=index, attention=rows)
+    return SimpleNamespace(
+        id=index, text=f"t{index}", index=index, attention=rows, attention_positions=None
+    )
 
 
 def rows_file(path: Path) -> RowsFile:
@@ -675,15 +686,17 @@ app(sys.argv[1:])
 @pytest.mark.parametrize(
     ("arguments", "n_tokens"),
     [
-        (["generate", "--demo", "Anna has", "--capture", "probs", "--save"], 8),
-        (["demo", "--runs", "1", "--png"], 4),
+        (["generate", "--demo", "Anna has", "--output", "old.npz"], 8),
+        (["generate", "--demo", "Anna has", "--output", "old.safetensors"], 8),
+        (["demo", "--runs", "1", "--png", "old.png"], 4),
     ],
-    ids=["generate", "demo"],
+    ids=["npz", "safetensors", "demo"],
 )
 def test_command_on_a_full_disk_says_so_and_leaves_the_old_file(
     tmp_path: Path, arguments: list[str], n_tokens: int
 ) -> None:
-    path = tmp_path / "old.png"
+    *arguments, name = arguments
+    path = tmp_path / name
     path.write_bytes(b"old")
     command = [sys.executable, "-c", LIMITED, *arguments, str(path), "-n", str(n_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -692,7 +705,7 @@ def test_command_on_a_full_disk_says_so_and_leaves_the_old_file(
         f"error: {path}: File too large; nothing was changed, free some space"
     )
     assert path.read_bytes() == b"old"
-    assert os.listdir(tmp_path) == ["old.png"]
+    assert os.listdir(tmp_path) == [name]
 
 
 # ---- serve

@@ -17,15 +17,16 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from kqview.cli.option_groups import with_groups
 from kqview.cli.options import (
-    DemoOption,
     GpuLayersOption,
-    HubOption,
-    ModelArgument,
+    ModelChoice,
     ThreadsOption,
     open_engine,
     parse_indices,
 )
+from kqview.cli.outputs import PICTURES, check_output
+from kqview.errors import RequestError
 from kqview.machine import default_threads
 
 if TYPE_CHECKING:
@@ -42,10 +43,10 @@ _QUICK: Final = {"contexts": (64, 128), "n_rounds": 5, "n_tokens": 8}
 _SETTINGS: Final = {"both": (True, False), "on": (True,), "off": (False,)}
 
 
+@with_groups
 def bench(
-    model: ModelArgument = None,
-    hf: HubOption = None,
-    demo: DemoOption = False,
+    *,
+    source: ModelChoice,
     contexts: Annotated[
         str | None, typer.Option(help="Context sizes in tokens. [default: 256,1024,4096]")
     ] = None,
@@ -70,12 +71,17 @@ def bench(
     json_file: Annotated[
         Path | None,
         typer.Option(
-            "--json", metavar="FILE", dir_okay=False, help="Append the rows to FILE as JSON lines."
+            "--output",
+            "-o",
+            "--json",
+            metavar="FILE.jsonl",
+            dir_okay=False,
+            help="Append the rows to this file as JSON lines.",
         ),
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(metavar="FILE.png", dir_okay=False, help="Draw the rows to this image file."),
+        typer.Option(metavar="FILE", help="Draw the rows as .png, .svg or .pdf."),
     ] = None,
     threads: ThreadsOption = None,
     ngl: GpuLayersOption = -1,
@@ -94,13 +100,12 @@ def bench(
 
     - `kqview bench model.gguf`
     - `kqview bench model.gguf --contexts 1024 --captures logits,10-heads --flash-attn on`
-    - `kqview bench --demo --quick --json rows.jsonl --plot rows.png`
+    - `kqview bench --demo --quick --output rows.jsonl --plot rows.png`
     """
     from kqview.bench.records import LeftOut, append_record
     from kqview.bench.sweep import SweepPlan, fitting_contexts, sweep
 
-    if plot is not None:
-        _check_picture(plot)
+    check_output("--plot", plot, PICTURES)
     plan = SweepPlan(captures=_capture_names(captures), flash_attn=_SETTINGS[flash_attn])
     wanted: dict[str, Any] = dict(_QUICK) if quick else {}
     given = {
@@ -108,12 +113,13 @@ def bench(
     }  # fmt: skip
     wanted |= {name: value for name, value in given.items() if value is not None}
     if 0 in wanted.get("contexts", ()):
-        raise typer.BadParameter("--contexts has 0; the minimum is 1")
+        raise RequestError("--contexts has 0; the minimum is 1")
+
+    path = source.resolve_alone()
 
     def open_one(n_ctx: int, with_flash: bool) -> "AbstractContextManager[Engine]":
         return open_engine(
-            model, from_hub=hf, demo=demo, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl,
-            flash_attn=with_flash,
+            path, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl, flash_attn=with_flash,
         )  # fmt: skip
 
     with open_one(256, True) as engine:
@@ -151,21 +157,11 @@ def _capture_names(text: str | None) -> tuple[str, ...]:
     names = CAPTURE_NAMES if text is None else [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in CAPTURE_NAMES]
     if unknown:
-        raise typer.BadParameter(
+        raise RequestError(
             f"--captures has {', '.join(map(repr, unknown))}; "
             f"choose from {', '.join(CAPTURE_NAMES)}"
         )
     return tuple(dict.fromkeys(names))
-
-
-def _check_picture(plot: Path) -> None:
-    from kqview.viz.figures import require_matplotlib
-
-    if plot.suffix not in (".png", ".svg", ".pdf"):
-        raise typer.BadParameter(f"--plot is {str(plot)!r}; end it in .png, .svg or .pdf")
-    if not plot.parent.is_dir():
-        raise typer.BadParameter(f"--plot is {str(plot)!r}; there is no folder {plot.parent}")
-    require_matplotlib("bench --plot")
 
 
 def _about(model: "ModelInfo", plan: "SweepPlan", threads: int | None) -> dict[str, Any]:

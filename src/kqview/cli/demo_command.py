@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kqview.cli.options import ThreadsOption, open_engine
+from kqview.cli.outputs import PICTURES, check_output
+from kqview.errors import RequestError
 from kqview.types.capture import Kind
 from kqview.viz import heatmap
-from kqview.viz.figures import require_matplotlib, save_figure
+from kqview.viz.figures import save_figure
 from kqview.viz.heads import probabilities, select_head
 from kqview.viz.terminal import terminal_heatmap
 
@@ -26,27 +28,34 @@ _MODS_PROMPT: Final = "Mirelda found a silver key near the old bridge. One day, 
 
 def demo(
     prompt: Annotated[
-        str | None, typer.Option(help="Text to continue. [default: a built-in one]")
+        str | None,
+        typer.Option(
+            "--prompt", "-p", metavar="TEXT", help="Text to continue. [default: a built-in one]"
+        ),
     ] = None,
     max_tokens: Annotated[
         int, typer.Option("--max-tokens", "-n", min=2, help="Number of tokens to generate.")
     ] = 40,
     layer: Annotated[
-        int | None, typer.Option(min=0, help="Layer to draw. [default: that of the sharpest head]")
+        int | None,
+        typer.Option(
+            "--layer", "-l", min=0, help="Layer to draw. [default: that of the sharpest head]"
+        ),
     ] = None,
     head: Annotated[
         int | None, typer.Option(min=0, help="Head to draw. [default: the sharpest]")
     ] = None,
-    kind: Annotated[Kind, typer.Option(help="Kind of attention to capture.")] = "probs",
+    kind: Annotated[Kind, typer.Option("--capture", help="Values to capture.")] = "probs",
     runs: Annotated[
         int, typer.Option(min=1, help="Number of timed runs, with and without capture each.")
     ] = 5,
-    png: Annotated[
+    output: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE.png",
-            dir_okay=False,
-            help="Write the heat map to this image file as well.",
+            "--output",
+            "-o",
+            metavar="FILE",
+            help="Write the heat map as .png, .svg or .pdf as well.",
         ),
     ] = None,
     mods: Annotated[
@@ -63,39 +72,39 @@ def demo(
 
     - `kqview demo`
     - `kqview demo --prompt "Anna has a red ball." --layer 2 --head 1`
-    - `kqview demo --png attention.png`
+    - `kqview demo --output attention.png`
     - `kqview demo --mods`
     """
     from kqview import Capture
     from kqview.demo import PROMPT
 
-    if png is not None:
-        require_matplotlib("demo --png")
-    console = Console()
+    check_output("--output", output, PICTURES)
+    console, notes = Console(), Console(stderr=True)
+    notes.print("The bundled demo model, a small teller of stories, goes on:\n", style="dim")
     if mods:
         from kqview.cli.mods_demo import show_mods
 
-        with open_engine(None, demo=True, n_threads=threads) as engine:
+        with open_engine(None, n_threads=threads) as engine:
             show_mods(console, engine, _MODS_PROMPT if prompt is None else prompt, max_tokens)
         return
     capture = Capture(kind)
-    with open_engine(None, demo=True, n_threads=threads) as engine:
+    with open_engine(None, n_threads=threads) as engine:
         layer_index = _find_layer(engine.model, layer)
         if head is not None and head >= engine.model.n_head:
-            raise typer.BadParameter(
-                f"--head is {head}, but the model has {engine.model.n_head} heads"
-            )
+            raise RequestError(f"--head is {head}, but the model has {engine.model.n_head} heads")
         copied_before = engine.stats().copied_bytes
-        ids = engine.tokenize(PROMPT if prompt is None else prompt)
-        tokens, rows = _generate(engine, ids, max_tokens, capture)
+        text = PROMPT if prompt is None else prompt
+        ids = engine.tokenize(text)
+        tokens, rows = _generate(engine, text, ids, max_tokens, capture)
         if not rows:
             return
         labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
         place = _draw(console, engine.model, rows, labels, kind, layer_index, head)
-        if png is not None:
-            _write_picture(png, engine.model, tokens, labels, capture, place)
+        if output is not None:
+            _write_picture(output, engine.model, tokens, labels, capture, place)
         copied_bytes = engine.stats().copied_bytes - copied_before
-        rates = _measure(engine, ids, max_tokens, capture, runs)
+        with notes.status(f"measuring {2 * runs} runs"):
+            rates = _measure(engine, ids, max_tokens, capture, runs)
         console.print(_summary(engine, rows[-1], capture, rates, copied_bytes))
 
 
@@ -104,17 +113,17 @@ def _find_layer(model: "ModelInfo", layer: int | None) -> int | None:
         return None
     if layer not in model.attention_layers:
         known = ", ".join(map(str, model.attention_layers))
-        raise typer.BadParameter(f"--layer is {layer}; choose a layer with attention: {known}")
+        raise RequestError(f"--layer is {layer}; choose a layer with attention: {known}")
     return model.attention_layers.index(layer)
 
 
 def _generate(
-    engine: "Engine", ids: list[int], max_tokens: int, capture: "Capture"
+    engine: "Engine", text: str, ids: list[int], max_tokens: int, capture: "Capture"
 ) -> tuple[list["Token"], list["Attention"]]:
     """Stream the prompt and its continuation to stdout; return the tokens and their attention."""
     tokens: list[Token] = []
     rows: list[Attention] = []
-    typer.echo(engine.detokenize(ids), nl=False)
+    typer.echo(text, nl=False)
     with engine.generate(ids, max_tokens=max_tokens, temperature=0.0, capture=capture) as stream:
         for token in stream:
             typer.echo(token.text, nl=False)

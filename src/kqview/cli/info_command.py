@@ -10,7 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kqview.cli.options import DemoOption, HubOption, ModelArgument, open_engine, take_text
+from kqview.cli.option_groups import with_groups
+from kqview.cli.options import (
+    JsonOption,
+    ModelChoice,
+    PromptChoice,
+    SpecialOption,
+    open_engine,
+)
+from kqview.errors import RequestError
 
 if TYPE_CHECKING:
     from kqview import ModelInfo
@@ -19,14 +27,14 @@ _N_CONTEXT: Final = 4096
 _LONG: Final = ("special_tokens", "chat_template", "metadata")
 
 
+@with_groups
 def info(
-    model: ModelArgument = None,
-    hf: HubOption = None,
-    demo: DemoOption = False,
+    *,
+    source: ModelChoice,
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Show the metadata of the file as well.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show this build and its devices; or the shape, vocabulary and capture size of a model.
 
@@ -38,12 +46,13 @@ def info(
     """
     from kqview import Capture
 
-    if model is None and hf is None and not demo:
+    if not source.is_named:
         if metadata:
-            raise typer.BadParameter("--metadata needs a model; name one: MODEL, --hf or --demo")
+            raise RequestError("--metadata needs a model; name one: MODEL, --hf or --demo")
         _show_system(as_json=as_json)
         return
-    with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
+    path = source.resolve_alone()
+    with open_engine(path, n_ctx=256, n_gpu_layers=0) as engine:
         facts = engine.model
         system = engine.system_info()
         capture_bytes = Capture().bytes_per_token(facts, _N_CONTEXT)
@@ -158,20 +167,12 @@ def _device_cells(device: Mapping[str, Any]) -> list[str]:
 # ---- tokens
 
 
+@with_groups
 def tokenize(
-    model: ModelArgument = None,
-    text: Annotated[
-        str | None, typer.Argument(metavar="TEXT", help="Text to tokenize; - reads standard input.")
-    ] = None,
-    hf: HubOption = None,
-    demo: DemoOption = False,
-    add_special: Annotated[
-        bool,
-        typer.Option(
-            "--add-special/--no-add-special",
-            help="Add the special tokens that the model expects around a text.",
-        ),
-    ] = True,
+    *,
+    source: ModelChoice,
+    prompt: PromptChoice,
+    add_special: SpecialOption = True,
     parse_special: Annotated[
         bool,
         typer.Option(
@@ -180,17 +181,18 @@ def tokenize(
         ),
     ] = True,
     ids_only: Annotated[bool, typer.Option("--ids", help="Print only the ids.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the tokens of a text, one per line: id and text.
 
     Examples:
 
     - `kqview tokenize model.gguf "The capital of France is"`
-    - `kqview tokenize --demo --ids - < prompt.txt`
+    - `kqview tokenize --demo --ids < prompt.txt`
     """
-    model, text = take_text(model, text, has_source=demo or hf is not None, name="TEXT")
-    with open_engine(model, from_hub=hf, demo=demo, n_ctx=256, n_gpu_layers=0) as engine:
+    path, words = source.resolve(prompt.text)
+    text = prompt.read(words)
+    with open_engine(path, n_ctx=256, n_gpu_layers=0) as engine:
         ids = engine.tokenize(text, add_special=add_special, parse_special=parse_special)
         pieces = [] if ids_only else [_piece(engine.token_bytes(i)) for i in ids]
     if as_json:

@@ -1,9 +1,10 @@
-"""All commands of ``kqview``, and how their errors become one line on stderr and an exit code.
+"""All commands of ``kqview``, and how their errors become one line on stderr and an exit status.
 
-Exit codes: 0 success, 2 wrong usage or request, 3 a model cannot be loaded, 4 a limit of this
-machine, 1 any other error, 130 interrupted, 141 broken pipe.
+Exit statuses: 0 success, 1 error, 2 wrong usage or request, 3 a model cannot be loaded, 4 a limit
+of this machine, 130 interrupted, 141 the reader of a pipe has gone.
 """
 
+import errno
 import os
 import sys
 from collections.abc import Mapping
@@ -13,16 +14,22 @@ import typer
 from typer.core import TyperGroup
 
 from kqview import __version__
+from kqview.cli.attend_command import attend
 from kqview.cli.bench_command import bench
+from kqview.cli.chat_command import chat
 from kqview.cli.config_command import app as config
 from kqview.cli.convert_command import convert_classifier
 from kqview.cli.demo_command import demo
+from kqview.cli.embed_command import embed
 from kqview.cli.generate_command import generate
 from kqview.cli.info_command import info, tokenize
 from kqview.cli.ingest_command import ingest
+from kqview.cli.options import own_name
+from kqview.cli.score_command import score
 from kqview.cli.serve_command import serve
 from kqview.cli.server_options import ServerCommand
 from kqview.cli.state_command import app as state
+from kqview.cli.terminal import discard_stdout
 from kqview.errors import CapacityError, KqviewError, ModelError, RequestError
 
 _EXIT_CODES: Final[Mapping[type, int]] = {
@@ -33,6 +40,8 @@ _EXIT_CODES: Final[Mapping[type, int]] = {
 }
 _INTERRUPTED: Final = 130
 _BROKEN_PIPE: Final = 141
+# What flushing stdout may raise, at exit once more.
+_UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
 class ErrorReportingGroup(TyperGroup):
@@ -50,21 +59,31 @@ class ErrorReportingGroup(TyperGroup):
             typer.echo(err=True)
             raise typer.Exit(_INTERRUPTED) from interrupt
         except BrokenPipeError as broken:
-            _discard_stdout()
+            discard_stdout()
             raise typer.Exit(_BROKEN_PIPE) from broken
         except OSError as error:
             _print_error(error)
+            if error.errno in _UNWRITTEN:
+                discard_stdout()
             raise typer.Exit(1) from error
+        except MemoryError as error:
+            _print_error(MemoryError("this machine has too little memory for that"))
+            raise typer.Exit(_EXIT_CODES[CapacityError]) from error
         return result
 
 
 app = typer.Typer(
     cls=ErrorReportingGroup,
     help="Run a GGUF model and see the attention of every token, layer and head.",
-    epilog="Try it with: kqview demo",
+    epilog="Start with: kqview demo. Exit status: 0 success, 1 error, 2 wrong usage, 3 the model "
+    "cannot be loaded, 4 too little memory, 130 interrupted.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": own_name,
+    },
 )
 
 
@@ -86,11 +105,15 @@ def global_options(
     """Options before the subcommand."""
 
 
-for _command in (bench, convert_classifier, demo, generate, info, ingest, tokenize):
-    app.command()(_command)
-app.command(cls=ServerCommand)(serve)
-app.add_typer(config, name="config")
-app.add_typer(state, name="state")
+_TEXT, _ABOUT, _SERVE = "Text and its attention", "Models and measurements", "Servers"
+for _command in (demo, generate, chat, attend, embed, score):
+    app.command(rich_help_panel=_TEXT)(_command)
+for _command in (info, tokenize, bench, convert_classifier):
+    app.command(rich_help_panel=_ABOUT)(_command)
+app.add_typer(state, name="state", rich_help_panel=_ABOUT)
+app.command(cls=ServerCommand, rich_help_panel=_SERVE)(serve)
+app.add_typer(config, name="config", rich_help_panel=_SERVE)
+app.command(rich_help_panel=_SERVE)(ingest)
 
 
 def _exit_code(error: KqviewError) -> int:
@@ -103,11 +126,3 @@ def _print_error(error: Exception) -> None:
         text = f"{os.fsdecode(error.filename)}: {error.strerror}"
     lines = [line.strip() for line in text.splitlines()]
     typer.echo(f"error: {' | '.join(line for line in lines if line)}", err=True)
-
-
-def _discard_stdout() -> None:
-    # The interpreter flushes stdout again at exit and would report the broken pipe once more.
-    try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (OSError, ValueError):  # stdout is not a file: nothing to flush
-        return

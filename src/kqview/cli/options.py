@@ -1,100 +1,564 @@
-"""Arguments and options that several commands share, and the engine they open."""
+"""Options that several commands share, and the engine they open."""
 
-import sys
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+import json
+import os
+import re
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
+from kqview.cli.model_file import check_model_file
+from kqview.cli.option_groups import OptionGroup
+from kqview.cli.terminal import is_piped, read_stdin, read_text
 from kqview.errors import RequestError
 from kqview.hub import fetch_model
+from kqview.types.capture import DType, Kind, Reduce
+from kqview.types.sampling import OPTIONS
 
 if TYPE_CHECKING:
-    from kqview import Engine
+    import inspect
+
+    from kqview import Capture, Engine, Sampling
+
+
+ALIASES: Final[Mapping[str, str]] = {
+    "ctx-size": "ctx",
+    "gpu-layers": "ngl",
+    "n-gpu-layers": "ngl",
+    "predict": "max-tokens",
+    "n-predict": "max-tokens",
+    "max-new-tokens": "max-tokens",
+    "temp": "temperature",
+    "repetition-penalty": "repeat-penalty",
+    "system-prompt": "system",
+    "hub": "hf",
+    "kind": "capture",
+    "save": "output",
+    "png": "output",
+}
+"""Names of options that llama.cpp, transformers and earlier commands have -> ours."""
+
+
+def own_name(name: str) -> str:
+    """*name* of an option as the commands here call it."""
+    return ALIASES.get(name, name)
 
 
 FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on": True, "off": False}
 """Setting of `Engine` for each value of --flash-attn."""
 
-ModelArgument = Annotated[
-    str | None,
-    typer.Argument(metavar="MODEL", help="GGUF file. Omit it with --hf or --demo."),
-]
-HubOption = Annotated[
-    str | None,
-    typer.Option(
-        "--hf", metavar="OWNER/REPO/FILE", help="Download the model from the Hugging Face Hub."
-    ),
-]
-DemoOption = Annotated[bool, typer.Option("--demo", help="Use the bundled demo model.")]
-ContextOption = Annotated[
-    int | None,
-    typer.Option("--ctx", min=1, help="Context size in tokens. [default: the model's]"),
-]
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", min=1, help="Compute threads. [default: the available CPUs]"),
+    typer.Option("--threads", "-t", min=1, help="Compute threads. [default: the available CPUs]"),
 ]
 GpuLayersOption = Annotated[
-    int, typer.Option("--ngl", min=-1, help="Layers to offload to the GPU; -1 offloads all.")
+    int, typer.Option("--ngl", "-ngl", min=-1, help="Layers to put on GPUs; -1 for all.")
 ]
-RpcOption = Annotated[
-    list[str] | None,
+FlashAttn = Literal["auto", "on", "off"]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
+SpecialOption = Annotated[
+    bool,
     typer.Option(
-        "--rpc", metavar="HOST:PORT", help="Offload layers to this RPC server; repeatable."
+        "--add-special/--no-add-special",
+        help="Add the special tokens that the model expects around a text.",
     ),
 ]
-FlashAttentionOption = Annotated[
-    Literal["auto", "on", "off"], typer.Option("--flash-attn", help="Use flash attention.")
-]
+_MODEL: Final = "Model"
+_HOW: Final = "MODEL or -m FILE, --hf OWNER/REPO/FILE, or --demo for the bundled model"
 
 
-def take_text(
-    model: str | None, text: str | None, *, has_source: bool, name: str
-) -> tuple[str | None, str]:
-    """Resolve the positional arguments ``MODEL TEXT``; with --hf or --demo the only one is TEXT.
+# ---- the model
 
-    ``-`` reads standard input and strips one trailing newline.
 
-    Args:
-        model: First positional argument.
-        text: Second positional argument.
-        has_source: Whether --hf or --demo names the model.
-        name: Name of the text argument in the help.
+@dataclass(frozen=True, kw_only=True)
+class ModelChoice(OptionGroup):
+    """Which model: the first word of the command line, or an option."""
 
-    Raises:
-        typer.BadParameter: An argument is missing.
-    """
-    if has_source and text is None:
-        model, text = None, model
-    if text is None:
-        raise typer.BadParameter(
-            f"{name} is missing; pass it in quotes, or - to read standard input"
+    model: Annotated[
+        str | None,
+        typer.Argument(metavar="MODEL", help="GGUF file. Left out with -m, --hf or --demo."),
+    ] = None
+    model_file: Annotated[
+        str | None,
+        typer.Option("--model", "-m", metavar="FILE", help="GGUF file.", rich_help_panel=_MODEL),
+    ] = None
+    hf: Annotated[
+        str | None,
+        typer.Option(
+            "--hf",
+            metavar="OWNER/REPO/FILE",
+            help="Download the model from the Hugging Face Hub.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Use the bundled demo model.", rich_help_panel=_MODEL)
+    ] = False
+
+    @property
+    def is_named(self) -> bool:
+        """Whether any model is named."""
+        return self.model is not None or self._has_option
+
+    @property
+    def _has_option(self) -> bool:
+        return self.demo or self.model_file is not None or self.hf is not None
+
+    def resolve(self, *texts: str | None) -> tuple[str | None, list[str]]:
+        """The model's file, None for the demo model; and the words that are texts.
+
+        Args:
+            texts: Words of the command line after the first one, which is a text itself if an
+                option names the model.
+
+        Raises:
+            RequestError: No model or more than one is named.
+            ModelLoadError: The file is no model, or the download failed.
+            RequestError: --hf is malformed.
+        """
+        if (self.model_file is not None) + (self.hf is not None) + self.demo > 1:
+            raise RequestError(f"name one model: {_HOW}")
+        words = [word for word in (self.model, *texts) if word is not None]
+        path = self.model_file
+        if self.hf is not None:
+            path = fetch(self.hf)
+        elif path is None and not self.demo:
+            if not words:
+                raise RequestError(f"name a model: {_HOW}")
+            path = words.pop(0)
+        if path is not None:
+            path = os.path.expanduser(path)
+            check_model_file(path)
+        return path, words
+
+    def resolve_alone(self) -> str | None:
+        """As `resolve`, for a command without texts.
+
+        Raises:
+            RequestError: More than one model is named. Also as for `resolve`.
+        """
+        path, words = self.resolve()
+        if words:
+            raise RequestError(f"name one model: an option names it, so leave {words[0]!r} out")
+        return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineChoice(ModelChoice):
+    """A model and how it is opened."""
+
+    ctx: Annotated[
+        int | None,
+        typer.Option(
+            "--ctx",
+            "-c",
+            min=0,
+            help="Context size in tokens; 0 for the model's. [default: the model's]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    threads: Annotated[
+        int | None,
+        typer.Option(
+            "--threads",
+            "-t",
+            min=1,
+            help="Compute threads. [default: the available CPUs]",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+    ngl: Annotated[
+        int,
+        typer.Option(
+            "--ngl",
+            "-ngl",
+            min=-1,
+            help="Layers to put on GPUs; -1 for all.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = -1
+    flash_attn: Annotated[
+        FlashAttn,
+        typer.Option("--flash-attn", "-fa", help="Flash attention.", rich_help_panel=_MODEL),
+    ] = "auto"
+    kv_type: Annotated[
+        str,
+        typer.Option(
+            "--kv-type",
+            metavar="TYPE",
+            help="Type of the KV cache: f32, f16, q8_0, ...",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "f16"
+    rpc: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--rpc",
+            metavar="HOST:PORT",
+            help="Put layers on this RPC server; repeatable.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = None
+
+    def open(self, path: str | None, **options: Any) -> "AbstractContextManager[Engine]":
+        """As `open_engine`, with these options."""
+        return open_engine(
+            path,
+            n_ctx=self.ctx or None,
+            n_threads=self.threads,
+            n_gpu_layers=self.ngl,
+            rpc_servers=self.rpc,
+            flash_attn=FLASH_ATTN[self.flash_attn],
+            kv_type=self.kv_type,
+            **options,
         )
-    return model, sys.stdin.read().removesuffix("\n") if text == "-" else text
+
+
+# ---- texts
+
+
+_STDIN: Final = "standard input"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptChoice(OptionGroup):
+    """One text: a word of the command line, an option, a file or standard input."""
+
+    text: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="TEXT", help="The text; - or nothing reads standard input.", show_default=False
+        ),
+    ] = None
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="The text.")
+    ] = None
+    file: Annotated[
+        Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the text from FILE.")
+    ] = None
+
+    def read(self, words: Sequence[str]) -> str:
+        """The text, without one newline at its end if it was read.
+
+        Args:
+            words: Those of the command line that are texts.
+
+        Raises:
+            RequestError: There is no text, or more than one.
+            RequestError: It is not UTF-8.
+            OSError: The file cannot be read.
+        """
+        if len(words) > 1:
+            raise RequestError(
+                f"{words[0]!r} and {words[1]!r} are two texts; put one text in quotes, and name "
+                "one model"
+            )
+        given = [*words, *([] if self.prompt is None else [self.prompt])]
+        if len(given) + (self.file is not None) > 1:
+            raise RequestError("give one text: TEXT, --prompt or --file")
+        if self.file is not None:
+            return read_text(self.file).removesuffix("\n")
+        if given and given[0] != "-":
+            return given[0]
+        if not given and not is_piped():
+            raise RequestError("the text is missing; pass it in quotes, or pipe it in")
+        text = read_stdin().removesuffix("\n")
+        if not text:
+            raise RequestError("the text is missing: standard input is empty")
+        return text
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextsChoice(OptionGroup):
+    """Texts: words of the command line, files or standard input."""
+
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TEXT", help="Texts; - or nothing reads standard input.", show_default=False
+        ),
+    ] = None
+    files: Annotated[
+        list[Path] | None,
+        typer.Option("--file", "-f", metavar="FILE", help="Read a text from FILE; repeatable."),
+    ] = None
+    lines: Annotated[
+        bool, typer.Option("--lines", help="Each line of files and standard input is a text.")
+    ] = False
+
+    def read(self, words: Sequence[str]) -> list[tuple[str, str]]:
+        """Names and texts, each without one newline at its end if it was read.
+
+        Raises:
+            RequestError: There is no text, or one is empty.
+            RequestError: One is not UTF-8.
+            OSError: A file cannot be read.
+        """
+        found: list[tuple[str, str]] = []
+        for i, word in enumerate(words):
+            found += self._split(_STDIN, read_stdin()) if word == "-" else [(f"text {i + 1}", word)]
+        for file in self.files or ():
+            found += self._split(str(file), read_text(file))
+        if not words and not self.files:
+            if not is_piped():
+                raise RequestError("the text is missing; pass it in quotes, or pipe it in")
+            found = self._split(_STDIN, read_stdin())
+        for name, text in found:
+            if not text:
+                raise RequestError(f"the text is missing: {name} is empty")
+        if not found:
+            raise RequestError("the text is missing: what was read has no line of text")
+        return found
+
+    def _split(self, name: str, content: str) -> list[tuple[str, str]]:
+        if not self.lines:
+            return [(name, content.removesuffix("\n"))]
+        lines = enumerate(content.splitlines(), 1)
+        return [(f"{name}:{i}", line) for i, line in lines if line.strip()]
+
+
+# ---- what is captured
+
+
+_CAPTURE: Final = "Attention"
+_INDICES: Final = re.compile(r"(?P<first>-?\d+)(?:-(?P<last>\d+))?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureChoice(OptionGroup):
+    """Which attention is captured."""
+
+    capture: Annotated[
+        Kind | None,
+        typer.Option(
+            "--capture",
+            help="Values: probs (after the softmax), scores (before it) or qk (raw K·Q).",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Only these layers, such as 0,3 or 8-11; -1 is the last.",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    heads: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Only these heads of each layer, such as 0,3 or 8-11.",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    reduce: Annotated[
+        Reduce | None,
+        typer.Option(
+            help="Reduce over the heads of each layer, or over layers and heads.",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    top: Annotated[
+        int | None,
+        typer.Option(
+            "--top-values",
+            min=1,
+            metavar="K",
+            help="Only the K largest values of each row.",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    spans: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST",
+            help="Sums over ranges of columns, such as 0:12,12: (the end may be left out).",
+            rich_help_panel=_CAPTURE,
+        ),
+    ] = None
+    dtype: Annotated[DType, typer.Option(help="Type of the values.", rich_help_panel=_CAPTURE)] = (
+        "float32"
+    )
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether any of the options is given."""
+        parts = (self.capture, self.layers, self.heads, self.reduce, self.top, self.spans)
+        return any(part is not None for part in parts) or self.dtype != "float32"
+
+    def plan(self) -> "Capture":
+        """The capture; of kind "probs" unless one is given.
+
+        Raises:
+            RequestError: An option is malformed.
+            InvalidCapture: The options do not go together.
+        """
+        from kqview import Capture
+
+        return Capture(
+            self.capture or "probs",
+            layers=parse_indices("--layers", self.layers),
+            heads=parse_indices("--heads", self.heads),
+            reduce=self.reduce,
+            top_k=self.top,
+            spans=parse_spans(self.spans),
+            dtype=self.dtype,
+        )
 
 
 def parse_indices(name: str, text: str | None) -> list[int] | None:
-    """Parse a list such as ``0,3,8-11``; None stays None.
+    """Parse a list such as ``0,3,8-11`` or ``-1``; None stays None.
 
     Raises:
-        typer.BadParameter: *text* is not such a list.
+        RequestError: *text* is not such a list.
     """
     if text is None:
         return None
     indices: list[int] = []
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise typer.BadParameter(f"{name} is {text!r}; write a list such as 0,3 or 8-11")
-        indices.extend(range(int(first), int(last if dash else first) + 1))
+        found = _INDICES.fullmatch(part.strip())
+        if found is None or (found["last"] is not None and found["first"].startswith("-")):
+            raise RequestError(f"{name} is {text!r}; write a list such as 0,3 or 8-11")
+        first = int(found["first"])
+        indices.extend(range(first, int(found["last"] or first) + 1))
     return indices
 
 
-# ---- models
+def parse_spans(text: str | None) -> list[tuple[int, int | None]] | None:
+    """Parse ranges of columns such as ``0:12,12:``; None stays None.
+
+    Raises:
+        RequestError: *text* is not such a list.
+    """
+    if text is None:
+        return None
+    spans: list[tuple[int, int | None]] = []
+    for part in text.split(","):
+        start, colon, stop = part.strip().partition(":")
+        if not colon or not (start or "0").isdecimal() or not (stop or "0").isdecimal():
+            raise RequestError(
+                f"--spans is {text!r}; write ranges such as 0:12,12: (start:stop, without stop to "
+                "the end)"
+            )
+        spans.append((int(start or 0), int(stop) if stop else None))
+    return spans
+
+
+# ---- how tokens are chosen
+
+
+_CONSTRAINTS: Final = "Constraints"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Constraints(OptionGroup):
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; repeatable.")] = (
+        None
+    )
+    json_schema: Annotated[
+        str | None,
+        typer.Option(
+            "--json-schema",
+            "-j",
+            metavar="TEXT|@FILE",
+            help="JSON schema that the output follows.",
+            rich_help_panel=_CONSTRAINTS,
+        ),
+    ] = None
+    regex: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE",
+            help="Regular expression that the whole output matches.",
+            rich_help_panel=_CONSTRAINTS,
+        ),
+    ] = None
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE",
+            help="GBNF grammar that the output follows.",
+            rich_help_panel=_CONSTRAINTS,
+        ),
+    ] = None
+
+
+class SamplingChoice(OptionGroup):
+    """How tokens are chosen: an option for each number and flag of `Sampling`."""
+
+    def __init__(self, **given: Any) -> None:
+        """Keep the values of the options."""
+        self._given = given
+
+    @classmethod
+    def parameters(cls) -> "list[inspect.Parameter]":
+        """Those of the constraints, and of the table of sampling options."""
+        import inspect
+
+        found = _Constraints.parameters()
+        for row in OPTIONS.values():
+            if row.type in (float, int, bool) or row.name == "seed":
+                names = ["--" + row.name.replace("_", "-")]
+                names += ["-s"] if row.name == "seed" else []
+                option = typer.Option(*names, help=row.doc, rich_help_panel="Sampling")
+                found.append(
+                    inspect.Parameter(
+                        row.name,
+                        inspect.Parameter.KEYWORD_ONLY,
+                        default=row.default,
+                        annotation=Annotated[row.type, option],
+                    )
+                )
+        return found
+
+    @property
+    def has_constraint(self) -> bool:
+        """Whether the output must follow something."""
+        return any(self._given[name] is not None for name in ("json_schema", "regex", "grammar"))
+
+    def sampling(self) -> "Sampling":
+        """The options, checked.
+
+        Raises:
+            InvalidSampling: An option is out of range, or two constraints are given.
+            RequestError: A file is not UTF-8, or the schema is not JSON.
+            OSError: A file cannot be read.
+        """
+        from kqview import Sampling
+
+        options = dict(self._given)
+        options["stop"] = tuple(options["stop"] or ())
+        for name in ("json_schema", "regex", "grammar"):
+            options[name] = text_or_file(options[name])
+        if options["json_schema"] is not None:
+            _check_json("--json-schema", options["json_schema"])
+        return Sampling(**options)
+
+
+def text_or_file(value: str | None) -> str | None:
+    """*value*, or the content of the file whose name follows its ``@``."""
+    if value is None or not value.startswith("@"):
+        return value
+    return read_text(Path(value[1:])).removesuffix("\n")
+
+
+def _check_json(name: str, text: str) -> None:
+    try:
+        json.loads(text)
+    except ValueError as error:
+        raise RequestError(
+            f"{name} is not JSON: {error}; write a schema, or @FILE to read it from a file"
+        ) from None
+
+
+# ---- engines
 
 
 def fetch(name: str) -> str:
@@ -114,35 +578,21 @@ def fetch(name: str) -> str:
 
 
 @contextmanager
-def open_engine(
-    model: str | None,
-    *,
-    from_hub: str | None = None,
-    demo: bool = False,
-    **options: Any,
-) -> "Generator[Engine]":
-    """Open the one model that is named; close the engine at the end of the block.
+def open_engine(path: str | None, **options: Any) -> "Generator[Engine]":
+    """Open the model in the file *path*, or the demo model; close it at the end of the block.
 
     Args:
-        model: Path of a GGUF file.
-        from_hub: ``OWNER/REPO/FILE`` on the Hugging Face Hub.
-        demo: Whether to open the bundled demo model.
+        path: A GGUF file; None for the demo model.
         **options: Options of `Engine`.
 
     Raises:
-        typer.BadParameter: No model or more than one is named.
-        ModelError: The model cannot be downloaded or loaded.
+        ModelError: The model cannot be loaded.
     """
-    if sum([model is not None, from_hub is not None, demo]) != 1:
-        raise typer.BadParameter("name one model: MODEL, --hf or --demo")
     from kqview import Engine
-
-    if from_hub is not None:
-        model = fetch(from_hub)
 
     with load_progress() as progress:
         options["progress"] = progress
-        engine = Engine.demo(**options) if model is None else Engine(model, **options)
+        engine = Engine.demo(**options) if path is None else Engine(path, **options)
     with engine:
         yield engine
 

@@ -10,8 +10,10 @@ from typing import Any, Final, NoReturn
 
 import typer
 
+from kqview.cli.model_file import check_model_file
 from kqview.cli.options import fetch
 from kqview.cli.server_options import needing_server, parameters, reader_of
+from kqview.errors import RequestError
 from kqview.server import supervisor
 from kqview.server.settings import Settings
 
@@ -41,7 +43,7 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
     settings = loaded.config.settings
     one = [settings.model is not None, settings.demo, settings.hf is not None]
     if sum(one) != 1 and (any(one) or not loaded.config.models):
-        raise typer.BadParameter(
+        raise RequestError(
             "name one model: --model FILE, --hf or --demo; or several with [models.ID] in a "
             "configuration file, --config FILE"
         )
@@ -58,6 +60,8 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
     supervised = Supervised.from_env(os.environ)
     listener = supervised.listener if supervised else listen(settings.host, settings.port)
     with listener:
+        if settings.model is not None:
+            check_model_file(settings.model)
         app = create_app(loaded.config)  # reports wrong settings before anything starts
         if supervised is None and settings.supervise and is_program and hasattr(os, "fork"):
             hung_s = HUNG_FACTOR * settings.stall_timeout_s

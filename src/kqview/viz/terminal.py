@@ -57,7 +57,7 @@ def terminal_heatmap(
     for i, row in enumerate(rows):
         weights[i, : len(row)] = row
     mass = weights.sum(axis=0)
-    label_cells = min(_N_LABEL_CELLS, max([1, *(cell_len(_plain(t)) for t in row_labels)]))
+    label_cells = min(_N_LABEL_CELLS, max([1, *(cell_len(label(t)) for t in row_labels)]))
     n_free = max(1, width - label_cells - 1)
     cell = 2 if 2 * n_columns <= n_free else 1
     by_mass = np.argsort(-mass, kind="stable")
@@ -67,8 +67,8 @@ def terminal_heatmap(
     return TerminalHeatmap(
         weights=weights,
         n_contexts=tuple(len(row) for row in rows),
-        row_labels=tuple(set_cell_size(_plain(text), label_cells) for text in row_labels),
-        column_labels=tuple(_plain(text) for text in column_labels),
+        row_labels=tuple(label(text, label_cells) for text in row_labels),
+        column_labels=tuple(label(text) for text in column_labels),
         shown=tuple(int(column) for column in shown),
         marks=dict(zip(marked, _MARKS, strict=False)),
         cell=cell,
@@ -137,6 +137,7 @@ def _colour(level: float) -> str:
     return f"#{red:02x}{green:02x}{blue:02x}"
 
 
-def _plain(text: str) -> str:
-    """Text on one line, with control characters escaped."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+def label(text: str, n_cells: int | None = None) -> str:
+    """*text* on one line, with control characters escaped; cut or padded to *n_cells*."""
+    plain = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return plain if n_cells is None else set_cell_size(plain, n_cells)

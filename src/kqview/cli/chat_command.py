@@ -1,0 +1,90 @@
+"""``kqview chat``: a conversation with a model in the terminal, or line by line from a pipe."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kqview.chat import CHATML
+from kqview.cli.chatting import Chat, load_messages
+from kqview.cli.option_groups import with_groups
+from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
+from kqview.cli.terminal import read_stdin
+from kqview.errors import RequestError
+
+
+@with_groups
+def chat(
+    *,
+    source: EngineChoice,
+    message: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MESSAGE",
+            help="Message to answer, and end; - reads it from standard input. Without one, a "
+            "conversation.",
+        ),
+    ] = None,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", "-sys", metavar="TEXT|@FILE", help="System message."),
+    ] = None,
+    load: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Go on with a conversation that /save wrote."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=1,
+            help="Maximum number of tokens of an answer. [default: what the context holds]",
+        ),
+    ] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT|@FILE", help="Chat template (Jinja) instead of the model's; or chatml."
+        ),
+    ] = None,
+    capture: CaptureChoice,
+    sampling: SamplingChoice,
+) -> None:
+    """Chat with a model.
+
+    Answers stream as they are generated. Ctrl-C stops the answer, Ctrl-D or /quit ends the chat.
+    The arrow keys bring back earlier lines, and a backslash at the end of a line continues it on
+    the next one. /help lists the commands: to take back or repeat an answer, save and load the
+    conversation, and see what the last answer attended to.
+
+    Standard input may be a pipe: each line is then a message or a command.
+
+    Examples:
+
+    - `kqview chat --demo`
+    - `kqview chat -m model.gguf --system "Answer in one sentence." --temperature 0.6`
+    - `kqview chat -m model.gguf "What is a quaver?"`
+    - `printf 'Who are you?\\n/attention\\n' | kqview chat --demo`
+    """
+    plan = capture.plan() if capture.is_asked else None
+    options = sampling.sampling()
+    instructions = text_or_file(system)
+    messages = load_messages(load) if load is not None else []
+    template = CHATML if chat_template == "chatml" else text_or_file(chat_template)
+    path, words = source.resolve(message)
+    if len(words) > 1:
+        raise RequestError(
+            f"{words[0]!r} and {words[1]!r} are two messages; put one message in quotes, and name "
+            "one model"
+        )
+    question = words[0] if words else None
+    if question == "-":
+        question = read_stdin().removesuffix("\n")
+    with source.open(path, chat_template=template) as engine:
+        talk = Chat(engine, options, max_tokens=max_tokens, capture=plan)
+        talk.begin(messages, system=instructions)
+        if question is not None:
+            talk.ask(question)
+        else:
+            talk.run()

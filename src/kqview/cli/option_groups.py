@@ -1,0 +1,59 @@
+"""Groups of options that commands share: each is written once, as a dataclass.
+
+A command takes a group as a keyword-only parameter annotated with its class. `with_groups` shows
+typer an option for each field instead and builds the group when the command runs.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, get_type_hints
+
+_R = TypeVar("_R")
+
+
+class OptionGroup:
+    """Base of the groups: dataclasses whose fields are annotated for typer."""
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        """The options, as parameters of a command."""
+        hints = get_type_hints(cls, include_extras=True)
+        return [
+            inspect.Parameter(
+                one.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=one.default,
+                annotation=hints[one.name],
+            )
+            for one in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+        ]
+
+
+def with_groups(command: Callable[..., _R]) -> Callable[..., _R]:
+    """*command* with the options of its groups in place of them."""
+    hints = get_type_hints(command, include_extras=True)
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, tuple[type[OptionGroup], list[str]]] = {}
+    for one in inspect.signature(command).parameters.values():
+        kind = hints[one.name]
+        if isinstance(kind, type) and issubclass(kind, OptionGroup):
+            own = kind.parameters()
+            groups[one.name] = kind, [parameter.name for parameter in own]
+            parameters += own
+        else:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(one.replace(kind=keyword, annotation=kind))
+
+    @functools.wraps(command)
+    def run(**given: Any) -> _R:
+        built = {
+            name: kind(**{field: given.pop(field) for field in fields})
+            for name, (kind, fields) in groups.items()
+        }
+        return command(**given, **built)
+
+    run.__annotations__ = {}  # typer prefers them to those of the signature
+    run.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportAttributeAccessIssue]
+    return run

@@ -1,0 +1,83 @@
+"""Files that commands write: checked before any work, then written whole or not at all."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.lib import format as npy_format
+from numpy.typing import NDArray
+
+from kqview.errors import RequestError
+from kqview.saved import require_safetensors
+from kqview.state.durable import WholeFile
+
+PICTURES: Final = (".png", ".svg", ".pdf")
+ARRAYS: Final = (".npz", ".npy", ".safetensors")
+
+
+def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
+    """Refuse what cannot be written at the end, before the model is loaded.
+
+    Args:
+        option: Name of the option, for the message.
+        path: Its value; None is fine.
+        suffixes: What the name may end in.
+
+    Raises:
+        RequestError: The suffix is not one of these, or there is no such folder, or it is not
+            writable.
+        KqviewError: The format needs a package that is not installed.
+    """
+    if path is None or (path.exists() and not path.is_file() and not path.is_dir()):
+        return  # a device such as /dev/stdout
+    shown = f"{option} is {str(path)!r}"
+    if path.is_dir():
+        raise RequestError(f"{shown}, a folder; name a file in it")
+    suffix = path.suffix.lower()
+    if suffix not in suffixes:
+        raise RequestError(f"{shown}; end it in {', '.join(suffixes)}")
+    if not path.parent.is_dir():
+        raise RequestError(f"{shown}, but there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise RequestError(f"{shown}, where you may not write")
+    if suffix in PICTURES:
+        from kqview.viz.figures import require_matplotlib
+
+        require_matplotlib(f"a {suffix} file")
+    if suffix == ".safetensors":
+        require_safetensors(f"a {suffix} file")
+
+
+def write_arrays(
+    path: Path,
+    main: str,
+    arrays: Mapping[str, NDArray[Any]],
+    texts: Mapping[str, str | Sequence[str]],
+) -> None:
+    """Write arrays as .npz or .safetensors, or the one of them named *main* as .npy.
+
+    Args:
+        path: The file, whose suffix `check_output` has accepted; what has none of them, such as
+            ``/dev/stdout``, gets .npz.
+        main: Name of the array that an .npy file holds.
+        arrays: Arrays by name.
+        texts: Strings by name: string arrays in .npz, JSON in the metadata of .safetensors.
+
+    Raises:
+        OSError: The file cannot be written; an old file stays.
+    """
+    suffix = path.suffix.lower()
+    with WholeFile(path) as file:
+        if suffix == ".npy":
+            npy_format.write_array(file.stream, arrays[main], allow_pickle=False)
+        elif suffix == ".safetensors":
+            metadata = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+            whole = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+            file.stream.write(require_safetensors(suffix).save(whole, metadata))
+        else:
+            strings = {name: np.array(text, np.str_) for name, text in texts.items()}
+            members: dict[str, Any] = {**arrays, **strings}
+            np.savez(file.stream, **members)

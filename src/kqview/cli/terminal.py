@@ -1,0 +1,91 @@
+"""Standard streams: read as text whatever they are, and written whatever they can show."""
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Final, TextIO
+
+from kqview.errors import RequestError
+
+# Control characters except tab, newline and carriage return.
+_CONTROL: Final = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def prepare_streams() -> None:
+    """Make standard streams usable where they are closed or cannot show every character.
+
+    A closed stream becomes the null device; a character that the terminal's encoding lacks is
+    written as an escape.
+    """
+    for number, mode in enumerate("rww"):
+        try:
+            os.fstat(number)
+        except OSError:  # else the next file to be opened would be the standard stream
+            os.open(os.devnull, os.O_RDWR)
+        name = ("stdin", "stdout", "stderr")[number]
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # pyright: ignore
+
+
+def discard_stdout() -> None:
+    """Send what is written to stdout from here on, and what its buffer holds, nowhere.
+
+    The interpreter flushes stdout once more at exit and would report what went wrong again.
+    """
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (OSError, ValueError):  # stdout is not a file: nothing to flush
+        return
+
+
+def is_piped() -> bool:
+    """Whether standard input is something to read: a pipe or a file, not a terminal."""
+    return not sys.stdin.isatty()
+
+
+def read_stdin() -> str:
+    """All of standard input.
+
+    Raises:
+        RequestError: It is not text in its encoding, UTF-8 unless the locale says otherwise.
+    """
+    encoding = sys.stdin.encoding or "utf-8"
+    return decoded(sys.stdin.buffer.read(), "standard input", encoding)
+
+
+def read_text(path: Path) -> str:
+    """The content of *path*.
+
+    Raises:
+        RequestError: It is not UTF-8.
+        OSError: It cannot be read.
+    """
+    return decoded(path.read_bytes(), str(path))
+
+
+def decoded(data: bytes, name: str, encoding: str = "utf-8") -> str:
+    """*data* as text, without a byte order mark.
+
+    Raises:
+        RequestError: It is not text in *encoding*.
+    """
+    if encoding.lower().replace("_", "-") in ("ascii", "ansi-x3.4-1968"):
+        encoding = "utf-8"
+    try:
+        return data.decode(encoding).removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            f"{name} is not text in {encoding.upper()}: byte 0x{data[error.start]:02x} at "
+            f"{error.start}; convert it, for example with iconv -f LATIN1 -t UTF-8"
+        ) from None
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """*text* for *stream*: on a terminal, control characters of a model become escapes."""
+    if not stream.isatty():
+        return text
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

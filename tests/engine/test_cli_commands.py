@@ -1,0 +1,335 @@
+"""Commands on the demo model: what they print and write is what the Python API returns."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+
+from typer.testing import CliRunner
+
+import kqview
+from kqview import Capture, Engine
+from kqview.cli.main import app
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+TEXT = "Anna has a ball. Anna has a"
+ONE = ("-t", "1")
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Engine]:
+    with Engine.demo(n_ctx=256, n_threads=1) as engine:
+        yield engine
+
+
+def run(command: str, *words: object, stdin: str | bytes | None = None, status: int = 0) -> Any:
+    arguments = [command, "--demo", *ONE, *map(str, words)]
+    result = CliRunner().invoke(app, arguments, input=stdin, env={"COLUMNS": "100"})
+    assert result.exit_code == status, result.output
+    return result
+
+
+def json_of(command: str, *words: object, stdin: str | None = None) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is no JSON")
+
+    text = run(command, *words, "--json", stdin=stdin).stdout
+    return json.loads(text, parse_constant=refuse)
+
+
+# ---- attend
+
+
+def test_attend_draws_a_line_for_each_token_and_fits_the_terminal(demo: Engine) -> None:
+    lines = run("attend", TEXT, "--layer", "1", "--head", "0").stdout.splitlines()
+    assert lines[0].startswith("layer 1, head 0:")
+    texts = [demo.token_text(i) for i in demo.tokenize(TEXT)]
+    for line, text in zip(lines[2:], texts, strict=False):
+        assert line.startswith(text)
+    for line in run("attend", TEXT * 8).stdout.splitlines():
+        assert len(line) <= 100
+
+
+def test_attend_json_and_files_hold_what_the_engine_returns(demo: Engine, tmp_path: Path) -> None:
+    found = demo.attend(TEXT, Capture("scores", layers=[1, 3], heads=[0]))
+    expected = found.array()
+    options = (TEXT, "--capture", "scores", "--layers=1,-1", "--heads", "0")
+    content = json_of("attend", *options)
+    assert content["tokens"] == found.column_texts
+    assert (content["kind"], content["layers"], content["heads"]) == ("scores", [1, 3], [0])
+    shown = np.array(content["attention"], np.float64)  # null becomes NaN
+    assert np.array_equal(np.isnan(shown), np.isinf(expected))
+    seen = np.isfinite(expected)
+    assert np.allclose(shown[seen], expected[seen], atol=1e-5)
+    for name in ("rows.npz", "rows.npy", "rows.safetensors"):
+        path = tmp_path / name
+        run("attend", *options, "--output", path)
+        if name.endswith(".npy"):
+            values = np.load(path)
+        elif name.endswith(".npz"):
+            with np.load(path) as members:
+                values = members["attention"]
+                assert members["texts"].tolist() == found.column_texts
+                assert members["layers"].tolist() == [1, 3]
+        else:
+            from safetensors.numpy import load_file
+
+            values = load_file(path)["attention"]
+        assert np.array_equal(np.isfinite(values), seen)
+        assert np.allclose(values[seen], expected[seen], atol=1e-5)
+
+
+def test_attend_shows_every_form_of_rows(tmp_path: Path) -> None:
+    forms = {
+        "mean of all layers": ("--reduce", "mean"),
+        "layer 2, mean of heads": ("--reduce", "mean_heads", "--layer", "2"),
+        "layer 1, head 1": ("--top-values", "3", "--layer", "1", "--head", "1"),
+        "each column a range": ("--spans", "0:4,4:"),
+        "layer 3": ("--capture", "qk", "--layer=-1"),
+    }
+    for title, options in forms.items():
+        assert title in run("attend", TEXT, *options).stdout.splitlines()[0]
+        assert len(run("attend", TEXT, *options, "--table", "--last", "2").stdout.splitlines()) == 3
+    picture = tmp_path / "head.png"
+    pytest.importorskip("matplotlib")
+    run("attend", TEXT, "--top-values", "3", "-o", picture)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_attend_table_says_what_a_token_attends_to_most(demo: Engine) -> None:
+    rows = demo.attend(TEXT, Capture("probs", layers=[1], heads=[0])).array()[0, 0]
+    texts = [demo.token_text(i) for i in demo.tokenize(TEXT)]
+    lines = run("attend", TEXT, "--layer", "1", "--head", "0", "--table").stdout.splitlines()[1:]
+    for i, line in enumerate(lines):
+        best = int(rows[i].argmax())
+        assert f"{rows[i, best]:4.0%} {texts[best]}" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--layer", "4"), "--layer is 4; choose from 0, 1, 2, 3"),
+        (("--head", "8"), "--head is 8"),
+        (("--layers", "1", "--layer", "2"), "--layer is 2; choose from 1"),
+    ],
+)
+def test_attend_refuses_a_head_that_is_not_there(options: tuple[str, ...], message: str) -> None:
+    assert message in run("attend", TEXT, *options, status=2).stderr
+
+
+# ---- score
+
+
+def test_score_prints_what_the_engine_returns(demo: Engine) -> None:
+    score = demo.score(TEXT)
+    (content,) = json_of("score", TEXT, "--top", "2")
+    assert content["ids"] == score.ids
+    assert content["logprobs"][0] is None
+    assert np.allclose(content["logprobs"][1:], score.logprobs[1:], atol=1e-3)
+    assert content["perplexity"] == pytest.approx(score.perplexity, rel=1e-3)
+    assert all(len(top) == 2 for top in content["top_logprobs"][1:])
+    lines = run("score", TEXT).stdout.splitlines()
+    assert len(lines) == 1 + len(score.ids) + 1
+    rank = lines[2].split()[-1]
+    assert int(rank) == score.ranks[1] + 1
+    assert lines[-1].endswith(f"perplexity {content['perplexity']:.3f}")
+
+
+def test_score_takes_files_and_lines(tmp_path: Path) -> None:
+    path = tmp_path / "texts.txt"
+    path.write_text("Anna has a ball.\n\nTom has a box.\n")
+    lines = run("score", "--lines", "--summary", "-f", path).stdout.splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"{path}:1", f"{path}:3"]
+    whole = json_of("score", "--summary", stdin="Anna has a ball.\n")
+    assert [one["name"] for one in whole] == ["standard input"]
+
+
+def test_text_beyond_the_context_is_scored_in_windows_each_token_once(demo: Engine) -> None:
+    text = "Anna has a ball. Tom has a box. " * 6
+    ids = demo.tokenize(text)
+    n_ctx, half = 32, 16
+    assert len(ids) > 2 * n_ctx
+    (content,) = json_of("score", text, "-c", n_ctx)
+    logprobs = content["logprobs"]
+    assert content["n_scored"] == len(ids) - 1
+    assert content["perplexity"] == pytest.approx(math.exp(-sum(logprobs[1:]) / (len(ids) - 1)))
+    first = demo.score(ids[:n_ctx]).logprobs
+    assert np.allclose(logprobs[1:n_ctx], first[1:], atol=2e-2)
+    second = demo.score(ids[half : half + n_ctx], last=half).logprobs
+    assert np.allclose(logprobs[n_ctx : n_ctx + half], second[half:], atol=2e-2)
+
+
+# ---- embed
+
+
+def test_embed_prints_and_writes_what_the_engine_returns(tmp_path: Path) -> None:
+    texts = ["Tom found a red ball.", "I am a small model."]
+    with Engine.demo(n_threads=1, pooling="mean") as engine:
+        expected = engine.embed(texts)
+    assert isinstance(expected, np.ndarray)
+    printed = np.loadtxt(io.StringIO(run("embed", *texts).stdout))
+    assert np.allclose(printed, expected, atol=1e-4)
+    content = json_of("embed", "--lines", "--similarity", stdin="\n".join(texts))
+    assert content["pooling"] == "mean"
+    assert np.allclose(content["similarity"], expected @ expected.T, atol=1e-4)
+    run("embed", *texts, "-o", tmp_path / "v.npy")
+    assert np.allclose(np.load(tmp_path / "v.npy"), expected, atol=1e-4)
+    assert run("embed", *texts, "--similarity").stdout.splitlines()[0].split()[-2] == "1.000"
+    long = np.loadtxt(io.StringIO(run("embed", texts[0], "--no-normalize").stdout))
+    assert np.linalg.norm(long) > 1.5
+
+
+# ---- generate
+
+
+def test_generate_saves_a_file_that_kqview_loads(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = tmp_path / "rows.safetensors"
+    words = ("--reduce", "mean_heads", "--dtype", "float16", "--temp", "0")
+    text = run("generate", TEXT, "-n", "4", *words, "--output", path).stdout
+    saved = kqview.load(path)
+    assert f"{saved.text}\n" == text
+    assert isinstance(saved.rows, np.ndarray)
+    assert saved.rows.shape == (4, 4, len(saved.prompt_ids) + 3)
+    assert saved.rows.dtype == np.float16
+
+
+def test_generate_json_is_one_object() -> None:
+    content = json_of("generate", TEXT, "-n", "4", "--temp", "0")
+    assert "".join(token["text"] for token in content["tokens"]) == content["text"]
+    assert content["finish_reason"] == "length"
+    assert content["usage"]["completion_tokens"] == 4
+
+
+def test_generate_follows_a_constraint(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"enum": ["cat", "dog"]}
+    (tmp_path / "schema.json").write_text(json.dumps(schema))
+    for option in (json.dumps(schema), f"@{tmp_path / 'schema.json'}"):
+        assert json.loads(run("generate", "A ", "-j", option).stdout) in schema["enum"]
+    assert run("generate", "A ", "--regex", "(ab){2}").stdout == "abab\n"
+    assert run("generate", "A ", "--grammar", 'root ::= "x" "y"').stdout == "xy\n"
+    assert "may be incomplete" in run("generate", "A ", "--regex", "a{9}", "-n", "2").stderr
+
+
+# ---- chat
+
+
+def chat(*lines: str, words: tuple[object, ...] = (), status: int = 0) -> Any:
+    stdin = "".join(f"{line}\n" for line in lines)
+    return run("chat", "--temp", "0", "-n", "24", *words, stdin=stdin, status=status)
+
+
+def messages_in(path: Path) -> list[tuple[str, str]]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    return [(one["role"], one["content"]) for one in content["messages"]]
+
+
+def test_chat_answers_lines_and_saves_the_conversation(demo: Engine, tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    result = chat("Who are you?", "", "Tell me \\", "a story", f"/save {path}")
+    saved = messages_in(path)
+    questions = [("user", "Who are you?"), ("user", "Tell me \na story")]
+    assert saved[::2] == questions
+    ask = [{"role": "user", "content": "Who are you?"}]
+    assert saved[1] == ("assistant", demo.chat(ask, temperature=0, max_tokens=24).read())
+    assert result.stdout == "".join(f"{text}\n" for _, text in saved[1::2])
+
+
+def test_chat_commands_change_the_conversation(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{i}.json" for i in range(6)]
+    saves = [f"/save {path}" for path in paths]
+    chat(
+        "/system Be brief.", "Who are you?", "Hello", saves[0], "/undo", saves[1],
+        "/retry", saves[2], "/clear", saves[3], f"/load {paths[0]}", saves[4],
+        "//slash", saves[5],
+    )  # fmt: skip
+    whole = messages_in(paths[0])
+    assert [role for role, _ in whole] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages_in(paths[1]) == whole[:3]
+    assert messages_in(paths[2]) == whole[:3]  # greedy: the same answer
+    assert messages_in(paths[3]) == whole[:1]
+    assert messages_in(paths[4]) == whole
+    assert messages_in(paths[5])[-2] == ("user", "/slash")
+    result = chat("/history", words=("--load", paths[1], "--system", "Be kind."))
+    assert result.stdout.splitlines()[:2] == ["system: Be kind.", f"user: {whole[1][1]}"]
+
+
+def test_chat_shows_what_the_last_answer_attended_to() -> None:
+    lines = chat("/system Be brief.", "Who are you?", "/attention").stdout.splitlines()
+    at = next(i for i, line in enumerate(lines) if "attended to" in line)
+    shares = [float(line.split("%")[0]) for line in lines[at + 1 : at + 6]]
+    assert sum(shares) == pytest.approx(100, abs=0.4)
+    assert [line.split()[-3:] for line in lines[at + 3 : at + 4]] == [["Who", "are", "you?"]]
+
+
+def test_chat_saves_the_attention_that_it_captured(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    path = tmp_path / "answer.safetensors"
+    answer = chat("Hello", f"/save {path}", words=("--reduce", "mean")).stdout
+    saved = kqview.load(path)
+    assert f"{saved.text}\n" == answer
+    assert isinstance(saved.rows, np.ndarray)
+    assert saved.rows.shape[0] == len(saved.ids)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("/nope", "there is no command /nope"),
+        ("/undo", "there is nothing to take back"),
+        ("/retry", "there is no message to answer again"),
+        ("/attention", "there is no answer yet"),
+        ("/save", "type /save FILE.json"),
+        ("/save x.txt", "type /save FILE.json"),
+        ("/load none.json", "none.json"),
+        ("/set temperature -1", "temperature"),
+        ("/set wings 2", "there is no option wings"),
+    ],
+)
+def test_chat_says_what_is_wrong_with_a_command(line: str, message: str) -> None:
+    result = CliRunner().invoke(app, ["chat", "--demo", *ONE], input=f"{line}\nHello\n")
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_chat_keeps_a_file_that_is_there_unless_told(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    path.write_text("mine")
+    assert f"/save! {path} replaces it" in chat(f"/save {path}", status=2).stderr
+    assert path.read_text() == "mine"
+    chat("Hello", f"/save! {path}")
+    assert messages_in(path)[0] == ("user", "Hello")
+
+
+def test_chat_that_outgrows_the_context_says_how_to_go_on() -> None:
+    result = chat("Anna has a ball. " * 40, words=("-c", "64"), status=2)
+    assert "/undo or /clear shortens it, --ctx allows more" in result.stderr
+
+
+def test_chat_answers_one_message_of_the_command_line() -> None:
+    one = run("chat", "Who are you?", "--temp", "0", "-n", "24").stdout
+    assert one == chat("Who are you?").stdout
+    assert run("chat", "-", "--temp", "0", "-n", "24", stdin="Who are you?\n").stdout == one
+
+
+def test_chat_takes_a_template_of_a_file(demo: Engine, tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }}")
+    words = ("Tom found", "--temp", "0", "-n", "8", "--chat-template", f"@{template}")
+    ids = demo.tokenize("Tom found", add_special=False)
+    assert (
+        run("chat", *words).stdout == demo.generate(ids, temperature=0, max_tokens=8).read() + "\n"
+    )
