@@ -16,6 +16,8 @@ NEEDED = {
     "kqview/py.typed",
     "kqview/_core.pyi",
     "kqview/engine.py",
+    "kqview/coloured/view.css",
+    "kqview/coloured/view.js",
     "kqview/demo/__init__.py",
     "kqview/demo/model.gguf",
     "kqview/licenses/LICENSE.llama.cpp",

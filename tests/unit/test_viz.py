@@ -263,7 +263,7 @@ def test_rows_cut_to_their_largest_values_are_refused():
     token = Token(0, "x", 0, attention=np.ones((1, 1, 2)))
     token.attention_positions = np.zeros((1, 1, 2), np.int32)
     with pytest.raises(ValueError, match="capture without top_k"):
-        heatmap([token], PROMPT)
+        heatmap([token])
 
 
 def test_without_matplotlib_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch):

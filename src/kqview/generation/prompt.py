@@ -5,7 +5,9 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
+from kqview.coloured.rows import Rows
 from kqview.errors import InvalidCapture, OutOfMemory
+from kqview.generation.display import HandedRows, prompt_html, prompt_rows
 from kqview.types import Capture, PromptBlock, Usage
 from kqview.types.forms import Framework, check_framework, check_hf, hf_form, lens_name
 from kqview.types.token import Attention, Context, Positions
@@ -16,6 +18,7 @@ class BlockSource(Protocol):
 
     def next_block(self) -> PromptBlock | None: ...
     async def anext_block(self) -> PromptBlock | None: ...
+    def peek_block(self, within_s: float) -> PromptBlock | None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
     async def aclose(self) -> None: ...
@@ -58,6 +61,7 @@ class PromptAttention:
         self._context = context
         self._capture = capture
         self._budget_bytes = budget_bytes
+        self._handed = HandedRows()
 
     @property
     def n_rows(self) -> int:
@@ -96,6 +100,7 @@ class PromptAttention:
         block = self._source.next_block()
         if block is None:
             raise StopIteration
+        self._handed.add(block.start, block.rows, block.positions)
         return block
 
     def __aiter__(self) -> Self:
@@ -105,6 +110,7 @@ class PromptAttention:
         block = await self._source.anext_block()
         if block is None:
             raise StopAsyncIteration
+        self._handed.add(block.start, block.rows, block.positions)
         return block
 
     def array(self) -> Attention:
@@ -198,12 +204,23 @@ class PromptAttention:
             i_row += block.n_rows
             first = block = None  # free its memory for the next one
             block = next(self, None)
+        self._handed.add(self.start, rows.whole, positions.whole)
         return rows.whole, positions.whole
 
     @property
     def usage(self) -> Usage:
         """Token counts and seconds; ``prefill_s`` is the time for all blocks."""
         return self._source.usage
+
+    def _repr_html_(self) -> str:
+        """The prompt, coloured by attention, for a notebook.
+
+        Choose a layer, a head and a token to see what it looked at. Displaying takes no block: it
+        shows the rows that you still have, such as ``rows = attention.array()``; before anything
+        was taken the first block, for which it waits a second at most. Of many rows, the display
+        keeps what fits in 2 MiB and says what it leaves out.
+        """
+        return prompt_html(self._context(), self._capture, self._handed, self._source.peek_block)
 
     def close(self) -> None:
         """Stop computing; views stay valid."""
@@ -255,3 +272,19 @@ def _rows_of(block: PromptBlock) -> Attention:
     if block.rows is None:
         raise InvalidCapture(f"on_full='drop' dropped the rows from {block.start} on; use 'wait'")
     return block.rows
+
+
+def all_rows(attention: PromptAttention) -> Rows:
+    """The rows that something holds; if there are none, take all blocks. For code of kqview.
+
+    Raises:
+        InvalidCapture: Every block was taken already, and nothing holds its rows. Also as for
+            `PromptAttention.array`.
+        OutOfMemory: As for `PromptAttention.array`.
+    """
+    context, capture = attention._context, attention._capture  # pyright: ignore[reportPrivateUsage]
+    parts = list(attention._handed.held())  # pyright: ignore[reportPrivateUsage]
+    if parts:
+        return prompt_rows(context(), capture, parts)
+    whole = attention._whole(with_positions=capture is not None and capture.top_k is not None)  # pyright: ignore[reportPrivateUsage]
+    return prompt_rows(context(), capture, [(attention.start, *whole)])

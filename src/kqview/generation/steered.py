@@ -176,6 +176,9 @@ class SteeredGeneration(Generation):
                 return token
         return None
 
+    def peek_block(self, within_s: float) -> PromptBlock | None:
+        return self._blocks[0] if self._blocks else None  # its mods run only as it is iterated
+
     def _next_ready(self) -> Token | None:
         return self._ready.popleft() if self._ready and not self._is_left else None
 

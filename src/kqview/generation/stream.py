@@ -10,20 +10,24 @@ A generation has ended when `_reason` is set, which only `_end` does.
 """
 
 import asyncio
+import contextlib
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
-from kqview.errors import BusyError, InvalidCapture
+from kqview.coloured.rows import Rows
+from kqview.errors import BusyError, InvalidCapture, KqviewError
+from kqview.generation.display import N_REMEMBERED, generation_html, generation_rows
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Token, Usage
 from kqview.types.stats import FinishReason, read_fields
-from kqview.types.token import Context
+from kqview.types.token import Context, add_token
 
 _Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEvent
 
@@ -101,6 +105,8 @@ class Generation:
         self._taker = Taker(request_id)
         self._text = TextStream(stop)
         self._ids: list[int] = []
+        # For displays, which show the attention that the caller still has.
+        self._handed: deque[weakref.ref[Token]] = deque(maxlen=N_REMEMBERED)
         self._blocks: deque[PromptBlock] = deque()
         self._ahead: Token | None = None  # received while reading rows of the prompt
         self._reason: str | None = None
@@ -260,6 +266,8 @@ class Generation:
         token._context, token._n_before = context, len(context.ids)  # pyright: ignore[reportPrivateUsage]
         context.ids.append(token.id)
         self._ids.append(token.id)
+        if self._capture is not None:
+            self._handed.append(weakref.ref(token))
 
     def _end(self, reason: str) -> None:
         if self._reason is None:
@@ -373,6 +381,20 @@ class Generation:
             self._ahead = self._token_of(received)
         return self._blocks.popleft() if self._blocks else None
 
+    def peek_block(self, within_s: float) -> PromptBlock | None:
+        """The first rows of the prompt, which stay to be taken; None if they are not here in time.
+
+        Only before anything was taken. An error is left to who takes them.
+        """
+        is_begun = self._ahead is not None or self._ids or self._reason is not None
+        if not self._blocks and not is_begun and not self._is_awaited:
+            with contextlib.suppress(KqviewError):
+                event = self._handle.next(within_s)
+                if isinstance(event, _core.PromptEvent | _core.TokenEvent):
+                    received = self._receive(event)
+                    self._ahead = None if received is None else self._token_of(received)
+        return self._blocks[0] if self._blocks else None
+
     # ---- facts
 
     @property
@@ -477,6 +499,26 @@ class Generation:
         """
         return 0
 
+    def _held_tokens(self) -> list[Token]:
+        """The tokens with attention that were handed out and that something still holds."""
+        found = [token for one in self._handed.copy() if (token := one()) is not None]
+        # One that mods took back has the index of another one, or none.
+        last = {token.index: token for token in found if token.attention is not None}
+        ids = self._ids
+        return [last[i] for i in sorted(last) if i < len(ids) and last[i].id == ids[i]]
+
+    def _repr_html_(self) -> str:
+        """The text so far, coloured by attention, for a notebook.
+
+        Choose a layer, a head and a token to see what it looked at. Displaying takes no token and
+        waits for none: a generation that runs shows what was taken from it so far. It holds no
+        attention either, so rows are shown of the tokens that you still have, such as
+        ``tokens = list(generation)``; the last 8,192 at most. Of many rows, the display keeps what
+        fits in 2 MiB and says what it leaves out.
+        """
+        tokens = self._held_tokens()
+        return generation_html(self._request_id, self._reason, self._context, self._capture, tokens)
+
     def __repr__(self) -> str:
         return (
             f"Generation(request_id={self._request_id!r}, n_tokens={len(self._ids)}, "
@@ -487,3 +529,15 @@ class Generation:
 def count_copied(generation: Generation, n_bytes: int) -> None:
     """Add to `EngineStats.copied_bytes`; for code of kqview that copies attention out of a view."""
     generation._handle.count_copied(n_bytes)  # pyright: ignore[reportPrivateUsage]
+
+
+def all_rows(generation: Generation) -> tuple[Rows, list[str]]:
+    """Take the tokens that are left; the rows of all that something holds, and notes about others.
+
+    For code of kqview that draws them.
+    """
+    tokens = generation._held_tokens()  # pyright: ignore[reportPrivateUsage]
+    for token in generation:
+        add_token(tokens, token)
+    context, capture = generation._context, generation._capture  # pyright: ignore[reportPrivateUsage]
+    return generation_rows(context, capture, tokens)

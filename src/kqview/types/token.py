@@ -1,6 +1,7 @@
 """Token: a generated token with the attention of its query; PromptBlock: rows of the prompt."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import codecs
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast, overload
@@ -60,6 +61,20 @@ class Context:
         data = self._bytes_of.get(token_id)
         return f"#{token_id}" if data is None else data.decode("utf-8", "replace")
 
+    def texts_of(self, ids: Iterable[int]) -> list[str]:
+        """Texts that join to the text of *ids*: tokens inside a character have "", its last has it.
+
+        Bytes that are no UTF-8 together either become U+FFFD.
+        """
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts: list[str] = []
+        for token_id in ids:
+            data = self._bytes_of.get(token_id)
+            texts.append(decoder.decode(data or b"") if data is not None else f"#{token_id}")
+        if texts:
+            texts[-1] += decoder.decode(b"", final=True)
+        return texts
+
     def heads_of(self, capture: Capture | None) -> tuple[int, ...]:
         """The heads of each layer that *capture* keeps; those of the largest if layers differ."""
         if capture is None or not capture.layers:
@@ -78,7 +93,7 @@ def _context(ids: list[int], n_prompt: int, n_head: int, bytes_of: dict[int, byt
     return context
 
 
-@dataclass(slots=True, eq=False, repr=False)
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Token:
     """One generated token.
 

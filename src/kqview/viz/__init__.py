@@ -1,5 +1,6 @@
 """Pictures of attention. Importing this package loads no drawing library."""
 
 from kqview.viz.figures import heatmap, overhead_plot
+from kqview.viz.tokens import ColouredText, coloured, to_html
 
-__all__ = ["heatmap", "overhead_plot"]
+__all__ = ["ColouredText", "coloured", "heatmap", "overhead_plot", "to_html"]

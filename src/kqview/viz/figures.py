@@ -8,17 +8,18 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.errors import KqviewError
+from kqview.coloured.rows import Rows
+from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.state.durable import WholeFile
 from kqview.types import Token
 from kqview.types.capture import Kind
-from kqview.types.token import Attention
 from kqview.viz.heads import probabilities, select_head
+from kqview.viz.source import Source, Values, rows_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,8 +85,6 @@ def save_figure(figure: "Figure", path: "Path") -> None:
 # ---- heat map
 
 
-Values = NDArray[np.floating[Any]]
-
 _WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
 _BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
 _GRID: Final = "#e4e7eb"
@@ -95,19 +94,8 @@ _CELL_INCHES: Final = 0.22
 _LEAST_LABEL_INCHES: Final = 0.12  # smaller cells share a label
 
 
-class HasArray(Protocol):
-    """Anything with an array of attention, such as `PromptAttention`.
-
-    If it has ``column_texts``, these are the labels.
-    """
-
-    def array(self) -> Attention:
-        """``(n_layers, n_heads, n_query, n_context)``, or a tuple of layers."""
-        ...
-
-
 def heatmap(
-    attention: Sequence[Token] | Values | HasArray,
+    attention: Source | tuple[Values, ...],
     tokens: Sequence[str | Token] | None = None,
     *,
     layer: int | None = None,
@@ -124,8 +112,10 @@ def heatmap(
     values are copied; no view is kept.
 
     Args:
-        attention: Tokens of a generation; those without attention are skipped. Or an array of shape
-            ``(n_query, n_context)``, ``(n_layers, n_heads, n_context)`` (one token) or
+        attention: Tokens of a generation; those without attention are skipped. Or a Generation,
+            whose remaining tokens are taken; the result of `Engine.attend` or `Engine.map`, or a
+            `Saved`. Or an array of shape ``(n_query, n_context)``,
+            ``(n_layers, n_heads, n_context)`` (one token) or
             ``(n_layers, n_heads, n_query, n_context)``, whose queries are the last n_query of the
             n_context tokens; or an object whose ``array()`` returns such an array.
         tokens: Texts or Token objects of the context, from its first token on. None takes the texts
@@ -145,111 +135,56 @@ def heatmap(
         ax: Axes to draw into, at their size, instead of into a new figure.
 
     Raises:
-        ValueError: The shape is not supported, there is nothing to draw, or *tokens* is not of the
-            length of the context.
+        RequestError: The shape is not supported, there is nothing to draw, or *tokens* is not of
+            the length of the context.
+        InvalidCapture: ``top_k`` or ``spans`` left the rows without a value per token.
         IndexError: *layer* or *head* was not captured, or is out of range.
         KqviewError: matplotlib is not installed.
     """
     require_matplotlib("heatmap")
-    generated: list[Token] | None = None
-    if isinstance(attention, Sequence):
-        generated = [token for token in attention if token.attention is not None]
-        rows = _rows_of_tokens(generated)
-        kind = kind or next((t.capture.kind for t in generated if t.capture is not None), None)
-        n_seen = [row[0].shape[-1] for row in rows]
-    else:
-        array = attention if isinstance(attention, np.ndarray) else attention.array()
-        tokens = tokens or getattr(attention, "column_texts", None)
-        rows, n_seen = _rows_of_array(array, causal)
-    if not rows or not max(n_seen):
-        raise ValueError("attention has no rows; generate with capture='probs'")
-    kind = kind or "probs"
+    rows, _ = rows_of(attention, tokens, kind, causal=causal)
+    _check_columns(rows)
     heading = ""
-    if rows[0][0].ndim == 1:  # a reduced row or a matrix: no head to choose
+    i_layer, i_head = 0, 0
+    if rows.is_matrix:
         if layer is not None or head is not None:
-            raise ValueError("layer or head is given, but the rows have neither; omit both")
-        drawn = [row[0] for row in rows]
+            raise RequestError(
+                "layer or head is given, but the rows have neither; omit both", parameter="layer"
+            )
     else:
-        layers, heads = _axes_of(attention, generated)
         i_layer, i_head = _choose(
-            rows, kind, _place("layer", layer, layers), _place("head", head, heads)
+            rows, _place("layer", layer, rows.layers), _place("head", head, rows.heads)
         )
-        drawn = [row[i_layer][i_head] for row in rows]
-        names = (layers or range(len(rows[0])))[i_layer], heads[i_head] if heads else i_head
-        heading = f"layer {names[0]}, head {names[1]}"
-    values = np.full((len(rows), max(n_seen)), np.nan)
-    for i, row in enumerate(drawn):
-        values[i, : n_seen[i]] = row[: n_seen[i]]
+        names = rows.layer_names[i_layer], rows.head_names(i_layer)[i_head]
+        heading = f"layer {names[0]}, " + (rows.reduce or f"head {names[1]}")
+    values = np.full((len(rows.rows), max(rows.n_columns)), np.nan)
+    for i, row in enumerate(rows.rows):
+        values[i, : row.n_columns] = row.whole()[i_layer][i_head]
     if hide_first:
         values[:, 0] = np.nan
-    columns = _texts(tokens, generated, n_seen)
-    if generated is None:
-        first = values.shape[1] - len(rows)
-        labels = columns[first:]
-    else:
-        labels = [_text(token) for token in generated]
+    texts = [_text(text) for text in rows.texts]
     if title is None:
-        what = "query" if generated is None else "generated token"
+        what = "query" if rows.n_prompt is None else "generated token"
         title = f"{heading}: " if heading else ""
         title += f"each row is a {what}, each column a token before it"
-    return _draw(values, labels, columns, kind, title, n_seen[0] if generated else None, ax)
+    return _draw(
+        values,
+        [texts[at] for at in rows.at],
+        texts[: values.shape[1]],
+        rows.kind,
+        title,
+        rows.n_prompt,
+        ax,
+    )
 
 
-def _rows_of_tokens(tokens: Sequence[Token]) -> list[list[Values]]:
-    """The layers of each token, each ``(n_heads, n_context)``; one ``(n_context,)`` if reduced."""
-    rows: list[list[Values]] = []
-    for token in tokens:
-        attention = token.attention
-        short = None if token.capture is None else token.capture.shortened_by
-        if token.attention_positions is not None:
-            short = "top_k"
-        if short is not None:
-            raise ValueError(
-                f"{short} left the rows without a value per token; capture without {short}"
-            )
-        if isinstance(attention, tuple):
-            rows.append(list(attention))
-        elif attention is not None:
-            if attention.ndim == 2:  # reduced over heads: one row per layer
-                attention = attention[:, None]
-            rows.append([attention] if attention.ndim == 1 else list(attention))
-    return rows
-
-
-def _rows_of_array(array: Attention, causal: bool) -> tuple[list[list[Values]], list[int]]:
-    """The same for each query of an array, and the number of columns it sees."""
-    if isinstance(array, tuple):
-        rows, n_seen = _rows_of_array(array[0][None], causal)
-        return [[layer[:, i] for layer in array] for i in range(len(rows))], n_seen
-    if array.ndim not in (2, 3, 4):
-        raise ValueError(
-            f"attention has shape {array.shape}; pass (n_query, n_context), "
-            "(n_layers, n_heads, n_context) or (n_layers, n_heads, n_query, n_context)"
+def _check_columns(rows: Rows) -> None:
+    short = "spans" if rows.has_spans else "top_k" if rows.rows[0].places is not None else None
+    if short is not None:
+        raise InvalidCapture(
+            f"{short} left the rows without a value per token; capture without {short}",
+            parameter="attention",
         )
-    if array.ndim == 3:
-        array = array[:, :, None]
-    n_query, n_context = array.shape[-2:]
-    if n_query > n_context:
-        raise ValueError(
-            f"attention has {n_query} queries but only {n_context} tokens; transpose the array"
-        )
-    if array.ndim == 2:
-        rows = [[array[i]] for i in range(n_query)]
-    else:
-        rows = [list(array[:, :, i]) for i in range(n_query)]
-    first = n_context - n_query + 1
-    return rows, [first + i if causal else n_context for i in range(n_query)]
-
-
-def _axes_of(
-    attention: object, generated: list[Token] | None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The model's layers and heads, in the order of the rows; () where they are not known."""
-    source = generated[0] if generated else attention
-    layers, heads = getattr(source, "layers", ()), getattr(source, "heads", ())
-    if generated and not heads and generated[0].capture is not None:
-        heads = generated[0].capture.heads or ()
-    return tuple(layers), tuple(heads)
 
 
 def _place(name: str, wanted: int | None, captured: tuple[int, ...]) -> int | None:
@@ -263,49 +198,20 @@ def _place(name: str, wanted: int | None, captured: tuple[int, ...]) -> int | No
     return captured.index(wanted)
 
 
-def _choose(
-    rows: list[list[Values]], kind: Kind, layer: int | None, head: int | None
-) -> tuple[int, int]:
+def _choose(rows: Rows, layer: int | None, head: int | None) -> tuple[int, int]:
     if layer is not None and head is not None:
         return layer, head
     # Good enough for a choice: the scale of the model, which logits lack, hardly changes it.
-    softened = "probs" if kind == "probs" else "scores"
+    softened = "probs" if rows.kind == "probs" else "scores"
     return select_head(
-        [[probabilities(heads, softened, 1.0) for heads in row] for row in rows],
+        [[probabilities(heads, softened, 1.0) for heads in row.whole()] for row in rows.rows],
         layer=layer,
         head=head,
     )
 
 
-def _texts(
-    tokens: Sequence[str | Token] | None, generated: list[Token] | None, n_seen: list[int]
-) -> list[str]:
-    """A label for each column."""
-    n_columns = max(n_seen)
-    texts = [_text(token) for token in tokens or ()]
-    if tokens is not None:
-        n_least = n_columns if generated is None else min(n_seen)
-        n_most = n_columns if generated is None else n_columns + 1
-        if not n_least <= len(texts) <= n_most:
-            raise ValueError(
-                f"tokens has {len(texts)} texts, the rows have {n_columns} columns; pass a text "
-                "for each, or leave tokens out"
-            )
-    labels = [str(i) for i in range(n_columns)]
-    if generated and not any(token.discarded for token in generated):
-        longest = generated[n_seen.index(n_columns)]
-        labels[: len(longest.column_texts)] = map(_text, longest.column_texts)
-    # A generated token is the column after those of its own row.
-    for token, place in zip(generated or (), n_seen, strict=False):
-        if place < n_columns:
-            labels[place] = _text(token)
-    labels[: len(texts)] = texts[:n_columns]
-    return labels
-
-
-def _text(token: str | Token) -> str:
+def _text(text: str) -> str:
     """The label of a token: one short line, without the space before a word."""
-    text = token if isinstance(token, str) else (token.text or f"#{token.id}")
     shown = text.strip(" ") or "␣"
     shown = shown.replace("\n", "↵").replace("\t", "⇥")
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in shown)
@@ -318,7 +224,7 @@ def _draw(
     values: NDArray[np.float64],
     row_labels: Sequence[str],
     column_labels: Sequence[str],
-    kind: Kind,
+    kind: str,
     title: str,
     n_prompt: int | None,
     axes: "Axes | None",
@@ -374,7 +280,7 @@ def _label_inches(labels: Sequence[str], size: float) -> float:
     return 0.1 + max(map(len, labels)) * size * 0.62 / 72
 
 
-def _colours(values: NDArray[np.float64], kind: Kind) -> dict[str, Any]:
+def _colours(values: NDArray[np.float64], kind: str) -> dict[str, Any]:
     from matplotlib import colormaps
     from matplotlib.colors import LinearSegmentedColormap
 

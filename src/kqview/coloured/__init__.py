@@ -1,0 +1,1 @@
+"""Tokens coloured by attention: what pictures are drawn from, and their HTML."""

@@ -1,0 +1,132 @@
+"""What a picture is drawn from: the rows of anything that carries attention."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kqview.coloured.rows import Rows, rows_of_array, rows_of_tokens
+from kqview.errors import RequestError, shown
+from kqview.generation.prompt import PromptAttention
+from kqview.generation.prompt import all_rows as rows_of_prompt
+from kqview.generation.stream import Generation
+from kqview.generation.stream import all_rows as rows_of_generation
+from kqview.types import Finished, Token
+from kqview.types.capture import Kind
+from kqview.types.token import Attention
+
+Values = NDArray[np.floating[Any]]
+
+
+class HasArray(Protocol):
+    """Anything with an array of attention, such as `PromptAttention`.
+
+    If it has ``column_texts``, these are the labels.
+    """
+
+    def array(self) -> Attention:
+        """``(n_layers, n_heads, n_query, n_context)``, or a tuple of layers."""
+        ...
+
+
+class HasTokens(Protocol):
+    """Anything that makes tokens, such as `kqview.Saved`."""
+
+    def tokens(self) -> Sequence[Token]:
+        """The tokens of a generation, in its order."""
+        ...
+
+
+Source = Generation | PromptAttention | Finished | HasTokens | HasArray | Sequence[Token] | Values
+
+
+def rows_of(
+    attention: "Source | tuple[Values, ...]",
+    tokens: Sequence[str | Token] | None = None,
+    kind: Kind | None = None,
+    *,
+    causal: bool = True,
+) -> tuple[Rows, list[str]]:
+    """The rows of *attention*, and what is to be said about those that are missing.
+
+    Takes what is left of a Generation; of a PromptAttention if no rows of it are held.
+
+    Args:
+        attention: What carries the attention; see `kqview.viz.heatmap`.
+        tokens: Texts or Token objects of the context; see there.
+        kind: Kind of the values; None for what is known of them, "probs" for an array.
+        causal: Whether a query of an array sees only itself and the tokens before it.
+
+    Raises:
+        RequestError: There are no rows, the shape is not supported, or *tokens* has another length
+            than the context.
+        KqviewError: What taking the rest of a generation raises.
+    """
+    texts = None if tokens is None else [_text_of(token) for token in tokens]
+    notes: list[str] = []
+    if isinstance(attention, Generation):
+        rows, notes = rows_of_generation(attention)
+        rows.texts = _replaced(rows, texts)
+    elif isinstance(attention, PromptAttention):
+        rows = rows_of_prompt(attention)
+        rows.texts = _replaced(rows, texts)
+    elif isinstance(attention, Finished):
+        rows = rows_of_tokens(attention.tokens, texts)
+    elif isinstance(attention, np.ndarray) or _is_arrays(attention):
+        rows = rows_of_array(
+            cast("Attention", attention), texts, kind=kind or "probs", causal=causal
+        )
+    elif isinstance(attention, Sequence):
+        rows = rows_of_tokens(_tokens_in(attention), texts)
+    elif hasattr(attention, "array"):
+        source = cast("HasArray", attention)
+        texts = texts if texts is not None else getattr(source, "column_texts", None)
+        rows = rows_of_array(source.array(), texts, kind=kind or "probs", causal=causal)
+    elif callable(getattr(attention, "tokens", None)):
+        rows = rows_of_tokens(cast("HasTokens", attention).tokens(), texts)
+    else:
+        raise RequestError(
+            f"attention is {shown(attention)}; pass tokens, a generation, the result of attend, or "
+            "an array",
+            parameter="attention",
+        )
+    if not rows.rows or not max(rows.n_columns):
+        raise RequestError(
+            "attention has no rows; generate with capture='probs', and keep the tokens",
+            parameter="attention",
+        )
+    rows.kind = kind or rows.kind
+    return rows, notes
+
+
+def _text_of(token: str | Token) -> str:
+    return token if isinstance(token, str) else (token.text or f"#{token.id}")
+
+
+def _is_arrays(attention: object) -> bool:
+    if not isinstance(attention, tuple) or not attention:
+        return False
+    return isinstance(cast("tuple[object, ...]", attention)[0], np.ndarray)
+
+
+def _tokens_in(attention: Sequence[Any]) -> list[Token]:
+    for one in attention:
+        if not isinstance(one, Token):
+            raise RequestError(
+                f"attention has {shown(one)} in it; pass a list of tokens, or an array",
+                parameter="attention",
+            )
+    return list(attention)
+
+
+def _replaced(rows: Rows, texts: list[str] | None) -> list[str]:
+    if texts is None:
+        return rows.texts
+    if len(texts) != len(rows.texts):
+        raise RequestError(
+            f"tokens has {len(texts)} texts, but there are {len(rows.texts)} tokens; pass a text "
+            "for each, or leave tokens out",
+            parameter="tokens",
+        )
+    return texts
