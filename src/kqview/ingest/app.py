@@ -15,7 +15,7 @@ from kqview.ingest.routes import Metrics, operations
 from kqview.ingest.settings import IngestSettings
 from kqview.server.access import AccessLog, Door, no_route, with_cors
 from kqview.server.endpoint import Endpoint
-from kqview.server.pages import describe
+from kqview.server.openapi import describe
 from kqview.server.security import Gate
 
 _ABOUT: Final = "Receives traces of generations with mods, and shows them."

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from kqview import __version__
 from kqview.engine import Engine
 from kqview.errors import RequestError
-from kqview.server import pages
+from kqview.server import openapi, pages
 from kqview.server.access import AccessLog, Door, no_route, with_cors
 from kqview.server.api.anthropic import routes as anthropic
 from kqview.server.api.dream import routes as dream
@@ -113,7 +113,7 @@ def create_app(
 
     def describe() -> None:
         has_keys = bool(live.settings.api_keys or live.settings.admin_keys)
-        new = pages.describe(operations, version=__version__, has_keys=has_keys)
+        new = openapi.describe(operations, version=__version__, has_keys=has_keys)
         description.clear()
         description.update(new)
 

@@ -231,14 +231,17 @@ class Sample:
     Attributes:
         sender: Who sends it.
         about: When it is sent.
-        body: Its JSON; of a binary message, what its bytes are, in words.
+        body: An example of its JSON; of a binary message, what its bytes are, in words; of an event
+            that is no JSON, its data.
         event: Name of a Server-Sent Event.
+        type: Type of its JSON, None for a binary message.
     """
 
     sender: Literal["client", "server"]
     about: str
     body: Mapping[str, Any] | str
     event: str = "message"
+    type: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +262,7 @@ class Operation:
         reply: Type of the JSON reply, for the description.
         status: Of success, for the description.
         error_body: The dialect's body for a failure.
+        failure: Type of that body, for the description; None to describe an example of it.
         access: As `Gate.check` takes it.
         model: Which model `Call.model` is: "named" by the body's field ``model``, else by
             ``?model=`` in the URL; "default" without asking; "none" if the handler needs none, or
@@ -277,6 +281,7 @@ class Operation:
     tag: str
     summary: str
     error_body: Callable[[Answer], Any]
+    failure: Any = None
     body: Any = None
     upload: Any = None
     reply: Any = None

@@ -1,14 +1,13 @@
-"""What the server says about itself: start page, OpenAPI description, health, metrics.
+"""What the server says about itself: start page, health, metrics, mods.
 
-The description is made from the route table. Metrics are read from the engine's own counters when
+Metrics are read from the engine's own counters when
 they are asked for, summed over the engines that have served; only what begins and ends in the
 server is counted here.
 """
 
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Final
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -16,14 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kqview.server import static_files
-from kqview.server.endpoint import UPLOADS, Call, Handler, HttpReply, Operation, Upload
-from kqview.server.errors import STATUS, Answer
+from kqview.server.endpoint import Call, Handler, HttpReply, Operation
+from kqview.server.errors import Answer
 from kqview.server.events_bus import GenerationCompleted
 from kqview.server.run import Run
 from kqview.server.served import Served
 from kqview.server.service import Service
 from kqview.types import EngineStats
-from kqview.types.sampling import OPTIONS
 
 MEDIA_TYPE: Final = CONTENT_TYPE_LATEST
 
@@ -206,231 +204,34 @@ class _EngineCollector:
         )
 
 
-_VERSION: Final = "3.1.0"
-_ERRORS: Final[Mapping[str, str]] = {
-    "400": "The request is wrong; the message says what, and what the limit is.",
-    "401": "A key is needed.",
-    "403": "The key, the page's origin or the Host header does not allow it.",
-    "404": "There is nothing of this name.",
-    "408": "The body came too slowly.",
-    "409": "What it needs is in use.",
-    "413": "The body is too large.",
-    "415": "The body is of another media type.",
-    "422": "The body is JSON of another form.",
-    "429": "Too many requests; Retry-After says when to try again.",
-    "500": "The server failed; its log says more.",
-    "501": "The model, or the way the server was started, does not allow it.",
-    "503": "Too many requests run, or no model is loaded; Retry-After says when to try again.",
-    "504": "The request took too long.",
-    "507": "There is no room for more.",
-}
-
-
-def describe(
-    operations: Iterable[Operation],
-    *,
-    version: str,
-    has_keys: bool,
-    about: str = "Text generation with the attention of every token, layer and head.",
-) -> dict[str, Any]:
-    """The OpenAPI description of *operations*; WebSockets are listed in ``x-websockets``.
-
-    Args:
-        operations: The route table; rows without a tag, such as parts of pages, are left out.
-        version: kqview's.
-        has_keys: Whether a key is needed.
-        about: What the server does.
-    """
-    operations = [one for one in operations if one.tag]
-    types = [
-        kind
-        for one in operations
-        for kind in (one.body, one.upload, one.reply)
-        if kind is not None and kind is not Upload
-    ]
-    schemas, components = msgspec.json.schema_components(
-        types, ref_template="#/components/schemas/{name}"
-    )
-    by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
-    for schema in components.values():
-        _describe_fields(schema)
-    for kind, schema in zip(types, schemas, strict=True):
-        bases: Sequence[type] = getattr(kind, "__mro__", ())[1:]
-        for base in bases:
-            named = schema.get("$ref", "").rpartition("/")[2]
-            _describe_fields(components.get(named, schema), base.__doc__ or "")
-    paths: dict[str, dict[str, Any]] = {}
-    sockets: dict[str, Any] = {}
-    for one in operations:
-        if one.method == "WS":
-            sockets[one.path] = {
-                "summary": one.summary, "tag": one.tag, "messages": _samples(one),
-            }  # fmt: skip
-            continue
-        for path in (one.path, *one.also):
-            path = path.replace(":path}", "}")
-            paths.setdefault(path, {})[one.method.lower()] = _operation(
-                one, path, by_type, has_keys=has_keys
-            )
-    description: dict[str, Any] = {
-        "openapi": _VERSION,
-        "info": {
-            "title": "kqview",
-            "version": version,
-            "description": about,
-        },
-        "paths": paths,
-        "components": {"schemas": components},
-        "x-websockets": sockets,
-    }
-    if has_keys:
-        description["components"]["securitySchemes"] = {
-            "bearer": {"type": "http", "scheme": "bearer"},
-            "header": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
-        }
-    return description
-
-
-# In a docstring's "Attributes": a field's name, and what it is, which may go on over lines.
-_ATTRIBUTE: Final = re.compile(r"^ {8}(\w+(?:, \w+)*): (.*(?:\n {10,}.*)*)", re.M)
-
-
-def _describe_fields(schema: dict[str, Any], docstring: str | None = None) -> None:
-    """Move what a docstring says of each attribute to the property of that name.
-
-    Of a field that is called as an option of sampling, the option's own words are there.
-
-    Args:
-        schema: Of an object.
-        docstring: Of a class that it inherits fields from; None for its own.
-    """
-    text = schema.get("description", "") if docstring is None else docstring
-    about, _, attributes = text.partition("\n\n    Attributes:\n")
-    if about and docstring is None:
-        schema["description"] = _unwrapped(about)
-    properties = schema.get("properties", {})
-    for names, meaning in _ATTRIBUTE.findall(attributes):
-        for name in names.split(", "):
-            if name in properties:
-                properties[name]["description"] = _unwrapped(meaning)
-    for name, one in properties.items():
-        if name in OPTIONS:
-            one.setdefault("description", _unwrapped(OPTIONS[name].doc))
-
-
-def _unwrapped(text: str) -> str:
-    return re.sub(r"\n *(?! *\n)", " ", text).strip()
-
-
-def _operation(
-    one: Operation, path: str, by_type: Mapping[int, Any], *, has_keys: bool
-) -> dict[str, Any]:
-    name = re.sub(r"[{}]", "", path.strip("/")).replace("/", "_").replace(".", "_") or "root"
-    described: dict[str, Any] = {
-        "operationId": f"{one.method.lower()}_{name}",
-        "summary": one.summary,
-        "tags": [one.tag],
-        "responses": {str(one.status): _reply(one, by_type), **_errors(one)},
-    }
-    parameters = [(part, "path") for part in re.findall(r"{(\w+)}", path)]
-    parameters += [(part, "query") for part in one.query]
-    if parameters:
-        described["parameters"] = [
-            {"name": part, "in": where, "required": where == "path", "schema": {"type": "string"}}
-            for part, where in parameters
-        ]
-    if one.body is Upload and one.upload is None:
-        described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
-    elif one.body is not None:
-        content: dict[str, Any] = {"schema": by_type[id(one.upload or one.body)]}
-        if one.example is not None:
-            content["example"] = one.example
-        described["requestBody"] = {"required": True, "content": {"application/json": content}}
-    if one.samples:
-        described["x-events"] = _samples(one)
-    if has_keys and one.access != "open":
-        described["security"] = [{"bearer": []}, {"header": []}]
-    return described
-
-
-def _reply(one: Operation, by_type: Mapping[int, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = {}
-    if one.reply is not None:
-        content["application/json"] = {"schema": by_type[id(one.reply)]}
-    if one.streams:
-        content["text/event-stream"] = {"schema": {}, **_stream_example(one)}
-    described: dict[str, Any] = {"description": one.summary}
-    if one.streams and one.reply is None:
-        described["description"] = "Server-Sent Events, each with one JSON object as its data."
-    return {**described, "content": content} if content else described
-
-
-def _samples(one: Operation) -> list[dict[str, Any]]:
-    return [
-        {
-            "from": sample.sender, "event": sample.event, "about": sample.about,
-            **({"binary": sample.body} if isinstance(sample.body, str) else {"data": sample.body}),
-        }
-        for sample in one.samples
-    ]  # fmt: skip
-
-
-def _stream_example(one: Operation) -> dict[str, str]:
-    events = [
-        f"event: {sample.event}\ndata: {msgspec.json.encode(sample.body).decode()}\n\n"
-        for sample in one.samples
-    ]
-    return {"example": "".join(events)} if events else {}
-
-
-def _errors(one: Operation) -> dict[str, Any]:
-    left_out: set[str] = set() if one.body is not None else {"408", "413"}
-    if one.upload is None:
-        left_out |= {"415", "422"}
-    if one.body is None and "{" not in one.path and not one.query:
-        left_out.add("400")
-    found: dict[str, Any] = {}
-    for status, text in _ERRORS.items():
-        if status not in left_out:
-            example = msgspec.to_builtins(one.error_body(_ANSWERS[status]))
-            content = {"schema": _schema_of(example), "example": example}
-            found[status] = {"description": text, "content": {"application/json": content}}
-    return found
-
-
-_CODES: Final = {row.status: row.code for row in reversed([*STATUS.values()])}
-_ANSWERS: Final = {
-    status: Answer(int(status), _CODES.get(int(status), "INVALID_REQUEST"), text)
-    for status, text in _ERRORS.items()
-}
-_KINDS: Final = {bool: "boolean", int: "integer", float: "number", str: "string"}
-
-
-def _schema_of(value: Any) -> dict[str, Any]:
-    """A schema of values like this one; what is None here may be anything."""
-    if isinstance(value, dict):
-        members = cast("dict[str, Any]", value)
-        properties = {name: _schema_of(one) for name, one in members.items()}
-        return {"type": "object", "properties": properties}
-    if isinstance(value, list):
-        return {"type": "array"}
-    return {} if value is None else {"type": _KINDS[type(value)]}
-
-
 _TAG: Final = "server"
 
 
 class Health(msgspec.Struct):
-    """Whether the server accepts requests."""
+    """Whether the server accepts requests.
+
+    Attributes:
+        status: "ok", "closing", "no model" or "stalled", such as "ok".
+        model: Name of the model, such as "demo"; null if none is loaded yet.
+        reason: Why it is stalled, such as "no step for 60 s".
+        error: Why it accepts none, in the form of llama.cpp's server, such as {"code": 503}.
+    """
 
     status: str
     model: str | None = None
-    reason: str | msgspec.UnsetType = msgspec.UNSET  # why it is stalled
-    error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET  # in llama-server's form
+    reason: str | msgspec.UnsetType = msgspec.UNSET
+    error: dict[str, Any] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ModItem(msgspec.Struct):
-    """A mod that requests may name; ``error`` says why its file cannot be used."""
+    """A mod that requests may name.
+
+    Attributes:
+        id: Its name, such as "stop_early".
+        summary: What it does, such as "Ends the answer early.".
+        error: Why its file cannot be used, such as "line 3: invalid syntax"; null if it can.
+        object: Always "mod".
+    """
 
     id: str
     summary: str
@@ -439,10 +240,27 @@ class ModItem(msgspec.Struct):
 
 
 class ModList(msgspec.Struct):
-    """The mods of the server's folder."""
+    """The mods of the server's folder.
+
+    Attributes:
+        data: The mods.
+        object: Always "list".
+    """
 
     data: list[ModItem]
     object: str = "list"
+
+
+class Failure(msgspec.Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        error: What was wrong, what the limit is and what to do, such as "a key is needed".
+        error_code: Kind of the failure for programs, such as "UNAUTHORIZED".
+    """
+
+    error: str
+    error_code: str
 
 
 def error_body(answer: Answer) -> dict[str, Any]:
@@ -512,5 +330,5 @@ def _get(path: str, handler: Any, summary: str, reply: Any = None, **more: Any) 
     more.setdefault("tag", _TAG)
     return Operation(
         method="GET", path=path, handler=handler, summary=summary,
-        error_body=error_body, reply=reply, **more,
+        error_body=error_body, failure=Failure, reply=reply, **more,
     )  # fmt: skip

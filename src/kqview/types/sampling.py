@@ -44,6 +44,7 @@ class SamplingOption:
         low: The smallest number allowed; None for options that are not numbers.
         high: The largest number allowed; None for options that are not numbers.
         low_excluded: Whether *low* itself is excluded.
+        example: A value that changes something, None for options that are on or off.
     """
 
     name: str
@@ -53,6 +54,7 @@ class SamplingOption:
     low: float | None
     high: float | None
     low_excluded: bool
+    example: Any
     _check: "_Check"
 
     def checked(self, value: object) -> object:
@@ -90,9 +92,11 @@ def _row(
     low: float | None = None,
     high: float | None = None,
     low_excluded: bool = False,
+    example: object = None,
 ) -> Any:
     row = {
-        "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "_check": check,
+        "doc": doc, "low": low, "high": high, "low_excluded": low_excluded, "example": example,
+        "_check": check,
     }  # fmt: skip
     if isinstance(default, dict):
         return field(default_factory=lambda: dict[int, float](), metadata=row)
@@ -106,12 +110,15 @@ def _number(
     low: float = -_FLOAT_MAX,
     high: float = _FLOAT_MAX,
     low_excluded: bool = False,
+    example: float,
 ) -> Any:
-    return _row(default, _to_float, doc, low, high, low_excluded)
+    return _row(default, _to_float, doc, low, high, low_excluded, example)
 
 
-def _integer(default: int | None, doc: str, *, low: int = 0, high: int = INT32_MAX) -> Any:
-    return _row(default, _to_int, doc, low, high)
+def _integer(
+    default: int | None, doc: str, *, low: int = 0, high: int = INT32_MAX, example: int
+) -> Any:
+    return _row(default, _to_int, doc, low, high, example=example)
 
 
 # ---- checks of single options
@@ -256,93 +263,143 @@ class Sampling:
     as text. At most one of ``grammar``, ``json_schema`` and ``regex`` may be given.
     """
 
-    temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0)
-    top_k: int = _integer(40, "Keep the k most probable tokens; 0 keeps all.")
+    temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0, example=0.7)
+    top_k: int = _integer(40, "Keep the k most probable tokens; 0 keeps all.", example=20)
     top_p: float = _number(
         0.95,
         "Keep the fewest tokens whose probabilities add up to this; 1 keeps all.",
         low=0, low_excluded=True, high=1,
+        example=0.9,
     )  # fmt: skip
     min_p: float = _number(
         0.05,
         "Drop tokens below this share of the largest probability; 0 keeps all.",
         low=0, high=1,
+        example=0.1,
     )  # fmt: skip
     typical_p: float = _number(
-        1.0, "Locally typical sampling; 1 is off.", low=0, low_excluded=True, high=1
+        1.0,
+        "Locally typical sampling; 1 is off.",
+        low=0,
+        low_excluded=True,
+        high=1,
+        example=0.9,
     )
     top_n_sigma: float = _number(
         0.0,
         "Drop tokens whose logit is more than this many standard deviations (of all logits) below "
         "the largest, before the truncations above; 0 is off.",
         low=0,
+        example=1.5,
     )
     min_keep: int = _integer(
         0,
         "Minimum number of tokens that top-p, min-p, typical and XTC sampling keep.",
+        example=2,
     )
     dynatemp_range: float = _number(
         0.0,
         "Dynamic temperature: from this far below ``temperature`` to this far above it, rising "
         "with the entropy of the remaining tokens; 0 is off.",
         low=0, high=1000,
+        example=0.3,
     )  # fmt: skip
     dynatemp_exponent: float = _number(
         1.0,
         "Exponent of the normalized entropy in dynamic temperature.",
         low=0, high=1000,
+        example=1.5,
     )  # fmt: skip
     repeat_penalty: float = _number(
-        1.0, "Divides the logits of tokens seen before; 1 is off.", low=0, low_excluded=True
+        1.0,
+        "Divides the logits of tokens seen before; 1 is off.",
+        low=0,
+        low_excluded=True,
+        example=1.1,
     )
     repeat_last_n: int = _integer(
         64,
         "How many tokens the three penalties look back; 0 is off, -1 is the whole context.",
         low=-1,
+        example=256,
     )
     presence_penalty: float = _number(
-        0.0, "Subtracted once from the logits of tokens seen before; 0 is off."
+        0.0,
+        "Subtracted once from the logits of tokens seen before; 0 is off.",
+        example=0.5,
     )
     frequency_penalty: float = _number(
-        0.0, "Subtracted from a token's logit for each time it was seen; 0 is off."
+        0.0,
+        "Subtracted from a token's logit for each time it was seen; 0 is off.",
+        example=0.5,
     )
     dry_multiplier: float = _number(
-        0.0, "Strength of the DRY penalty on repeated sequences; 0 is off.", low=0
+        0.0,
+        "Strength of the DRY penalty on repeated sequences; 0 is off.",
+        low=0,
+        example=0.8,
     )
-    dry_base: float = _number(1.75, "Growth of the DRY penalty with each further token.", low=1)
-    dry_allowed_length: int = _integer(2, "Longest repetition without a DRY penalty.")
+    dry_base: float = _number(
+        1.75, "Growth of the DRY penalty with each further token.", low=1, example=2.0
+    )
+    dry_allowed_length: int = _integer(2, "Longest repetition without a DRY penalty.", example=3)
     dry_penalty_last_n: int = _integer(
-        64, "How many tokens DRY looks back; 0 is off, -1 is the whole context.", low=-1
+        64,
+        "How many tokens DRY looks back; 0 is off, -1 is the whole context.",
+        low=-1,
+        example=-1,
     )
     dry_sequence_breakers: Sequence[str] = _row(
-        ("\n", ":", '"', "*"), _to_breakers, "Strings that end a sequence for DRY; at most 64."
+        ("\n", ":", '"', "*"),
+        _to_breakers,
+        "Strings that end a sequence for DRY; at most 64.",
+        example=["\n"],
     )
     xtc_probability: float = _number(
-        0.0, "Chance that XTC leaves out the most probable tokens; 0 is off.", low=0, high=1
+        0.0,
+        "Chance that XTC leaves out the most probable tokens; 0 is off.",
+        low=0,
+        high=1,
+        example=0.5,
     )
     xtc_threshold: float = _number(
         0.1,
         "Minimum probability of a token that XTC may leave out; above 0.5 is off.",
         low=0, high=1,
+        example=0.2,
     )  # fmt: skip
     mirostat: int = _integer(
-        0, "Version of Mirostat, 1 or 2, which replaces the truncations above; 0 is off.", high=2
+        0,
+        "Version of Mirostat, 1 or 2, which replaces the truncations above; 0 is off.",
+        high=2,
+        example=2,
     )
-    mirostat_tau: float = _number(5.0, "Mirostat's target entropy.", low=0, low_excluded=True)
-    mirostat_eta: float = _number(0.1, "Mirostat's learning rate.", low=0, low_excluded=True)
+    mirostat_tau: float = _number(
+        5.0, "Mirostat's target entropy.", low=0, low_excluded=True, example=4.0
+    )
+    mirostat_eta: float = _number(
+        0.1, "Mirostat's learning rate.", low=0, low_excluded=True, example=0.2
+    )
     seed: int | None = _integer(
         None,
         "Makes a run repeatable on one machine and build; None uses a random seed.",
         high=_SEED_MAX,
+        example=7,
     )
     logit_bias: Mapping[int, float] = _row(
-        {}, _to_bias, "Added to the logit of each token id; -inf bans it."
+        {},
+        _to_bias,
+        "Added to the logit of each token id; -inf bans it.",
+        example={"13": -5.0},
     )
-    banned_tokens: Ids = _row((), _to_token_ids, "Token ids that are never sampled.")
+    banned_tokens: Ids = _row((), _to_token_ids, "Token ids that are never sampled.", example=[13])
     stop: str | Sequence[str] = _row(
-        (), _to_strings, "Strings that end the generation; a str is one stop string."
+        (),
+        _to_strings,
+        "Strings that end the generation; a str is one stop string.",
+        example=["\n\n"],
     )
-    stop_tokens: Ids = _row((), _to_token_ids, "Token ids that end the generation.")
+    stop_tokens: Ids = _row((), _to_token_ids, "Token ids that end the generation.", example=[2])
     ignore_eos: bool = _row(False, _to_flag, "Never sample a token that ends the text.")
     grammar: str | None = _row(
         None,
@@ -352,6 +409,7 @@ class Sampling:
         "a variant of Lark. One that takes more than 2 s of CPU time for a token, or 0.1 s on "
         "average, 20,000 simultaneous parses or 32 MiB ends its generation with "
         "InvalidSampling; other generations continue.",
+        example='root ::= "yes" | "no"',
     )
     json_schema: SchemaLike | None = _row(
         None,
@@ -362,6 +420,7 @@ class Sampling:
         'there is no white space between values, unless the key "x-guidance" sets it. Needs '
         'llguidance, ``pip install "kqview[constraints]"``, whose documentation lists what it '
         "supports. See `Generation.parsed`.",
+        example={"type": "object"},
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
@@ -369,11 +428,13 @@ class Sampling:
         "Regular expression that the whole output must match: text in the syntax of Rust's regex "
         "crate, or a compiled pattern of Python, whose flags count; stored as text. Also needs "
         "llguidance.",
+        example="[A-Z][a-z]+",
     )
     top_logprobs: int | None = _integer(
         None,
         "How many of the most probable tokens to report with their logprobs; 0 reports only the "
         "chosen token's logprob, None reports nothing.",
+        example=3,
     )
     post_sampling_probs: bool = _row(
         False,

@@ -44,11 +44,24 @@ DEFAULT_VALUES: Final[AttentionValues] = "probs"
 class Attention(Struct, kw_only=True):
     """What attention to send with each token; `kqview.server.attention` describes the formats.
 
-    ``delivery`` "inline" puts it into the reply, "id" keeps it for ``GET /v1/attention/{id}/{n}``,
-    where id is the reply's own. ``reduce`` is "mean_heads" or "max_heads" for rows of each layer;
-    its other values make one row of all layers, which is the format "aggregated". ``spans`` are
-    ranges of columns ``[start, stop]``, whose sums are sent instead of a value per column; a null
-    stop grows with the context.
+    Attributes:
+        values: What rows hold: logits before the softmax, scores with the mask, or probabilities;
+            "probs" if not given, unless the server was started with another default.
+        format: "per_layer" has a row for each head of each layer; "aggregated" one row of them all;
+            "sparse" the columns with the largest weights; "viz" a summary of each layer.
+            "per_layer" if not given.
+        reduce: "mean_heads" and "max_heads" make one row of each layer; the others one row of all
+            layers, which is the format "aggregated".
+        layers: Layers to send, such as [0, 3]; all if not given.
+        heads: Heads to send, such as [0, 5]; all if not given.
+        spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in place of
+            columns; a range that ends with null grows with the context.
+        layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
+        top_k: Columns of "sparse", such as 10; 50 if not given.
+        dtype: Type of the values; "float32" if not given.
+        prompt: Whether rows of the prompt's own tokens are sent as well; false if not given.
+        delivery: "inline" puts rows into the reply; "id" keeps them for ``GET
+            /v1/attention/{id}/{n}``, where id is the reply's own. "inline" if not given.
     """
 
     values: AttentionValues | None = None

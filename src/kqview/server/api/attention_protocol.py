@@ -71,47 +71,55 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     """Fields of a generation in both protocols; names of the same thing stand together.
 
     Attributes:
-        prompt: Text to continue.
-        memory: Text before the prompt.
+        prompt: Text to continue, such as "Anna is a".
+        memory: Text before the prompt, such as "A story about Anna.".
         input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt.
-        model: Id of a configured model; without it the default one.
-        request_id: Name of the request in events, and for ending it.
-        genkey: KoboldAI's name of the request, for checking and aborting it.
+        model: Id of a configured model, such as "demo"; the default model if not given.
+        request_id: Name of the request in events, and for ending it, such as "r1".
+        genkey: KoboldAI's name of the request, for checking and aborting it, such as "KCPP1234".
         mods: Mods of the server's folder that steer it, such as ["stop_early"].
-        max_length, max_new_tokens: Most tokens to generate; 50 if neither is given.
-        max_context_length: Longest prompt in tokens that the client allows.
-        temperature: Divides the logits; 0 takes the most probable token. 0.7 if not given.
-        top_p: Keeps the most probable tokens that together have this probability. 0.9 if not given.
-        top_k: Keeps so many of the most probable tokens, 0 all of them. 40 if not given.
-        min_p: Drops tokens less probable than this part of the most probable one. 0 if not given.
-        typical: Keeps the tokens nearest to the expected information, of this probability together.
-        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest.
+        max_length, max_new_tokens: Most tokens to generate, such as 128; 50 if neither is given.
+        max_context_length: Longest prompt in tokens that the client allows, such as 2048.
+        temperature: Divides the logits, such as 1.0; 0 takes the most probable token. 0.7 if not
+            given.
+        top_p: Keeps the most probable tokens that together have this probability, such as 0.95. 0.9
+            if not given.
+        top_k: Keeps so many of the most probable tokens, such as 20, 0 all of them. 40 if not
+            given.
+        min_p: Drops tokens less probable than this part of the most probable one, such as 0.05. 0
+            if not given.
+        typical: Keeps the tokens nearest to the expected information, of this probability together,
+            such as 0.9; 1 if not given, which is off.
+        nsigma: Keeps tokens whose logits are within so many standard deviations of the largest,
+            such as 1.5; 0 if not given, which is off.
         rep_pen, repetition_penalty: Divides the logits of tokens that were there lately, such as
-            1.1. 1 changes nothing, and is the default.
-        rep_pen_range: Of how many of the last tokens.
-        sampler_seed, seed: Makes the choice repeatable; -1, or none, is another one each time.
+            1.1. 1 if neither is given, which changes nothing.
+        rep_pen_range: Of how many of the last tokens, such as 256; 64 if not given.
+        sampler_seed, seed: Makes the choice repeatable, such as 7; -1, or none, is another one each
+            time.
         stop_sequence: Texts that end the generation, such as ["\\n\\n"].
-        stop_tokens: Ids that do.
-        banned_tokens: Ids, or texts that are one token, that are never chosen.
+        stop_tokens: Ids that do, such as [2].
+        banned_tokens: Ids, or texts that are one token, that are never chosen, such as [13].
         ban_eos_token, bypass_eos: Whether the model cannot end the text itself.
         trim_stop: Whether the text leaves out the stop sequence that ended it.
-        num_samples: Texts to generate from the prompt.
-        logprobs, top_logprobs: Log-probabilities of each token, and of so many alternatives;
-            ``true`` is 5.
+        num_samples: Texts to generate from the prompt, such as 2; 1 if not given.
+        logprobs, top_logprobs: Logprobs of each token and of so many of the most probable ones,
+            such as 3; ``true`` is 5. They are before bias, grammar and samplers.
         output_attentions, return_attention: Whether tokens come with their attention.
         prompt_attention: Whether rows of the prompt's own tokens are sent as well.
         attention_values: What rows hold: logits before the softmax, scores with the mask, or
             probabilities.
         attention_format: "per_layer" has a row for each head of each layer; "aggregated" one row of
             them all; "sparse" the columns with the largest weights; "viz" a summary of each layer.
-        aggregation_mode: How "aggregated" makes one row of many.
+            "per_layer" if not given.
+        aggregation_mode: How "aggregated" makes one row of many; "mean" if not given.
         layer_weights: Weight of each layer for "weighted_layers", such as [0, 0, 1, 1].
-        sparse_top_k, attention_top_k: Columns of "sparse"; 50 if not given.
+        sparse_top_k, attention_top_k: Columns of "sparse", such as 10; 50 if not given.
         attention_layers: Layers to send, such as [0, 3]; all if not given.
-        attention_heads: Heads to send; all if not given.
+        attention_heads: Heads to send, such as [0, 5]; all if not given.
         attention_spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in
             place of columns.
-        dtype: Type of the values.
+        dtype: Type of the values; "float32" if not given.
     """
 
     prompt: str | None = None
@@ -514,7 +522,13 @@ LOGPROB_BYTES: Final = 2048
 
 
 class TopLogprob(Struct):
-    """A token that could have been chosen."""
+    """A token that could have been chosen.
+
+    Attributes:
+        token: Its text, such as " the"; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers, such as -1.5.
+        bytes: Its bytes, such as [32, 116, 104, 101].
+    """
 
     token: str
     logprob: float
@@ -522,7 +536,14 @@ class TopLogprob(Struct):
 
 
 class TokenLogprob(Struct, kw_only=True):
-    """A token that was chosen, and those that could have been."""
+    """A token that was chosen, and those that could have been.
+
+    Attributes:
+        token: Its text, such as " a"; U+FFFD for bytes that are not UTF-8.
+        logprob: Its logprob before bias, grammar and samplers, such as -0.6.
+        bytes: Its bytes, such as [32, 97].
+        top_logprobs: The most probable tokens at its place, the most probable first.
+    """
 
     token: str
     logprob: float
@@ -531,7 +552,16 @@ class TokenLogprob(Struct, kw_only=True):
 
 
 class Logprobs(Struct, kw_only=True):
-    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms."""
+    """Logprobs of a generation as KoboldCpp sends them, in both of OpenAI's forms.
+
+    Attributes:
+        content: Each token with those that could have been, as in chat completions.
+        tokens: Text of each token, such as [" a"].
+        token_logprobs: Logprob of each, such as [-0.6].
+        top_logprobs: The most probable tokens at each place by their texts, such as [{" a": -0.6, "
+            the": -1.5}].
+        text_offset: Character of the text at which each token begins, such as [0].
+    """
 
     content: list[TokenLogprob]
     tokens: list[str]

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from kqview.errors import InvalidSampling, InvalidToken, RequestError
 from kqview.server.api.mods_field import ModsField, mods_of_model
@@ -39,14 +39,65 @@ Names = Annotated[list[Annotated[str, msgspec.Meta(max_length=1000)]], msgspec.M
 
 
 class LoraScale(Struct):
-    """A LoRA adapter, by its index, and its scale."""
+    """A LoRA adapter, by its index, and its scale.
+
+    Attributes:
+        id: Index of the adapter in ``GET /lora-adapters``, such as 0.
+        scale: Its strength, such as 0.5.
+    """
 
     id: int
     scale: float = 0.0
 
 
 class LlamaFields(Struct, kw_only=True):
-    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null."""
+    """Fields of a generation in llama.cpp's server, in any of its routes; all may be null.
+
+    Attributes:
+        model: Id of a configured model, such as "demo"; the default model if not given.
+        n_predict: Most tokens to generate, such as 128; as many as fit the context if not given. -1
+            is the same, 0 evaluates the prompt only.
+        max_completion_tokens: Another name for ``n_predict``.
+        max_tokens: Another name for ``n_predict``.
+        n_cmpl: Texts to generate from each prompt, such as 2; 1 if not given.
+        n: Another name for ``n_cmpl``.
+        stream: Whether the reply is a stream of Server-Sent Events; false if not given.
+        samplers: Samplers that are on, such as ["top_k", "temperature"], or a letter for each, such
+            as "kt"; all if not given. Their order is fixed.
+        adaptive_target: Has to be negative: this sampler does not exist here. -1 if not given.
+        adaptive_decay: Not read, as that sampler does not exist here; anything, such as 0.9.
+        stop: Texts that end the generation, such as ["\\n\\n"], or one text.
+        logit_bias: Added to logits: an object by id or text, such as {"13": -5}, or pairs [id or
+            text, number]; false bans.
+        json_schema: JSON schema that the text follows, such as {"type": "object"}.
+        n_probs: Report the logprobs of each token and of so many of the most probable ones, such as
+            3. They are the model's own, before bias, grammar and samplers; see
+            ``post_sampling_probs``.
+        logprobs: Another name for ``n_probs``; true reports one.
+        id_slot: The slot to use, such as 0; -1, which is any, if not given.
+        cache_prompt: Whether tokens of the prompt that a slot holds are reused; true if not given.
+        n_cache_reuse: Least number of tokens to reuse in a piece from elsewhere in the slot, such
+            as 256; 0, which is never, if not given.
+        n_keep: Tokens at the start that stay when the context is shifted, such as 4; 0 if not
+            given, -1 for the whole prompt.
+        n_discard: Tokens that a shift of the context removes, such as 100; half of those that may
+            go if 0 or not given.
+        n_indent: Has to be 0: it is not supported.
+        t_max_predict_ms: Ends the text at the first line end after so many milliseconds, such as
+            500; no limit if not given.
+        lora: Scales of LoRA adapters for this request; those left out are off. The server's if not
+            given.
+        mods: Mods of the server's folder that steer the answer, such as ["stop_early"].
+        reasoning_budget_tokens: Most tokens of reasoning, such as 256; 0 for none. -1, which is the
+            server's limit, if not given.
+        thinking_budget_tokens: Another name for ``reasoning_budget_tokens``.
+        timings_per_token: Whether each event of a stream has timings so far; false if not given.
+        return_tokens: Whether the reply has the ids of the text; false if not given.
+        return_progress: Whether the first event tells how much of the prompt was cached; false if
+            not given.
+        response_fields: Names of the fields that the reply keeps, such as ["content"]; all if not
+            given.
+    """
 
     model: str | None = None
     n_predict: int | None = None
@@ -420,7 +471,19 @@ def _sampler_names(samplers: Sequence[str] | str | None) -> frozenset[str] | Non
 
 
 class Timings(Struct, kw_only=True):
-    """What a generation cost; ``prompt_n`` counts the tokens that were not cached."""
+    """What a generation cost; rates are null where nothing was computed.
+
+    Attributes:
+        cache_n: Tokens of the prompt that were in the cache, such as 0.
+        prompt_n: Tokens of the prompt that were evaluated, such as 12.
+        prompt_ms: Milliseconds of that, such as 8.5.
+        prompt_per_token_ms: Milliseconds for each of them, such as 0.7.
+        prompt_per_second: Such tokens a second, such as 1411.8.
+        predicted_n: Tokens that were generated, such as 20.
+        predicted_ms: Milliseconds of that, such as 40.0.
+        predicted_per_token_ms: Milliseconds for each of them, such as 2.0.
+        predicted_per_second: Such tokens a second, such as 500.0.
+    """
 
     cache_n: int
     prompt_n: int
@@ -467,6 +530,36 @@ _TYPES: Final[Mapping[int, str]] = MappingProxyType(
         405: "not_found_error", 501: "not_supported_error", 503: "unavailable_error",
     }
 )  # fmt: skip
+
+
+class FailureFacts(Struct, kw_only=True):
+    """What went wrong.
+
+    Attributes:
+        code: Status, such as 400.
+        message: What was wrong, what the limit is and what to do, such as "top_k is -5".
+        type: Kind of the failure for programs, such as "invalid_request_error".
+        param: The field that is wrong, such as "top_k"; null if no single one is known.
+        n_prompt_tokens: Tokens of a prompt that is too long, such as 3000.
+        n_ctx: The most that it may have, such as 2048.
+    """
+
+    code: int
+    message: str
+    type: str
+    param: str | None
+    n_prompt_tokens: int | UnsetType = UNSET
+    n_ctx: int | UnsetType = UNSET
+
+
+class Failure(Struct, kw_only=True):
+    """A failure, also as the last event of a stream.
+
+    Attributes:
+        error: What went wrong.
+    """
+
+    error: FailureFacts
 
 
 def error_type(answer: Answer) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Final
 from kqview.engine import Engine
 from kqview.errors import BusyError, KqviewError, RequestError
 from kqview.server.api.attention_protocol import one_token_of
-from kqview.server.api.dream import schema
+from kqview.server.api.dream import schema, stream_schema
 from kqview.server.api.dream.convert import (
     Plan,
     asks_for_tokens,
@@ -378,58 +378,100 @@ async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply
 
 
 _EXAMPLE: Final[dict[str, Any]] = {"prompt": "Anna is a", "max_new_tokens": 2, "temperature": 0}
+_ROW: Final[dict[str, Any]] = {
+    "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "binary",
+    "dtype": "float32",
+}  # fmt: skip
 _MESSAGES: Final = (
-    Sample("client", "A request; another one may follow its end", {
-        "type": "generate", **_EXAMPLE, "return_attention": True, "encoding": "binary",
-    }),
-    Sample("server", "Each token", {
-        "type": "token", "request_id": "…",
-        "token": {"token_id": 354, "text": " teac", "logprob": -0.61},
-        "attention": {
-            "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "binary",
-            "dtype": "float32",
+    Sample(
+        "client", "A request; another one may follow its end",
+        {"type": "generate", **_EXAMPLE, "return_attention": True, "encoding": "binary"},
+        type=schema.Generate,
+    ),
+    Sample(
+        "server", "Rows of the prompt, with prompt_attention",
+        {"type": "prompt_attention", "request_id": "…", "start": 0, "rows": 7, "attention": {
+            **_ROW, "shape": [4, 8, 7, 7],
+        }},
+        type=stream_schema.PromptEvent,
+    ),
+    Sample("server", "Their values, as encoding is binary", "values in C order, little-endian"),
+    Sample(
+        "server", "Each token",
+        {
+            "type": "token", "request_id": "…",
+            "token": {"token_id": 354, "text": " teac", "logprob": -0.61}, "attention": _ROW,
         },
-    }),
+        type=stream_schema.TokenEvent,
+    ),
     Sample("server", "Its row, as encoding is binary", "values in C order, little-endian"),
-    Sample("client", "Ends the request early", {"type": "cancel", "request_id": "…"}),
-    Sample("server", "The end", {
-        "type": "done", "request_id": "…", "finish_reason": "length", "total_tokens": 2,
-        "generation_time_ms": 3.5,
-    }),
-    Sample("server", "A failure, in place of the end", {
-        "type": "error", "request_id": "…", "error": "the model was switched; send the request "
-        "again", "error_code": "MODEL_CHANGED",
-    }),
+    Sample(
+        "server", "Tokens that a mod took back",
+        {"type": "removed", "request_id": "…", "tokens": 1, "characters": 5},
+        type=stream_schema.RemovedEvent,
+    ),
+    Sample(
+        "client", "Ends the request early", {"type": "cancel", "request_id": "…"},
+        type=schema.Cancel,
+    ),
+    Sample(
+        "server", "With sentences: those that got little attention",
+        {"type": "pruning_suggestion", "request_id": "…", "prunable_sentences": [
+            {"turn_id": 1, "sentence_id": 2, "max_attention": 0.004},
+        ]},
+        type=stream_schema.PruningEvent,
+    ),
+    Sample(
+        "server", "The end",
+        {
+            "type": "done", "request_id": "…", "finish_reason": "length", "total_tokens": 2,
+            "generation_time_ms": 4,
+        },
+        type=stream_schema.DoneEvent,
+    ),
+    Sample(
+        "server", "A failure, in place of the end",
+        {
+            "type": "error", "request_id": "…",
+            "error": "the model was switched; send the request again",
+            "error_code": "MODEL_CHANGED",
+        },
+        type=stream_schema.ErrorEvent,
+    ),
 )  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="GET", path="/api/v1/model/info", also=("/api/latest/model/info",),
-        handler=show_model_info, tag=_TAG, error_body=error_body, reply=schema.ModelInfoReply,
+        handler=show_model_info, tag=_TAG, error_body=error_body, failure=stream_schema.Failure,
+        reply=schema.ModelInfoReply,
         model="named",
         summary="Architecture, sizes, special tokens and chat template of the model.",
     ),
     Operation(
         method="POST", path="/api/v1/generate", also=("/api/latest/generate",),
         handler=generate, model="named", tag=_TAG, error_body=shared_error_body,
+        failure=stream_schema.SharedFailure,
         body=schema.GenerateBody, reply=schema.GenerateReply,
         summary="Text in one reply, with the attention of every token if asked for.",
         example={**_EXAMPLE, "return_attention": True},
     ),
     Operation(
         method="WS", path="/api/v1/generate/stream", also=("/api/latest/generate/stream",),
-        handler=stream, tag=_TAG, error_body=error_body, subprotocols=(schema.SUBPROTOCOL,),
+        handler=stream, tag=_TAG, error_body=error_body, failure=stream_schema.Failure,
+        subprotocols=(schema.SUBPROTOCOL,),
         summary="Text token by token with its attention; JSON, or MessagePack as subprotocol.",
         samples=_MESSAGES,
     ),
     Operation(
         method="GET", path="/api/v1/models", handler=list_models, tag=_TAG,
-        error_body=error_body, reply=schema.ModelsReply,
+        error_body=error_body, failure=stream_schema.Failure, reply=schema.ModelsReply,
         summary="Models that may be loaded, and the one that is.",
     ),
     Operation(
         method="POST", path="/api/v1/model/load", handler=load_model, tag=_TAG,
-        error_body=error_body, body=schema.LoadBody, reply=schema.ModelInfoReply, access="admin",
+        error_body=error_body, failure=stream_schema.Failure,
+        body=schema.LoadBody, reply=schema.ModelInfoReply, access="admin",
         summary="Unload the model and load another one; running requests end with MODEL_CHANGED.",
     ),
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from kqview.server.api.attention_protocol import (
     logprobs_of,
     one_token_of,
 )
-from kqview.server.api.kobold import convert, schema
+from kqview.server.api.kobold import convert, schema, stream_schema
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.endpoint import (
     Call,
@@ -227,6 +227,7 @@ def _always(reply: Any) -> Handler:
 
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     more.setdefault("error_body", convert.error_body)
+    more.setdefault("failure", stream_schema.Failure)
     return Operation(method=method, path=path, handler=handler, tag=_TAG, summary=summary, **more)
 
 
@@ -257,25 +258,59 @@ _TOKEN: Final[dict[str, Any]] = {"token_id": 354, "text": " teac"}
 _DONE: Final[dict[str, Any]] = {"type": "done", "finish_reason": "length", "total_tokens": 2}
 _ERROR: Final[dict[str, Any]] = {
     "type": "error", "error": "the model was switched; send the request again",
-    "error_code": "MODEL_CHANGED",
+    "error_code": "MODEL_CHANGED", "detail": {
+        "error": "Service Unavailable", "msg": "the model was switched; send the request again",
+        "type": "service_unavailable",
+    },
+}  # fmt: skip
+_PROMPT: Final[dict[str, Any]] = {"type": "prompt_attention", "start": 0, "rows": 7}
+_REMOVED: Final[dict[str, Any]] = {"type": "removed", "tokens": 1, "characters": 5}
+_ROW: Final[dict[str, Any]] = {
+    "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
+    "dtype": "float32", "data": "…",
 }  # fmt: skip
 _EVENTS: Final = (
-    Sample("server", "Each token, with its row", {
-        "type": "token", "token": _TOKEN, "request_id": "…", "attention": {
-            "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
-            "dtype": "float32", "data": "…",
-        },
-    }),
-    Sample("server", "The end", {**_DONE, "request_id": "…"}),
-    Sample("server", "A failure, in place of the end", {**_ERROR, "request_id": "…"}),
+    Sample(
+        "server", "Rows of the prompt, with prompt_attention",
+        {**_PROMPT, "request_id": "…", "attention": {**_ROW, "shape": [4, 8, 7, 7]}},
+        type=stream_schema.PromptEvent,
+    ),
+    Sample(
+        "server", "Each token, with its row",
+        {"type": "token", "token": _TOKEN, "request_id": "…", "attention": _ROW},
+        type=stream_schema.TokenEvent,
+    ),
+    Sample(
+        "server", "Tokens that a mod took back", {**_REMOVED, "request_id": "…"},
+        type=stream_schema.RemovedEvent,
+    ),
+    Sample("server", "The end", {**_DONE, "request_id": "…"}, type=stream_schema.DoneEvent),
+    Sample(
+        "server", "A failure, in place of the end", {**_ERROR, "request_id": "…"},
+        type=stream_schema.ErrorEvent,
+    ),
+    Sample(
+        "server", "Without output_attentions and request_id: text that is new, and at last the "
+        "reason of the end",
+        {"token": " teac", "finish_reason": None}, type=stream_schema.PlainEvent,
+    ),
 )  # fmt: skip
 _FRAMES: Final = (
-    Sample("client", "The request", _EXAMPLE),
-    Sample("server", "Each token", {"type": "token", **_TOKEN}),
+    Sample("client", "The request", _EXAMPLE, type=schema.StreamBody),
+    Sample(
+        "server", "Rows of the prompt, with prompt_attention", _PROMPT,
+        type=stream_schema.PromptFrame,
+    ),
+    Sample("server", "Their values", "float32 values, layers × heads × rows × tokens"),
+    Sample("server", "Each token", {"type": "token", **_TOKEN}, type=stream_schema.TokenFrame),
     Sample("server", "Its row", "float32 values, layers × heads × tokens before it"),
-    Sample("server", "The end; the socket is closed", _DONE),
-    Sample("server", "A failure, in place of the end", _ERROR),
-)
+    Sample(
+        "server", "Tokens that a mod took back; no row follows", _REMOVED,
+        type=stream_schema.RemovedFrame,
+    ),
+    Sample("server", "The end; the socket is closed", _DONE, type=stream_schema.DoneFrame),
+    Sample("server", "A failure, in place of the end", _ERROR, type=stream_schema.ErrorEvent),
+)  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [
     _post(
@@ -319,12 +354,14 @@ OPERATIONS: Final[list[Operation]] = [
         "/api/extra/tokencount", token_count, "How many tokens a text has.",
         schema.TokenCountBody, schema.TokenCount,
         also=("/api/extra/tokenize",), error_body=convert.token_count_error,
+        failure=stream_schema.CountFailure,
         model="named",
     ),
     _post(
         "/api/extra/detokenize", extra_detokenize, "Text of ids.",
         schema.ExtraDetokenizeBody, schema.ExtraDetokenized,
-        error_body=convert.extra_detokenize_error, model="named",
+        error_body=convert.extra_detokenize_error,
+        failure=stream_schema.TextFailure, model="named",
     ),
     _get(
         handler=max_context_length, summary="Most tokens of a prompt.", reply=schema.Number,

@@ -36,7 +36,16 @@ class QueryFields(Struct, kw_only=True):
 
 
 class TokenizeBody(Struct, kw_only=True):
-    """Text to tokenize."""
+    """Text to tokenize.
+
+    Attributes:
+        text: The text, such as "Anna is a".
+        content: Another name for ``text``.
+        add_special_tokens: Whether tokens that the model wants around a text are added; false if
+            not given.
+        add_special: Another name for it.
+        with_pieces: Whether each id comes with its text; true if not given.
+    """
 
     text: str | None = None
     content: str | None = None
@@ -46,14 +55,25 @@ class TokenizeBody(Struct, kw_only=True):
 
 
 class TokenText(Struct):
-    """One token, with the text that it completes."""
+    """One token.
+
+    Attributes:
+        token_id: Its id, such as 259.
+        text: The text that it completes, such as " a".
+    """
 
     token_id: int
     text: str | UnsetType = UNSET
 
 
 class Tokenized(Struct):
-    """Tokens of a text; their texts join to it."""
+    """Tokens of a text.
+
+    Attributes:
+        tokens: Each token; their texts join to the whole.
+        token_ids: Their ids, such as [259, 354].
+        token_count: How many there are, such as 2.
+    """
 
     tokens: list[TokenText]
     token_ids: list[int]
@@ -61,40 +81,68 @@ class Tokenized(Struct):
 
 
 class DetokenizeBody(Struct, kw_only=True):
-    """Ids to turn into text."""
+    """Ids to turn into text.
+
+    Attributes:
+        token_ids: The ids, such as [259, 354].
+        tokens: Another name for ``token_ids``.
+    """
 
     token_ids: list[int] | None = None
     tokens: list[int] | None = None
 
 
 class Detokenized(Struct):
-    """Text of ids."""
+    """Text of ids.
+
+    Attributes:
+        text: The text, such as "Anna is a".
+    """
 
     text: str
 
 
 class TokenCountBody(Struct, kw_only=True):
-    """Text whose tokens to count; ``special``: with those that the model wants around it."""
+    """Text whose tokens to count.
+
+    Attributes:
+        prompt: The text, such as "Anna is a".
+        special: Whether tokens that the model wants around it count.
+    """
 
     prompt: str | None = None
     special: bool = True
 
 
 class TokenCount(Struct):
-    """How many tokens, and which."""
+    """How many tokens, and which.
+
+    Attributes:
+        value: How many, such as 2; -1 in a failure.
+        ids: Which, such as [259, 354].
+    """
 
     value: int
     ids: list[int]
 
 
 class ExtraDetokenizeBody(Struct, kw_only=True):
-    """Ids to turn into text."""
+    """Ids to turn into text.
+
+    Attributes:
+        ids: The ids, such as [259, 354].
+    """
 
     ids: list[int]
 
 
 class ExtraDetokenized(Struct):
-    """Text of ids."""
+    """Text of ids.
+
+    Attributes:
+        result: The text, such as "Anna is a".
+        success: Whether there is one.
+    """
 
     result: str
     success: bool
@@ -106,8 +154,23 @@ class ExtraDetokenized(Struct):
 class Model(Struct, kw_only=True):
     """What a client needs to read attention and to stay within the context.
 
-    ``attention_layers`` is there if not every layer has attention: rows are of these layers, in
-    this order.
+    Attributes:
+        result: Its name, such as "demo".
+        model_name: The same, such as "demo".
+        vocab_size: Tokens of the vocabulary, such as 1024.
+        num_layers: Layers, such as 4.
+        num_attention_heads: Heads of each, such as 8.
+        num_key_value_heads: Heads with keys and values of their own, such as 4.
+        embedding_size: Numbers for each token between layers, such as 256.
+        max_context_length: Longest prompt in tokens, such as 2048.
+        max_trained_context: Tokens that it was trained with, such as 512.
+        bos_token_id: Id that begins a text, such as 1; -1 if there is none.
+        eos_token_id: Id that ends one, such as 2; -1 if there is none.
+        eot_token_id: Id that ends a message, such as 2; -1 if there is none.
+        rope_freq_base: Base frequency of its positions, such as 10000.0.
+        rope_freq_scale: Factor of its positions, such as 1.0.
+        attention_layers: Layers that rows come from, in their order, such as [3, 7]; absent if all
+            do.
     """
 
     result: str
@@ -128,37 +191,74 @@ class Model(Struct, kw_only=True):
 
 
 class Result(Struct):
-    """One text."""
+    """One text.
+
+    Attributes:
+        result: The text, such as "1.2.5".
+    """
 
     result: str
 
 
 class Number(Struct):
-    """One number."""
+    """One number.
+
+    Attributes:
+        value: The number, such as 2048.
+    """
 
     value: int
 
 
 class Word(Struct):
-    """One text."""
+    """One text.
+
+    Attributes:
+        value: The text, such as "".
+    """
 
     value: str
 
 
 class Words(Struct):
-    """A list of texts."""
+    """A list of texts.
+
+    Attributes:
+        values: The texts, such as [].
+    """
 
     values: list[str]
 
 
 class Status(Struct):
-    """Whether the server is there."""
+    """Whether the server is there.
+
+    Attributes:
+        status: Always "ok", such as "ok".
+    """
 
     status: str
 
 
 class Version(Struct, kw_only=True):
-    """Which KoboldCpp this answers as, and which of its parts exist."""
+    """Which KoboldCpp this answers as, and which of its parts exist.
+
+    Attributes:
+        result: Always "KoboldCpp".
+        version: Its version.
+        protected: Whether a key is needed.
+        llm: Whether it generates text.
+        txt2img: Whether it draws.
+        vision: Whether it reads pictures.
+        audio: Whether it reads sound.
+        transcribe: Whether it writes down speech.
+        multiplayer: Whether stories are shared.
+        websearch: Whether it searches the web.
+        tts: Whether it speaks.
+        embeddings: Whether KoboldCpp's own route of embeddings is there.
+        savedata: Whether it keeps stories.
+        admin: Whether KoboldCpp's administration is there; 0 for no.
+    """
 
     result: str = "KoboldCpp"
     version: str = KOBOLDCPP_VERSION
@@ -179,8 +279,26 @@ class Version(Struct, kw_only=True):
 class Perf(Struct, kw_only=True):
     """What the last generation cost, and what the server does now.
 
-    ``last_process`` and ``last_eval`` are milliseconds a token, the others seconds and tokens a
-    second. ``stop_reason``: -1 none, 0 length, 1 the model ended its text, 2 a stop of the request.
+    Attributes:
+        last_process: Milliseconds for a token of the prompt, such as 0.7.
+        last_eval: Milliseconds for a generated token, such as 2.0.
+        last_token_count: Tokens that were generated, such as 20.
+        last_input_count: Tokens of the prompt, such as 12.
+        last_process_time: Seconds of the prompt, such as 0.0085.
+        last_eval_time: Seconds of generating, such as 0.04.
+        last_process_speed: Tokens of the prompt a second, such as 1411.8.
+        last_eval_speed: Generated tokens a second, such as 500.0.
+        last_seed: Its seed, such as 7; -1 if none was given.
+        total_gens: Generations so far, such as 3.
+        total_img_gens: Always 0.
+        stop_reason: Why it ended: -1 none, 0 length, 1 the model ended its text, 2 a stop of the
+            request, such as 0.
+        queue: Requests that wait, such as 0.
+        idle: 1 if nothing runs, such as 1.
+        uptime: Seconds since the start, such as 60.0.
+        idletime: Seconds since the last generation, such as 12.0.
+        quiet: Always false.
+        hordeexitcounter: Always 0.
     """
 
     last_process: float
@@ -207,33 +325,55 @@ class Perf(Struct, kw_only=True):
 
 
 class RunBody(Struct, kw_only=True):
-    """Which generation is meant: that of a ``genkey`` or of a ``request_id``."""
+    """Which generation is meant.
+
+    Attributes:
+        genkey: KoboldAI's name of the request, such as "KCPP1234".
+        request_id: Name of the request, such as "r1".
+    """
 
     genkey: str | None = None
     request_id: str | None = None
 
 
 class Aborted(Struct):
-    """Whether something was ended, and whether the request was carried out; texts, not booleans."""
+    """Whether something was ended; texts, not booleans.
+
+    Attributes:
+        success: "true" if a generation was ended, else "false", such as "true".
+        done: "true" if it was clear which was meant, such as "true".
+    """
 
     success: str
     done: str
 
 
 class ResultText(Struct):
-    """Text so far."""
+    """Text so far.
+
+    Attributes:
+        text: The text, such as " teacher."; "" if nothing runs.
+    """
 
     text: str
 
 
 class Texts(Struct):
-    """Text of each result."""
+    """Text of each result.
+
+    Attributes:
+        results: Each result.
+    """
 
     results: list[ResultText]
 
 
 class LastLogprobs(Struct):
-    """Logprobs of the last generation that was asked for some."""
+    """Logprobs of the last generation that was asked for some.
+
+    Attributes:
+        logprobs: Those of its tokens; null if none were asked for.
+    """
 
     logprobs: Logprobs | None
 

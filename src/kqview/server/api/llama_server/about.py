@@ -19,14 +19,41 @@ _NO_FIELDS: Final = LlamaFields()
 
 
 class Defaults(Struct):
-    """How a request is answered that says nothing."""
+    """How a request is answered that says nothing.
+
+    Attributes:
+        params: Its fields, such as {"temperature": 0.8}.
+        n_ctx: Tokens that a slot holds, such as 2048.
+    """
 
     params: dict[str, Any]
     n_ctx: int
 
 
 class Props(Struct, kw_only=True):
-    """What is served, and how."""
+    """What is served, and how.
+
+    Attributes:
+        default_generation_settings: What requests take that say nothing.
+        total_slots: Requests that run at the same time, such as 1.
+        model_alias: Name of the model, such as "demo".
+        model_ftype: How its tensors are stored, such as "F16".
+        model_path: Its file, as the server was started with it, such as "model.gguf".
+        modalities: What it reads besides text, such as {"vision": false}.
+        media_marker: Always "".
+        endpoint_slots: Whether there are the routes of slots.
+        endpoint_props: Whether there is ``POST /props``.
+        endpoint_metrics: Always true.
+        ui: Always true.
+        ui_settings: Always {}.
+        chat_template: Its chat template, such as "{{ messages }}"; "" if it has none.
+        chat_template_caps: What the template can do, such as {"supports_tools": true}.
+        bos_token: Text of the token that begins a text, such as "<s>".
+        eos_token: Text of the token that ends one, such as "</s>".
+        build_info: Version of the server and of llama.cpp, such as "kqview-0.1.0-0123abcd".
+        is_sleeping: Always false.
+        cors_proxy_enabled: Always false.
+    """
 
     default_generation_settings: Defaults
     total_slots: int
@@ -50,13 +77,24 @@ class Props(Struct, kw_only=True):
 
 
 class Success(Struct):
-    """It was done."""
+    """It was done.
+
+    Attributes:
+        success: Always true; a failure is an error.
+    """
 
     success: bool = True
 
 
 class NextToken(Struct, kw_only=True):
-    """How far a generation is."""
+    """How far a generation is.
+
+    Attributes:
+        has_next_token: Whether it goes on.
+        has_new_line: Whether the text has a line end.
+        n_remain: Most tokens that may follow, such as 100.
+        n_decoded: Tokens so far, such as 28.
+    """
 
     has_next_token: bool
     has_new_line: bool
@@ -65,7 +103,20 @@ class NextToken(Struct, kw_only=True):
 
 
 class SlotState(Struct, kw_only=True):
-    """A slot; what its request is like only to those whose request it is."""
+    """A slot; what its request is like only to those whose request it is.
+
+    Attributes:
+        id: Index of the slot, such as 0.
+        n_ctx: Tokens that it holds, such as 2048.
+        speculative: Always false.
+        is_processing: Whether it generates.
+        id_task: Name of the request, such as "chatcmpl-1".
+        n_prompt_tokens: Tokens of its prompt, such as 12.
+        n_prompt_tokens_processed: Those that were evaluated, such as 12.
+        n_prompt_tokens_cache: Those that were in the cache, such as 0.
+        params: How it generates, such as {"temperature": 0.8}.
+        next_token: How far it is.
+    """
 
     id: int
     n_ctx: int

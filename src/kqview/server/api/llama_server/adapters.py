@@ -7,7 +7,7 @@ from msgspec import Struct
 
 from kqview.errors import RequestError
 from kqview.lora import LoraAdapter
-from kqview.server.api.llama_fields import LoraScale, error_body
+from kqview.server.api.llama_fields import Failure, LoraScale, error_body
 from kqview.server.api.llama_server import about, states
 from kqview.server.endpoint import Call, Operation, Upload
 from kqview.server.errors import Forbidden, renamed
@@ -16,7 +16,15 @@ _TAG: Final = "llama-server"
 
 
 class Adapter(Struct, kw_only=True):
-    """A loaded adapter."""
+    """A loaded adapter.
+
+    Attributes:
+        id: Its index, such as 0.
+        path: Its file, such as "adapter.gguf".
+        scale: Its strength for requests that do not say, such as 1.0.
+        task_name: Always "".
+        prompt_prefix: Always "".
+    """
 
     id: int
     path: str
@@ -54,11 +62,12 @@ async def set_scales(call: Call, upload: Upload) -> about.Success:
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="GET", path="/lora-adapters", handler=list_adapters, model="named", tag=_TAG,
-        error_body=error_body, reply=list[Adapter], summary="LoRA adapters and their scales.",
+        error_body=error_body, failure=Failure,
+        reply=list[Adapter], summary="LoRA adapters and their scales.",
     ),
     Operation(
         method="POST", path="/lora-adapters", handler=set_scales, model="named", tag=_TAG,
-        error_body=error_body, body=Upload, reply=about.Success,
+        error_body=error_body, failure=Failure, body=Upload, reply=about.Success,
         summary="Scales of LoRA adapters for requests that do not say.",
     ),
 ]  # fmt: skip

@@ -14,28 +14,51 @@ _PREDICTION_BYTES = 256  # an object with a label and a number, and its JSON
 
 
 class ClassifyBody(Struct, kw_only=True):
-    """A text to classify, or a list of them."""
+    """A text to classify, or a list of them.
+
+    Attributes:
+        inputs: A text, such as "I like it.", or a list of them.
+        model: Id of a configured model, such as "demo"; the default model if not given.
+    """
 
     inputs: str | list[str]
     model: str | None = None
 
 
 class Prediction(Struct):
-    """A label and the classifier's raw value for it, null where that is not a number."""
+    """A label, and the classifier's raw value for it.
+
+    Attributes:
+        label: Its name, such as "positive".
+        score: The raw value, such as 2.5; null where it is not a number.
+    """
 
     label: str
     score: float
 
 
 class ClassifyUsage(Struct):
-    """Tokens of all texts, with the special ones."""
+    """Tokens of all texts, with the special ones.
+
+    Attributes:
+        prompt_tokens: Tokens of all texts, such as 6.
+        total_tokens: The same, such as 6.
+    """
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Classified(Struct, kw_only=True):
-    """Labels by falling score: one list for a text, a list of lists for a list of texts."""
+    """Labels by falling score: one list for a text, a list of lists for a list of texts.
+
+    Attributes:
+        model: The model, as the request names it, such as "demo".
+        object: Always "list".
+        usage: Tokens of the request.
+        predictions: Labels by falling score, such as [{"label": "positive", "score": 2.5}]; a list
+            of them for each text where a list was sent.
+    """
 
     model: str
     object: str = "list"

@@ -23,7 +23,16 @@ _EUCLID: Final = 2
 
 
 class EmbeddingBody(Struct, kw_only=True):
-    """Texts to embed, in any form of a prompt; ``content`` is another name for ``input``."""
+    """Texts to embed, in any form of a prompt.
+
+    Attributes:
+        input: A text, such as "Anna is a teacher.", ids, or a list of these.
+        content: Another name for ``input``.
+        model: Id of a configured model, such as "demo"; the default model if not given.
+        embd_normalize: Norm that vectors are divided by: 2 if not given, which is the Euclidean
+            one; 1 for taxicab, others for p-norms; -1 leaves them; 0 scales the largest number to
+            16 bits.
+    """
 
     input: str | dict[str, Any] | list[Any] | None = None
     content: str | dict[str, Any] | list[Any] | None = None
@@ -32,7 +41,12 @@ class EmbeddingBody(Struct, kw_only=True):
 
 
 class Embedded(Struct):
-    """Vectors of a text: one, or with pooling "none" one for each token."""
+    """Vectors of a text: one, or with pooling "none" one for each token.
+
+    Attributes:
+        index: Of the text, from 0, such as 0.
+        embedding: Vectors of the text, such as [[0.6, -0.8]].
+    """
 
     index: int
     embedding: list[list[float]]

@@ -21,7 +21,17 @@ Documents = Annotated[list[str], msgspec.Meta(max_length=2**16)]
 
 
 class RerankBody(Struct, kw_only=True):
-    """A query and documents; with ``texts`` instead of ``documents`` the reply has TEI's form."""
+    """A query and documents.
+
+    Attributes:
+        query: The query, such as "Who teaches?".
+        documents: The documents, such as ["Anna is a teacher.", "It rains."].
+        texts: The documents, such as ["Anna is a teacher.", "It rains."], in place of
+            ``documents``; the reply then has TEI's form.
+        top_n: So many of the best, such as 1; all if not given.
+        return_text: With ``texts``: whether the reply repeats them; false if not given.
+        model: Id of a configured model, such as "demo"; the default model if not given.
+    """
 
     query: str | None = None
     documents: Documents | None = None
@@ -32,14 +42,27 @@ class RerankBody(Struct, kw_only=True):
 
 
 class JinaResult(Struct):
-    """A document, by its index, and its score."""
+    """A document and its score.
+
+    Attributes:
+        index: Of the document, from 0, such as 0.
+        relevance_score: How well it answers the query, such as 3.5; the larger, the better. Null
+            where it is not a number.
+    """
 
     index: int
     relevance_score: float
 
 
 class TeiResult(Struct):
-    """A text, by its index, and its score."""
+    """A text and its score.
+
+    Attributes:
+        index: Of the text, from 0, such as 0.
+        score: How well it answers the query, such as 3.5; the larger, the better. Null where it is
+            not a number.
+        text: The text, such as "Anna is a teacher.", if asked for.
+    """
 
     index: int
     score: float
@@ -47,14 +70,26 @@ class TeiResult(Struct):
 
 
 class RerankUsage(Struct):
-    """Tokens of all pairs."""
+    """Tokens of all pairs.
+
+    Attributes:
+        prompt_tokens: Tokens of all pairs, such as 14.
+        total_tokens: The same, such as 14.
+    """
 
     prompt_tokens: int
     total_tokens: int
 
 
 class Reranked(Struct, kw_only=True):
-    """Documents, the best first."""
+    """Documents, the best first.
+
+    Attributes:
+        model: The model, as the request names it, such as "demo".
+        object: Always "list".
+        usage: Tokens of the request.
+        results: Documents by falling score.
+    """
 
     model: str
     object: str = "list"

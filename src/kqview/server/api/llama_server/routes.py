@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kqview.errors import RequestError
 from kqview.server.api.chat_work import prompt_of
-from kqview.server.api.llama_fields import LlamaFields, error_body, with_defaults
+from kqview.server.api.llama_fields import Failure, LlamaFields, error_body, with_defaults
 from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
 from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
@@ -20,6 +20,7 @@ from kqview.server.endpoint import (
     Handler,
     HttpReply,
     Operation,
+    Sample,
     empty,
     json_in_slices,
 )
@@ -186,26 +187,67 @@ def _post(
     more.setdefault("model", "named")
     return Operation(
         method="POST", path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, body=body, reply=reply, **more,
+        error_body=error_body, failure=Failure, body=body, reply=reply, **more,
     )  # fmt: skip
 
 
 def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: Any) -> Operation:
     return Operation(
         method="GET", path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, reply=reply, model="named", **more,
+        error_body=error_body, failure=Failure, reply=reply, model="named", **more,
     )  # fmt: skip
 
+
+_PARTIAL: Final[dict[str, Any]] = {
+    "index": 0, "content": " t", "tokens": [259], "stop": False, "id_slot": 0,
+    "tokens_predicted": 1, "tokens_evaluated": 6,
+}  # fmt: skip
+_COMPLETIONS: Final = schema.Completion | list[schema.Completion]  # a list for several texts
+_EVENTS: Final = (
+    Sample("server", "Each token", _PARTIAL, type=schema.Partial),
+    Sample(
+        "server", "Tokens that a mod took back",
+        {**_PARTIAL, "content": "", "tokens": [], "removed": {"tokens": 1, "characters": 2}},
+        type=schema.Partial,
+    ),
+    Sample(
+        "server", "The end of each text",
+        {
+            "index": 0, "content": "", "tokens": [], "id_slot": 0, "stop": True, "model": "demo",
+            "tokens_predicted": 2, "tokens_evaluated": 6, "generation_settings": {},
+            "prompt": "Anna is a", "has_new_line": False, "truncated": False,
+            "stop_type": "limit", "stopping_word": "", "tokens_cached": 7, "timings": {
+                "cache_n": 0, "prompt_n": 6, "prompt_ms": 4.2, "prompt_per_token_ms": 0.7,
+                "prompt_per_second": 1428.6, "predicted_n": 2, "predicted_ms": 4.0,
+                "predicted_per_token_ms": 2.0, "predicted_per_second": 500.0,
+            },
+        },
+        type=schema.Completion,
+    ),
+    Sample(
+        "server", "A failure, in place of the end",
+        {"error": {
+            "code": 503, "message": "the model was switched; send the request again",
+            "type": "unavailable_error", "param": None,
+        }},
+        type=Failure,
+    ),
+)  # fmt: skip
 
 OPERATIONS: Final[list[Operation]] = [
     _post(
         "/completion", completion,
         "Text that continues a prompt; Server-Sent Events with \"stream\": true.",
-        schema.CompletionBody, schema.Completion, also=("/completions",),
+        schema.CompletionBody, _COMPLETIONS, also=("/completions",), streams=True,
+        example={"prompt": "Anna is a", "n_predict": 2, "temperature": 0}, samples=_EVENTS,
     ),
     _post(
-        "/infill", infill, "Code for the gap between a prefix and a suffix.",
-        schema.InfillBody, schema.Completion,
+        "/infill", infill,
+        "Code for the gap between a prefix and a suffix; Server-Sent Events with \"stream\": "
+        "true.",
+        schema.InfillBody, _COMPLETIONS, streams=True,
+        example={"input_prefix": "def area(r):\n    return ", "input_suffix": "\n"},
+        samples=_EVENTS,
     ),
     _post(
         "/apply-template", apply_template, "The prompt that a chat becomes.",

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any, Final
 
 from kqview.errors import RequestError
-from kqview.server.api.llama_fields import error_body
+from kqview.server.api.llama_fields import Failure, error_body
 from kqview.server.api.llama_server import states
 from kqview.server.api.llama_server.slots import (
     check_enabled,
@@ -114,11 +114,12 @@ OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/sessions/{id_session}", handler=session_action, tag=_TAG,
         model="named",
-        error_body=error_body, body=Upload, query=("action", "slot"),
+        error_body=error_body, failure=Failure, body=Upload, query=("action", "slot"),
         summary="Save a slot as a session, restore it, or remove it, by ?action=.",
     ),
     Operation(
         method="GET", path="/sessions", handler=list_sessions, tag=_TAG,
-        error_body=error_body, reply=list[states.Session], summary="Sessions in memory.",
+        error_body=error_body, failure=Failure,
+        reply=list[states.Session], summary="Sessions in memory.",
     ),
 ]  # fmt: skip

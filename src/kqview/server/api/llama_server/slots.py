@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, TypeVar
 
 from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
-from kqview.server.api.llama_fields import error_body
+from kqview.server.api.llama_fields import Failure, error_body
 from kqview.server.api.llama_server import about, states
 from kqview.server.budget import Body
 from kqview.server.endpoint import Call, LongReply, Operation, Upload
@@ -232,16 +232,16 @@ def elapsed_ms(started_s: float) -> float:
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/slots/{id_slot}", handler=slot_action, model="named", tag=_TAG,
-        error_body=error_body, body=Upload, query=("action",),
+        error_body=error_body, failure=Failure, body=Upload, query=("action",),
         summary="Save, restore, list or shorten what a slot holds, by ?action=.",
     ),
     Operation(
         method="GET", path="/slots", handler=list_slots, model="named", tag=_TAG,
-        error_body=error_body,
+        error_body=error_body, failure=Failure,
         reply=list[about.SlotState], query=("fail_on_no_slot",), summary="What each slot does.",
     ),
     Operation(
         method="GET", path="/v1/slots/{id_slot}/info", handler=info, model="named", tag=_TAG,
-        error_body=error_body, reply=states.Info, summary="Messages in a slot.",
+        error_body=error_body, failure=Failure, reply=states.Info, summary="Messages in a slot.",
     ),
 ]  # fmt: skip

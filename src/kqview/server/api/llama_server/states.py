@@ -28,26 +28,43 @@ _WHOLE_NUMBER: Final = re.compile(r"-?\d{1,18}")
 
 
 class RestoreBody(Struct, kw_only=True):
-    """A saved slot in base64."""
+    """A saved slot in base64.
+
+    Attributes:
+        state: The SES1 blob in base64, such as "U0VTMQ==".
+    """
 
     state: str
 
 
 class ShiftBody(Struct, kw_only=True):
-    """Which tokens to remove: *n_discard* after the first *n_keep*."""
+    """Which tokens to remove from a slot.
+
+    Attributes:
+        n_keep: Tokens before them, which stay.
+        n_discard: How many to remove.
+    """
 
     n_keep: int = 0
     n_discard: int = 0
 
 
 class FileBody(Struct, kw_only=True):
-    """The file that a session comes from or goes to."""
+    """The file that a session comes from or goes to.
+
+    Attributes:
+        file: Name of the file, such as "anna.bin"; the session itself if not given.
+    """
 
     file: str | None = None
 
 
 class FilenameBody(Struct, kw_only=True):
-    """The file to save a slot to, or to restore it from."""
+    """The file to save a slot to, or to restore it from.
+
+    Attributes:
+        filename: Name of the file, such as "anna.bin".
+    """
 
     filename: str
 
@@ -199,7 +216,15 @@ def erased(slot: Slot) -> int:
 
 
 class Saved(Struct, kw_only=True):
-    """A slot with its saved state."""
+    """A slot with its saved state.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        n_tokens: Tokens that it holds, such as 12.
+        n_bytes: Bytes of the blob, such as 49152.
+        t_ms: Milliseconds that it took, such as 0.9.
+        state: The SES1 blob in base64, such as "U0VTMQ==".
+    """
 
     id_slot: int
     n_tokens: int
@@ -209,7 +234,14 @@ class Saved(Struct, kw_only=True):
 
 
 class Restored(Struct, kw_only=True):
-    """A slot that was restored."""
+    """A slot that was restored.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        n_bytes_read: Bytes of the blob, such as 49152.
+        success: Always true; a failure is an error.
+        t_ms: Milliseconds that it took, such as 0.9.
+    """
 
     id_slot: int
     n_bytes_read: int
@@ -218,7 +250,14 @@ class Restored(Struct, kw_only=True):
 
 
 class Tokens(Struct, kw_only=True):
-    """Ids in a slot."""
+    """Ids in a slot.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        n_tokens: How many it holds, such as 3.
+        tokens: Their ids, such as [1, 259, 354].
+        n_prompt_tokens_processed: Tokens of the last prompt that were evaluated, such as 3.
+    """
 
     id_slot: int
     n_tokens: int
@@ -227,14 +266,25 @@ class Tokens(Struct, kw_only=True):
 
 
 class Shifted(Struct, kw_only=True):
-    """A slot from which tokens were removed."""
+    """A slot from which tokens were removed.
+
+    Attributes:
+        success: Always true; a failure is an error.
+        new_n_tokens: Tokens that the slot holds now, such as 8.
+    """
 
     success: bool
     new_n_tokens: int
 
 
 class Message(Struct, kw_only=True):
-    """A message in a slot; both ends are inclusive."""
+    """A message in a slot, by positions of tokens.
+
+    Attributes:
+        index: Of the message, from 0, such as 0.
+        start: Its first token, such as 0.
+        end: Its last token, such as 11.
+    """
 
     index: int
     start: int
@@ -242,7 +292,14 @@ class Message(Struct, kw_only=True):
 
 
 class Info(Struct, kw_only=True):
-    """Messages in a slot; ``boundary_eot`` is the id that ends one, -1 if the model has none."""
+    """Messages in a slot.
+
+    Attributes:
+        n_tokens: Tokens that it holds, such as 12.
+        boundary_eot: Id that ends a message, such as 2; -1 if the model has none.
+        n_messages: How many there are, such as 1.
+        messages: The messages, the oldest first.
+    """
 
     n_tokens: int
     boundary_eot: int
@@ -251,7 +308,15 @@ class Info(Struct, kw_only=True):
 
 
 class SlotSaved(Struct, kw_only=True):
-    """A slot that was saved to a file."""
+    """A slot that was saved to a file.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        filename: Name of the file, such as "anna.bin".
+        n_saved: Tokens in it, such as 12.
+        n_written: Bytes of the file, such as 49152.
+        timings: Milliseconds that it took, such as {"save_ms": 0.9}.
+    """
 
     id_slot: int
     filename: str
@@ -261,7 +326,15 @@ class SlotSaved(Struct, kw_only=True):
 
 
 class SlotRestored(Struct, kw_only=True):
-    """A slot that was restored from a file."""
+    """A slot that was restored from a file.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        filename: Name of the file, such as "anna.bin".
+        n_restored: Tokens in it, such as 12.
+        n_read: Bytes of the file, such as 49152.
+        timings: Milliseconds that it took, such as {"restore_ms": 0.9}.
+    """
 
     id_slot: int
     filename: str
@@ -271,14 +344,27 @@ class SlotRestored(Struct, kw_only=True):
 
 
 class SlotErased(Struct):
-    """A slot that was emptied."""
+    """A slot that was emptied.
+
+    Attributes:
+        id_slot: Index of the slot, such as 0.
+        n_erased: Tokens that it held, such as 12.
+    """
 
     id_slot: int
     n_erased: int
 
 
 class SessionSaved(Struct, kw_only=True):
-    """A session that was saved."""
+    """A session that was saved.
+
+    Attributes:
+        id_session: Number of the session, such as 7.
+        id_slot: Index of the slot, such as 0.
+        n_tokens: Tokens in it, such as 12.
+        n_bytes: Bytes of it, such as 49152.
+        t_ms: Milliseconds that it took, such as 0.9.
+    """
 
     id_session: int
     id_slot: int
@@ -288,7 +374,15 @@ class SessionSaved(Struct, kw_only=True):
 
 
 class SessionRestored(Struct, kw_only=True):
-    """A session that was restored."""
+    """A session that was restored.
+
+    Attributes:
+        id_session: Number of the session, such as 7.
+        id_slot: Index of the slot, such as 0.
+        n_bytes_read: Bytes of the session, such as 49152.
+        success: Always true; a failure is an error.
+        t_ms: Milliseconds that it took, such as 0.9.
+    """
 
     id_session: int
     id_slot: int
@@ -298,7 +392,14 @@ class SessionRestored(Struct, kw_only=True):
 
 
 class SessionRemoved(Struct, kw_only=True, omit_defaults=True):
-    """A session that was removed; ``file`` and ``n_bytes`` if it went to a file."""
+    """A session that was removed.
+
+    Attributes:
+        id_session: Number of the session, such as 7.
+        removed: Always true; a failure is an error.
+        file: Name of the file that it went to, such as "anna.bin"; absent if it went nowhere.
+        n_bytes: Bytes of the file, such as 49152; absent without one.
+    """
 
     id_session: int
     removed: bool
@@ -307,7 +408,14 @@ class SessionRemoved(Struct, kw_only=True, omit_defaults=True):
 
 
 class Session(Struct, kw_only=True):
-    """A session in memory; times in seconds since 1970."""
+    """A session in memory.
+
+    Attributes:
+        id: Its number, such as 7.
+        size: Its bytes, such as 49152.
+        created_at: When it was first saved, in seconds since 1970, such as 1767225600.
+        updated_at: When it was last saved, the same, such as 1767225600.
+    """
 
     id: int
     size: int

@@ -12,9 +12,9 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from kqview.errors import InternalError, KqviewError
-from kqview.server import config
+from kqview.server import config, events_bus
 from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.mia4 import convert, frames, schema
+from kqview.server.api.mia4 import convert, frames, schema, stream_schema
 from kqview.server.api.mia4.convert import error_body
 from kqview.server.api.mia4.persona import Persona, Text
 from kqview.server.api.mia4.turn import Named, Turn
@@ -385,7 +385,7 @@ def _configured(call: Call, model: Served) -> config.Model:
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     return Operation(
         method=method, path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, **more,
+        error_body=error_body, failure=stream_schema.Failure, **more,
     )  # fmt: skip
 
 
@@ -394,20 +394,89 @@ _EXAMPLE: Final[dict[str, Any]] = {
     "overrides": {"temperature": 0, "max_output_tokens": 2},
 }  # fmt: skip
 _NAMED: Final[dict[str, Any]] = {"request_id": "…", "model_id": "…"}
+_TIME: Final[dict[str, Any]] = {"at_s": 1767225600.5}
 _FRAMES: Final = (
-    Sample("server", "Reasoning while it comes, unless it is dropped",
-           {"seq": 0, "text": "The user", **_NAMED}, "analysis"),
-    Sample("server", "The answer while it comes",
-           {"seq": 0, "text": "Anna", "tokens_out": 3, **_NAMED}, "token"),
-    Sample("server", "A failure once the stream has begun",
-           {"code": "MODEL_CHANGED", "error_type": "unavailable", "message": "…", **_NAMED},
-           "error"),
-    Sample("server", "What it took", {
-        **_NAMED, "prompt_tokens": 14, "output_tokens": 4, "latency_ms": 20, "decode_tps": 200.0,
-        "reasoning_tokens": 2, "final_tokens": 2, "reasoning_ratio": 0.5,
-    }, "usage"),
-    Sample("server", "The end, always the last",
-           {"request_id": "…", "status": "ok", "stop_reason": "length"}, "end"),
+    Sample(
+        "server", "Reasoning while it comes, unless it is dropped",
+        {"seq": 0, "text": "The user", **_NAMED}, "analysis", stream_schema.AnalysisFrame,
+    ),
+    Sample(
+        "server", "Where a marker ends the reasoning: the whole of it, unless it is dropped",
+        {"reasoning": "The user asks for a name.", **_NAMED}, "reasoning",
+        stream_schema.ReasoningFrame,
+    ),
+    Sample(
+        "server", "The answer while it comes",
+        {"seq": 0, "text": "Anna", "tokens_out": 3, **_NAMED}, "token", stream_schema.TokenFrame,
+    ),
+    Sample(
+        "server", "Tokens that a mod took back",
+        {"tokens": 1, "characters": 4, **_NAMED}, "removed", stream_schema.RemovedFrame,
+    ),
+    Sample(
+        "server", "What it took",
+        {
+            **_NAMED, "prompt_tokens": 14, "output_tokens": 4, "latency_ms": 20,
+            "decode_tps": 200.0, "reasoning_tokens": 2, "final_tokens": 2, "reasoning_ratio": 0.5,
+        },
+        "usage", stream_schema.UsageFrame,
+    ),
+    Sample(
+        "server", "A failure once the stream has begun, in place of the usage",
+        {"code": "MODEL_CHANGED", "error_type": "unavailable", "message": "…", **_NAMED},
+        "error", stream_schema.ErrorFrame,
+    ),
+    Sample(
+        "server", "The end, always the last",
+        {"request_id": "…", "status": "ok", "stop_reason": "length"}, "end",
+        stream_schema.EndFrame,
+    ),
+)  # fmt: skip
+_EVENTS: Final = (
+    Sample(
+        "server", "A request named a preset of reasoning",
+        {"preset": "brief", "reasoning_max_tokens": 64, **_NAMED, **_TIME},
+        "ReasoningPresetApplied", events_bus.ReasoningPresetApplied,
+    ),
+    Sample(
+        "server", "A generation was admitted",
+        {
+            **_NAMED, "session_id": None, "prompt_tokens": 14, "sampling": {"temperature": 0.8},
+            "sampling_origin": {"temperature": "default"}, "passport_hash": "sha256:…",
+            "passport_version": 1, **_TIME,
+        },
+        "GenerationStarted", events_bus.GenerationStarted,
+    ),
+    Sample(
+        "server", "A generation ended",
+        {
+            **_NAMED, "session_id": None, "status": "ok", "stop_reason": "length", "code": None,
+            "result_summary": {"output_tokens": 4}, "reasoning_buffer_latency_ms": None, **_TIME,
+        },
+        "GenerationCompleted", events_bus.GenerationCompleted,
+    ),
+    Sample(
+        "server", "A model is being loaded", {"model_id": "…", "progress": 0.5, **_TIME},
+        "ModelLoading", events_bus.ModelLoading,
+    ),
+    Sample(
+        "server", "A model was loaded",
+        {"model_id": "…", "memory_bytes": 50331648, "seconds": 0.4, **_TIME},
+        "ModelLoaded", events_bus.ModelLoaded,
+    ),
+    Sample(
+        "server", "A model was unloaded", {"model_id": "…", "reason": "memory", **_TIME},
+        "ModelUnloaded", events_bus.ModelUnloaded,
+    ),
+    Sample(
+        "server", "A model could not be loaded",
+        {"model_id": "…", "error": "…", "retry_s": 1.0, **_TIME},
+        "ModelFailed", events_bus.ModelFailed,
+    ),
+    Sample(
+        "server", "This client read too slowly: events were lost here", {"n": 3, **_TIME},
+        "Dropped", events_bus.Dropped,
+    ),
 )  # fmt: skip
 
 OPERATIONS: Final[Sequence[Operation]] = [
@@ -449,5 +518,6 @@ OPERATIONS: Final[Sequence[Operation]] = [
     ),
     _operation(
         "GET", "/events", events, "What happens, as Server-Sent Events.", streams=True,
+        samples=_EVENTS,
     ),
 ]  # fmt: skip

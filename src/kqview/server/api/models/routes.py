@@ -6,7 +6,7 @@ from kqview.server.api.models.convert import state_of
 from kqview.server.api.models.schema import ModelState
 from kqview.server.endpoint import Call, Handler, Operation
 from kqview.server.errors import UnknownModel
-from kqview.server.pages import error_body
+from kqview.server.pages import Failure, error_body
 from kqview.server.served import Served
 
 _TAG: Final = "models"
@@ -54,7 +54,7 @@ async def unpin(call: Call) -> ModelState:
 def _operation(name: str, handler: Handler, summary: str) -> Operation:
     return Operation(
         method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag=_TAG,
-        summary=summary, error_body=error_body, reply=ModelState, access="admin",
+        summary=summary, error_body=error_body, failure=Failure, reply=ModelState, access="admin",
     )  # fmt: skip
 
 

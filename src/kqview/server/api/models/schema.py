@@ -9,15 +9,17 @@ class ModelState(Struct, kw_only=True):
     """A model and its state.
 
     Attributes:
-        id: Its name.
+        id: Its name, such as "demo".
         state: Whether it is loaded.
-        progress: Loaded fraction, 0..1.
+        progress: Loaded fraction, 0..1, such as 1.0.
         pinned: Whether it stays loaded whatever others need.
-        error: Why it could not be loaded; null otherwise.
-        estimated_bytes: Memory that it needs, as far as its file says; null before the first load.
-        measured_bytes: Memory that it took when it was loaded; null before the first load.
-        requests: Requests that use it, or wait for it.
-        loads: How often it was loaded.
+        error: Why it could not be loaded, such as "the file is cut off"; null otherwise.
+        estimated_bytes: Memory that it needs, as far as its file says, such as 52428800; null
+            before the first load.
+        measured_bytes: Memory that it took when it was loaded, such as 50331648; null before the
+            first load.
+        requests: Requests that use it, or wait for it, such as 0.
+        loads: How often it was loaded, such as 1.
     """
 
     id: str

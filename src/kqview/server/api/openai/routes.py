@@ -14,9 +14,9 @@ import numpy as np
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.attention_field import AttentionWriter
-from kqview.server.api.llama_fields import error_body, with_defaults
-from kqview.server.api.openai import convert, events, schema
-from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation
+from kqview.server.api.llama_fields import Failure, error_body, with_defaults
+from kqview.server.api.openai import convert, events, schema, stream_schema
+from kqview.server.endpoint import Call, Events, Handler, HttpReply, Operation, Sample
 from kqview.server.errors import NotFound, NotSupported, renamed
 from kqview.server.kept import Row, Rows
 
@@ -243,21 +243,83 @@ def _ids_of_inputs(call: Call, body: schema.EmbeddingsBody) -> list[list[int]]:
 def _operation(method: Any, path: str, handler: Handler, summary: str, **more: Any) -> Operation:
     return Operation(
         method=method, path=path, handler=handler, tag=_TAG, summary=summary,
-        error_body=error_body, **more,
+        error_body=error_body, failure=Failure, **more,
     )  # fmt: skip
 
+
+_CHUNK: Final[dict[str, Any]] = {
+    "id": "…", "created": 1767225600, "model": "demo", "system_fingerprint": "kqview-0.1.0",
+}  # fmt: skip
+_USAGE: Final[dict[str, Any]] = {
+    "prompt_tokens": 12, "completion_tokens": 20, "total_tokens": 32,
+    "prompt_tokens_details": {"cached_tokens": 0},
+}  # fmt: skip
+_ROW: Final[dict[str, Any]] = {
+    "format": "per_layer", "shape": [4, 8, 12], "context_length": 12, "encoding": "base64",
+    "dtype": "float32", "data": "…",
+}  # fmt: skip
+
+
+def _chunks(
+    type: Any, kind: str, begin: dict[str, Any], new: dict[str, Any], end: dict[str, Any]
+) -> Sequence[Sample]:
+    """Events of a stream whose choices begin, go on and end so."""
+
+    def chunk(about: str, choice: dict[str, Any] | None, **more: Any) -> Sample:
+        shown = {"index": 0, "logprobs": None, "finish_reason": None}
+        choices = [] if choice is None else [{**shown, **choice}]
+        body = {**_CHUNK, "object": kind, "choices": choices, **more}
+        return Sample("server", about, body, type=type)
+
+    rows = {**_ROW, "start": 0, "rows": 12, "shape": [4, 8, 12, 12]}
+    failure = {
+        "code": 503, "message": "the model was switched; send the request again",
+        "type": "unavailable_error", "param": None,
+    }  # fmt: skip
+    return (
+        chunk("Rows of the prompt, with attention.prompt", {**end, "prompt_attention": rows}),
+        chunk("The beginning of each choice", begin),
+        chunk("What is new", new),
+        chunk(
+            "The same with attention: a chunk for each token",
+            {**new, "attention": {"n": 0, "token_id": 259, **_ROW}},
+        ),
+        chunk(
+            "Tokens that a mod took back",
+            {**end, "removed": {"tokens": 1, "characters": 4}},
+        ),
+        chunk("The end of each choice", {**end, "finish_reason": "stop"}),
+        chunk("With stream_options.include_usage", None, usage=_USAGE),
+        Sample("server", "The mark of the end", "[DONE]"),
+        Sample("server", "A failure, in place of the end", {"error": failure}, type=Failure),
+    )
+
+
+_CHAT_CHUNKS: Final = _chunks(
+    stream_schema.ChatChunk, "chat.completion.chunk",
+    {"delta": {"role": "assistant", "content": None}}, {"delta": {"content": "Anna"}},
+    {"delta": {}},
+)  # fmt: skip
+_TEXT_CHUNKS: Final = _chunks(
+    stream_schema.TextChunk, "text_completion", {"text": "Anna is a"}, {"text": " t"}, {"text": ""}
+)
+_CHAT: Final = {
+    "messages": [{"role": "user", "content": "Who is Anna?"}], "max_tokens": 4, "temperature": 0,
+}  # fmt: skip
 
 OPERATIONS: Final[Sequence[Operation]] = [
     _operation(
         "POST", "/v1/chat/completions", chat_completions,
         'The answer to a chat; Server-Sent Events with "stream": true.',
         body=schema.ChatBody, reply=schema.ChatCompletion, streams=True, model="named",
+        example=_CHAT, samples=_CHAT_CHUNKS,
         also=("/chat/completions",),
     ),
     _operation(
         "POST", "/v1/completions", completions,
         'Text that continues a prompt; Server-Sent Events with "stream": true.',
         body=schema.CompletionBody, reply=schema.TextCompletion, streams=True, model="named",
+        example={"prompt": "Anna is a", "max_tokens": 4, "temperature": 0}, samples=_TEXT_CHUNKS,
     ),
     _operation(
         "POST", "/v1/embeddings", embeddings, "Vectors of texts.",

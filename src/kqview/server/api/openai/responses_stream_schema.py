@@ -1,0 +1,205 @@
+"""Events of OpenAI's Responses API, for the description.
+
+`responses_events` and `responses_items` write them; a test compares what is sent with these types.
+The name of an event is its ``type``.
+"""
+
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from kqview.server.api.event_parts import PromptAttention, TokenAttention
+from kqview.server.api.openai.responses_schema import OutputLogprob, Response
+
+
+class Event(Struct, kw_only=True):
+    """An event.
+
+    Attributes:
+        type: Its name.
+        sequence_number: Its place in the stream, from 0, such as 0.
+    """
+
+    sequence_number: int
+
+
+class ResponseEvent(Event, kw_only=True):
+    """The response begins, or ends.
+
+    Attributes:
+        type: "response.created" and "response.in_progress" begin it; "response.completed",
+            "response.incomplete" and "response.failed" end it.
+        response: The response, as it is at that time.
+    """
+
+    type: Literal[
+        "response.created", "response.in_progress", "response.completed", "response.incomplete",
+        "response.failed",
+    ]  # fmt: skip
+    response: Response
+
+
+class ItemEvent(Event, kw_only=True):
+    """An item begins, or is whole.
+
+    Attributes:
+        type: "response.output_item.added" or "response.output_item.done".
+        output_index: Of the item in the output, from 0, such as 0.
+        item: The item, such as {"type": "message", "id": "msg_1", "status": "in_progress", "role":
+            "assistant", "content": []}.
+    """
+
+    type: Literal["response.output_item.added", "response.output_item.done"]
+    output_index: int
+    item: dict[str, Any]
+
+
+class OfItem(Event, kw_only=True):
+    """An event about an item.
+
+    Attributes:
+        output_index: Of the item in the output, from 0, such as 0.
+        item_id: Id of the item, such as "msg_1".
+    """
+
+    output_index: int
+    item_id: str
+
+
+class PartEvent(OfItem, kw_only=True):
+    """A part of an item begins, or is whole.
+
+    Attributes:
+        type: "response.content_part.added" or "response.content_part.done".
+        content_index: Always 0: an item has one part.
+        part: The part, such as {"type": "output_text", "text": "Anna", "annotations": [],
+            "logprobs": []}.
+    """
+
+    type: Literal["response.content_part.added", "response.content_part.done"]
+    content_index: int
+    part: dict[str, Any]
+
+
+class TextDelta(OfItem, kw_only=True):
+    """Text that is new.
+
+    Attributes:
+        type: Always "response.output_text.delta".
+        content_index: Always 0: an item has one part.
+        delta: The text, such as "Anna".
+        logprobs: Those of its tokens, if asked for.
+    """
+
+    type: Literal["response.output_text.delta"]
+    content_index: int
+    delta: str
+    logprobs: list[OutputLogprob]
+
+
+class TextDone(OfItem, kw_only=True):
+    """Text that is whole.
+
+    Attributes:
+        type: Always "response.output_text.done".
+        content_index: Always 0: an item has one part.
+        text: The text, such as "Anna is a teacher.".
+        logprobs: Those of its tokens, if asked for.
+    """
+
+    type: Literal["response.output_text.done"]
+    content_index: int
+    text: str
+    logprobs: list[OutputLogprob]
+
+
+class ReasoningDelta(OfItem, kw_only=True):
+    """Reasoning that is new.
+
+    Attributes:
+        type: Always "response.reasoning_text.delta".
+        content_index: Always 0: an item has one part.
+        delta: The text, such as "The user".
+    """
+
+    type: Literal["response.reasoning_text.delta"]
+    content_index: int
+    delta: str
+
+
+class ReasoningDone(OfItem, kw_only=True):
+    """Reasoning that is whole.
+
+    Attributes:
+        type: Always "response.reasoning_text.done".
+        content_index: Always 0: an item has one part.
+        text: The text, such as "The user asks for a name.".
+    """
+
+    type: Literal["response.reasoning_text.done"]
+    content_index: int
+    text: str
+
+
+class ArgumentsDelta(OfItem, kw_only=True):
+    """A piece of a call's arguments.
+
+    Attributes:
+        type: Always "response.function_call_arguments.delta".
+        delta: The piece, such as "{\\"city\\": ".
+    """
+
+    type: Literal["response.function_call_arguments.delta"]
+    delta: str
+
+
+class ArgumentsDone(OfItem, kw_only=True):
+    """A call's arguments are whole.
+
+    Attributes:
+        type: Always "response.function_call_arguments.done".
+        arguments: The arguments as JSON, such as "{\\"city\\": \\"Rome\\"}".
+        name: Name of the function, such as "weather".
+    """
+
+    type: Literal["response.function_call_arguments.done"]
+    arguments: str
+    name: str
+
+
+class AttentionEvent(Event, kw_only=True):
+    """Attention of a token, if asked for; an event of kqview's own.
+
+    Attributes:
+        type: Always "response.attention".
+        attention: The attention.
+    """
+
+    type: Literal["response.attention"]
+    attention: TokenAttention
+
+
+class PromptAttentionEvent(Event, kw_only=True):
+    """Rows of the prompt, if asked for; an event of kqview's own.
+
+    Attributes:
+        type: Always "response.prompt_attention".
+        attention: The rows.
+    """
+
+    type: Literal["response.prompt_attention"]
+    attention: PromptAttention
+
+
+class RemovedEvent(Event, kw_only=True):
+    """What mods took back, which a client drops; an event of kqview's own.
+
+    Attributes:
+        type: Always "response.removed".
+        tokens: So many of the last tokens, such as 1.
+        characters: So many of the last characters, such as 2.
+    """
+
+    type: Literal["response.removed"]
+    tokens: int
+    characters: int
