@@ -18,7 +18,7 @@ from kqview import Capture, Token
 from kqview.bench.pairs import Pairs
 from kqview.bench.records import SweepRow, append_record
 from kqview.errors import KqviewError
-from kqview.viz import heatmap, overhead_plot
+from kqview.viz import head_grid, heatmap, overhead_plot
 from kqview.viz.heads import N_LATEST, probabilities, select_head
 from kqview.viz.terminal import RAMP, TerminalHeatmap, terminal_heatmap
 
@@ -279,6 +279,105 @@ def test_importing_the_package_pulls_in_no_drawing_library():
     code = "import sys, kqview.viz; print('matplotlib' in sys.modules, 'rich' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+# ---- grid of heads
+
+
+def squares(figure: Figure, n_layers: int, n_heads: int) -> np.ndarray[Any, Any]:
+    """Brightness of the pixels of each head, ``(n_layers, n_heads, height, width)``; 1 is white."""
+    picture = np.asarray(axes_of(figure).images[0].get_array())
+    high, wide = picture.shape[0] // n_layers, picture.shape[1] // n_heads
+    assert picture.shape[:2] == (n_layers * high, n_heads * wide)
+    grey = np.where(picture[..., 3] > 0, picture[..., :3].mean(axis=-1), np.nan)
+    return grey.reshape(n_layers, high, n_heads, wide).swapaxes(1, 2)
+
+
+def heads_that_look(array: np.ndarray[Any, Any]) -> None:
+    """Let head h of layer l look at column l + h + 1 in every row."""
+    array[..., 0] = 1.0
+    for layer in range(array.shape[0]):
+        for head in range(array.shape[1]):
+            array[layer, head, :, layer + head + 1] = 0.5
+
+
+def test_grid_has_a_square_for_each_head_with_its_own_pattern():
+    array = np.zeros((2, 3, 4, 8))
+    heads_that_look(array)
+    figure = head_grid(array)
+    seen = squares(figure, 2, 3)
+    assert labels(figure) == (["0", "1"], ["0", "1", "2"])
+    for layer in range(2):
+        for head in range(3):
+            square = seen[layer, head]
+            inside = square[~np.isnan(square).all(axis=1)][:, ~np.isnan(square).all(axis=0)]
+            assert inside.shape == (4, 8)
+            darkest = np.argwhere(inside < 0.3)
+            assert {tuple(at) for at in darkest} == {(row, layer + head + 1) for row in range(4)}
+
+
+def test_grid_draws_the_layers_and_heads_of_the_model_that_are_named():
+    made = tokens(2, layers=(5, 9), heads=(0, 2, 7), kind="probs")
+    figure = head_grid(made, layers=[9], heads=[7, 0])
+    assert labels(figure) == (["9"], ["7", "0"])
+    assert squares(figure, 1, 2).shape[:2] == (1, 2)
+    with pytest.raises(IndexError, match=r"layer 1 was not captured; there are \[5, 9\]"):
+        head_grid(made, layers=[1])
+    with pytest.raises(IndexError, match="head 3 is out of range; there are 3"):
+        head_grid(np.ones((2, 3, 4, 7)), heads=[3])
+    with pytest.raises(ValueError, match="layers is empty"):
+        head_grid(made, layers=[])
+
+
+def test_squares_have_a_scale_each_unless_they_share_one():
+    array = np.zeros((1, 2, 1, 3))
+    array[0, 0, 0, 1] = 0.9
+    array[0, 1, 0, 1] = 0.1
+    own, shared = head_grid(array), head_grid(array, shared_scale=True)
+    assert np.nanmin(squares(own, 1, 2)[0, 1]) < 0.3
+    assert np.nanmin(squares(shared, 1, 2)[0, 1]) > 0.8
+    assert len(own.axes) == 1
+    bar = shared.axes[1]
+    assert bar.get_ylim() == pytest.approx((0.0, 0.9))
+
+
+def test_long_rows_keep_their_lines_in_a_small_square():
+    array = np.zeros((1, 1, 300, 1000))
+    for row in range(300):
+        array[0, 0, row, 500 + row] = 1.0
+    square = squares(head_grid(array, causal=False), 1, 1)[0, 0]
+    inside = square[~np.isnan(square).all(axis=1)][:, ~np.isnan(square).all(axis=0)]
+    assert inside.shape == (64, 64)
+    assert all((line < 0.3).any() for line in inside)
+
+
+def test_layers_with_fewer_heads_leave_squares_empty():
+    token = Token(0, "x", 0, attention=(np.zeros((1, 7)), np.full((4, 7), 0.5)))
+    seen = squares(head_grid([token]), 2, 4)
+    assert [np.isnan(one).all() for one in seen[0]] == [False, True, True, True]
+    assert not any(np.isnan(one).all() for one in seen[1])
+
+
+def test_scores_are_drawn_around_white():
+    array = np.array([[[[-2.0, 0.0, 1.0, -np.inf]]]])
+    square = squares(head_grid(array, kind="scores", causal=False, hide_first=False), 1, 1)[0, 0]
+    low, middle, high, _ = square[~np.isnan(square)]
+    assert middle > 0.95 > max(low, high)
+
+
+def test_grid_can_be_drawn_into_axes_of_another_figure():
+    from matplotlib.figure import Figure
+
+    figure = Figure()
+    first, second = figure.subplots(1, 2)
+    assert head_grid(tokens(2), ax=second, title="T") is figure
+    assert second.get_title(loc="left") == "T"
+    assert (len(first.images), len(second.images)) == (0, 1)
+
+
+def test_matrix_has_no_heads_for_a_grid():
+    with pytest.raises(ValueError, match="use heatmap"):
+        head_grid(np.eye(3))
 
 
 # ---- overhead plot

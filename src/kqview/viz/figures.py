@@ -85,8 +85,8 @@ def save_figure(figure: "Figure", path: "Path") -> None:
 # ---- heat map
 
 
-_WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
-_BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
+WHITE_TO_DARK: Final = ("#ffffff", "#d3e4f3", "#85bcdc", "#3181bd", "#0a4a90", "#08274f")
+BEYOND: Final = "#f0f1f3"  # cells of tokens that a query does not see
 _GRID: Final = "#e4e7eb"
 _N_LABEL_CHARACTERS: Final = 14
 _MAX_INCHES: Final = 15.0  # of all cells; larger pictures get smaller cells
@@ -143,7 +143,7 @@ def heatmap(
     """
     require_matplotlib("heatmap")
     rows, _ = rows_of(attention, tokens, kind, causal=causal)
-    _check_columns(rows)
+    check_columns(rows)
     heading = ""
     i_layer, i_head = 0, 0
     if rows.is_matrix:
@@ -153,7 +153,9 @@ def heatmap(
             )
     else:
         i_layer, i_head = _choose(
-            rows, _place("layer", layer, rows.layers), _place("head", head, rows.heads)
+            rows,
+            None if layer is None else place_of("layer", layer, rows.layers),
+            None if head is None else place_of("head", head, rows.heads),
         )
         names = rows.layer_names[i_layer], rows.head_names(i_layer)[i_head]
         heading = f"layer {names[0]}, " + (rows.reduce or f"head {names[1]}")
@@ -178,7 +180,12 @@ def heatmap(
     )
 
 
-def _check_columns(rows: Rows) -> None:
+def check_columns(rows: Rows) -> None:
+    """Refuse rows without a value for each token.
+
+    Raises:
+        InvalidCapture: ``top_k`` or ``spans`` left them so.
+    """
     short = "spans" if rows.has_spans else "top_k" if rows.rows[0].places is not None else None
     if short is not None:
         raise InvalidCapture(
@@ -187,9 +194,9 @@ def _check_columns(rows: Rows) -> None:
         )
 
 
-def _place(name: str, wanted: int | None, captured: tuple[int, ...]) -> int | None:
+def place_of(name: str, wanted: int, captured: tuple[int, ...]) -> int:
     """The index of the model's layer or head *wanted* in the rows."""
-    if wanted is None or not captured:
+    if not captured:
         return wanted
     if wanted < 0 and -wanted <= len(captured):
         return wanted + len(captured)
@@ -288,9 +295,9 @@ def _colours(values: NDArray[np.float64], kind: str) -> dict[str, Any]:
     largest = float(np.abs(finite).max()) if finite.size else 0.0
     largest = largest or 1.0  # all zeros are drawn white
     if kind == "probs":
-        colours = LinearSegmentedColormap.from_list("kqview", _WHITE_TO_DARK)
-        return {"cmap": colours.with_extremes(bad=_BEYOND), "vmin": 0.0, "vmax": largest}
-    colours = colormaps["RdBu_r"].with_extremes(bad=_BEYOND)
+        colours = LinearSegmentedColormap.from_list("kqview", WHITE_TO_DARK)
+        return {"cmap": colours.with_extremes(bad=BEYOND), "vmin": 0.0, "vmax": largest}
+    colours = colormaps["RdBu_r"].with_extremes(bad=BEYOND)
     return {"cmap": colours, "vmin": -largest, "vmax": largest}
 
 
