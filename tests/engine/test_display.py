@@ -12,6 +12,7 @@ import pytest
 from kqview import Capture, Engine, Token, errors, mod
 from kqview.generation import display
 from kqview.mods import Added
+from kqview.types.token import Context
 from kqview.viz import coloured, to_html
 from tests.unit.test_coloured import Still, data_of, planes_of
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 PROMPT = "Anna has a red ball. Then Anna"
 STEP = 1 / 255
+
+
+@pytest.fixture(autouse=True)
+def _waits_for_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr(display, "PEEK_S", 60.0)
 
 
 @pytest.fixture(scope="module")
@@ -201,15 +208,21 @@ def test_rows_of_several_blocks_are_shown_as_far_as_they_are_held() -> None:
         assert array is not None
 
 
-def test_display_of_a_prompt_that_waits_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "PEEK_S", 0.01)
-    with Engine.demo(n_ctx=128, n_threads=1, run_ahead=0) as one:
-        first = one.generate(PROMPT, max_tokens=3, temperature=0)
-        next(first)
-        prompt = one.attend(PROMPT)
-        assert "No rows are here: they are still computed" in text_of(prompt)
-        first.close()
-        assert prompt.array() is not None
+def test_display_of_a_prompt_whose_rows_are_not_there_says_so() -> None:
+    waited: list[float] = []
+    context = Context([1, 2], 1, {1: b"Anna", 2: b" has"})
+    html = display.prompt_html(context, Capture(), display.HandedRows(), waited.append)
+    assert "No rows are here: they are still computed" in Still.of(html).text
+    assert "Anna has" in Still.of(html).text
+    assert waited == [display.PEEK_S]
+
+
+def test_display_waits_for_no_rows_after_some_were_taken(engine: Engine) -> None:
+    prompt = engine.attend(PROMPT)
+    next(prompt)
+    gc.collect()
+    assert "they left memory after they were taken" in text_of(prompt)
+    assert next(prompt, None) is None
 
 
 def test_error_of_a_prompt_is_raised_to_who_takes_its_rows() -> None:

@@ -19,7 +19,7 @@ from kqview.types import Capture, PromptBlock, Token
 from kqview.types.token import Attention, Context, Positions
 
 N_REMEMBERED: Final = N_TEXTS_MAX
-PEEK_S: Final = 1.0
+PEEK_S: Final = 2.0
 """How long the display of a prompt's attention waits for the first rows."""
 
 
@@ -62,13 +62,15 @@ def generation_rows(
 class HandedRows:
     """Arrays of a prompt's rows that were handed out, for as long as something else holds them."""
 
-    __slots__ = ("_parts",)
+    __slots__ = ("_parts", "has_begun")
 
     def __init__(self) -> None:
+        self.has_begun = False
         self._parts: list[tuple[int, Any, Any]] = []
 
     def add(self, start: int, rows: Attention | None, positions: Positions | None) -> None:
         """Remember rows from position *start* on, in the form that `PromptBlock` has."""
+        self.has_begun = True
         if rows is not None:
             self._parts = [part for part in self._parts if _strong(part[1]) is not None]
             self._parts.append((start, _weak(rows), _weak(positions)))
@@ -146,8 +148,10 @@ def prompt_html(
     """The prompt, coloured by the rows that are still held, else by the first that arrive."""
     n = context.n_prompt
     parts = list(handed.held())
-    if not parts and (block := peek(PEEK_S)) is not None and block.rows is not None:
-        parts = [(block.start, block.rows, block.positions)]
+    if not handed.has_begun:
+        block = peek(PEEK_S)
+        if block is not None and block.rows is not None:
+            parts = [(block.start, block.rows, block.positions)]
     rows = prompt_rows(context, capture, parts)
     notes: list[str] = []
     if not parts:

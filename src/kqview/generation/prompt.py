@@ -217,7 +217,7 @@ class PromptAttention:
 
         Choose a layer, a head and a token to see what it looked at. Displaying takes no block: it
         shows the rows that you still have, such as ``rows = attention.array()``; before anything
-        was taken the first block, for which it waits a second at most. Of many rows, the display
+        was taken the first block, for which it waits two seconds at most. Of many rows, the display
         keeps what fits in 2 MiB and says what it leaves out.
         """
         return prompt_html(self._context(), self._capture, self._handed, self._source.peek_block)

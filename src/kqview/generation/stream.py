@@ -384,7 +384,7 @@ class Generation:
     def peek_block(self, within_s: float) -> PromptBlock | None:
         """The first rows of the prompt, which stay to be taken; None if they are not here in time.
 
-        Only before anything was taken. An error is left to who takes them.
+        Before anything was taken. An error is left to who takes them.
         """
         is_begun = self._ahead is not None or self._ids or self._reason is not None
         if not self._blocks and not is_begun and not self._is_awaited:
