@@ -2,27 +2,42 @@
 
 from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, Unpack, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.arguments import encode
+from kqview.arguments import encode, invalid
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
-from kqview.chat.spans import message_ends
-from kqview.errors import KqviewError, RequestError, UnsupportedModel
+from kqview.chat.spans import Part, Render, message_ends
+from kqview.chat.tool_format import format_of, said
+from kqview.chat.turn import (
+    N_END,
+    Choice,
+    Reasoning,
+    ToolChoice,
+    choice_of,
+    constrained,
+    continued,
+    opened_in,
+    reader_of,
+    reasoning_of,
+)
+from kqview.errors import KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.offsets import Offsets
-from kqview.submission import GenerateOptions
+from kqview.submission import GenerateOptions, sampling_of, schema_of
 from kqview.types import ChatPrompt, ModelInfo
+from kqview.types.sampling import OPTIONS
 from kqview.types.text import Ids
 
 if TYPE_CHECKING:
-    from kqview.chat.template import ChatTemplate, Part
+    from kqview.chat.template import ChatTemplate
 
 _N_TEMPLATES_MAX: Final = 16
 
@@ -57,43 +72,96 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
+        tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
+        continue_final_message: bool = False,
         chat_template: str | None = None,
         template_options: Mapping[str, Any] | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Generation:
-        """Generate the assistant's next message.
+        """Generate the assistant's next message; `Generation.reply` is that message.
 
         Args:
             messages: As in `apply_chat_template`.
-            tools: As in `apply_chat_template`. `kqview.chat.parse_tool_calls` extracts the calls
-                from the answer.
+            tools: As in `apply_chat_template`. `Generation.reply` has the calls of the answer.
+            tool_choice: "auto" (the default): the model decides whether it calls; "none": the tools
+                are not shown to it; "required": a grammar makes it call one, or several;
+                ``{"type": "function", "function": {"name": "..."}}``: it makes it call this one.
+                The grammar needs llguidance and excludes ``grammar`` and ``regex``. With tools and
+                ``json_schema``, the answer is a call or JSON.
+            parallel_tool_calls: Whether a required answer may have several calls.
+            continue_final_message: As in `apply_chat_template`.
             chat_template: As in `apply_chat_template`.
             template_options: As in `apply_chat_template`.
             **options: The options of `generate`.
 
         Raises:
             RequestError: An argument is invalid (may be a subclass), or the template rejects the
-                messages.
+                messages, or ignores *tools*.
             UnsupportedModel: The model has no chat template.
             KqviewError: jinja2 is not installed. Also any error of `generate`.
         """
-        ids = self.apply_chat_template(
+        self._core.check_open()
+        if not isinstance(parallel_tool_calls, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("parallel_tool_calls", "True or False", shown(parallel_tool_calls))
+        choice = choice_of(checked_tools(tools) or [], tool_choice)
+        source = self._source(chat_template)
+        chat = self._rendered(
             messages,
-            tools=tools,
-            chat_template=chat_template,
-            template_options=template_options,
+            choice.tools,
+            source,
+            template_options,
+            adds_header=True,
+            continues=continue_final_message,
         )
-        with conversation_of(Dialogue(messages, tools)):
-            return self.generate(ids, **options)
+        ids = self._chat_ids(chat.parts)
+        end = b"".join(map(self._model.token_bytes, ids[-N_END:])).decode("utf-8", "replace")
+        opened = opened_in(chat.begun, end)
+        schema, options = self._constrained(
+            options, choice, source, reasoning_of(source, end, opened), parallel_tool_calls
+        )
+        with conversation_of(Dialogue(messages, choice.tools or None)):
+            generation = self.generate(ids, **options)
+        generation.read_reply_with(reader_of(source, opened, choice.tools), schema)
+        return generation
+
+    def _constrained(
+        self,
+        options: GenerateOptions,
+        choice: Choice,
+        source: str,
+        reasoning: Reasoning,
+        is_parallel: bool,
+    ) -> tuple[str | None, GenerateOptions]:
+        """The JSON schema of the answer, and *options* with what makes the answer follow it."""
+        fields: dict[str, Any] = {name: value for name, value in options.items() if name in OPTIONS}
+        others: Any = {name: value for name, value in options.items() if name not in OPTIONS}
+        sampling = sampling_of(others.get("sampling"), fields)
+        schema, form = schema_of(sampling), format_of(source)
+        # A model that may reason or not does not if its answer is JSON.
+        is_plain = form != "harmony" and reasoning.how != "open"
+        if choice.needs_call or (schema is not None and (choice.tools or not is_plain)):
+            sampling = constrained(
+                replace(sampling, json_schema=None),
+                choice=choice,
+                schema=schema,
+                form=form,
+                reasoning=reasoning,
+                is_parallel=is_parallel,
+                mark=partial(said, self._control_ids),
+            )
+        others["sampling"] = sampling
+        return schema, others
 
     @overload
     def apply_chat_template(
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokenize: Literal[True] = True,
         spans: Literal[False] = False,
         chat_template: str | None = None,
@@ -105,8 +173,9 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokenize: Literal[True] = True,
         spans: Literal[True],
         chat_template: str | None = None,
@@ -118,8 +187,9 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokenize: Literal[False],
         spans: Literal[False] = False,
         chat_template: str | None = None,
@@ -130,8 +200,9 @@ class Conversation:
         self,
         messages: Sequence[Message],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tokenize: bool = True,
         spans: bool = False,
         chat_template: str | None = None,
@@ -145,8 +216,13 @@ class Conversation:
 
         Args:
             messages: Mappings with ``role`` and ``content`` (text, or a list of text parts).
-            tools: Functions that the model may call, as JSON schemas.
+            tools: Functions that the model may call, in the form of OpenAI's API, or the part of it
+                under "function"; a pydantic model stands for a function with its fields. A template
+                that ignores them is an error: see `kqview.chat.tools_as_text`.
             add_generation_prompt: End the prompt with the header of the assistant's message.
+            continue_final_message: End the prompt with the last message instead, which is the
+                assistant's, so that the answer continues its text. The header before it is that of
+                a new answer.
             tokenize: Return ids. False returns text, for reading only, because special tokens and
                 contents look alike in it.
             spans: Return a ChatPrompt: the ids, and for each message the range of its ids. Renders
@@ -155,8 +231,8 @@ class Conversation:
             template_options: Extra variables for the template, such as ``enable_thinking``.
 
         Raises:
-            RequestError: A message is malformed, or the template rejects it, takes more than 5 s of
-                CPU time, or produces more than 16 Mi characters.
+            RequestError: A message is malformed, or the template rejects it, ignores *tools*, takes
+                more than 5 s of CPU time, or produces more than 16 Mi characters.
             UnsupportedModel: The model has no chat template, or the template does not parse, is
                 nested too deeply, or exceeds these limits with any message.
             KqviewError: jinja2 is not installed.
@@ -167,8 +243,69 @@ class Conversation:
                 "spans are ranges of ids, so they need tokenize=True; leave one of the two out",
                 parameter="spans",
             )
-        checked = checked_messages(messages)
-        checked_tool_list = checked_tools(tools)
+        chat = self._rendered(
+            messages,
+            tools,
+            self._source(chat_template),
+            template_options,
+            adds_header=add_generation_prompt,
+            continues=continue_final_message,
+        )
+        text = _text_of(chat.parts)
+        if not tokenize:
+            return text
+        ids = self._chat_ids(chat.parts)
+        if not spans:
+            return ids
+        ends = message_ends(text, chat.messages, chat.render, ends_of_turn=self._ends_of_turn())
+        starts = [start for start, _ in self._offsets(text, ids)]
+        places = [0, *(bisect_left(starts, end) for end in ends)]
+        return ChatPrompt(ids, list(pairwise(places)))
+
+    def _rendered(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any] | type[Any]] | None,
+        source: str,
+        template_options: Mapping[str, Any] | None,
+        *,
+        adds_header: bool,
+        continues: bool,
+    ) -> "_Rendered":
+        """Render a chat; raises as `apply_chat_template`."""
+        if not isinstance(continues, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("continue_final_message", "True or False", shown(continues))
+        checked, offered = checked_messages(messages), checked_tools(tools)
+        options = checked_options(template_options)
+        render = partial(self._template(source).render, tools=offered, options=options)
+        begun = continued(checked) if continues else None
+        rest = checked if begun is None else checked[:-1]
+        adds_header = adds_header or begun is not None
+        parts = render(rest, add_generation_prompt=adds_header)
+        if offered:
+            self._check_shown(
+                parts, partial(render, rest, tools=None, add_generation_prompt=adds_header)
+            )
+        if begun:
+            parts = [*parts, Part(begun, False)]
+        return _Rendered(parts, begun or "", checked, render)
+
+    def _check_shown(self, parts: Sequence[Part], bare: Callable[[], Sequence[Part]]) -> None:
+        """Refuse a template that renders the same without tools, which *bare* does."""
+        try:
+            is_ignored = _text_of(bare()) == _text_of(parts)
+        except RequestError:  # it insists on tools
+            return
+        if is_ignored:
+            raise RequestError(
+                f"the chat template of {self._info.name or self._info.architecture} ignores tools, "
+                "so the model would not know them; pass a chat_template that shows them, or put "
+                "them into the messages with kqview.chat.tools_as_text",
+                parameter="tools",
+            )
+
+    def _source(self, chat_template: str | None) -> str:
+        """The text of the template to use: *chat_template*, or the model's own."""
         source = self._info.chat_template if chat_template is None else chat_template
         if source is None:
             raise UnsupportedModel(
@@ -176,21 +313,7 @@ class Conversation:
                 "pass one as chat_template, or use generate"
             )
         encode("chat_template", source)
-        template = self._template(source)
-        render = partial(
-            template.render, tools=checked_tool_list, options=checked_options(template_options)
-        )
-        parts = render(checked, add_generation_prompt=add_generation_prompt)
-        if not tokenize:
-            return _text_of(parts)
-        ids = self._chat_ids(parts)
-        if not spans:
-            return ids
-        text = _text_of(parts)
-        ends = message_ends(text, checked, render, ends_of_turn=self._ends_of_turn())
-        starts = [start for start, _ in self._offsets(text, ids)]
-        places = [0, *(bisect_left(starts, end) for end in ends)]
-        return ChatPrompt(ids, list(pairwise(places)))
+        return source
 
     def _ends_of_turn(self) -> list[str]:
         ids = {self._info.eot_token_id, self._info.eos_token_id}
@@ -215,7 +338,7 @@ class Conversation:
 
     # ---- ids of parts
 
-    def _chat_ids(self, parts: "Sequence[Part]") -> list[int]:
+    def _chat_ids(self, parts: Sequence[Part]) -> list[int]:
         """Ids of the joined text; ordinary text that names a control token is tokenized apart."""
         ids: list[int] = []
         run: list[Part] = []
@@ -227,7 +350,7 @@ class Conversation:
                 run.append(part)
         return ids + self._run_ids(run)
 
-    def _run_ids(self, run: "Sequence[Part]") -> list[int]:
+    def _run_ids(self, run: Sequence[Part]) -> list[int]:
         text = "".join(part.text for part in run)
         wanted = [self._control_ids[part.text] for part in run if part.is_special]
         ids = self._model.tokenize(encode("messages", text), False, True)
@@ -265,5 +388,21 @@ class Conversation:
         return not self._control_id_set.isdisjoint(ids)
 
 
-def _text_of(parts: "Iterable[Part]") -> str:
+class _Rendered(NamedTuple):
+    """A rendered chat.
+
+    Attributes:
+        parts: Its text.
+        begun: The text of the answer with which it ends, if it continues one.
+        messages: As they were checked.
+        render: Renders other messages with the same template, tools and options.
+    """
+
+    parts: Sequence[Part]
+    begun: str
+    messages: list[dict[str, Any]]
+    render: Render
+
+
+def _text_of(parts: Iterable[Part]) -> str:
     return "".join(part.text for part in parts)

@@ -60,6 +60,7 @@ from kqview.submission import (
     Reuse,
     Submission,
     sampling_of,
+    schema_of,
     set_sampling,
     set_shift,
     steering_of,
@@ -657,6 +658,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             request_id=request_id,
             capture=capture,
             stop=sampling.stop,
+            schema=schema_of(sampling),
         )
 
     @names_options("attend")

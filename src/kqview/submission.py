@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, get_args, get_type_hints
+from typing import Any, Final, Literal, cast, get_args, get_type_hints
 
 from kqview import _core
 from kqview.arguments import (
@@ -217,6 +217,7 @@ class Submission:
         request_id: str | None,
         capture: Capture | None = None,
         stop: Sequence[str] = (),
+        schema: str | None = None,
     ) -> Generation:
         """Queue a request; raises the errors of the core.
 
@@ -227,11 +228,14 @@ class Submission:
             request_id: The caller's name for the request.
             capture: The capture set in *options*.
             stop: Strings that end the generation.
+            schema: JSON schema of the text.
         """
         handle = self._core.submit(options)
         return Generation(
             handle,
-            **self._facts(request_id or f"{name}-{handle.id}", options, prompt, capture, stop),
+            **self._facts(
+                request_id or f"{name}-{handle.id}", options, prompt, capture, stop, schema
+            ),
         )
 
     def steer(
@@ -308,7 +312,7 @@ class Submission:
             dialogue=current_conversation(),
             submit=submit,
             context_of=partial(self._context, capture),
-            **self._facts(request_id, options, prompt, capture, stop),
+            **self._facts(request_id, options, prompt, capture, stop, schema_of(sampling)),
         )
 
     def _facts(
@@ -318,6 +322,7 @@ class Submission:
         prompt: list[int],
         capture: Capture | None,
         stop: Sequence[str],
+        schema: str | None,
     ) -> GenerationFacts:
         return {
             "request_id": request_id,
@@ -327,6 +332,7 @@ class Submission:
             "n_keep": options.n_keep,
             "capture": capture.resolved(self._info) if capture else None,
             "stop": stop,
+            "schema": schema,
             "token_bytes": self._token_bytes,
             "waker": self._waker,
             "on_end": self._on_end,
@@ -466,6 +472,11 @@ def sampling_of(sampling: object, options: Mapping[str, Any]) -> Sampling:
             parameter="sampling",
         )
     return sampling
+
+
+def schema_of(sampling: Sampling) -> str | None:
+    """Text of the JSON schema that the text follows, None without one."""
+    return cast("str | None", sampling.json_schema)  # as Sampling stores it
 
 
 def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:

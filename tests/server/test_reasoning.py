@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kqview.server.api.reasoning import (
+from kqview.chat.reasoning import (
     HarmonySplitter,
     Piece,
     Split,
@@ -25,7 +25,7 @@ from kqview.server.api.reasoning import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from kqview.server.api.reasoning import Splitter
+    from kqview.chat.reasoning import Splitter
 
 MARKER = "===FINAL==="
 SPLITS = {

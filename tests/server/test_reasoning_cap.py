@@ -11,13 +11,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kqview import Engine, Sampling
+from kqview.chat.reasoning import Split, TokenCounter
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
 from kqview.mods import Added, Backtrack, mod
 from kqview.server import Settings
 from kqview.server.api.chat_work import Answer, ChatRequest, Reading, answer_of, prepare
 from kqview.server.api.llama_fields import LlamaFields, reasoning_budget_of
-from kqview.server.api.reasoning import Split, TokenCounter
 from kqview.server.api.reasoning_cap import (
     CapForcing,
     ReasoningCap,
@@ -239,8 +239,9 @@ CONTROLS = (
     "</think>",
 )
 HARMONY = (
+    "{{ tools if tools }}"
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> tools #}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
 )
 THINKING = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
 

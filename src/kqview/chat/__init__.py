@@ -1,11 +1,14 @@
-"""Chat: checks messages, renders a model's chat template, and parses tool calls in its answer.
+"""Chat: checks messages, renders a model's chat template, and takes its answer apart.
 
 All of it is Python on text; what needs a model is in `kqview.conversation`.
 """
 
 from typing import Final
 
-from kqview.chat.messages import Message, Reply, ToolCall, parse_tool_calls
+from kqview.chat.messages import Message, parse_tool_calls
+from kqview.chat.tool_format import tools_as_text
+from kqview.chat.turn import ToolChoice
+from kqview.types.reply import Reply, ToolCall
 
 CHATML: Final = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
@@ -14,4 +17,12 @@ CHATML: Final = (
 )
 """Template for a model that brings none, as llama.cpp's server takes it."""
 
-__all__ = ["CHATML", "Message", "Reply", "ToolCall", "parse_tool_calls"]
+__all__ = [
+    "CHATML",
+    "Message",
+    "Reply",
+    "ToolCall",
+    "ToolChoice",
+    "parse_tool_calls",
+    "tools_as_text",
+]

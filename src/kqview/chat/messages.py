@@ -9,12 +9,12 @@ can neither modify nor call anything that belongs to the caller.
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, Literal, cast
 
 from kqview.arguments import invalid
 from kqview.errors import RequestError
+from kqview.types.reply import Reply, ToolCall
 
 Message = Mapping[str, Any]
 
@@ -43,7 +43,8 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 def checked_tools(tools: object) -> list[dict[str, Any]] | None:
     """*tools* as dicts of the form ``{"type": "function", "function": {"name": ...}}``.
 
-    A bare function, ``{"name": ..., "parameters": ...}``, is wrapped in that form.
+    A bare function, ``{"name": ..., "parameters": ...}``, is wrapped in that form; a pydantic model
+    is a function that has its name, description and fields.
 
     Raises:
         RequestError: *tools* is not a sequence of such mappings.
@@ -134,7 +135,7 @@ def _arguments(where: str, value: object) -> Any:
 
 
 def _tool(where: str, value: object) -> dict[str, Any]:
-    tool = _mapping(where, value)
+    tool = _function_of(where, value) if isinstance(value, type) else _mapping(where, value)
     if "function" not in tool and isinstance(tool.get("name"), str):
         return {"type": "function", "function": tool}
     function = tool.get("function")
@@ -146,6 +147,16 @@ def _tool(where: str, value: object) -> dict[str, Any]:
             '{"type": "function", "function": {"name": "...", "parameters": {...}}}'
         )
     return tool
+
+
+def _function_of(where: str, value: type[object]) -> dict[str, Any]:
+    """The function whose parameters are the fields of a pydantic model."""
+    schema_of = getattr(value, "model_json_schema", None)
+    if schema_of is None:
+        return _mapping(where, value)  # which says what is wrong
+    schema: dict[str, Any] = schema_of()
+    about = {key: schema.pop(key) for key in ("description",) if key in schema}
+    return _mapping(where, {"name": value.__name__, **about, "parameters": schema})
 
 
 def _mapping(where: str, value: object) -> dict[str, Any]:
@@ -195,49 +206,6 @@ def _shown(value: object) -> str:
 
 
 Family = Literal["hermes", "llama", "mistral"]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolCall:
-    """A function that the model asks to be called.
-
-    Attributes:
-        name: The name of the function as the model wrote it; it may not be one of the given tools.
-        arguments: The arguments by name, not checked against a schema.
-        id: The id that the model gave the call; None if its family has no ids.
-    """
-
-    name: str
-    arguments: Mapping[str, Any]
-    id: str | None = None
-
-    def to_message(self) -> dict[str, Any]:
-        """The call in the form of ``tool_calls`` in a message of the assistant."""
-        call: dict[str, Any] = {
-            "type": "function",
-            "function": {"name": self.name, "arguments": dict(self.arguments)},
-        }
-        return call if self.id is None else {"id": self.id, **call}
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """An answer split into text and tool calls.
-
-    Attributes:
-        content: The text without the calls.
-        tool_calls: The calls in the order of the text.
-    """
-
-    content: str
-    tool_calls: tuple[ToolCall, ...] = field(default=())
-
-    def to_message(self) -> dict[str, Any]:
-        """The answer as a message of the assistant for the next `Engine.chat`."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.tool_calls:
-            message["tool_calls"] = [call.to_message() for call in self.tool_calls]
-        return message
 
 
 def parse_tool_calls(text: str, family: Family | None = None) -> Reply:

@@ -2,18 +2,18 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from kqview.errors import RequestError
 
 _OTHER: Final = "\u241fother\u241f"
 
 
-class HasText(Protocol):
-    """A piece of a rendered chat."""
+class Part(NamedTuple):
+    """A piece of a rendered chat: the text of one special token, or ordinary text."""
 
-    @property
-    def text(self) -> str: ...
+    text: str
+    is_special: bool
 
 
 class Render(Protocol):
@@ -21,7 +21,7 @@ class Render(Protocol):
 
     def __call__(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool
-    ) -> Sequence[HasText]: ...
+    ) -> Sequence[Part]: ...
 
 
 def message_ends(

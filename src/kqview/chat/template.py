@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from typing import Any, Final, NamedTuple, NoReturn, cast
+from typing import Any, Final, NoReturn, cast
 
 import jinja2
 from jinja2 import nodes
@@ -28,19 +28,13 @@ from jinja2.parser import Parser
 
 from kqview.chat.messages import ROLES
 from kqview.chat.sandbox import Exhausted, Sandbox
+from kqview.chat.spans import Part
 from kqview.errors import RequestError, UnsupportedModel
 
 _NONCE_PLANE: Final = 0x100000  # the two planes of private use beyond the first
 _INDEX_PLANE: Final = 0xF0000
 # Names of special tokens in GGUF that differ from those of transformers.
 _VARIABLES: Final = {"padding": "pad", "unknown": "unk"}
-
-
-class Part(NamedTuple):
-    """A piece of a rendered chat: the text of one special token, or ordinary text."""
-
-    text: str
-    is_special: bool
 
 
 class ChatTemplate:

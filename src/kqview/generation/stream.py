@@ -11,6 +11,7 @@ A generation has ended when `_reason` is set, which only `_end` does.
 
 import asyncio
 import contextlib
+import json
 import time
 import weakref
 from collections import deque
@@ -19,13 +20,14 @@ from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
 from kqview.coloured.rows import Rows
-from kqview.errors import BusyError, InvalidCapture, KqviewError
+from kqview.errors import BusyError, InvalidCapture, KqviewError, RequestError, shown
 from kqview.generation.display import N_REMEMBERED, generation_html, generation_rows
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
-from kqview.types import Capture, ModelInfo, PromptBlock, Token, Usage
+from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
+from kqview.types.json_schema import value_of
 from kqview.types.stats import FinishReason, read_fields
 from kqview.types.token import Context, add_token
 
@@ -45,6 +47,7 @@ class GenerationFacts(TypedDict):
     n_keep: int
     capture: Capture | None
     stop: Sequence[str]
+    schema: str | None
     token_bytes: Callable[[int], bytes]
     waker: Callable[[], LoopWaker]
     on_end: Callable[[], None]
@@ -87,6 +90,7 @@ class Generation:
         n_keep: int,
         capture: Capture | None,
         stop: Sequence[str],
+        schema: str | None,
         token_bytes: Callable[[int], bytes],
         waker: Callable[[], LoopWaker],
         on_end: Callable[[], None],
@@ -112,6 +116,9 @@ class Generation:
         self._reason: str | None = None
         self._is_awaited = False
         self._turn_ends = 0.0
+        self._schema = schema
+        self._reply_of: Callable[[str], Reply] = Reply
+        self._reply: tuple[str, Reply] | None = None  # with the text that it was made of
         if handle is not None:
             self._adopt(handle)
 
@@ -468,6 +475,60 @@ class Generation:
         """Index of the slot that the generation uses; None while it waits for one."""
         slot = self._handle.slot
         return None if slot < 0 else slot
+
+    # ---- answers
+
+    def read_reply_with(self, read: Callable[[str], Reply], schema: str | None) -> None:
+        """Set how `reply` takes the text apart, and the JSON schema of its content; for `chat`."""
+        self._reply_of, self._schema = read, schema
+
+    @property
+    def reply(self) -> Reply:
+        """The text so far as the reply of a chat: content, tool calls with ids, and reasoning.
+
+        ``reply.to_message()`` is the message for the next `Engine.chat`. A call whose arguments
+        were cut off is not among its calls. Without `Engine.chat` all of the text is content.
+        """
+        text = self.text
+        if self._reply is None or self._reply[0] != text:
+            self._reply = text, self._reply_of(text)
+        return self._reply[1]
+
+    @property
+    def parsed(self) -> Any:
+        """The value that ``json_schema`` describes, once the generation has ended.
+
+        An object of the type if ``json_schema`` is one, such as a pydantic model, else what
+        ``json.loads`` makes of the text.
+
+        Raises:
+            RequestError: There is no ``json_schema``, the generation has not ended, or the text
+                ended before its JSON did, such as at ``max_tokens``.
+            ValueError: A check of the type that no schema expresses fails, for a pydantic model as
+                its ValidationError.
+        """
+        if self._schema is None:
+            raise RequestError(
+                "parsed needs json_schema, and this generation has none; pass one, or use text",
+                parameter="json_schema",
+            )
+        if self._reason is None:
+            raise RequestError(
+                "parsed is known when the generation has ended; call read() or iterate to the end"
+            )
+        text = self.reply.content
+        try:
+            value = json.loads(text)
+            # Further digits may have been to come.
+            is_whole = self._reason != "length" or not isinstance(value, int | float)
+        except (ValueError, RecursionError):
+            is_whole = False
+        if not is_whole:
+            raise RequestError(
+                f"the text ended with finish reason {self._reason!r} before its JSON did: "
+                f"{shown(text)}; raise max_tokens, or shorten what json_schema describes"
+            )
+        return value_of(self._schema, text)
 
     # ---- mods; see SteeredGeneration
 

@@ -7,6 +7,7 @@ these types can be built, compared and tested without a model.
 from kqview.types.capture import Capture
 from kqview.types.finished import Finished
 from kqview.types.model import Classification, ModelInfo
+from kqview.types.reply import Reply, ToolCall
 from kqview.types.sampling import Sampling
 from kqview.types.score import Score
 from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
@@ -23,10 +24,12 @@ __all__ = [
     "ModelInfo",
     "PoolStats",
     "PromptBlock",
+    "Reply",
     "Sampling",
     "Score",
     "SlotStats",
     "Token",
     "Tokenized",
+    "ToolCall",
     "Usage",
 ]

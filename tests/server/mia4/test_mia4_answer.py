@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from kqview.chat.reasoning import Split
 from kqview.server.api.mia4.answer import drops_reasoning, passport_values, split_for
 from kqview.server.api.mia4.sampling import merge
-from kqview.server.api.reasoning import Split
 from kqview.server.config import Llm, Passport
 
 THINK = Split()

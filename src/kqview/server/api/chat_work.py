@@ -5,28 +5,32 @@ answer is read. An `AnswerReader` takes the text of one sample as it comes and r
 reasoning, content and tool calls, without stop sequences and marks. Nothing here knows a protocol.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
-from kqview.chat import CHATML
+from kqview.chat import CHATML, tool_format
+from kqview.chat.reasoning import THINKING, Piece, Split, TokenCounter
+from kqview.chat.tool_format import CallDelta, Format, Tool
+from kqview.chat.turn import (
+    N_END,
+    Answer,
+    Choice,
+    Delta,
+    Parts,
+    chosen_tools,
+    constrained,
+    continued,
+    opened_in,
+    reasoning_of,
+)
 from kqview.engine import Engine
-from kqview.errors import InvalidSampling, RequestError
+from kqview.errors import RequestError
 from kqview.mods.events import Dialogue
-from kqview.server.api import tool_format
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.mods_field import calls_of, removed
-from kqview.server.api.reasoning import (
-    THINK_TAGS,
-    THINKING,
-    Piece,
-    Split,
-    TokenCounter,
-    opened_by,
-)
 from kqview.server.api.reasoning_cap import ReasoningCap, cap_of
-from kqview.server.api.tool_format import CallDelta, CallReader, Format, Tool, Wanted
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import renamed
 from kqview.server.run import GenerateRequest, Removal, Run
@@ -39,7 +43,6 @@ ChooseSplit = Callable[[str, str, Split], Split]
 WHOLE_CONTEXT: Final = 2**31 - 1
 """``max_tokens`` of a request that sets no limit; the server's settings and the context do."""
 
-_N_END: Final = 32  # tokens at the end of a prompt that may hold the opening mark of reasoning
 _STOPPED: Final = frozenset({"stop", "stop_token", "stop_sequence", "cancelled", "tool_calls"})
 
 
@@ -120,8 +123,8 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     tools = _tools(chat)
     ids, begun = prompt_of(engine, chat)
     # What the answer continues decides whether it begins inside of reasoning.
-    end = engine.detokenize(ids[-_N_END:]) if ids else ""
-    opened = _opened_in(begun) if begun else opened_by(end)
+    end = engine.detokenize(ids[-N_END:]) if ids else ""
+    opened = opened_in(begun, end)
     native = tool_format.format_of(source)
     # A template that has no place for tools shows them in Hermes' format.
     form = native if tool_format.knows_tools(source) or native == "harmony" else "hermes"
@@ -129,13 +132,21 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     split = Split(mode="harmony" if is_harmony else "think", opened=opened, may_call=bool(tools))
     if chat.split is not None:
         split = chat.split(source, end, split)
-    reasoning = _reasoning_of(source, end, opened)
-    sampling = _constrained(engine, chat, tools, form, reasoning)
+    reasoning = reasoning_of(source, end, opened)
+    sampling = constrained(
+        chat.sampling,
+        choice=Choice(tools, chat.tool_choice == "required", chat.tool_name is not None),
+        schema=chat.schema,
+        form=form,
+        reasoning=reasoning,
+        is_parallel=chat.parallel_calls,
+        mark=partial(tool_format.said, engine.control_tokens),
+    )
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
         names["grammar"] = "tools" if tools else "response_format"
     # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
-    may_reason = sampling is chat.sampling or is_harmony or reasoning[0] != "no"
+    may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
     dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None
     request = GenerateRequest(
         prompt=ids,
@@ -185,27 +196,24 @@ def _prompt_of(engine: Engine, chat: ChatRequest) -> tuple[list[int], str]:
     source = template_of(engine, chat.chat_template)
     messages = _messages(chat.messages, source)
     tools: Sequence[Tool] | None = _tools(chat) or None
-    begun = _continued(chat, messages)
-    if begun is not None:
-        messages = messages[:-1]
+    begun = continued(messages, chat.continues)
     render = partial(
         engine.apply_chat_template,
-        add_generation_prompt=chat.adds_generation_prompt or begun is not None,
+        add_generation_prompt=chat.adds_generation_prompt,
+        continue_final_message=begun is not None,
         chat_template=source,
         template_options=chat.template_options,
     )
     if tool_format.knows_tools(source) or not (tools or any(map(_is_of_tools, messages))):
         ids = render(messages, tools=tools)
     else:
-        as_text = partial(tool_format.with_tools_as_text, messages, tools or ())
+        as_text = partial(tool_format.tools_as_text, messages, tools or ())
         try:
             ids = render(as_text())
         except RequestError:
             if not tools or (messages and messages[0].get("role") == "system"):
                 raise
             ids = render(as_text(role="user"))  # the template has no system messages
-    if begun:
-        ids += engine.tokenize(begun, add_special=False, parse_special=False)
     return ids, begun or ""
 
 
@@ -242,130 +250,15 @@ def _is_of_tools(message: Mapping[str, Any]) -> bool:
     return message.get("role") in ("tool", "function") or bool(message.get("tool_calls"))
 
 
-def _continued(chat: ChatRequest, messages: Sequence[Mapping[str, Any]]) -> str | None:
-    """Text of the last message if the answer continues it, None if it does not."""
-    is_answer = bool(messages) and messages[-1].get("role") == "assistant"
-    wanted = is_answer if chat.continues is None else chat.continues
-    if not wanted:
-        return None
-    if not is_answer:
-        raise RequestError(
-            "continue_final_message needs a last message of the assistant; add one, or leave it out"
-        )
-    if messages[-1].get("tool_calls"):
-        if chat.continues is None:
-            return None
-        raise RequestError("an assistant's message with tool calls cannot be continued")
-    if len(messages) == 1:
-        raise RequestError(
-            "messages has a message of the assistant alone, which answers nothing; put the user's "
-            "before it",
-            parameter="messages",
-        )
-    if messages[-2].get("role") == "assistant":
-        raise RequestError(
-            "the last two messages are the assistant's; join them, or end with the user's"
-        )
-    return tool_format.text_of(messages[-1].get("content"))
-
-
-def _opened_in(begun: str) -> str | None:
-    """The mark of reasoning that *begun* opens and does not close."""
-    for open_, close in THINK_TAGS.items():
-        if begun.rfind(open_) > begun.rfind(close):
-            return open_
-    return None
-
-
-def _reasoning_of(source: str, end: str, opened: str | None) -> tuple[str, str]:
-    """As ``reasoning`` and ``tag`` of `Wanted`."""
-    if opened is not None:
-        return "open", opened
-    is_closed = end.rstrip().endswith(tuple(THINK_TAGS.values()))
-    tag = next((tag for tag in THINK_TAGS if tag in source or THINK_TAGS[tag] in source), None)
-    return ("no", "<think>") if is_closed or tag is None else ("may", tag)
-
-
 def _tools(chat: ChatRequest) -> list[Tool]:
     """The tools that may be called."""
     if chat.tool_choice == "none":
         return []
-    for i, tool in enumerate(chat.tools):
-        function = tool_format.object_of(tool.get("function"))
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise RequestError(
-                f"tools[{i}] has no function with a name; send "
-                '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
-                parameter="tools",
-            )
-        if not isinstance(function.get("parameters"), dict | None):
-            raise RequestError(
-                f"tools[{i}]: parameters is not an object; send a JSON schema", parameter="tools"
-            )
-    if chat.tool_choice == "required" and not chat.tools:
-        raise RequestError(
-            "tool_choice asks for a call, but there are no tools; send some",
-            parameter="tool_choice",
-        )
-    wanted = chat.allowed_tools if chat.tool_name is None else [chat.tool_name]
-    if wanted is None:
-        return list(chat.tools)
-    known = {tool["function"]["name"] for tool in chat.tools}
-    for name in wanted:
-        if name not in known:
-            raise RequestError(
-                f"tool_choice names {name[:80]!r}, which is not among the tools; name one of them",
-                parameter="tool_choice",
-            )
-    return [tool for tool in chat.tools if tool["function"]["name"] in wanted]
-
-
-def _constrained(
-    engine: Engine,
-    chat: ChatRequest,
-    tools: Sequence[Tool],
-    form: Format,
-    reasoning: tuple[str, str],
-) -> Sampling:
-    """The sampling with a grammar if the answer has to be a call or JSON."""
-    sampling = chat.sampling
-    if sampling.grammar is not None and (tools or chat.schema is not None):
-        what = "tools" if tools else "a JSON schema"
-        raise InvalidSampling(f"grammar cannot be combined with {what}; send one of them")
-    needs_call = bool(tools) and chat.tool_choice == "required"
-    if not needs_call and chat.schema is None:
-        return sampling
-    how, tag = reasoning
-    if not tools and how == "no" and form != "harmony":
-        return replace(sampling, json_schema=chat.schema)
-    wanted = Wanted(
-        calls=tools,
-        needs_call=needs_call,
-        is_parallel=chat.parallel_calls,
-        schema=chat.schema,
-        reasoning=how,  # pyright: ignore[reportArgumentType]
-        tag=tag,
-    )
-    grammar = tool_format.grammar(wanted, form, partial(_said, engine))
-    return replace(sampling, grammar=grammar)
-
-
-def _said(engine: Engine, mark: str) -> str:
-    """A mark as a grammar says it: control tokens by their id, because no text matches them."""
-    id_ = engine.control_tokens.get(mark)
-    return tool_format.literal(mark) if id_ is None else tool_format.token(id_)
+    allowed = chat.allowed_tools if chat.tool_name is None else [chat.tool_name]
+    return chosen_tools(chat.tools, needs_call=chat.tool_choice == "required", allowed=allowed)
 
 
 # ---- answers
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What came next in an answer; exactly one of the three is set."""
-
-    reasoning: str = ""
-    content: str = ""
-    call: CallDelta | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,18 +302,18 @@ class AnswerReader:
 
     def __init__(self, reading: Reading) -> None:
         self._splitter = reading.split.splitter()
-        # A call in a channel of its own needs no tools to be one.
-        form = "harmony" if reading.split.mode == "harmony" else reading.calls
-        self._calls = CallReader(form, reading.texts) if form is not None else None
+        self._parts = Parts(reading.split, reading.calls, reading.texts)
         self._held = HeldText(reading.stops)
         self._n_shown = 0
-        self._space = ""  # after a call: line ends between calls are no content
-        self.has_calls = False
-        """Whether the answer has tool calls so far."""
         self._n_content = self._n_reasoning = self._n_calls = 0  # returned so far
         self._reading = reading
         self.tokens = TokenCounter()
         """How many tokens of each kind there are, whole after `finish`."""
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether the answer has tool calls so far."""
+        return self._parts.has_calls
 
     def feed(self, text: str) -> list[Delta]:
         """Add the text of a token; returns what is certain."""
@@ -446,7 +339,7 @@ class AnswerReader:
             CallDelta(self._n_calls + i, one.arguments, id=one.id, name=one.name)
             for i, one in enumerate(calls_of(payload))
         ]
-        self.has_calls = self.has_calls or bool(calls)
+        self._parts.has_calls = self.has_calls or bool(calls)
         return self._counted([Delta(call=one) for one in calls])
 
     def _counted(self, deltas: list[Delta]) -> list[Delta]:
@@ -461,75 +354,13 @@ class AnswerReader:
         rest = text[self._n_shown :]
         self._n_shown = len(text)
         pieces = self._splitter.feed(rest) + self._splitter.flush()
-        deltas = self._deltas(pieces)
-        if self._calls is not None:
-            deltas += self._of_calls(self._calls.flush())
+        deltas = self._deltas(pieces) + self._parts.flush()
         self.tokens.end()
         return self._counted(deltas)
 
     def _deltas(self, pieces: Sequence[Piece]) -> list[Delta]:
-        deltas: list[Delta] = []
         self.tokens.classify(pieces)
-        for piece in pieces:
-            if piece.kind == "mark":
-                pass
-            elif piece.kind == "reasoning":
-                deltas.append(Delta(reasoning=piece.text))
-            elif self._calls is None:
-                deltas.append(Delta(content=piece.text))
-            elif piece.kind == "call":
-                is_new = not piece.text
-                call = self._calls
-                deltas += self._of_calls(
-                    [call.begin(piece.name) if is_new else call.arguments(piece.text)]
-                )
-            else:
-                deltas += self._of_calls(self._calls.feed(piece.text))
-        return deltas
-
-    def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
-        deltas: list[Delta] = []
-        for one in found:
-            if isinstance(one, str) and self.has_calls:
-                self._space += one
-                if not self._space.isspace():
-                    deltas.append(Delta(content=self._space))
-                    self._space = ""
-            elif isinstance(one, str):
-                deltas.append(Delta(content=one))
-            else:
-                self.has_calls, self._space = True, ""
-                deltas.append(Delta(call=one))
-        return deltas
-
-
-@dataclass(slots=True)
-class Call:
-    """A tool call of an answer; ``arguments`` is JSON as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
-@dataclass(slots=True)
-class Answer:
-    """A whole answer."""
-
-    reasoning: str = ""
-    content: str = ""
-    calls: list[Call] = field(default_factory=list[Call])
-
-    def add(self, deltas: Iterable[Delta]) -> None:
-        """Append *deltas*."""
-        for delta in deltas:
-            self.reasoning += delta.reasoning
-            self.content += delta.content
-            if delta.call is None:
-                continue
-            if delta.call.id is not None:
-                self.calls.append(Call(delta.call.id, delta.call.name or ""))
-            self.calls[-1].arguments += delta.call.arguments
+        return self._parts.of(pieces)
 
 
 def answer_of(reading: Reading, text: str) -> Answer:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kqview.chat.reasoning import Split, TokenCounter, opened_by
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.generation.text import TextStream
-from kqview.server.api.reasoning import Split, TokenCounter, opened_by
 from kqview.server.settings import Settings
 from kqview.types import Sampling
 

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
+from kqview.chat.reasoning import THINK_TAGS, Split
 from kqview.server.api.llama_fields import first
 from kqview.server.api.mia4.sampling import REASONING_MAX_TOKENS
-from kqview.server.api.reasoning import THINK_TAGS, Split
 from kqview.server.config import MARKER, Llm, Passport
 
 

@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import msgspec
 
+from kqview.chat.reasoning import Piece, TokenCounter
 from kqview.server.api.chat_work import Reading
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.mia4.convert import error_type_of
 from kqview.server.api.mods_field import removed
-from kqview.server.api.reasoning import Piece, TokenCounter
 from kqview.server.errors import Answer
 from kqview.server.run import Removal
 from kqview.types import Token, Usage

@@ -10,6 +10,7 @@ import pybase64
 from msgspec import UNSET
 from numpy.typing import NDArray
 
+from kqview.chat.tool_format import object_of, objects_of
 from kqview.engine import Engine
 from kqview.errors import RequestError
 from kqview.server.api.attention_field import ATTENTION_NAMES, attention_of, keeps
@@ -26,7 +27,6 @@ from kqview.server.api.llama_fields import (
 )
 from kqview.server.api.openai import schema
 from kqview.server.api.reasoning_cap import budget_of, cap_of_texts
-from kqview.server.api.tool_format import object_of, objects_of
 from kqview.server.errors import renamed
 from kqview.server.kept import Rows
 from kqview.server.run import GenerateRequest

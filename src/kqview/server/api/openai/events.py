@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from kqview import __version__
+from kqview.chat.tool_format import CallDelta
 from kqview.generation.text import TextStream
 from kqview.server.api.attention_field import AttentionWriter, Lists
 from kqview.server.api.attention_protocol import (
@@ -27,7 +28,6 @@ from kqview.server.api.held_text import ShownText
 from kqview.server.api.llama_fields import Timings, error_body, timings
 from kqview.server.api.mods_field import removed, tool_calls_of
 from kqview.server.api.openai.convert import Plan, usage_of
-from kqview.server.api.tool_format import CallDelta
 from kqview.server.budget import Hold
 from kqview.server.errors import Answer
 from kqview.server.run import Removal, Run, Step, TokenLogprobs

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal, cast
 
-from kqview.chat import parse_tool_calls
-from kqview.server.api.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
+from kqview.chat.messages import parse_tool_calls
+from kqview.chat.reasoning import CHANNEL, MESSAGE, THINK_TAGS, Marks
 from kqview.types.json_schema import COMPACT, LINES, held
 
 Tool = Mapping[str, Any]
@@ -72,10 +72,12 @@ def knows_tools(template: str) -> bool:
     return re.search(r"\btools\b", template) is not None
 
 
-def with_tools_as_text(
+def tools_as_text(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, role: str = "system"
 ) -> list[dict[str, Any]]:
     """*messages* for a template that knows no tools: tools, calls and results are text.
+
+    Calls are described in the form of Hermes, which `parse_tool_calls` reads.
 
     Args:
         messages: Of the chat.
@@ -156,7 +158,7 @@ class Wanted:
         calls: Functions that may be called.
         needs_call: Whether one has to be.
         is_parallel: Whether there may be several calls.
-        schema: JSON schema of an answer without calls; None for any text.
+        schema: JSON schema of an answer without calls, as text too; None for any text.
         reasoning: Whether it precedes the answer: "may", with its opening mark; "open", because the
             prompt ends with that mark.
         tag: The opening mark, one of `THINK_TAGS`.
@@ -165,7 +167,7 @@ class Wanted:
     calls: Sequence[Tool] = ()
     needs_call: bool = False
     is_parallel: bool = True
-    schema: Mapping[str, Any] | None = None
+    schema: Mapping[str, Any] | str | None = None
     reasoning: Literal["no", "may", "open"] = "no"
     tag: str = "<think>"
 
@@ -201,9 +203,16 @@ def token(id: int) -> str:
     return f"<[{id}]>"
 
 
-def _json(schema: Mapping[str, Any], space: Mapping[str, Any] = LINES) -> str:
+def said(control_tokens: Mapping[str, int], mark: str) -> str:
+    """A mark as a grammar says it: control tokens by their id, because no text matches them."""
+    id_ = control_tokens.get(mark)
+    return literal(mark) if id_ is None else token(id_)
+
+
+def _json(schema: Mapping[str, Any] | str, space: Mapping[str, Any] = LINES) -> str:
     """A value that *schema* describes. Models write arguments with white space or without."""
-    return f"%json {held(json.dumps(schema, ensure_ascii=False), space)}"
+    text = schema if isinstance(schema, str) else json.dumps(schema, ensure_ascii=False)
+    return f"%json {held(text, space)}"
 
 
 def _until(name: str, end: str, mark: Mark, rules: list[str]) -> str:

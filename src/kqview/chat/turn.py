@@ -1,0 +1,381 @@
+"""Turn: what the next answer of a chat may be, and how it is taken apart.
+
+Tools, the choice among them, a JSON schema and the reasoning of a model decide what an answer has
+to look like; `constrained` makes sampling options of it, `Parts` and `reply_of` read the answer.
+Shared by `Engine.chat` and every API of the server. Pure.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple, TypedDict, cast
+
+from kqview.chat import tool_format
+from kqview.chat.reasoning import THINK_TAGS, Piece, Split, opened_by
+from kqview.chat.tool_format import CallDelta, CallReader, Format, Tool, Wanted
+from kqview.errors import InvalidSampling, RequestError, shown
+from kqview.types import Sampling
+from kqview.types.reply import Reply, ToolCall
+
+N_END: Final = 32
+"""Tokens at the end of a prompt that may hold the opening mark of reasoning."""
+
+
+# ---- tools
+
+
+class NamedFunction(TypedDict):
+    """The function of a `NamedTool`."""
+
+    name: str
+
+
+class NamedTool(TypedDict):
+    """The one function to call, as OpenAI's ``tool_choice`` names it."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["auto", "none", "required"] | NamedTool
+"""Whether functions may be called: "required" asks for a call, a NamedTool for one of it."""
+
+
+class Choice(NamedTuple):
+    """Which of the tools may be called.
+
+    Attributes:
+        tools: These.
+        needs_call: Whether one has to be.
+        is_named: Whether the caller named the one.
+    """
+
+    tools: list[Tool]
+    needs_call: bool
+    is_named: bool
+
+
+def choice_of(tools: Sequence[Tool], tool_choice: object) -> Choice:
+    """The choice among *tools* in the terms of OpenAI's ``tool_choice``, None for "auto".
+
+    Raises:
+        RequestError: It is none of them, or names a function that is not among *tools*.
+    """
+    if tool_choice is None or (isinstance(tool_choice, str) and tool_choice in _CHOICES):
+        needs_call = tool_choice == "required"
+        chosen = [] if tool_choice == "none" else chosen_tools(tools, needs_call=needs_call)
+        return Choice(chosen, needs_call, is_named=False)
+    name, got = None, shown(tool_choice)
+    if isinstance(tool_choice, Mapping):
+        given = cast("Mapping[str, object]", tool_choice)
+        name = tool_format.object_of(given.get("function", given)).get("name")
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice is {got}; pass 'auto', 'none', 'required' or "
+            '{"type": "function", "function": {"name": "..."}}',
+            parameter="tool_choice",
+        )
+    return Choice(chosen_tools(tools, needs_call=True, allowed=[name]), True, is_named=True)
+
+
+_CHOICES: Final = ("auto", "none", "required")
+
+
+def chosen_tools(
+    tools: Sequence[Tool], *, needs_call: bool, allowed: Sequence[str] | None = None
+) -> list[Tool]:
+    """Those of *tools* that may be called.
+
+    Args:
+        tools: In the form of OpenAI's API.
+        needs_call: Whether one has to be.
+        allowed: Names of the only ones that may be, None for all.
+
+    Raises:
+        RequestError: A tool is malformed, or there is none to choose.
+    """
+    for i, tool in enumerate(tools):
+        function = tool_format.object_of(tool.get("function"))
+        if not isinstance(function.get("name"), str) or not function["name"]:
+            raise RequestError(
+                f"tools[{i}] has no function with a name; send "
+                '{"type": "function", "function": {"name": ..., "parameters": {...}}}',
+                parameter="tools",
+            )
+        if not isinstance(function.get("parameters"), dict | None):
+            raise RequestError(
+                f"tools[{i}]: parameters is not an object; send a JSON schema", parameter="tools"
+            )
+    if needs_call and not tools:
+        raise RequestError(
+            "tool_choice asks for a call, but there are no tools; send some",
+            parameter="tool_choice",
+        )
+    if allowed is None:
+        return list(tools)
+    known = {tool["function"]["name"] for tool in tools}
+    for name in allowed:
+        if name not in known:
+            raise RequestError(
+                f"tool_choice names {name[:80]!r}, which is not among the tools; name one of them",
+                parameter="tool_choice",
+            )
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
+
+
+# ---- prompts
+
+
+def continued(messages: Sequence[Mapping[str, Any]], wanted: bool | None = True) -> str | None:
+    """Text of the last message if the answer continues it, None if it does not.
+
+    Args:
+        messages: Of the chat.
+        wanted: Whether it does; None if the last message is the assistant's.
+
+    Raises:
+        RequestError: It cannot be continued.
+    """
+    is_answer = bool(messages) and messages[-1].get("role") == "assistant"
+    if not (is_answer if wanted is None else wanted):
+        return None
+    if not is_answer:
+        raise RequestError(
+            "continue_final_message needs a last message of the assistant; add one, or leave it "
+            "out",
+            parameter="continue_final_message",
+        )
+    if messages[-1].get("tool_calls"):
+        if wanted is None:
+            return None
+        raise RequestError(
+            "an assistant's message with tool calls cannot be continued; end with another message",
+            parameter="continue_final_message",
+        )
+    if len(messages) == 1:
+        raise RequestError(
+            "messages has a message of the assistant alone, which answers nothing; put the user's "
+            "before it",
+            parameter="messages",
+        )
+    if messages[-2].get("role") == "assistant":
+        raise RequestError(
+            "the last two messages are the assistant's; join them, or end with the user's"
+        )
+    return tool_format.text_of(messages[-1].get("content"))
+
+
+class Reasoning(NamedTuple):
+    """How reasoning may precede an answer.
+
+    Attributes:
+        how: As ``reasoning`` of `Wanted`.
+        tag: The opening mark.
+    """
+
+    how: Literal["no", "may", "open"]
+    tag: str
+
+
+def opened_in(begun: str, end: str) -> str | None:
+    """The mark of reasoning inside of which an answer begins, None if it does not.
+
+    Args:
+        begun: Text of the answer that the prompt already has.
+        end: Text at the end of the prompt.
+    """
+    if not begun:
+        return opened_by(end)
+    for open_, close in THINK_TAGS.items():
+        if begun.rfind(open_) > begun.rfind(close):
+            return open_
+    return None
+
+
+def reasoning_of(source: str, end: str, opened: str | None) -> Reasoning:
+    """The reasoning of a model with this chat template, after a prompt with this *end*."""
+    if opened is not None:
+        return Reasoning("open", opened)
+    is_closed = end.rstrip().endswith(tuple(THINK_TAGS.values()))
+    tag = next((tag for tag in THINK_TAGS if tag in source or THINK_TAGS[tag] in source), None)
+    return Reasoning("no", "<think>") if is_closed or tag is None else Reasoning("may", tag)
+
+
+# ---- what an answer has to be
+
+
+def constrained(
+    sampling: Sampling,
+    *,
+    choice: Choice,
+    schema: Mapping[str, Any] | str | None,
+    form: Format,
+    reasoning: Reasoning,
+    is_parallel: bool,
+    mark: tool_format.Mark,
+) -> Sampling:
+    """*sampling* with a grammar if the answer has to be a call or JSON.
+
+    Args:
+        sampling: Its ``json_schema`` is not set.
+        choice: The tools that may be called.
+        schema: JSON schema of an answer without calls; None for any text.
+        form: How calls are written.
+        reasoning: What may precede the answer.
+        is_parallel: Whether there may be several calls.
+        mark: How a grammar says the text of a mark.
+
+    Raises:
+        InvalidSampling: *sampling* has a constraint of its own.
+    """
+    has_tools = bool(choice.tools)
+    own = "grammar" if sampling.grammar is not None else "regex"
+    if getattr(sampling, own) is not None and (has_tools or schema is not None):
+        what = "tools" if has_tools else "a JSON schema"
+        raise InvalidSampling(
+            f"{own} cannot be combined with {what}; send one of them", parameter=own
+        )
+    needs_call = has_tools and choice.needs_call
+    if not needs_call and schema is None:
+        return sampling
+    if not has_tools and reasoning.how == "no" and form != "harmony":
+        return replace(sampling, json_schema=schema)
+    wanted = Wanted(
+        calls=choice.tools,
+        needs_call=needs_call,
+        is_parallel=is_parallel and not choice.is_named,
+        schema=schema,
+        reasoning=reasoning.how,
+        tag=reasoning.tag,
+    )
+    return replace(sampling, grammar=tool_format.grammar(wanted, form, mark))
+
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came next in an answer; exactly one of the three is set."""
+
+    reasoning: str = ""
+    content: str = ""
+    call: CallDelta | None = None
+
+
+class Parts:
+    """Makes deltas of the pieces of an answer, in which calls are still content."""
+
+    def __init__(
+        self, split: Split, calls: Format | None, texts: Mapping[str, frozenset[str]]
+    ) -> None:
+        """Arguments as in `Reading`."""
+        # A call in a channel of its own needs no tools to be one.
+        form = "harmony" if split.mode == "harmony" else calls
+        self._calls = CallReader(form, texts) if form is not None else None
+        self._space = ""  # after a call: line ends between calls are no content
+        self.has_calls = False
+        """Whether there are tool calls so far."""
+
+    def of(self, pieces: Iterable[Piece]) -> list[Delta]:
+        """The deltas of further pieces."""
+        deltas: list[Delta] = []
+        for piece in pieces:
+            if piece.kind == "mark":
+                pass
+            elif piece.kind == "reasoning":
+                deltas.append(Delta(reasoning=piece.text))
+            elif self._calls is None:
+                deltas.append(Delta(content=piece.text))
+            elif piece.kind == "call":
+                is_new = not piece.text
+                call = self._calls
+                deltas += self._of_calls(
+                    [call.begin(piece.name) if is_new else call.arguments(piece.text)]
+                )
+            else:
+                deltas += self._of_calls(self._calls.feed(piece.text))
+        return deltas
+
+    def flush(self) -> list[Delta]:
+        """What was held back."""
+        return [] if self._calls is None else self._of_calls(self._calls.flush())
+
+    def _of_calls(self, found: Iterable[str | CallDelta]) -> list[Delta]:
+        deltas: list[Delta] = []
+        for one in found:
+            if isinstance(one, str) and self.has_calls:
+                self._space += one
+                if not self._space.isspace():
+                    deltas.append(Delta(content=self._space))
+                    self._space = ""
+            elif isinstance(one, str):
+                deltas.append(Delta(content=one))
+            else:
+                self.has_calls, self._space = True, ""
+                deltas.append(Delta(call=one))
+        return deltas
+
+
+@dataclass(slots=True)
+class Call:
+    """A tool call of an answer; ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class Answer:
+    """A whole answer."""
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[Call] = field(default_factory=list[Call])
+
+    def add(self, deltas: Iterable[Delta]) -> None:
+        """Append *deltas*."""
+        for delta in deltas:
+            self.reasoning += delta.reasoning
+            self.content += delta.content
+            if delta.call is None:
+                continue
+            if delta.call.id is not None:
+                self.calls.append(Call(delta.call.id, delta.call.name or ""))
+            self.calls[-1].arguments += delta.call.arguments
+
+
+def reader_of(source: str, opened: str | None, tools: Sequence[Tool]) -> Callable[[str], Reply]:
+    """How an answer is taken apart that a model with this chat template gives.
+
+    Args:
+        source: The template.
+        opened: The mark of reasoning inside of which the answer begins, None if it does not.
+        tools: Those that may be called.
+    """
+    form = tool_format.format_of(source) if tools else None
+    mode = "harmony" if tool_format.is_harmony(source) else "think"
+    split = Split(mode=mode, opened=opened, may_call=bool(tools))
+    texts = tool_format.text_parameters(tools)
+
+    def read(text: str) -> Reply:
+        splitter = split.splitter()
+        parts, answer = Parts(split, form, texts), Answer()
+        answer.add(parts.of([*splitter.feed(text), *splitter.flush()]))
+        answer.add(parts.flush())
+        calls = [call for one in answer.calls if (call := _call_of(one)) is not None]
+        return Reply(answer.content, tuple(calls), answer.reasoning)
+
+    return read
+
+
+def _call_of(call: Call) -> ToolCall | None:
+    """None for a call that was cut off."""
+    try:
+        arguments: object = json.loads(call.arguments) if call.arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(arguments, dict):
+        return None
+    return ToolCall(call.name, cast("dict[str, Any]", arguments), call.id)
