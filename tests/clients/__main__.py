@@ -1,4 +1,4 @@
-"""Run the tests of clients that are too large for the extra ``test``: ``python -m tests.clients``.
+"""Run the tests of packages that are too large for the extra ``test``: ``python -m tests.clients``.
 
 Each line of requirements.txt gets an environment of its own, because these packages pin different
 versions of ``openai``; what runs this module is seen in it too. `--only WORD` takes the lines with

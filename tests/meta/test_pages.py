@@ -40,6 +40,7 @@ def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
         "sqlalchemy",
         "openai",
         "anthropic",
+        "matplotlib",
     ):
         pytest.importorskip(module)
     if "```js\n" in PAGES[name].read_text(encoding="utf-8") and node() is None:

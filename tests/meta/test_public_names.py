@@ -226,6 +226,13 @@ def test_slot_has_the_documented_members():
     assert names <= set(dir(Slot))
 
 
+def test_viz_has_the_documented_names():
+    names = {"heatmap", "head_grid", "coloured", "to_html", "overhead_plot"}
+    assert names <= set(kqview.viz.__all__)
+    for cls in (Engine, Generation, ModelInfo, kqview.PromptAttention):
+        assert hasattr(cls, "_repr_html_")
+
+
 def test_state_has_the_documented_names():
     names = {"inspect", "SavedState", "SessionStore", "SessionInfo", "read_state", "write_state"}
     assert names <= set(kqview.state.__all__)
