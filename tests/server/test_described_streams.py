@@ -349,7 +349,9 @@ def test_failures_fit_their_schemas(served: Served, described: dict[str, Any], o
             reply = client.post(path, content=body)
             if reply.status_code >= 400:
                 n_failures += 1
-                schema = errors[str(reply.status_code)]["content"]["application/json"]["schema"]
+                name = errors[str(reply.status_code)]["$ref"].rpartition("/")[2]
+                found = described["components"]["responses"][name]
+                schema = found["content"]["application/json"]["schema"]
                 failures = Comparison(
                     described, [{"from": "server", "event": "", "schema": schema}]
                 )

@@ -160,10 +160,16 @@ def test_values_that_are_shown_fit_their_fields(described: dict[str, Any]):
     for path, methods in described["paths"].items():
         for method, operation in methods.items():
             replies = [one.get("content", {}) for one in operation["responses"].values()]
+            assert all(one["description"] for one in operation.get("parameters", ()))
             for content in (operation.get("requestBody", {}).get("content", {}), *replies):
                 one = content.get("application/json", {})
                 if "example" in one:
                     assert wrong(one["example"], one["schema"], described) is None, (method, path)
+
+
+    for name, failure in described["components"]["responses"].items():
+        content = failure["content"]["application/json"]
+        assert wrong(content["example"], content["schema"], described) is None, name
 
 
 def wrong(value: Any, schema: dict[str, Any], description: dict[str, Any]) -> str | None:

@@ -20,7 +20,17 @@ from kqview.server.security import Access, sent_key
 
 _MOST_LISTED: Final = 200
 _LISTED: Final = 50
-_FILTERS: Final = ("model", "mod", "finish_reason", "since", "until", "search", "limit", "cursor")
+_FILTERS: Final = {
+    "model": 'Those of this model, such as "demo".',
+    "mod": 'Those that this mod steered, such as "stop_early".',
+    "finish_reason": 'Those that ended so, such as "length".',
+    "since": "Those from this time on, in seconds since 1970, such as 1767225600.",
+    "until": "Those before this time.",
+    "search": 'Those with this text, such as "Anna".',
+    "limit": "Most traces, such as 20; 50 if not given.",
+    "cursor": "``next_cursor`` of the page before; from the newest if not given.",
+}
+_ONE: Final = {"request_id": 'Name of the request, such as "r1".'}
 _SHARED: Final = ("base.css", "dom.js", "events.js")  # of the server's pages
 
 
@@ -111,7 +121,7 @@ def operations(
         return HttpReply(await metrics.text(), CONTENT_TYPE_LATEST)
 
     async def openapi(call: Call) -> HttpReply:
-        return HttpReply(msgspec.json.encode(description))
+        return HttpReply(msgspec.json.encode(description), gzips=True)
 
     def _reader(call: Call) -> Reader:
         sees_all = call.caller.is_admin or not has_keys
@@ -124,11 +134,11 @@ def operations(
         _operation("POST", "/ingest", ingest, "Store a trace; replaces an older one with its id.",
                    also=("/v1/ingest",), access="user", body=Upload, upload=Trace, status=201),
         _operation("GET", "/v1/traces", list_traces, "Traces, newest first.",
-                   reply=TraceList, query=_FILTERS),
+                   reply=TraceList, parameters=_FILTERS),
         _operation("GET", "/v1/traces/{request_id:path}", trace, "One trace, as it was posted.",
-                   reply=Trace),
+                   reply=Trace, parameters=_ONE),
         _operation("DELETE", "/v1/traces/{request_id:path}", delete, "Delete a trace.",
-                   access=whoever_may_delete, status=204),
+                   access=whoever_may_delete, status=204, parameters=_ONE),
         _operation("GET", "/v1/stream", stream, "A summary of each trace when it is stored.",
                    streams=True),
         _operation("GET", "/v1/values", values, "What lists can be filtered by.", reply=Values),

@@ -267,7 +267,8 @@ class Operation:
         model: Which model `Call.model` is: "named" by the body's field ``model``, else by
             ``?model=`` in the URL; "default" without asking; "none" if the handler needs none, or
             enters the pool itself.
-        query: Names of parameters in the URL's query, for the description.
+        parameters: What each name in the path is, and each in the URL's query, for the description;
+            "such as 0" in it is an example.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
         subprotocols: Those that a WebSocket speaks.
@@ -288,7 +289,7 @@ class Operation:
     status: int = 200
     access: Access = "user"
     model: Literal["default", "named", "none"] = "none"
-    query: tuple[str, ...] = ()
+    parameters: Mapping[str, str] = field(default_factory=dict[str, str])
     also: tuple[str, ...] = ()
     streams: bool = False
     subprotocols: tuple[str, ...] = ()

@@ -59,6 +59,7 @@ def describe(
     """
     operations = [one for one in operations if one.tag]
     types = _Types(kind for one in operations for kind in _types_of(one))
+    failures: dict[str, Any] = {}
     paths: dict[str, dict[str, Any]] = {}
     sockets: dict[str, Any] = {}
     for one in operations:
@@ -70,13 +71,13 @@ def describe(
         for path in (one.path, *one.also):
             path = path.replace(":path}", "}")
             paths.setdefault(path, {})[one.method.lower()] = _operation(
-                one, path, types, has_keys=has_keys
+                one, path, types, failures, has_keys=has_keys
             )
     description: dict[str, Any] = {
         "openapi": _VERSION,
         "info": {"title": "kqview", "version": version, "description": about},
         "paths": paths,
-        "components": {"schemas": types.components},
+        "components": {"schemas": types.components, "responses": failures},
         "x-websockets": sockets,
     }
     if has_keys:
@@ -247,20 +248,21 @@ def _unwrapped(text: str) -> str:
 # ---- operations
 
 
-def _operation(one: Operation, path: str, types: _Types, *, has_keys: bool) -> dict[str, Any]:
+def _operation(
+    one: Operation, path: str, types: _Types, failures: dict[str, Any], *, has_keys: bool
+) -> dict[str, Any]:
     name = re.sub(r"[{}]", "", path.strip("/")).replace("/", "_").replace(".", "_") or "root"
     described: dict[str, Any] = {
         "operationId": f"{one.method.lower()}_{name}",
         "summary": one.summary,
         "tags": [one.tag],
-        "responses": {str(one.status): _reply(one, types), **_errors(one, types)},
+        "responses": {str(one.status): _reply(one, types), **_errors(one, types, failures)},
     }
     parameters = [(part, "path") for part in re.findall(r"{(\w+)}", path)]
-    parameters += [(part, "query") for part in one.query]
+    parameters += [(part, "query") for part in one.parameters if f"{{{part}}}" not in path]
     if parameters:
         described["parameters"] = [
-            {"name": part, "in": where, "required": where == "path", "schema": {"type": "string"}}
-            for part, where in parameters
+            _parameter(part, where, one.parameters.get(part, "")) for part, where in parameters
         ]
     if one.body is Upload and one.upload is None:
         described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
@@ -273,6 +275,16 @@ def _operation(one: Operation, path: str, types: _Types, *, has_keys: bool) -> d
         described["x-events"] = _samples(one, types)
     if has_keys and one.access != "open":
         described["security"] = [{"bearer": []}, {"header": []}]
+    return described
+
+
+def _parameter(name: str, where: str, meaning: str) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        "name": name, "in": where, "required": where == "path", "schema": {"type": "string"},
+        "description": meaning,
+    }  # fmt: skip
+    if (found := _EXAMPLE.search(meaning)) is not None:
+        described["example"] = str(json.JSONDecoder().raw_decode(meaning, found.end())[0])
     return described
 
 
@@ -335,19 +347,23 @@ def _event(sample: Sample, types: _Types) -> Schema:
     return {"properties": {"event": {"enum": types.names(schema, sample.event)}, "data": data}}
 
 
-def _errors(one: Operation, types: _Types) -> dict[str, Any]:
+def _errors(one: Operation, types: _Types, failures: dict[str, Any]) -> dict[str, Any]:
+    """References to the replies to what goes wrong, which are added to *failures*."""
     left_out: set[str] = set() if one.body is not None else {"408", "413"}
     if one.upload is None:
         left_out |= {"415", "422"}
-    if one.body is None and "{" not in one.path and not one.query:
+    if one.body is None and not one.parameters:
         left_out.add("400")
     found: dict[str, Any] = {}
     for status, text in _ERRORS.items():
         if status not in left_out:
             example = msgspec.to_builtins(one.error_body(_ANSWERS[status]))
             schema = _schema_of(example) if one.failure is None else types.schema(one.failure)
+            told_by = schema.get("$ref", one.error_body.__module__).rpartition("/")[2]
+            name = f"{told_by}.{status}"
             content = {"schema": schema, "example": example}
-            found[status] = {"description": text, "content": {"application/json": content}}
+            failures[name] = {"description": text, "content": {"application/json": content}}
+            found[status] = {"$ref": f"#/components/responses/{name}"}
     return found
 
 

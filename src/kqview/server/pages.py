@@ -272,7 +272,7 @@ def operations(metrics: Metrics, description: dict[str, Any]) -> list[Operation]
     """Rows of the route table; *description* is read on request, so it may be filled later."""
 
     async def openapi(call: Call) -> HttpReply:
-        return HttpReply(msgspec.json.encode(description))
+        return HttpReply(msgspec.json.encode(description), gzips=True)
 
     async def show_metrics(call: Call) -> HttpReply:
         started = {"process-start-time-unix": str(metrics.started_s)}

@@ -249,6 +249,7 @@ def _v1(name: str) -> dict[str, Any]:
 _CHECK: Final = "Text so far of a generation that runs."
 _LOGPROBS: Final = "Logprobs of the generation that ended last."
 _CHECK_PATH: Final = "/api/extra/generate/check"
+_GENKEY: Final = {"genkey": 'KoboldAI\'s name of the request, such as "KCPP1234".'}
 _LOGPROBS_PATH: Final = "/api/extra/last_logprobs"
 
 _EXAMPLE: Final[dict[str, Any]] = {
@@ -342,13 +343,14 @@ OPERATIONS: Final[list[Operation]] = [
         "/api/extra/abort", abort, "End a generation.", schema.RunBody, schema.Aborted
     ),
     _post(_CHECK_PATH, check, _CHECK, schema.RunBody, schema.Texts),
-    _get(_CHECK_PATH, _by_query(check), _CHECK, schema.Texts),
+    _get(_CHECK_PATH, _by_query(check), _CHECK, schema.Texts, parameters=_GENKEY),
     _post(
         _LOGPROBS_PATH, last_logprobs, _LOGPROBS, schema.RunBody, schema.LastLogprobs,
         model="named",
     ),
     _get(
-        _LOGPROBS_PATH, _by_query(last_logprobs), _LOGPROBS, schema.LastLogprobs, model="named"
+        _LOGPROBS_PATH, _by_query(last_logprobs), _LOGPROBS, schema.LastLogprobs, model="named",
+        parameters=_GENKEY,
     ),
     _post(
         "/api/extra/tokencount", token_count, "How many tokens a text has.",

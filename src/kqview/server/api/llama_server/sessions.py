@@ -114,7 +114,11 @@ OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/sessions/{id_session}", handler=session_action, tag=_TAG,
         model="named",
-        error_body=error_body, failure=Failure, body=Upload, query=("action", "slot"),
+        error_body=error_body, failure=Failure, body=Upload, parameters={
+            "id_session": "Number of the session, such as 7.",
+            "action": 'What to do: save, restore or remove, such as "save".',
+            "slot": "Index of the slot to save or restore, such as 0.",
+        },
         summary="Save a slot as a session, restore it, or remove it, by ?action=.",
     ),
     Operation(

@@ -232,16 +232,25 @@ def elapsed_ms(started_s: float) -> float:
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/slots/{id_slot}", handler=slot_action, model="named", tag=_TAG,
-        error_body=error_body, failure=Failure, body=Upload, query=("action",),
+        error_body=error_body, failure=Failure, body=Upload, parameters={
+            "id_slot": "Index of the slot, such as 0.",
+            "action": 'What to do, such as "tokens", which lists its ids. "save-state" and '
+            '"restore-state" send and take its state, "context-shift" removes tokens; "save", '
+            '"restore" and "erase" work with files of the server.',
+        },
         summary="Save, restore, list or shorten what a slot holds, by ?action=.",
     ),
     Operation(
         method="GET", path="/slots", handler=list_slots, model="named", tag=_TAG,
         error_body=error_body, failure=Failure,
-        reply=list[about.SlotState], query=("fail_on_no_slot",), summary="What each slot does.",
+        reply=list[about.SlotState], parameters={
+            "fail_on_no_slot": 'Anything, such as "1", to fail with 503 if every slot is busy.',
+        },
+        summary="What each slot does.",
     ),
     Operation(
         method="GET", path="/v1/slots/{id_slot}/info", handler=info, model="named", tag=_TAG,
         error_body=error_body, failure=Failure, reply=states.Info, summary="Messages in a slot.",
+        parameters={"id_slot": "Index of the slot, such as 0."},
     ),
 ]  # fmt: skip

@@ -479,6 +479,9 @@ _EVENTS: Final = (
     ),
 )  # fmt: skip
 
+_REQUEST: Final = {"request_id": 'Name of the request, such as "r1".'}
+_SESSION: Final = {"session_id": 'Name of the conversation, such as "s1".'}
+
 OPERATIONS: Final[Sequence[Operation]] = [
     _operation(
         "GET", "/config", show_config, "What a page shows.", reply=schema.Config
@@ -490,31 +493,32 @@ OPERATIONS: Final[Sequence[Operation]] = [
     ),
     _operation(
         "POST", "/cancel/{request_id}", cancel, "End a request.",
-        reply=schema.Cancelled, status=202,
+        reply=schema.Cancelled, status=202, parameters=_REQUEST,
     ),
     _operation(
         "GET", "/generate/{request_id}/attention", list_attention,
         "Attention rows that are kept of a request with overrides.attention.",
-        reply=schema.KeptAttention,
+        reply=schema.KeptAttention, parameters=_REQUEST,
     ),
     _operation(
         "GET", "/generate/{request_id}/attention/{seq}", show_attention,
         "The attention row of one token as bytes.",
+        parameters={**_REQUEST, "seq": "Index of the token, such as 0."},
     ),
     _operation(
         "GET", "/generate/{request_id}/prompt", show_prompt,
-        "The tokens that kept rows look at.", reply=schema.Prompt,
+        "The tokens that kept rows look at.", reply=schema.Prompt, parameters=_REQUEST,
     ),
     _operation(
         "GET", "/chat/sessions", list_sessions, "Conversations.", reply=schema.Sessions
     ),
     _operation(
         "GET", "/chat/sessions/{session_id:path}", show_session, "A conversation.",
-        reply=schema.WholeSession,
+        reply=schema.WholeSession, parameters=_SESSION,
     ),
     _operation(
         "DELETE", "/chat/sessions/{session_id:path}", delete_session, "Forget a conversation.",
-        status=204,
+        status=204, parameters=_SESSION,
     ),
     _operation(
         "GET", "/events", events, "What happens, as Server-Sent Events.", streams=True,

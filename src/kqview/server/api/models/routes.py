@@ -54,7 +54,8 @@ async def unpin(call: Call) -> ModelState:
 def _operation(name: str, handler: Handler, summary: str) -> Operation:
     return Operation(
         method="POST", path=f"/models/{{id:path}}/{name}", handler=handler, tag=_TAG,
-        summary=summary, error_body=error_body, failure=Failure, reply=ModelState, access="admin",
+        summary=summary, error_body=error_body, failure=Failure, reply=ModelState,
+        access="admin", parameters={"id": 'Id of the model, such as "demo".'},
     )  # fmt: skip
 
 

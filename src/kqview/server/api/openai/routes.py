@@ -329,15 +329,22 @@ OPERATIONS: Final[Sequence[Operation]] = [
         "GET", "/v1/models", list_models, "The models that are served.", reply=schema.Models,
     ),
     _operation(
-        "GET", "/v1/models/{id:path}", show_model, "A model, by its id.", reply=schema.Model
+        "GET", "/v1/models/{id:path}", show_model, "A model, by its id.", reply=schema.Model,
+        parameters={"id": 'Its id or an alias, such as "demo".'},
     ),
     _operation(
         "GET", "/v1/attention/{id}", list_attention,
         'Attention rows that are kept of a reply with attention {"delivery": "id"}.',
         reply=schema.KeptAttention,
+        parameters={"id": 'Id of the reply, such as "chatcmpl-1".'},
     ),
     _operation(
         "GET", "/v1/attention/{id}/{n}", show_attention,
-        "The attention row of one token as bytes; takes Range, and ?choice= for another than 0.",
+        "The attention row of one token as bytes; takes Range.",
+        parameters={
+            "id": 'Id of the reply, such as "chatcmpl-1".',
+            "n": "Index of the token, such as 0.",
+            "choice": "Index of the choice, such as 1; 0 if not given.",
+        },
     ),
 ]  # fmt: skip
