@@ -166,7 +166,6 @@ def test_values_that_are_shown_fit_their_fields(described: dict[str, Any]):
                 if "example" in one:
                     assert wrong(one["example"], one["schema"], described) is None, (method, path)
 
-
     for name, failure in described["components"]["responses"].items():
         content = failure["content"]["application/json"]
         assert wrong(content["example"], content["schema"], described) is None, name

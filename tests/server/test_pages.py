@@ -153,24 +153,75 @@ def test_pages_are_accessible_and_fit_a_phone(page: Any, demo: Served):
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
 
 
-def test_docs_page_tells_what_every_field_and_message_is(page: Any, demo: Served):
-    page.set_viewport_size(PHONE)
+def opened(page: Any, served: Served, name: str) -> Any:
+    """A route of the docs page, open."""
+    page.goto(f"{served.url}/docs#{name}")
+    page.reload()  # the address alone may be that of the page already
+    box = page.locator(f"details[id='{name}']")
+    expect(box).to_have_attribute("open", "")
+    return box
+
+
+def test_docs_page_tells_what_every_field_is(page: Any, demo: Served):
+    box = opened(page, demo, "POST /v1/messages")
+    field = box.locator(".fields > div", has=page.get_by_text("top_k", exact=True)).first
+    expect(field).to_contain_text("Keep the k most probable tokens")
+    expect(field).to_contain_text("default 40, such as 20")
+    inner = box.locator("details.inner", has_text="Fields of Attention").first
+    inner.locator("summary").click()
+    expect(inner.locator(".fields > div").first).to_contain_text("What rows hold")
+    failures = box.locator("details.inner", has_text="Failures")
+    failures.locator("summary").first.click()
+    expect(failures).to_contain_text("The request is wrong")
+    box = opened(page, demo, "POST /slots/{id_slot}")
+    expect(box).to_contain_text("Index of the slot, such as 0.")
+    assert page.logged == []
+
+
+def test_docs_page_draws_messages_in_their_order(page: Any, demo: Served):
+    described = page.request.get(f"{demo.url}/openapi.json").json()
+    sockets = described["x-websockets"]
+    assert len(sockets) == 2
+    for path, socket in sockets.items():
+        box = opened(page, demo, f"WS {path}")
+        drawn = box.locator(".sequence > ol > li")
+        expect(drawn).to_contain_text([one["about"] for one in socket["messages"]])
+        for i, one in enumerate(socket["messages"]):
+            row = drawn.nth(i)
+            expect(row).to_have_class(re.compile(rf"\b{one['from']}\b"))
+            expect(row).to_contain_text("binary frame" if "binary" in one else "text frame")
+        row = drawn.nth(0)
+        row.locator("summary").first.click()
+        expect(row.locator("pre")).to_contain_text('"prompt": "Anna is a"')
+        expect(row.locator(".fields > div").first).to_be_visible()
+    box = opened(page, demo, "POST /v1/chat/completions")
+    events = described["paths"]["/v1/chat/completions"]["post"]["x-events"]
+    expect(box.locator(".sequence > ol > li")).to_contain_text(
+        ["The request", *(one["about"] for one in events)]
+    )
+    assert page.logged == []
+
+
+def test_docs_page_finds_routes(page: Any, demo: Served):
     page.goto(f"{demo.url}/docs")
-    expect(page.locator("details").first).to_be_visible()
-    shown = page.locator("#routes").text_content()
-    for path in ("/api/extra/generate/stream", "/api/v1/generate", "/v1/chat/completions"):
-        assert path in shown
-    page.get_by_text("/api/extra/generate/stream", exact=True).click()
-    field = page.locator(".fields > div", has=page.get_by_text("rep_pen", exact=True))
-    expect(field).to_contain_text("Divides the logits of tokens that were there lately")
-    events = page.locator("details[open] .exchange > li")
-    expect(events).to_contain_text(["Each token, with its row", "The end", "A failure"])
-    page.get_by_text("/api/extra/generate/stream", exact=True).click()
-    page.get_by_text("/api/v1/generate/stream", exact=True).click()
-    messages = page.locator("details[open] .exchange > li")
-    expect(messages.first).to_contain_text("Client → server")
-    expect(messages.nth(2)).to_contain_text("binary")
-    page.get_by_text("/generate", exact=True).click()
+    page.get_by_label("Find a route").fill("GET /v1/attention")
+    expect(page.locator("#n-found")).to_have_text("2 found")
+    expect(page.locator("details.route:visible")).to_have_count(2)
+    expect(page.locator("section:visible")).to_have_count(1)
+    page.get_by_label("Find a route").fill("")
+    expect(page.get_by_role("heading", name="mia4")).to_be_visible()
+
+
+def test_docs_page_works_by_keyboard_is_accessible_and_fits_a_phone(page: Any, demo: Served):
+    page.set_viewport_size(PHONE)
+    box = opened(page, demo, "POST /generate")
+    box.locator(".sequence summary").first.focus()
+    page.keyboard.press("Enter")
+    expect(box.locator(".sequence pre")).to_be_visible()
+    page.keyboard.press("Tab")  # its example, which may have to be scrolled
+    page.keyboard.press("Tab")  # the next message
+    page.keyboard.press("Enter")
+    expect(box.locator(".sequence li").nth(1).locator("pre")).to_be_visible()
     assert violations(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"]
     assert page.logged == []

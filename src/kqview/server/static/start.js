@@ -57,9 +57,13 @@ async function post(path, body) {
   throw new Error(refusal.error ?? `The server responded with status ${reply.status}.`);
 }
 
+let seed;
+
+// The request for what the form says; its seed makes a program generate the same text again.
 function request() {
   return {
     prompt: $("prompt").value,
+    sampler_seed: seed,
     max_length: $("n").valueAsNumber || 48,
     output_attentions: true,
     attention_format: "per_layer",
@@ -72,6 +76,7 @@ async function generate(event) {
   event.preventDefault();
   const button = $("form").querySelector("button");
   button.disabled = true;
+  seed = Math.floor(Math.random() * 2 ** 31);
   try {
     const asked = request();
     const { tokens } = await post("api/v1/tokenize", {
