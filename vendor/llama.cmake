@@ -4,7 +4,8 @@
 # - its RPC client gets kqview's socket (cpp/llama/rpc_transport.cpp);
 # - its aborts become exceptions (cpp/llama/backend.h);
 # - caches whose keys are not rotated are moved without the rotation (kv_cache_rotation.h);
-# - kqview's matcher evaluates its regular expressions (unicode_regex.h).
+# - kqview's matcher evaluates its regular expressions (unicode_regex.h);
+# - its graphs are computed by kqview's compute pool (cpp/llama/openmp.cpp).
 
 execute_process(
     COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_SOURCE_DIR}/vendor/fetch.py --print-path
@@ -74,6 +75,14 @@ foreach(target ggml-base ggml-cpu)
 endforeach()
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
     TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
+
+# What gcc compiles OpenMP to is answered by kqview's compute pool (cpp/llama/openmp.cpp), which knows
+# the directives of graphs. The other ones, in the tables for quantising to IQ2 and IQ3, are left out.
+if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
+    set(KQVIEW_COMPUTE_POOL ON)
+    set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-quants.c
+        TARGET_DIRECTORY ggml-base PROPERTIES COMPILE_OPTIONS -fno-openmp)
+endif()
 
 # std::regex recurses for every character of a run, so a long word ends the process.
 set(kqview_regex ${CMAKE_CURRENT_LIST_DIR}/unicode_regex.h)

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "base/compute_pool.h"
 #include "base/heartbeat.h"
 #include "base/ids.h"
 #include "llama/model.h"
@@ -154,6 +155,8 @@ private:
     static bool is_over(void* self);
 
     std::shared_ptr<model> model_;  // outlives the context
+    // Keeps the compute threads.
+    const std::shared_ptr<compute_pool> pool_ = compute_pool::shared();
     std::unique_ptr<llama_context, context_deleter> handle_;
     batch_owner batch_;
     int n_ctx_;
