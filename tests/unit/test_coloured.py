@@ -163,6 +163,12 @@ def test_four_thousand_tokens_with_all_heads_stay_small_and_keep_the_largest_sha
     np.testing.assert_allclose(np.sqrt(plane[plane > 0].max()), np.sqrt(head.max()), atol=STEP)
 
 
+def test_more_heads_than_are_read_in_seconds_give_way_to_the_means_of_layers():
+    data = data_of(coloured_html(wide(32, 24, 16, 4096), title="T", max_bytes=CELL_BYTES // 4))
+    assert [len(heads) for _, heads in data["layers"]] == [0] * 24
+    assert data["notes"][0].startswith("Single heads are left out")
+
+
 @pytest.mark.parametrize(
     ("max_bytes", "n_planes", "notes"),
     [

@@ -2,8 +2,9 @@
 
 A colour needs no more than 8 bits: a share is stored as the square root of itself, which keeps
 small shares apart. If all heads do not fit, the largest shares of each row are kept; if those are
-fewer than `LEAST_KEPT`, heads give way to the means of layers, layers to one mean, and at last the
-first rows are left out. `Encoded.omissions` says so in words.
+fewer than `LEAST_KEPT`, or if finding them would take seconds, heads give way to the means of
+layers, layers to one mean, and at last the first rows are left out. `Encoded.omissions` says so in
+words.
 """
 
 import base64
@@ -19,6 +20,9 @@ from kqview.coloured.rows import Rows, check_shares, shares
 N_TEXTS_MAX: Final = 8192  # tokens that a browser lays out without a pause
 LEAST_KEPT: Final = 8
 _POSITION_BYTES: Final = 2
+# Values of heads that are searched for the largest ones, for each byte of the result: seconds for
+# 2 MiB.
+_VALUES_PER_BYTE: Final = 128
 
 Shares = NDArray[np.float32]
 
@@ -111,7 +115,10 @@ def _plan(rows: Rows, first_text: int, first_row: int, n_bytes: int) -> _Plan:
     widths = [n - first_text for n in rows.n_columns[first_row:]]
     for detail in ("heads", "layers", "all"):
         n_planes = _n_planes(rows, detail)
-        if n_planes * sum(widths) <= n_bytes:
+        n_values = n_planes * sum(widths)
+        if detail == "heads" and n_values > n_bytes * _VALUES_PER_BYTE:
+            continue
+        if n_values <= n_bytes:
             return _Plan(detail, 0, first_row)
         n_kept = n_bytes // (n_planes * len(widths) * (1 + _POSITION_BYTES))
         if n_kept >= LEAST_KEPT:
