@@ -9,7 +9,7 @@ from kqview.chat import CHATML
 from kqview.cli.chatting import Chat, load_messages
 from kqview.cli.option_groups import with_groups
 from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
-from kqview.cli.terminal import read_stdin
+from kqview.cli.terminal import argument_text, read_stdin
 from kqview.errors import RequestError
 
 
@@ -78,7 +78,7 @@ def chat(
             f"{words[0]!r} and {words[1]!r} are two messages; put one message in quotes, and name "
             "one model"
         )
-    question = words[0] if words else None
+    question = argument_text(words[0]) if words else None
     if question == "-":
         question = read_stdin().removesuffix("\n")
     with source.open(path, chat_template=template) as engine:

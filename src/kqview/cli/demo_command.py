@@ -34,8 +34,9 @@ def demo(
         ),
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option("--max-tokens", "-n", min=2, help="Number of tokens to generate.")
-    ] = 40,
+        int,
+        typer.Option("--max-tokens", "-n", min=2, help="Maximum number of tokens to generate."),
+    ] = 24,
     layer: Annotated[
         int | None,
         typer.Option(

@@ -71,6 +71,15 @@ class ErrorReportingGroup(TyperGroup):
             raise typer.Exit(_EXIT_CODES[CapacityError]) from error
         return result
 
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the program; help and usage errors, which come before `invoke`, are written here."""
+        try:
+            return super().main(*args, **options)
+        except OSError as error:
+            _print_error(error)
+            discard_stdout()
+            sys.exit(1)
+
 
 app = typer.Typer(
     cls=ErrorReportingGroup,
@@ -122,7 +131,8 @@ def _exit_code(error: KqviewError) -> int:
 
 def _print_error(error: Exception) -> None:
     text = str(error)
-    if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
-        text = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror is not None and error.filename2 is None:
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        text = f"{place}{error.strerror}"
     lines = [line.strip() for line in text.splitlines()]
     typer.echo(f"error: {' | '.join(line for line in lines if line)}", err=True)

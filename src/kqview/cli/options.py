@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from kqview.cli.model_file import check_model_file
 from kqview.cli.option_groups import OptionGroup
-from kqview.cli.terminal import is_piped, read_stdin, read_text
+from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
 from kqview.errors import RequestError
 from kqview.hub import fetch_model
 from kqview.types.capture import DType, Kind, Reduce
@@ -265,7 +265,7 @@ class PromptChoice(OptionGroup):
         if self.file is not None:
             return read_text(self.file).removesuffix("\n")
         if given and given[0] != "-":
-            return given[0]
+            return argument_text(given[0])
         if not given and not is_piped():
             raise RequestError("the text is missing; pass it in quotes, or pipe it in")
         text = read_stdin().removesuffix("\n")
@@ -545,7 +545,7 @@ class SamplingChoice(OptionGroup):
 def text_or_file(value: str | None) -> str | None:
     """*value*, or the content of the file whose name follows its ``@``."""
     if value is None or not value.startswith("@"):
-        return value
+        return value and argument_text(value)
     return read_text(Path(value[1:])).removesuffix("\n")
 
 

@@ -84,6 +84,17 @@ def decoded(data: bytes, name: str, encoding: str = "utf-8") -> str:
         ) from None
 
 
+def argument_text(word: str) -> str:
+    """A text of the command line, which is UTF-8 in a terminal whose locale is another as well.
+
+    Raises:
+        RequestError: It is not.
+    """
+    if not any("\udc80" <= c <= "\udcff" for c in word):
+        return word
+    return decoded(os.fsencode(word), "the text")
+
+
 def shown(text: str, stream: TextIO) -> str:
     """*text* for *stream*: on a terminal, control characters of a model become escapes."""
     if not stream.isatty():
