@@ -100,7 +100,9 @@ def test_attend_shows_every_form_of_rows(tmp_path: Path) -> None:
     for title, options in forms.items():
         assert title in run("attend", TEXT, *options).stdout.splitlines()[0]
         assert len(run("attend", TEXT, *options, "--table", "--last", "2").stdout.splitlines()) == 3
-    picture = tmp_path / "head.png"
+    picture, page = tmp_path / "head.png", tmp_path / "heads.html"
+    run("attend", TEXT, "--top-values", "3", "-o", page)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     pytest.importorskip("matplotlib")
     run("attend", TEXT, "--top-values", "3", "-o", picture)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -202,6 +204,13 @@ def test_generate_saves_a_file_that_kqview_loads(tmp_path: Path) -> None:
     assert isinstance(saved.rows, np.ndarray)
     assert saved.rows.shape == (4, 4, len(saved.prompt_ids) + 3)
     assert saved.rows.dtype == np.float16
+
+
+def test_generate_writes_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "rows.html"
+    result = run("generate", TEXT, "-n", "4", "-o", page)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert f"written to {page}" in result.stderr
 
 
 def test_generate_json_is_one_object() -> None:

@@ -186,6 +186,8 @@ def test_place_that_cannot_be_written_is_refused(folder: Path, monkeypatch: pyte
         (("--spans", "3-4"), "--spans is '3-4'"),
         (("--spans", "4:3"), "spans"),
         (("--spans", "0:3", "--capture", "qk"), "spans are sums of probabilities"),
+        (("--spans", "0:3", "-o", "x.html"), "shows whole rows; leave --spans out"),
+        (("--capture", "qk", "-o", "x.html"), "use --capture probs or scores"),
     ],
 )
 def test_wrong_option_of_generating_is_one_line(words: tuple[str, ...], message: str):

@@ -19,16 +19,17 @@ from kqview.cli.options import (
     PromptChoice,
     SpecialOption,
 )
-from kqview.cli.outputs import ARRAYS, PICTURES, check_output, write_arrays
+from kqview.cli.outputs import ARRAYS, PAGE, PICTURES, check_drawn, check_output, write_arrays
 from kqview.errors import RequestError
 from kqview.viz.figures import heatmap, save_figure
 from kqview.viz.heads import N_LATEST, probabilities
 from kqview.viz.terminal import label, terminal_heatmap
+from kqview.viz.tokens import to_html
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine
 
-_SUFFIXES: Final = (*PICTURES, *ARRAYS)
+_SUFFIXES: Final = (*PICTURES, PAGE, *ARRAYS)
 _N_SHOWN: Final = 3
 _LABEL_CELLS: Final = 14
 Values = NDArray[np.floating[Any]]
@@ -60,8 +61,8 @@ def attend(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write the shown head as .png, .svg or .pdf, or all that is captured as .npz, "
-            ".npy or .safetensors.",
+            help="Write the shown head as .png, .svg or .pdf, or all that is captured as .html "
+            "(a page), .npz, .npy or .safetensors.",
         ),
     ] = None,
     capture: CaptureChoice,
@@ -83,12 +84,17 @@ def attend(
     """
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan()
+    check_drawn(output, plan)
     path, words = source.resolve(prompt.text)
     text = prompt.read(words)
     with source.open(path) as engine:
         shown = _Shown(engine, text, plan, add_special=add_special, last=last)
-    if output is not None:
-        shown.write(output, layer, head)
+        if output is not None and output.suffix.lower() == PAGE:
+            to_html(output, engine.attend(text, plan, last=last, add_special=add_special))
+        elif output is not None:
+            shown.write(output, layer, head)
+        if output is not None:
+            typer.echo(f"written to {output}", err=True)
     if as_json:
         typer.echo(json.dumps(shown.to_json()))
     elif table:
@@ -234,11 +240,8 @@ class _Shown:
         if path.suffix.lower() in PICTURES:
             picked = self._pick(layer, head)
             title = f"{self._model.name}, {picked.title}"
-            if self._capture.spans is None:
-                figure = heatmap(picked.matrix, self._texts, kind=self._capture.kind, title=title)
-            else:
-                raise RequestError("--output draws whole rows; leave --spans out")
-            save_figure(figure, path)
+            kind = self._capture.kind
+            save_figure(heatmap(picked.matrix, self._texts, kind=kind, title=title), path)
             return
         arrays: dict[str, Any] = {}
         for name, values in (("attention", self._values), ("positions", self._positions)):

@@ -11,10 +11,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kqview.cli.options import ThreadsOption, open_engine
-from kqview.cli.outputs import PICTURES, check_output
+from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
+from kqview.cli.terminal import argument_text
 from kqview.errors import RequestError
 from kqview.types.capture import Kind
-from kqview.viz import heatmap
+from kqview.viz import heatmap, to_html
 from kqview.viz.figures import save_figure
 from kqview.viz.heads import probabilities, select_head
 from kqview.viz.terminal import terminal_heatmap
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from kqview import Capture, Engine, ModelInfo, Token
     from kqview.types.token import Attention
 
+_N_TOKENS: Final = 24
+_N_MODS_TOKENS: Final = 40
 _MODS_PROMPT: Final = "Mirelda found a silver key near the old bridge. One day, Mirelda"
 
 
@@ -34,9 +37,14 @@ def demo(
         ),
     ] = None,
     max_tokens: Annotated[
-        int,
-        typer.Option("--max-tokens", "-n", min=2, help="Maximum number of tokens to generate."),
-    ] = 24,
+        int | None,
+        typer.Option(
+            "--max-tokens",
+            "-n",
+            min=2,
+            help="Maximum number of tokens to generate. [default: 24; 40 with --mods]",
+        ),
+    ] = None,
     layer: Annotated[
         int | None,
         typer.Option(
@@ -56,7 +64,7 @@ def demo(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write the heat map as .png, .svg or .pdf as well.",
+            help="Write the heat map as .png, .svg or .pdf as well, or all heads as .html.",
         ),
     ] = None,
     mods: Annotated[
@@ -79,29 +87,34 @@ def demo(
     from kqview import Capture
     from kqview.demo import PROMPT
 
-    check_output("--output", output, PICTURES)
+    check_output("--output", output, (*PICTURES, PAGE))
+    check_drawn(output, Capture(kind))
     console, notes = Console(), Console(stderr=True)
     notes.print("The bundled demo model, a small teller of stories, goes on:\n", style="dim")
     if mods:
         from kqview.cli.mods_demo import show_mods
 
         with open_engine(None, n_threads=threads) as engine:
-            show_mods(console, engine, _MODS_PROMPT if prompt is None else prompt, max_tokens)
+            text = _MODS_PROMPT if prompt is None else argument_text(prompt)
+            show_mods(console, engine, text, max_tokens or _N_MODS_TOKENS)
         return
     capture = Capture(kind)
+    max_tokens = max_tokens or _N_TOKENS
     with open_engine(None, n_threads=threads) as engine:
         layer_index = _find_layer(engine.model, layer)
         if head is not None and head >= engine.model.n_head:
             raise RequestError(f"--head is {head}, but the model has {engine.model.n_head} heads")
         copied_before = engine.stats().copied_bytes
-        text = PROMPT if prompt is None else prompt
+        text = PROMPT if prompt is None else argument_text(prompt)
         ids = engine.tokenize(text)
         tokens, rows = _generate(engine, text, ids, max_tokens, capture)
         if not rows:
             return
         labels = [engine.token_text(i) for i in [*ids, *(token.id for token in tokens)]]
         place = _draw(console, engine.model, rows, labels, kind, layer_index, head)
-        if output is not None:
+        if output is not None and output.suffix.lower() == PAGE:
+            to_html(output, tokens)
+        elif output is not None:
             _write_picture(output, engine.model, tokens, labels, capture, place)
         copied_bytes = engine.stats().copied_bytes - copied_before
         with notes.status(f"measuring {2 * runs} runs"):

@@ -71,6 +71,7 @@ def embed(
     if output is not None:
         arrays = {"vectors": vectors}
         write_arrays(output, "vectors", arrays, {"texts": [text for _, text in given]})
+        typer.echo(f"written to {output}", err=True)
     if as_json:
         content: dict[str, Any] = {"model": name, "pooling": used, "vectors": vectors.tolist()}
         if similarity:

@@ -18,14 +18,14 @@ from kqview.cli.options import (
     PromptChoice,
     SamplingChoice,
 )
-from kqview.cli.outputs import check_output
+from kqview.cli.outputs import PAGE, check_drawn, check_output
 from kqview.cli.rows_file import RowsFile
 from kqview.cli.terminal import shown
 
 if TYPE_CHECKING:
     from kqview import Capture, Engine, Generation, Token
 
-_SUFFIXES: Final = (".npz", ".safetensors")
+_SUFFIXES: Final = (".npz", ".safetensors", PAGE)
 
 
 @with_groups
@@ -42,7 +42,8 @@ def generate(
             "--output",
             "-o",
             metavar="FILE",
-            help="Write the captured attention as .npz or .safetensors (kqview.load reads it).",
+            help="Write the captured attention as .npz, .safetensors (kqview.load reads it) or "
+            ".html (a page).",
         ),
     ] = None,
     capture: CaptureChoice,
@@ -63,6 +64,7 @@ def generate(
     """
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan() if output is not None or capture.is_asked else None
+    check_drawn(output, plan)
     options = sampling.sampling()
     path, words = source.resolve(prompt.text)
     text = prompt.read(words)
@@ -99,6 +101,7 @@ def generate(
     )
     if plan is not None:
         summary += f"; captured {n_bytes:,} bytes of {plan.kind}"
+        summary += "" if output is None else f", written to {output}"
     console = Console(stderr=True)
     if console.is_terminal or plan is not None:
         console.print(summary, style="dim", highlight=False, soft_wrap=True)
@@ -138,13 +141,13 @@ def _rows(
     """What takes the rows of *generation*: a file of the format that *path* names."""
     if path is None or plan is None:
         return nullcontext()
-    if path.suffix.lower() == ".safetensors":
+    if path.suffix.lower() in (".safetensors", PAGE):
         return _SavedFile(path, generation)
     return RowsFile(path, engine, plan, ids)
 
 
 class _SavedFile:
-    """Keeps the tokens and saves them with `kqview.save` at the end, also after an interruption."""
+    """Keeps the tokens and writes them at the end, also after an interruption."""
 
     def __init__(self, path: Path, generation: "Generation") -> None:
         self._path = path
@@ -159,6 +162,11 @@ class _SavedFile:
 
     def __exit__(self, error_type: object, *_: object) -> None:
         from kqview import save
+        from kqview.viz import to_html
 
-        if error_type is None or self._tokens:
+        if error_type is not None and not self._tokens:
+            return
+        if self._path.suffix.lower() == PAGE:
+            to_html(self._path, self._tokens)
+        else:
             save(self._path, self._generation, self._tokens)

@@ -4,7 +4,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.lib import format as npy_format
@@ -13,9 +13,14 @@ from numpy.typing import NDArray
 from kqview.errors import RequestError
 from kqview.saved import require_safetensors
 from kqview.state.durable import WholeFile
+from kqview.types.capture import RAW_KINDS
+
+if TYPE_CHECKING:
+    from kqview import Capture
 
 PICTURES: Final = (".png", ".svg", ".pdf")
 ARRAYS: Final = (".npz", ".npy", ".safetensors")
+PAGE: Final = ".html"
 
 
 def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> None:
@@ -49,6 +54,22 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         require_matplotlib(f"a {suffix} file")
     if suffix == ".safetensors":
         require_safetensors(f"a {suffix} file")
+
+
+def check_drawn(path: Path | None, capture: "Capture | None") -> None:
+    """Refuse rows that the picture or page *path* cannot show.
+
+    Raises:
+        RequestError: Spans have no value for each token, and a page colours by probabilities.
+    """
+    if path is None or capture is None or path.suffix.lower() not in (*PICTURES, PAGE):
+        return
+    if capture.spans is not None:
+        raise RequestError(f"--output is {str(path)!r}, which shows whole rows; leave --spans out")
+    if path.suffix.lower() == PAGE and capture.kind in RAW_KINDS:
+        raise RequestError(
+            f"--output is {str(path)!r}, which shows probabilities; use --capture probs or scores"
+        )
 
 
 def write_arrays(
