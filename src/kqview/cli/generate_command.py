@@ -61,6 +61,7 @@ def generate(
     - `kqview generate --demo "Anna has" --layers 0,3 --output rows.npz`
     - `echo "Once upon a time" | kqview generate model.gguf`
     - `kqview generate model.gguf "A cat as JSON: " --json-schema @cat.schema.json`
+    - `kqview generate model.gguf "Yes or no?" --regex "yes|no" --json --top-logprobs 3`
     """
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan() if output is not None or capture.is_asked else None

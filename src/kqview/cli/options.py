@@ -36,6 +36,7 @@ ALIASES: Final[Mapping[str, str]] = {
     "max-new-tokens": "max-tokens",
     "temp": "temperature",
     "repetition-penalty": "repeat-penalty",
+    "logprobs": "top-logprobs",
     "system-prompt": "system",
     "hub": "hf",
     "kind": "capture",
@@ -233,7 +234,9 @@ class PromptChoice(OptionGroup):
     text: Annotated[
         str | None,
         typer.Argument(
-            metavar="TEXT", help="The text; - or nothing reads standard input.", show_default=False
+            metavar="TEXT",
+            help="The text; without it, or as -, standard input.",
+            show_default=False,
         ),
     ] = None
     prompt: Annotated[
@@ -281,7 +284,7 @@ class TextsChoice(OptionGroup):
     texts: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="TEXT", help="Texts; - or nothing reads standard input.", show_default=False
+            metavar="TEXT", help="Texts; without any, or for -, standard input.", show_default=False
         ),
     ] = None
     files: Annotated[
@@ -455,6 +458,7 @@ def parse_spans(text: str | None) -> list[tuple[int, int | None]] | None:
 
 
 _CONSTRAINTS: Final = "Constraints"
+_NUMBERS: Final = ("seed", "top_logprobs")  # those that may be None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -504,7 +508,7 @@ class SamplingChoice(OptionGroup):
 
         found = _Constraints.parameters()
         for row in OPTIONS.values():
-            if row.type in (float, int, bool) or row.name == "seed":
+            if row.type in (float, int, bool) or row.name in _NUMBERS:
                 names = ["--" + row.name.replace("_", "-")]
                 names += ["-s"] if row.name == "seed" else []
                 option = typer.Option(*names, help=row.doc, rich_help_panel="Sampling")
