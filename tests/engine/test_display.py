@@ -152,9 +152,8 @@ def test_tokens_that_a_mod_took_back_are_not_shown(engine: Engine) -> None:
             return actions.backtrack(2)
         return None
 
-    generation = engine.generate(
-        PROMPT, max_tokens=5, temperature=0, capture="probs", mods=[takes_two_back]
-    )
+    options: Any = {"max_tokens": 5, "temperature": 0, "capture": "probs"}
+    generation = engine.generate(PROMPT, mods=[takes_two_back], **options)
     tokens = list(generation)  # also those that were taken back
     assert len(tokens) > len(generation.tokens)
     data = data_of(html_of(generation))
@@ -165,6 +164,10 @@ def test_tokens_that_a_mod_took_back_are_not_shown(engine: Engine) -> None:
     assert data["at"] == [n + token.index for token in rows]
     for token, planes in zip(rows, planes_of(data), strict=True):
         np.testing.assert_allclose(planes[2], token.rows[0, 0], atol=STEP)
+    begun = engine.generate(PROMPT, mods=[takes_two_back], **options)
+    first = next(begun)
+    assert data_of(html_of(coloured(begun)))["at"] == data["at"]
+    assert first.index == 0
 
 
 # ---- the attention of a prompt
@@ -211,7 +214,7 @@ def test_rows_of_several_blocks_are_shown_as_far_as_they_are_held() -> None:
 def test_display_of_a_prompt_whose_rows_are_not_there_says_so() -> None:
     waited: list[float] = []
     context = Context([1, 2], 1, {1: b"Anna", 2: b" has"})
-    html = display.prompt_html(context, Capture(), display.HandedRows(), waited.append)
+    html = display.prompt_html(context, Capture(), 2, display.HandedRows(), waited.append)
     assert "No rows are here: they are still computed" in Still.of(html).text
     assert "Anna has" in Still.of(html).text
     assert waited == [display.PEEK_S]
@@ -239,6 +242,14 @@ def test_display_of_a_prompt_beside_its_task_takes_nothing(engine: Engine) -> No
         return sum([block.n_rows async for block in prompt if "script" in html_of(prompt)])
 
     assert asyncio.run(take()) == len(engine.tokenize(PROMPT))
+
+
+def test_last_rows_of_a_prompt_are_all_that_were_asked_for(engine: Engine) -> None:
+    prompt = engine.attend(PROMPT, last=3)
+    data = data_of(html_of(prompt))
+    n = len(prompt.column_ids)
+    assert data["at"] == [n - 3, n - 2, n - 1]
+    assert data["notes"] == []
 
 
 # ---- kqview.viz

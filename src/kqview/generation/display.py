@@ -142,10 +142,19 @@ def _is_causal(layers: Sequence[NDArray[Any]], start: int) -> bool:
 def prompt_html(
     context: Context,
     capture: Capture | None,
+    n_rows: int,
     handed: HandedRows,
     peek: Callable[[float], PromptBlock | None],
 ) -> str:
-    """The prompt, coloured by the rows that are still held, else by the first that arrive."""
+    """The prompt, coloured by the rows that are still held, else by the first that arrive.
+
+    Args:
+        context: The prompt's tokens.
+        capture: What is captured.
+        n_rows: How many rows there will be.
+        handed: The rows that were handed out.
+        peek: Waits for the first block for so many seconds, without taking it.
+    """
     n = context.n_prompt
     parts = list(handed.held())
     if not handed.has_begun:
@@ -159,8 +168,8 @@ def prompt_html(
             "No rows are here: they are still computed, or they left memory after they were taken. "
             "Keep them with rows = attention.array(), and display it again."
         ]
-    elif len(rows.at) < n:
-        notes = [f"{len(rows.at):,} of {n:,} rows are shown: those that are in memory."]
+    elif len(rows.at) < n_rows:
+        notes = [f"{len(rows.at):,} of {n_rows:,} rows are shown: those that are in memory."]
     return _shown(rows, f"Attention of a prompt: {_count(n)}", notes)
 
 

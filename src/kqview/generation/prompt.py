@@ -220,7 +220,8 @@ class PromptAttention:
         was taken the first block, for which it waits two seconds at most. Of many rows, the display
         keeps what fits in 2 MiB and says what it leaves out.
         """
-        return prompt_html(self._context(), self._capture, self._handed, self._source.peek_block)
+        context, peek = self._context(), self._source.peek_block
+        return prompt_html(context, self._capture, self.n_rows, self._handed, peek)
 
     def close(self) -> None:
         """Stop computing; views stay valid."""

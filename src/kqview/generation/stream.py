@@ -29,7 +29,7 @@ from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
 from kqview.types.json_schema import value_of
 from kqview.types.stats import FinishReason, read_fields
-from kqview.types.token import Context, add_token
+from kqview.types.token import Context
 
 _Event = _core.TokenEvent | _core.PromptEvent | _core.ForwardEvent | _core.EndEvent
 
@@ -597,8 +597,8 @@ def all_rows(generation: Generation) -> tuple[Rows, list[str]]:
 
     For code of kqview that draws them.
     """
+    held = generation._held_tokens()  # pyright: ignore[reportPrivateUsage]
+    held += generation  # else they would be gone before they are drawn
     tokens = generation._held_tokens()  # pyright: ignore[reportPrivateUsage]
-    for token in generation:
-        add_token(tokens, token)
     context, capture = generation._context, generation._capture  # pyright: ignore[reportPrivateUsage]
     return generation_rows(context, capture, tokens)
