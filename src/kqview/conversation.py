@@ -13,7 +13,7 @@ from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
 from kqview.arguments import encode, invalid
 from kqview.chat.messages import Message, checked_messages, checked_options, checked_tools
-from kqview.chat.spans import Part, Render, message_ends
+from kqview.chat.spans import Part, Render, message_ends, role_headers
 from kqview.chat.tool_format import format_of, said
 from kqview.chat.turn import (
     N_END,
@@ -31,7 +31,8 @@ from kqview.errors import KqviewError, RequestError, UnsupportedModel, shown
 from kqview.generation.stream import Generation
 from kqview.mods.events import Dialogue, conversation_of
 from kqview.offsets import Offsets
-from kqview.submission import GenerateOptions, sampling_of, schema_of
+from kqview.option_names import names_options
+from kqview.submission import GENERATE_NAMES, GenerateOptions, sampling_of, schema_of
 from kqview.types import ChatPrompt, ModelInfo
 from kqview.types.sampling import OPTIONS
 from kqview.types.text import Ids
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from kqview.chat.template import ChatTemplate
 
 _N_TEMPLATES_MAX: Final = 16
+_N_BEFORE_HEADER: Final = 4
 
 
 class Conversation:
@@ -54,6 +56,7 @@ class Conversation:
         self._control_ids = {self._model.token_bytes(i).decode("utf-8", "replace"): i for i in ids}
         self._control_id_set = frozenset(ids)
         self._templates: dict[str, ChatTemplate] = {}
+        self._headers: dict[str, list[int]] | None = None  # of each role's messages, once known
 
     @abstractmethod
     def _offsets(self, text: str, ids: list[int]) -> Offsets:
@@ -68,6 +71,7 @@ class Conversation:
     def generate(self, prompt: str | Ids, **options: Unpack[GenerateOptions]) -> Generation:
         """See Engine."""
 
+    @names_options("chat", also=GENERATE_NAMES)
     def chat(
         self,
         messages: Sequence[Message],
@@ -196,6 +200,7 @@ class Conversation:
         template_options: Mapping[str, Any] | None = None,
     ) -> str: ...
 
+    @names_options("apply_chat_template")
     def apply_chat_template(
         self,
         messages: Sequence[Message],
@@ -335,6 +340,41 @@ class Conversation:
         if len(self._templates) < _N_TEMPLATES_MAX:
             self._templates[source] = template
         return template
+
+    # ---- roles of messages in a slot
+
+    def _role_of(self, ids: Sequence[int]) -> str | None:
+        """The role whose header is at the beginning of a message, None if none is."""
+        if self._headers is None:
+            self._headers = self._learned_headers()
+        best: tuple[int, int, str] | None = None
+        for role, header in self._headers.items():
+            n = len(header)
+            # Before it there may be BOS and the line end behind the message before.
+            for start in range(min(_N_BEFORE_HEADER, len(ids) - n) + 1):
+                if list(ids[start : start + n]) == header:
+                    best = min(best or (start, -n, role), (start, -n, role))
+                    break
+        return None if best is None else best[2]
+
+    def _learned_headers(self) -> dict[str, list[int]]:
+        if self._info.chat_template is None:
+            return {}
+        try:
+            render = partial(
+                self._template(self._info.chat_template).render, tools=None, options={}
+            )
+            found = role_headers(render, ends_of_turn=self._ends_of_turn())
+        except KqviewError:  # it does not parse, or jinja2 is not installed
+            return {}
+        headers: dict[str, list[int]] = {}
+        for role, parts in found.items():
+            header = self._chat_ids(parts)
+            if header[:1] == [self._info.bos_token_id]:
+                del header[0]
+            if header and header not in headers.values():
+                headers[role] = header
+        return headers
 
     # ---- ids of parts
 

@@ -354,7 +354,15 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         self._facts: StateFacts | None = None
         eot = self._info.eot_token_id
         self._slots = tuple(
-            Slot(self._core, i, eot, self._state_facts, self._lora, self._submission.running)
+            Slot(
+                self._core,
+                i,
+                eot,
+                self._state_facts,
+                self._lora,
+                self._submission.running,
+                self._role_of,
+            )
             for i in range(self._core.n_slots)
         )
         _open_engines.add(self)

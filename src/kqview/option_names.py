@@ -24,9 +24,12 @@ _NO_END: Final = "ignore_eos=True keeps a text from ending early"
 _PROMPT: Final = "the prompt is the first argument"
 _MODEL: Final = "the path of the model is the first argument"
 _MEMORY: Final = "llama.cpp decides it; leave it out"
+_ENUM: Final = 'json_schema={"enum": [...]}'
+_PREFILL: Final = "continue_final_message=True, with the text as the last message"
+_LISTS: Final = "ids are a list; leave it out, or pass them to numpy.array"
 
 _SENTENCES: Final = frozenset(
-    {_GREEDY, _ONE, _STREAM, _NO_BEAMS, _NO_END, _PROMPT, _MODEL, _MEMORY}
+    {_GREEDY, _ONE, _STREAM, _NO_BEAMS, _NO_END, _PROMPT, _MODEL, _MEMORY, _LISTS}
 )
 
 # What an option of another library is here.
@@ -88,9 +91,34 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     # constraints
     "guided_json": "json_schema",
     "guided_regex": "regex",
+    "guided_choice": _ENUM,
     "guided_grammar": "grammar",
+    "guided_decoding": "json_schema",
+    "structured_outputs": "json_schema",
     "response_format": "json_schema",
+    "response_model": "json_schema",
+    "response_schema": "json_schema",
+    "output_schema": "json_schema",
+    "output_type": "json_schema",
+    "text_format": "json_schema",
+    "format": "json_schema",
     "schema": "json_schema",
+    "choices": _ENUM,
+    "pattern": "regex",
+    # chats
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "tool_choice": "engine.chat(messages, tools=tools, tool_choice=...)",
+    "continue_final_message": "engine.chat(messages, continue_final_message=True)",
+    "prefill": _PREFILL,
+    "prefix": _PREFILL,
+    "add_generation_prompt": "engine.apply_chat_template(messages, add_generation_prompt=False)",
+    "chat_template_kwargs": "template_options",
+    "enable_thinking": 'template_options={"enable_thinking": False}',
+    "reasoning_effort": 'template_options={"reasoning_effort": "low"}',
+    "documents": 'template_options={"documents": [...]}',
+    "return_tensors": _LISTS,
+    "return_dict": _LISTS,
     "logits_processors": "logits_processor",
     # cache, slots and requests
     "use_cache": "cache_prompt",

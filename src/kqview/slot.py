@@ -1,7 +1,7 @@
 """Slot: one sequence of an engine and the contents of its KV cache."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Protocol, cast
 
@@ -18,6 +18,7 @@ from kqview.state.files import (
     split,
     write_state,
 )
+from kqview.types import SlotMessage
 
 _ALL: Final = 2**63 - 1
 
@@ -46,12 +47,14 @@ class Slot:
         state_facts: Callable[[], StateFacts],
         lora: EngineLora,
         running: Callable[[], Mapping[int, Cancels]],
+        role_of: Callable[[Sequence[int]], str | None],
     ) -> None:
         self._core = core
         self._eot_token_id = eot_token_id
         self._state_facts = state_facts
         self._lora = lora
         self._running = running
+        self._role_of = role_of
         self.id = slot_id
 
     @property
@@ -105,11 +108,12 @@ class Slot:
         self._core.check_open()
         return self._core.stats().slots[self.id]
 
-    def messages(self) -> list[tuple[int, int]]:
-        """The messages in `tokens` as (first, last) indices, both inclusive.
+    def messages(self) -> list[SlotMessage]:
+        """The messages in `tokens` as (first, last) indices, both inclusive, with their roles.
 
         A message ends with the model's end-of-turn id; tokens after the last such id also form a
-        message. Empty if the model has no such id.
+        message. Empty if the model has no such id. The first call renders the model's chat template
+        to learn how it begins messages; without jinja2 or a template, no message has a role.
         """
         ids, eot = self.tokens, self._eot_token_id
         if eot is None or not ids:
@@ -117,7 +121,11 @@ class Slot:
         ends = [i for i, token_id in enumerate(ids) if token_id == eot]
         if not ends or ends[-1] != len(ids) - 1:
             ends.append(len(ids) - 1)
-        return list(zip([0, *(end + 1 for end in ends[:-1])], ends, strict=True))
+        starts = [0, *(end + 1 for end in ends[:-1])]
+        return [
+            SlotMessage(first, last, self._role_of(ids[first : last + 1]))
+            for first, last in zip(starts, ends, strict=True)
+        ]
 
     # ---- state
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from kqview import Engine
 from kqview.chat import Reply, ToolCall, tools_as_text
+from kqview.demo import MODEL_PATH
 from kqview.errors import InvalidSampling, RequestError
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
+
+    from tests.engine.conftest import MakeEngine
 
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
@@ -191,7 +196,7 @@ def look_up(word: str) -> str:
         (
             {"tools": [look_up]},
             RequestError,
-            r"tools\[0\] is of type function; pass a mapping",
+            r"tools\[0\] is of type function; pass .* pydantic",
         ),
         ({"parallel_tool_calls": 1}, RequestError, "parallel_tool_calls must be True or False"),
         (
@@ -228,6 +233,53 @@ def test_last_message_is_continued(engine: Engine):
     ids, spans = engine.apply_chat_template(begun, continue_final_message=True, spans=True)
     assert spans[-1][1] == len(ids)
     assert engine.detokenize(ids[slice(*spans[-1])]) == "<|im_start|>assistant\n I am <|im_end|>"
+
+
+# ---- messages in a slot
+
+TALK = [
+    {"role": "user", "content": "Hi <|system|>"},
+    {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "Bye"},
+]
+SYSTEM = {"role": "system", "content": "Be kind."}
+
+
+@pytest.fixture(params=["PHI", "LLAMA3", "CHATML"])
+def talker(request: pytest.FixtureRequest, make_engine: MakeEngine, tmp_path: Path) -> Engine:
+    """An engine whose template ends each message with the model's end of a turn."""
+    if request.param == "CHATML":
+        return make_engine(MODEL_PATH)
+    specials = {
+        "PHI": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
+        "LLAMA3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    }[request.param]
+    path = tiny_gguf.write_model(tmp_path / "chat.gguf", specials=specials)
+    return make_engine(path, chat_template=getattr(shapes, request.param))
+
+
+def test_messages_of_a_slot_have_roles(talker: Engine):
+    ids, spans = talker.apply_chat_template([SYSTEM, *TALK], spans=True)
+    list(talker.attend(ids))
+    messages = talker.slots[0].messages()
+    roles = [message.role for message in messages]
+    assert roles == ["system", "user", "assistant", "user", "assistant"]
+    first = messages[0]
+    assert first == (0, first[1])  # it is that pair
+    assert first.span == (0, first[1] + 1)
+    for message, (_, stop) in zip(messages, spans, strict=False):
+        # A line end behind the end of a turn begins the next message here.
+        assert message.span[1] in (stop, stop - 1)
+    copies = pickle.loads(pickle.dumps(messages))
+    assert copies == messages
+    assert [one.role for one in copies] == roles
+
+
+def test_message_that_begins_with_no_header_has_no_role(make_engine: MakeEngine, tiny_llama: Path):
+    engine = make_engine(tiny_llama)
+    list(engine.attend([1, 2, 3]))
+    assert engine.slots[0].messages() == [(0, 2)]
+    assert engine.slots[0].messages()[0].role is None
 
 
 # ---- what was answered

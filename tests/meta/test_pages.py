@@ -36,6 +36,7 @@ def test_examples_of_a_page_print_what_it_shows(name: str) -> None:
         "starlette",
         "jinja2",
         "llguidance",
+        "pydantic",
         "websockets",
         "sqlalchemy",
         "openai",

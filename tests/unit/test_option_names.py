@@ -32,6 +32,9 @@ def engine() -> Iterator[Engine]:
         ("n", "engine.map"),
         ("stop_token_ids", "here it is stop_tokens"),  # vLLM
         ("guided_regex", "here it is regex"),
+        ("response_model", "here it is json_schema"),  # instructor
+        ("output_type", "here it is json_schema"),  # outlines
+        ("format", "here it is json_schema"),  # ollama
         ("mirostat_mode", "here it is mirostat"),  # llama-cpp-python
         ("temperatures", "here it is temperature"),  # nearest match
         ("Top_K", "here it is top_k"),
@@ -45,6 +48,35 @@ def test_option_of_another_library_is_named(engine: Engine, option: str, here: s
             call()
         assert here in str(caught.value)
         assert caught.value.parameter == option
+
+
+@pytest.mark.parametrize(
+    ("option", "here"),
+    [
+        ("functions", "here it is tools"),
+        ("function_call", "here it is tool_choice"),
+        ("tool_choise", "here it is tool_choice"),
+        ("chat_template_kwargs", "here it is template_options"),
+        ("enable_thinking", "here it is template_options="),
+        ("prefill", "here it is continue_final_message=True"),
+    ],
+)
+def test_option_of_a_chat_is_named(engine: Engine, option: str, here: str):
+    given: Any = {option: 1}
+    with pytest.raises(errors.UnknownOption, match=f"chat has no option {option}; {here}"):
+        engine.chat([{"role": "user", "content": "a"}], **given)
+
+
+def test_option_of_a_chat_is_no_option_of_generate(engine: Engine):
+    for option in ("tools", "tool_choice", "continue_final_message"):
+        given: Any = {option: 1}
+        with pytest.raises(
+            errors.UnknownOption, match=rf"here it is engine\.chat\(messages, .*{option}"
+        ):
+            engine.generate("a", **given)
+    tensors: Any = {"return_tensors": "pt"}
+    with pytest.raises(errors.UnknownOption, match="ids are a list"):
+        engine.apply_chat_template([{"role": "user", "content": "a"}], **tensors)
 
 
 def test_unknown_option_is_a_type_error_and_a_request_error(engine: Engine):
@@ -83,7 +115,8 @@ def test_every_suggestion_is_an_option_that_exists(engine: Engine):
     known = {*OPTIONS}
     for function in (Engine.__init__, Engine.generate, Capture):
         known |= inspect.signature(function).parameters.keys()
-    assert {here for here in _ELSEWHERE.values() if here.isidentifier()} <= known
+    of_chats = inspect.signature(Engine.chat).parameters.keys()
+    assert {here for here in _ELSEWHERE.values() if here.isidentifier()} <= known | of_chats
     assert not _ELSEWHERE.keys() & (known - {"stop_sequence"})
 
 

@@ -135,7 +135,9 @@ def _arguments(where: str, value: object) -> Any:
 
 
 def _tool(where: str, value: object) -> dict[str, Any]:
-    tool = _function_of(where, value) if isinstance(value, type) else _mapping(where, value)
+    if not isinstance(value, Mapping):
+        value = _function_of(where, value)
+    tool = _mapping(where, cast("Mapping[str, object]", value))
     if "function" not in tool and isinstance(tool.get("name"), str):
         return {"type": "function", "function": tool}
     function = tool.get("function")
@@ -149,11 +151,16 @@ def _tool(where: str, value: object) -> dict[str, Any]:
     return tool
 
 
-def _function_of(where: str, value: type[object]) -> dict[str, Any]:
+def _function_of(where: str, value: object) -> dict[str, Any]:
     """The function whose parameters are the fields of a pydantic model."""
     schema_of = getattr(value, "model_json_schema", None)
-    if schema_of is None:
-        return _mapping(where, value)  # which says what is wrong
+    if not isinstance(value, type) or schema_of is None:
+        raise RequestError(
+            f"{where} is of type {type(value).__name__}; pass the function as a mapping, "
+            '{"name": "...", "description": "...", "parameters": {...}}, or as a pydantic model '
+            "whose fields are its parameters",
+            parameter="tools",
+        )
     schema: dict[str, Any] = schema_of()
     about = {key: schema.pop(key) for key in ("description",) if key in schema}
     return _mapping(where, {"name": value.__name__, **about, "parameters": schema})

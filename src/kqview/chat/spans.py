@@ -1,4 +1,7 @@
-"""Spans: where each message ends in a rendered chat. Pure; calls the template that it is given."""
+"""Spans: where each message of a rendered chat ends, and how those of a role begin.
+
+Pure; calls the template that it is given.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
@@ -94,3 +97,72 @@ def _rendered(
 def _n_shared(one: str, other: str) -> int:
     pairs: Iterable[tuple[str, str]] = zip(one, other, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+# ---- headers
+
+_SAID: Final = "\u241fsaid\u241f"
+_CALL: Final[Mapping[str, Any]] = {
+    "type": "function",
+    "id": "abcdefghi",
+    "function": {"name": "f", "arguments": {}},
+}
+_USER: Final = {"role": "user", "content": _SAID}
+_ANSWER: Final = {"role": "assistant", "content": _SAID}
+# Role -> a chat whose last message has it, and is not the first one if that has more before it.
+# Of roles that begin alike, the first one counts.
+_PROBES: Final[Mapping[str, Sequence[Mapping[str, Any]]]] = {
+    "user": (_USER, _ANSWER, _USER),
+    "assistant": (_USER, _ANSWER),
+    "system": ({"role": "system", "content": _SAID},),
+    "tool": (
+        _USER,
+        {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+        {"role": "tool", "content": _SAID, "tool_call_id": "abcdefghi", "name": "f"},
+    ),
+}
+
+
+def role_headers(render: Render, *, ends_of_turn: Sequence[str]) -> dict[str, list[Part]]:
+    """What precedes the content in a message of each role, without white space around it.
+
+    Roles that the template refuses, or writes nothing before, are left out.
+    """
+    headers: dict[str, list[Part]] = {}
+    for role, chat in _PROBES.items():
+        # A template may want the user's words after the system's.
+        for messages in (chat, [*chat, _USER]):
+            try:
+                parts = render(messages, add_generation_prompt=False)
+            except RequestError:
+                continue
+            text = "".join(part.text for part in parts)
+            ends = message_ends(text, messages, render, ends_of_turn=ends_of_turn)
+            n = len(chat) - 1
+            start = ends[n - 1] if n else 0
+            stop = text.find(_SAID, start)
+            if stop >= 0 and (header := _stripped(_between(parts, start, stop))):
+                headers[role] = header
+                break
+    return headers
+
+
+def _between(parts: Iterable[Part], start: int, stop: int) -> list[Part]:
+    """The parts of these characters."""
+    found: list[Part] = []
+    at = 0
+    for part in parts:
+        text = part.text[max(0, start - at) : max(0, stop - at)]
+        at += len(part.text)
+        if text:
+            found.append(Part(text, part.is_special and text == part.text))
+    return found
+
+
+def _stripped(parts: list[Part]) -> list[Part]:
+    """*parts* without white space around them; adjacent ones are never both ordinary text."""
+    if parts and not parts[0].is_special:
+        parts = [Part(parts[0].text.lstrip(), False), *parts[1:]]
+    if parts and not parts[-1].is_special:
+        parts = [*parts[:-1], Part(parts[-1].text.rstrip(), False)]
+    return [part for part in parts if part.text]

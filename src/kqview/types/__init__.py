@@ -11,7 +11,7 @@ from kqview.types.reply import Reply, ToolCall
 from kqview.types.sampling import Sampling
 from kqview.types.score import Score
 from kqview.types.stats import EngineHealth, EngineStats, PoolStats, SlotStats, Usage
-from kqview.types.text import ChatPrompt, Tokenized
+from kqview.types.text import ChatPrompt, SlotMessage, Tokenized
 from kqview.types.token import PromptBlock, Token
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Reply",
     "Sampling",
     "Score",
+    "SlotMessage",
     "SlotStats",
     "Token",
     "Tokenized",

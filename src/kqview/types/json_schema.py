@@ -49,7 +49,7 @@ class HasJsonSchema(Protocol):
         ...
 
 
-SchemaLike = str | Mapping[str, object] | type[Any] | HasJsonSchema
+SchemaLike = str | Mapping[str, object] | type[Any] | types.UnionType | HasJsonSchema
 """What ``json_schema`` takes: text, a mapping, a type, or a TypeAdapter of pydantic."""
 
 

@@ -1,7 +1,7 @@
-"""Ids of a text; Tokenized and ChatPrompt: ids with the part of a text that each of them is."""
+"""Ids of a text; Tokenized, ChatPrompt and SlotMessage: which part of a text ids are."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +37,33 @@ class ChatPrompt(NamedTuple):
 
     ids: list[int]
     spans: list[tuple[int, int]]
+
+
+class SlotMessage(tuple[int, int]):
+    """A message in a slot, see `Slot.messages`: the (first, last) indices of its ids, inclusive.
+
+    It is that pair and compares as such; the role comes with it.
+
+    Attributes:
+        role: "system", "user", "assistant" or "tool", by the header with which the model's chat
+            template begins a message of that role; None if it begins with none of them.
+    """
+
+    role: str | None
+
+    def __new__(cls, first: int, last: int, role: str | None = None) -> Self:
+        """Make the pair."""
+        made = super().__new__(cls, (first, last))
+        made.role = role
+        return made
+
+    def __reduce__(self) -> tuple[type[Self], tuple[int, int, str | None]]:
+        return type(self), (self[0], self[1], self.role)
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """(start, stop) as slices and `Slot.remove` take them."""
+        return self[0], self[1] + 1
+
+    def __repr__(self) -> str:
+        return f"SlotMessage({self[0]}, {self[1]}, role={self.role!r})"

@@ -163,6 +163,21 @@ def test_answer_follows_a_schema(demo: Served):
     assert choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_schema_that_names_its_properties_has_no_others(demo: Served, strict: bool):
+    """As in llama.cpp's server; strict or not, and in objects inside of it."""
+    inner = {"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}
+    schema = {"type": "object", "properties": {"lamp": {"$ref": "#/$defs/lamp"}},
+              "required": ["lamp"], "$defs": {"lamp": inner}}  # fmt: skip
+    given = {"name": "z", "strict": strict, "schema": schema}
+    for seed in range(3):
+        choice = api.chat(
+            demo, response_format={"type": "json_schema", "json_schema": given},
+            max_tokens=80, temperature=1.5, seed=seed,
+        )["choices"][0]  # fmt: skip
+        assert choice["message"]["content"] in ('{"lamp":{"on":true}}', '{"lamp":{"on":false}}')
+
+
 @pytest.mark.parametrize(
     ("tool_choice", "names"),
     [

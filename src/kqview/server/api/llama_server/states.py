@@ -5,7 +5,7 @@ A blob may have gigabytes. It is whole in memory once; its base64, at both ends,
 
 import binascii
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -182,7 +182,7 @@ def tokens_of(slot: Slot) -> list[int]:
     return ids
 
 
-def messages_of(slot: Slot) -> tuple[int, list[tuple[int, int]]]:
+def messages_of(slot: Slot) -> tuple[int, Sequence[tuple[int, int]]]:
     """Number of ids in *slot*, and its messages; raises BusyError."""
     tokens, messages = tokens_of(slot), slot.messages()
     return len(tokens), messages
@@ -450,7 +450,7 @@ def blob_reply(blob: bytes) -> LongReply:
     return LongReply(len(blob), pieces, "application/octet-stream")
 
 
-def info_of(n_tokens: int, messages: list[tuple[int, int]], eot: int | None) -> Info:
+def info_of(n_tokens: int, messages: Sequence[tuple[int, int]], eot: int | None) -> Info:
     """The reply about a slot's messages."""
     found = [Message(index=i, start=a, end=b) for i, (a, b) in enumerate(messages)]
     return Info(
