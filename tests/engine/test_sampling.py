@@ -200,6 +200,30 @@ def test_logprobs_of_the_whole_vocabulary_sum_to_one(engine: Engine) -> None:
         assert dict(token.top_logprobs)[token.id] == token.logprob
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logit_bias": {97: 50.0, 98: -math.inf}}, {"banned_tokens": [97, 98]},
+        {"grammar": "root ::= [x-z]+"}, {"repeat_penalty": 3.0, "presence_penalty": 5.0},
+        {"temperature": 3.0, "top_k": 2, "seed": 1},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)  # fmt: skip
+def test_top_logprobs_are_before_bias_grammar_and_samplers(
+    engine: Engine, changes: dict[str, Any]
+) -> None:
+    [plain] = tokens_of(engine, 1, temperature=0, top_logprobs=320)
+    [token] = tokens_of(engine, 1, **{"temperature": 0, **changes}, top_logprobs=320)
+    assert plain.top_logprobs is not None
+    assert token.top_logprobs is not None
+    assert dict(token.top_logprobs) == pytest.approx(dict(plain.top_logprobs), abs=1e-4)
+    assert token.logprob == dict(token.top_logprobs)[token.id]  # whichever was chosen
+    options = {"temperature": 1.0, **changes, "post_sampling_probs": True, "top_logprobs": 320}
+    [after] = tokens_of(engine, 1, **options)
+    assert after.top_logprobs is not None
+    assert dict(after.top_logprobs) != pytest.approx(dict(plain.top_logprobs), abs=1e-4)
+
+
 # ---- probabilities after the samplers, against the formulas
 
 

@@ -433,7 +433,8 @@ class Sampling:
     top_logprobs: int | None = _integer(
         None,
         "How many of the most probable tokens to report with their logprobs; 0 reports only the "
-        "chosen token's logprob, None reports nothing.",
+        "chosen token's logprob, None reports nothing. They are the model's own, before bias, "
+        "penalties, grammar and samplers, unless post_sampling_probs is set.",
         example=3,
     )
     post_sampling_probs: bool = _row(

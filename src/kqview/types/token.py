@@ -108,7 +108,9 @@ class Token:
             join to its exact output.
         index: Position in the generation, from 0.
         logprob: Natural logarithm of the probability of ``id``; None unless top_logprobs was given.
-        top_logprobs: The most probable ids with their logprobs, best first; None unless requested.
+            It is the model's own, before bias, penalties, grammar and samplers, unless
+            ``post_sampling_probs`` was given.
+        top_logprobs: The most probable ids with such logprobs, best first; None unless requested.
         attention: Row of the query that produced this token; its columns are the ``n_context``
             tokens before it. Shape ``(n_layers, n_heads, n_context)``, float32 or float16,
             C-contiguous. If layers differ in heads, a tuple with one ``(n_heads, n_context)`` per

@@ -120,6 +120,25 @@ def test_each_token_has_an_event_with_the_rows_of_the_engine(demo: Served) -> No
         np.testing.assert_allclose(values, token.attention, atol=1e-5)
 
 
+def test_spans_are_sums_of_the_rows(demo: Served) -> None:
+    spans = [[0, 4], [2, 7], [4, None]]
+    found: dict[str, list[dict[str, Any]]] = {}
+    for name, more in (("rows", {}), ("sums", {"spans": spans})):
+        wanted = {"values": "probs", **more}
+        message = post(demo, **BODY, cache_prompt=False, attention=wanted).json()
+        found[name] = message["attention"]
+    for whole, one in zip(found["rows"], found["sums"], strict=True):
+        rows, sums = (
+            np.frombuffer(base64.b64decode(each["data"]), np.float32).reshape(each["shape"])
+            for each in (whole, one)
+        )
+        assert one["spans"] == spans
+        assert "context_length" not in one
+        expected = np.stack([rows[..., start:end].sum(-1) for start, end in spans], axis=-1)
+        # Two runs: what shares a step may move the last bits.
+        np.testing.assert_allclose(sums, expected, atol=2e-3)
+
+
 def test_message_has_the_attention_of_its_stream(demo: Served) -> None:
     wanted = {"reduce": "mean", "prompt": True}
     message = post(demo, **BODY, attention=wanted).json()

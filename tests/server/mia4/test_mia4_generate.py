@@ -246,6 +246,27 @@ def test_each_token_has_the_path_of_its_row(chat: Served):
         assert (missing.status_code, missing.json()["error_type"]) == (404, "not_found")
 
 
+def test_spans_are_kept_as_sums_of_rows(chat: Served):
+    spans = [[0, 3], [3, None]]
+    rows: dict[str, list[np.ndarray]] = {}
+    for name, more in (("whole", {}), ("sums", {"spans": spans})):
+        overrides = {"temperature": 0, "max_output_tokens": 4, "attention": more or True}
+        mia4.generate(chat, request_id=f"spans-{name}", overrides=overrides)
+        with chat.client() as client:
+            kept = client.get(f"/generate/spans-{name}/attention").json()["rows"]
+            rows[name] = [
+                np.frombuffer(
+                    client.get(f"/generate/spans-{name}/attention/{one['seq']}").content, np.float32
+                ).reshape(one["shape"])
+                for one in kept
+            ]
+    assert rows["sums"]
+    for whole, sums in zip(rows["whole"], rows["sums"], strict=True):
+        expected = np.stack([whole[..., start:end].sum(-1) for start, end in spans], axis=-1)
+        # Two runs, the second with its prompt in the cache, which may move the last bits.
+        np.testing.assert_allclose(sums, expected, atol=2e-3)
+
+
 def test_rows_and_prompts_belong_to_the_key_that_asked(serve: Serve):
     served = serve(Settings(api_keys=("one", "two")))
     mia4.generate(served, key="one", request_id="r", overrides={"attention": {"reduce": "mean"}})

@@ -157,8 +157,8 @@ class KeptRow(Struct):
         seq: Index of the token, from 0, such as 0.
         token_id: Its id, such as 259.
         text: The text that it completes, such as " t".
-        shape: Shape of the values, such as [4, 8, 6], whose last axis is the context before the
-            token; empty for "sparse" and "viz", which are JSON.
+        shape: Shape of the values, such as [4, 8, 6], whose last axis is the tokens before this
+            one, or the spans that were asked for; empty for "sparse" and "viz", which are JSON.
     """
 
     seq: int
