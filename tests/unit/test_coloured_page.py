@@ -156,13 +156,14 @@ def test_phone_needs_no_scrolling_to_the_side(shown: Any) -> None:
     assert shown.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_outputs_of_a_notebook_come_alive_one_by_one(page: Any, html: str) -> None:
-    # As JupyterLab and VS Code do it: HTML is set, then each script is made again. Their styles
-    # do not reach the view.
+@pytest.mark.parametrize("place", ["replaced", "appended"])
+def test_outputs_of_a_notebook_come_alive_one_by_one(page: Any, html: str, place: str) -> None:
+    # HTML is set, then each script is made again: in its place as in JupyterLab, or at the end and
+    # for a moment as in VS Code. Their styles do not reach the view.
     page.set_content("<style>p, span, li { color: red !important; display: none }</style><body>")
     for _ in range(2):
         page.evaluate(
-            """(html) => {
+            """([html, place]) => {
                 const output = document.createElement('div');
                 output.innerHTML = html;
                 document.body.append(output);
@@ -170,10 +171,11 @@ def test_outputs_of_a_notebook_come_alive_one_by_one(page: Any, html: str) -> No
                     const again = document.createElement('script');
                     for (const one of script.attributes) again.setAttribute(one.name, one.value);
                     again.textContent = script.textContent;
-                    script.replaceWith(again);
+                    if (place === 'replaced') script.replaceWith(again);
+                    else output.appendChild(again).remove();
                 }
             }""",
-            html,
+            [html, place],
         )
     assert page.locator(".kqview-attention").count() == 2
     for output in page.locator(".kqview-attention").all():

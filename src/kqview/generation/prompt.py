@@ -32,6 +32,9 @@ class PromptAttention:
     The engine computes one block ahead. The rows of each block are a zero-copy view; if memory is
     short, drop a block to make room for the next ones.
 
+    A notebook displays the prompt, coloured by the rows that you still have, or else by the first
+    block, which stays to be taken.
+
     An exception raised by iterating, `array` or `top_k` ends the iteration, as with Generation.
 
     Attributes:

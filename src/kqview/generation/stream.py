@@ -58,7 +58,8 @@ class Generation:
     """Iterator and async iterator of Token; also a context manager that closes it.
 
     It is its own iterator: a second loop continues where the first one stopped. Dropping it cancels
-    the request.
+    the request. A notebook displays its text so far, coloured by the attention of the tokens that
+    you still have; displaying takes no token and waits for none.
 
     Any exception raised by iterating ends the generation, as with an async generator: the errors
     below, but also KeyboardInterrupt, and the CancelledError of a task that was cancelled or hit
