@@ -50,7 +50,7 @@ void bind_options(nb::module_& module) {
                                "Options of `Engine.open`; see cpp/sched/engine.h.")
         .def(nb::init<>())
         .def_rw("n_ctx", &engine_options::n_ctx,
-                "0 uses the number that the model was trained with.")
+                "0 uses the number that the model was trained with; see `fit_context`.")
         .def_rw("n_slots", &engine_options::n_slots)
         .def_rw("n_batch", &engine_options::n_batch)
         .def_rw("n_ubatch", &engine_options::n_ubatch)
@@ -62,6 +62,8 @@ void bind_options(nb::module_& module) {
         .def_rw("swa_full", &engine_options::swa_full)
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")
         .def_rw("host_memory_bytes", &engine_options::host_memory_bytes)
+        .def_rw("free_memory_bytes", &engine_options::free_memory_bytes,
+                "On the host, before the weights are loaded; 0 if unknown.")
         .def_rw("attention_budget_bytes", &engine_options::attention_budget_bytes)
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")

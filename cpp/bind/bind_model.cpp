@@ -205,6 +205,18 @@ void bind_model(nb::module_& module) {
         "Returns the memory needed on the host (first) and on each device.");
     nb::class_<model> bound(module, "Model");
     bind_facts(bound);
+    nb::class_<context_fit>(module, "ContextFit", "The context of a slot if none is asked for.")
+        .def_ro("n_ctx", &context_fit::n_ctx)
+        .def_ro("n_ctx_train", &context_fit::n_ctx_train)
+        .def_ro("limited_by", &context_fit::limited_by,
+                "Where a larger context has no room; empty if none is larger.")
+        .def_ro("needed_bytes", &context_fit::needed_bytes, "Of the next larger context, there.")
+        .def_ro("allowed_bytes", &context_fit::allowed_bytes);
+    module.def(
+        "fit_context",
+        [](model& source, const engine_options& context) { return fit_context(source, context); },
+        nb::arg("model"), nb::arg("context"), nb::call_guard<nb::gil_scoped_release>(),
+        "Return the context to open with if `n_ctx` is 0.");
     bound
         .def_static("load", &load_model, nb::arg("options"), nb::arg("progress") = nb::none(),
                     "Load a model, calling `progress(fraction)` meanwhile.")

@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -194,22 +197,49 @@ std::vector<device_need> planned_at(model& weightless, llama_context_params para
 constexpr std::uint32_t n_planned_max = 1 << 16;
 constexpr double bytes_of_cell = 64;
 
-std::vector<device_need> planned(model& weightless, const llama_context_params& params) {
-    if (params.n_ctx <= n_planned_max) return planned_at(weightless, params, params.n_ctx);
-    auto needs = planned_at(weightless, params, n_planned_max);
-    const auto halves = planned_at(weightless, params, n_planned_max / 2);
-    const double n_steps =
-        (static_cast<double>(params.n_ctx) - n_planned_max) / (n_planned_max / 2);
-    const auto extend = [n_steps](std::size_t& whole, std::size_t half) {
-        if (whole > half) {
-            whole += static_cast<std::size_t>(n_steps * static_cast<double>(whole - half));
+// Plans contexts of one model that differ in their size.
+class planner {
+public:
+    explicit planner(model& weightless) : weightless_(weightless) {}
+
+    std::vector<device_need> needs(const llama_context_params& params) {
+        if (params.n_ctx <= n_planned_max) return planned_at(weightless_, params, params.n_ctx);
+        if (whole_.empty()) {
+            whole_ = planned_at(weightless_, params, n_planned_max);
+            half_ = planned_at(weightless_, params, n_planned_max / 2);
         }
-    };
-    for (std::size_t i = 0; i < std::min(needs.size(), halves.size()); ++i) {
-        extend(needs[i].context_bytes, halves[i].context_bytes);
-        extend(needs[i].compute_bytes, halves[i].compute_bytes);
+        auto needs = whole_;
+        const double n_steps =
+            (static_cast<double>(params.n_ctx) - n_planned_max) / (n_planned_max / 2);
+        const auto extend = [n_steps](std::size_t& whole, std::size_t half) {
+            if (whole > half) {
+                whole += static_cast<std::size_t>(n_steps * static_cast<double>(whole - half));
+            }
+        };
+        for (std::size_t i = 0; i < std::min(needs.size(), half_.size()); ++i) {
+            extend(needs[i].context_bytes, half_[i].context_bytes);
+            extend(needs[i].compute_bytes, half_[i].compute_bytes);
+        }
+        return needs;
     }
-    return needs;
+
+private:
+    model& weightless_;
+    std::vector<device_need> whole_, half_;  // of n_planned_max cells and half as many
+};
+
+std::vector<device_need> planned(model& weightless, const llama_context_params& params) {
+    return planner(weightless).needs(params);
+}
+
+// Of a context on the host; `needs`: what planner::needs gives.
+double host_need_bytes(const llama_model* source, const llama_context_params& params,
+                       std::span<const device_need> needs) {
+    double n_bytes = bytes_of_cell * params.n_ctx + output_bytes(source, params);
+    if (!needs.empty()) {
+        n_bytes += static_cast<double>(needs.front().context_bytes + needs.front().compute_bytes);
+    }
+    return n_bytes;
 }
 
 model_options weightless_options(const model_options& options) {
@@ -228,10 +258,7 @@ void check_memory(const model& source, const context_options& options) {
         largest_need_bytes(source.get(), params) < limit_bytes / 4)
         return;
     model weightless(weightless_options(source.options()));
-    double n_bytes = bytes_of_cell * params.n_ctx + output_bytes(source.get(), params);
-    if (const auto needs = planned(weightless, params); !needs.empty()) {
-        n_bytes += static_cast<double>(needs.front().context_bytes + needs.front().compute_bytes);
-    }
+    const double n_bytes = host_need_bytes(source.get(), params, planned(weightless, params));
     if (n_bytes <= limit_bytes) return;
     throw error(errc::out_of_memory,
                 "a context of " + std::to_string(n_ctx_of(source, options)) + " tokens x " +
@@ -240,28 +267,104 @@ void check_memory(const model& source, const context_options& options) {
                     "; lower n_ctx, n_slots or n_ubatch, or choose a smaller kv_type");
 }
 
+// ---- a context by default
+
+namespace {
+
+// What the model was trained with, as far as llama.cpp can hold as many cells.
+int largest_n_ctx(const model& source, const context_options& options) {
+    auto trained = options;
+    trained.n_ctx = 0;
+    return std::min(n_ctx_of(source, trained), (1 << 30) / std::max(1, options.n_slots));
+}
+
+// A smaller one is nobody's idea of a default: the context then fails as one that was asked for.
+int least_n_ctx(int largest) { return std::min(largest, 4096); }
+
+// Where these needs have no room, as context_fit says it; nothing if they have.
+std::optional<context_fit> shortage(const model& source, const llama_context_params& params,
+                                    std::span<const device_need> needs, double free_bytes) {
+    const auto compared = [](const std::string& where, double needed, double allowed) {
+        std::optional<context_fit> found;
+        if (needed <= allowed) return found;
+        found = context_fit{.limited_by = where,
+                            .needed_bytes = static_cast<std::size_t>(needed),
+                            .allowed_bytes = static_cast<std::size_t>(std::max(0.0, allowed))};
+        return found;
+    };
+    // What a loaded model has on devices is no longer free there.
+    const bool is_loaded = !source.options().no_alloc;
+    for (std::size_t i = 1; i < needs.size(); ++i) {
+        const auto& need = needs[i];
+        if (need.total_bytes == 0) continue;
+        const auto weights = is_loaded ? 0.0 : static_cast<double>(need.model_bytes);
+        const auto needed = static_cast<double>(need.context_bytes + need.compute_bytes);
+        const auto free = static_cast<double>(need.free_bytes);
+        if (auto found = compared(need.device, needed, 0.9 * (free - weights))) return found;
+    }
+    if (free_bytes == 0 || needs.empty()) return std::nullopt;
+    const auto weights = static_cast<double>(needs.front().model_bytes);
+    return compared("host", host_need_bytes(source.get(), params, needs),
+                    0.5 * (free_bytes - weights));
+}
+
+}  // namespace
+
+context_fit fit_context(model& source, const context_options& options) {
+    const int largest = largest_n_ctx(source, options);
+    const int least = least_n_ctx(largest);
+    context_fit fit{.n_ctx = largest, .n_ctx_train = largest};
+    if (largest == least) return fit;
+    auto tried = options;
+    tried.n_ctx = largest;
+    const auto free_bytes = static_cast<double>(options.free_memory_bytes);
+    const double most_bytes = static_cast<double>(llama_model_size(source.get())) +
+                              2.0 * largest_need_bytes(source.get(), params_of(source, tried));
+    const bool is_on_host = llama_model_n_devices(source.get()) == 0;
+    if (is_on_host && (free_bytes == 0 || most_bytes < free_bytes)) return fit;
+
+    std::optional<model> weightless;
+    if (!source.options().no_alloc) weightless.emplace(weightless_options(source.options()));
+    planner plans(weightless ? *weightless : source);
+    while (tried.n_ctx > least) {
+        const auto params = params_of(source, tried);
+        const auto found = shortage(source, params, plans.needs(params), free_bytes);
+        if (!found) break;
+        fit = *found;
+        const auto smaller =
+            static_cast<int>(std::bit_floor(static_cast<unsigned>(tried.n_ctx - 1)));
+        tried.n_ctx = std::max(least, smaller);
+    }
+    fit.n_ctx = tried.n_ctx;
+    fit.n_ctx_train = largest;
+    return fit;
+}
+
 void check_device_memory(const model_options& wanted, const context_options& options) {
     start_llama();
     if (!has_offload_device()) return;
     model weightless(weightless_options(wanted));
-    auto needs = planned(weightless, params_of(weightless, options));
+    auto least = options;
+    if (least.n_ctx == 0) least.n_ctx = least_n_ctx(largest_n_ctx(weightless, options));
+    auto needs = planned(weightless, params_of(weightless, least));
     if (needs.empty()) return;
     needs.erase(needs.begin());  // the host: see check_memory
     check_device_needs(needs, llama_model_n_layer(weightless.get()) + 1);
 }
 
-std::vector<device_need> check_opening(const model_options& wanted,
-                                       const context_options& options) {
+std::vector<device_need> check_opening(const model_options& wanted, const context_options& given) {
     start_llama();
     const auto weightless = std::make_shared<model>(weightless_options(wanted));
+    auto options = given;
+    if (options.n_ctx == 0) options.n_ctx = fit_context(*weightless, options).n_ctx;
     check_memory(*weightless, options);
     check_device_memory(wanted, options);
     const context probe(weightless, options);
     const auto params = params_of(*weightless, options);
     auto needs = planned(*weightless, params);
     if (!needs.empty()) {
-        needs.front().context_bytes += static_cast<std::size_t>(
-            bytes_of_cell * params.n_ctx + output_bytes(weightless->get(), params));
+        needs.front().context_bytes +=
+            static_cast<std::size_t>(host_need_bytes(weightless->get(), params, {}));
     }
     return needs;
 }

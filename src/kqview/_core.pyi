@@ -118,6 +118,20 @@ class Model:
     def check_tokens(self, ids: Sequence[int], who: str) -> None:
         """Raise InvalidToken if an id is outside the vocabulary."""
 
+class ContextFit:
+    """The context of a slot if none is asked for."""
+
+    n_ctx: Final[int]
+    n_ctx_train: Final[int]
+    limited_by: Final[str]
+    """Where a larger context has no room; empty if none is larger."""
+    needed_bytes: Final[int]
+    """Of the next larger context, there."""
+    allowed_bytes: Final[int]
+
+def fit_context(model: Model, context: EngineOptions) -> ContextFit:
+    """Return the context to open with if `n_ctx` is 0."""
+
 class SamplingParams:
     def __init__(self, sampling: object) -> None:
         """Read the attributes of a kqview.Sampling by name."""
@@ -325,7 +339,7 @@ class EngineOptions:
     def __init__(self) -> None: ...
 
     n_ctx: int
-    """0 uses the number that the model was trained with."""
+    """0 uses the number that the model was trained with; see `fit_context`."""
     n_slots: int
     n_batch: int
     n_ubatch: int
@@ -338,6 +352,8 @@ class EngineOptions:
     pooling: str
     """Empty uses what the model's file specifies."""
     host_memory_bytes: int
+    free_memory_bytes: int
+    """On the host, before the weights are loaded; 0 if unknown."""
     attention_budget_bytes: int
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""

@@ -142,6 +142,26 @@ def check_opening(
         _forward_log()
 
 
+def _fitting_n_ctx(model: _core.Model, options: _core.EngineOptions) -> int:
+    """The context of a slot if the caller names none; says in the log why it is that."""
+    fit = _core.fit_context(model, options)
+    if not fit.limited_by:
+        _log.info("n_ctx is %d, the context that the model was trained with", fit.n_ctx)
+    else:
+        slots = f" x {options.n_slots} slots" if options.n_slots > 1 else ""
+        _log.warning(
+            "n_ctx is %d tokens%s of the %d that the model was trained with: on the %s the next "
+            "larger one needs %s of %s; set n_ctx to choose another",
+            fit.n_ctx, slots, fit.n_ctx_train, fit.limited_by, _mib(fit.needed_bytes),
+            _mib(fit.allowed_bytes),
+        )  # fmt: skip
+    return fit.n_ctx
+
+
+def _mib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**20:,.0f} MiB"
+
+
 def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine":
     return cls(model, **options)
 
@@ -222,8 +242,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
     Args:
         model: Path of a GGUF file.
         n_ctx: Maximum number of tokens in a slot, prompt and generated tokens together. None uses
-            the context that the model was trained with, which is also the maximum for a model with
-            learned positions.
+            the context that the model was trained with if that needs at most half of the memory
+            that the weights leave free, and nine tenths on devices. Otherwise it uses the largest
+            power of two below it that fits, at least 4096, and the log says so. The trained context
+            is also the maximum for a model with learned positions.
         n_slots: Number of sequences held, and generated in one batch, at a time.
         n_batch: Maximum number of prompt tokens decoded in one step.
         n_ubatch: Like n_batch; the smaller of the two applies.
@@ -322,6 +344,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             source.lora = [_core.LoraAdapter(*adapter) for adapter in adapters]
             source.rpc_servers = servers
             self._model = _core.Model.load(source, show)
+            if options.n_ctx == 0:
+                options.n_ctx = _fitting_n_ctx(self._model, options)
             self._core = _core.Engine.open(self._model, options)
         finally:
             _forward_log()

@@ -9,7 +9,7 @@ from kqview import _core
 from kqview.arguments import INT64_MAX, encode, invalid, whole_number
 from kqview.errors import RequestError, shown
 from kqview.lora import SCALE_MAX, scale_of
-from kqview.machine import default_threads, physical_memory_bytes
+from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
 
 Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
@@ -86,6 +86,7 @@ def context_options(
     options.swa_full = bool(swa_full)
     options.pooling = "" if pooling is None else str(pooling)
     options.host_memory_bytes = memory_bytes
+    options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0
     options.attention_budget_bytes = whole_number("attention_budget_bytes", budget, high=INT64_MAX)
     return options
 

@@ -40,17 +40,38 @@ def physical_memory_bytes(root: Path = _ROOT) -> int:
     return min([_machine_memory_bytes(root), *_memory_limits(root)])
 
 
+def free_memory_bytes(root: Path = _ROOT) -> int:
+    """Memory that this process may still take: what is free, or can be freed, now.
+
+    That of the machine or what its cgroup has left, whichever is smaller. Caches of files count as
+    free, except where the cgroup does not say how large they are.
+
+    Args:
+        root: Folder to use as ``/``.
+    """
+    free = _meminfo_bytes(root, "MemAvailable")
+    machine = _machine_memory_bytes(root) if free is None else free
+    return max(0, min([machine, *_memory_left(root)]))
+
+
 def _available_processors() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _machine_memory_bytes(root: Path) -> int:
+def _meminfo_bytes(root: Path, name: str) -> int | None:
     for line in (_read(root / "proc/meminfo") or "").splitlines():
         key, _, value = line.partition(":")
-        if key == "MemTotal" and (words := value.split()) and words[0].isdigit():
+        if key == name and (words := value.split()) and words[0].isdigit():
             return int(words[0]) * 1024
+    return None
+
+
+def _machine_memory_bytes(root: Path) -> int:
+    total = _meminfo_bytes(root, "MemTotal")
+    if total is not None:
+        return total
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -68,11 +89,36 @@ def _quotas(root: Path) -> Iterator[float]:
             yield from _ratio(quota, _read(folder / "cpu.cfs_period_us") or "")
 
 
+# Of cgroups of both versions: the controller, the files of limit and use, and the name, among its
+# statistics, of the caches that the kernel drops first.
+_CGROUP_MEMORY: Final = (
+    ("", "memory.max", "memory.current", "inactive_file"),
+    ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
+
+
 def _memory_limits(root: Path) -> Iterator[int]:
     """Bytes that each cgroup of the process allows."""
-    for controller, name in (("", "memory.max"), ("memory", "memory.limit_in_bytes")):
+    for controller, name, _, _ in _CGROUP_MEMORY:
         for folder in _cgroup_folders(root, controller, controller):
             yield from _positive(_read(folder / name) or "")
+
+
+def _memory_left(root: Path) -> Iterator[int]:
+    """Bytes that each cgroup of the process allows beyond what it uses."""
+    for controller, limit_name, use_name, cache_name in _CGROUP_MEMORY:
+        for folder in _cgroup_folders(root, controller, controller):
+            for limit in _positive(_read(folder / limit_name) or ""):
+                used = sum(_positive(_read(folder / use_name) or ""))
+                yield limit - used + _statistic(folder / "memory.stat", cache_name)
+
+
+def _statistic(path: Path, name: str) -> int:
+    for line in (_read(path) or "").splitlines():
+        key, _, value = line.partition(" ")
+        if key == name:
+            return sum(_positive(value))
+    return 0
 
 
 def _cgroup_folders(root: Path, mount: str, controller: str) -> Iterator[Path]:

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from kqview.machine import capture_path, default_threads, physical_memory_bytes
+from kqview.machine import (
+    capture_path,
+    default_threads,
+    free_memory_bytes,
+    physical_memory_bytes,
+)
 
 MIB = 2**20
 CPU = {"type": "CPU", "capture": "zero-copy"}
@@ -129,3 +134,49 @@ def test_capture_path_is_the_slowest_of_the_devices_with_layers(
     devices: list[dict[str, str]], n_gpu_layers: int, expected: str
 ):
     assert capture_path(devices, n_gpu_layers) == expected
+
+
+@pytest.mark.parametrize(
+    ("files", "mib"),
+    [
+        ({}, 300),
+        ({"sys/fs/cgroup/memory.max": "max"}, 300),
+        # allowed - used + what of it is caches that may be dropped
+        (
+            {
+                "sys/fs/cgroup/memory.max": str(200 * MIB),
+                "sys/fs/cgroup/memory.current": str(150 * MIB),
+                "sys/fs/cgroup/memory.stat": f"anon 1\ninactive_file {20 * MIB}",
+            },
+            70,
+        ),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/job",
+                "sys/fs/cgroup/memory/job/memory.limit_in_bytes": str(200 * MIB),
+                "sys/fs/cgroup/memory/job/memory.usage_in_bytes": str(150 * MIB),
+                "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {30 * MIB}",
+            },
+            80,
+        ),
+        # over its limit
+        (
+            {
+                "sys/fs/cgroup/memory.max": str(100 * MIB),
+                "sys/fs/cgroup/memory.current": str(101 * MIB),
+            },
+            0,
+        ),
+    ],
+)
+def test_free_memory_is_what_machine_and_cgroup_have_left(
+    tmp_path: Path, files: dict[str, str], mib: int
+):
+    meminfo = f"MemTotal: {1000 * 1024} kB\nMemAvailable: {300 * 1024} kB"
+    root = write(tmp_path, {"proc/self/cgroup": "0::/", "proc/meminfo": meminfo, **files})
+    assert free_memory_bytes(root) == mib * MIB
+
+
+def test_free_memory_without_a_figure_is_all_there_is(tmp_path: Path):
+    root = write(tmp_path, {"proc/meminfo": f"MemTotal: {1000 * 1024} kB"})
+    assert free_memory_bytes(root) == 1000 * MIB

@@ -99,7 +99,7 @@ class Settings:
         1, "requests generated at a time, each with its own context", flag="--slots"
     )
     n_ctx: int | None = _setting(
-        None, "context of a slot in tokens; without it, the model's own", flag="--ctx"
+        None, "context of a slot in tokens; without it, the model's own or what fits", flag="--ctx"
     )
     n_threads: int | None = _setting(
         None, "compute threads; without it, what the machine grants", flag="--threads"

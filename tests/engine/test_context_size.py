@@ -1,0 +1,123 @@
+"""The context of a slot when none is asked for: what fits in memory, at most the trained one."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kqview import Engine
+from kqview.engine import check_opening
+from tests.support.tiny_gguf import write_model
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MIB = 2**20
+N_CTX_TRAIN = 2**20  # as files of small models claim
+N_CTX_LEAST = 4096
+PROMPT = list(range(65, 80))
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose trained context would take 1.5 GB."""
+    return write_model(tmp_path_factory.mktemp("long") / "long.gguf", n_ctx_train=N_CTX_TRAIN)
+
+
+@pytest.fixture
+def set_free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    def set_free(n_bytes: int) -> None:
+        monkeypatch.setattr("kqview.engine_options.free_memory_bytes", lambda: n_bytes)
+
+    return set_free
+
+
+def needed_bytes(model: Path, **options: int | None) -> int:
+    host, *_ = check_opening(model, n_gpu_layers=0, **options)  # pyright: ignore[reportArgumentType]
+    return host.needed_bytes
+
+
+@pytest.mark.parametrize("n_slots", [1, 3])
+@pytest.mark.parametrize("free_mib", [80, 200])
+def test_default_context_is_the_largest_power_of_two_that_fits(
+    long_model: Path, set_free: Callable[[int], None], free_mib: int, n_slots: int
+):
+    set_free(free_mib * MIB)
+    with Engine(long_model, n_threads=1, n_slots=n_slots, n_gpu_layers=0) as engine:
+        n_ctx = engine.n_ctx
+        assert N_CTX_LEAST < n_ctx < N_CTX_TRAIN
+        assert n_ctx.bit_count() == 1
+        weights = long_model.stat().st_size
+        most = (free_mib * MIB - weights) / 2 + weights
+        assert engine.memory_bytes <= most
+        assert needed_bytes(long_model, n_ctx=n_ctx, n_slots=n_slots) <= most * 1.01
+        assert needed_bytes(long_model, n_ctx=2 * n_ctx, n_slots=n_slots) > most * 0.99
+        # The server asks the same question before it opens a model.
+        assert needed_bytes(long_model, n_slots=n_slots) == needed_bytes(
+            long_model, n_ctx=n_ctx, n_slots=n_slots
+        )
+        assert len(list(engine.generate(PROMPT, max_tokens=3))) == 3
+
+
+def test_default_context_is_the_trained_one_where_that_fits(
+    tmp_path: Path, set_free: Callable[[int], None], caplog: pytest.LogCaptureFixture
+):
+    model = write_model(tmp_path / "model.gguf", n_ctx_train=6000)
+    set_free(2**40)
+    with caplog.at_level(logging.INFO, logger="kqview.engine"), Engine(model, n_threads=1) as it:
+        assert it.n_ctx == 6000
+    assert [
+        (r.levelname, "6000" in r.getMessage()) for r in caplog.records if r.name == "kqview.engine"
+    ] == [("INFO", True)]
+
+
+@pytest.mark.parametrize(("n_ctx_train", "n_ctx"), [(N_CTX_TRAIN, N_CTX_LEAST), (300, 300)])
+def test_default_context_is_never_smaller_than_a_usable_one(
+    tmp_path: Path, set_free: Callable[[int], None], n_ctx_train: int, n_ctx: int
+):
+    model = write_model(tmp_path / "model.gguf", n_ctx_train=n_ctx_train)
+    set_free(0)
+    with Engine(model, n_threads=1) as engine:
+        assert engine.n_ctx == n_ctx
+
+
+def test_log_says_what_limits_the_default_context(
+    long_model: Path, set_free: Callable[[int], None], caplog: pytest.LogCaptureFixture
+):
+    set_free(40 * MIB)
+    with Engine(long_model, n_threads=1, n_gpu_layers=0) as engine:
+        n_ctx = engine.n_ctx
+    (said,) = (r for r in caplog.records if r.name == "kqview.engine" and "n_ctx is" in r.msg)
+    text = said.getMessage()
+    assert said.levelname == "WARNING"
+    for fact in (str(n_ctx), str(N_CTX_TRAIN), "host", "MiB", "set n_ctx"):
+        assert fact in text
+
+
+def test_context_that_is_asked_for_does_not_depend_on_free_memory(
+    long_model: Path, set_free: Callable[[int], None]
+):
+    set_free(1)
+    with Engine(long_model, n_threads=1, n_ctx=10_000) as engine:
+        assert engine.n_ctx == 10_000
+
+
+def test_slot_returns_to_an_engine_with_another_default_context(
+    long_model: Path, set_free: Callable[[int], None]
+):
+    contexts: list[int] = []
+    saved = b""
+    for free_mib in (200, 40):
+        set_free(free_mib * MIB)
+        with Engine(long_model, n_threads=1) as engine:
+            contexts.append(engine.n_ctx)
+            slot = engine.slots[0]
+            if saved:
+                slot.restore(saved)
+                assert list(slot.tokens)[: len(PROMPT)] == PROMPT
+            list(engine.generate(PROMPT, max_tokens=3, slot=0))
+            saved = bytes(slot.save())
+    assert contexts[0] > contexts[1]
