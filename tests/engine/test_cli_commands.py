@@ -231,6 +231,13 @@ def test_generate_follows_a_constraint(tmp_path: Path) -> None:
     assert "may be incomplete" in run("generate", "A ", "--regex", "a{9}", "-n", "2").stderr
 
 
+@pytest.mark.parametrize("command", ["generate", "attend", "embed"])
+def test_text_beyond_the_context_is_an_error_that_names_the_option(command: str) -> None:
+    error = run(command, TEXT * 4, "-c", "16", status=2).stderr
+    assert "raise --ctx or" in error
+    assert error.count("\n") == 1
+
+
 # ---- chat
 
 

@@ -181,8 +181,11 @@ def test_place_that_cannot_be_written_is_refused(folder: Path, monkeypatch: pyte
     [
         (("--json-schema", "{"), "--json-schema is not JSON"),
         (("--json-schema", "@none.json"), "none.json"),
-        (("--regex", "a", "--grammar", "b"), "grammar and regex cannot be combined"),
+        (("--regex", "a", "--grammar", "b"), "--grammar and --regex cannot be combined"),
+        (("--temp", "-1"), "--temperature must be a number of at least 0"),
         (("--layers", "1-x"), "--layers is '1-x'"),
+        (("--layers", "1,1"), "--layers has repeated indices"),
+        (("--top-values", "1", "--spans", "0:1"), "--top-values and --spans are two ways"),
         (("--spans", "3-4"), "--spans is '3-4'"),
         (("--spans", "4:3"), "spans"),
         (("--spans", "0:3", "--capture", "qk"), "spans are sums of probabilities"),

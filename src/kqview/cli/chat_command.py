@@ -1,5 +1,6 @@
 """``kqview chat``: a conversation with a model in the terminal, or line by line from a pipe."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ from kqview.cli.chatting import Chat, load_messages
 from kqview.cli.option_groups import with_groups
 from kqview.cli.options import CaptureChoice, EngineChoice, SamplingChoice, text_or_file
 from kqview.cli.terminal import argument_text, read_stdin
-from kqview.errors import RequestError
+from kqview.errors import KqviewError, RequestError, UnsupportedModel
 
 
 @with_groups
@@ -81,7 +82,16 @@ def chat(
     question = argument_text(words[0]) if words else None
     if question == "-":
         question = read_stdin().removesuffix("\n")
+    if importlib.util.find_spec("jinja2") is None:
+        raise KqviewError(
+            'kqview chat needs jinja2, which is not installed; run pip install "kqview[chat]"'
+        )
     with source.open(path, chat_template=template) as engine:
+        if engine.model.chat_template is None:
+            raise UnsupportedModel(
+                f"{engine.model.name or path} has no chat template; pass --chat-template chatml or "
+                "@FILE, or use kqview generate"
+            )
         talk = Chat(engine, options, max_tokens=max_tokens, capture=plan)
         talk.begin(messages, system=instructions)
         if question is not None:

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 from kqview.cli.model_file import check_model_file
 from kqview.cli.option_groups import OptionGroup
 from kqview.cli.terminal import argument_text, is_piped, read_stdin, read_text
-from kqview.errors import RequestError
+from kqview.errors import KqviewError, RequestError
 from kqview.hub import fetch_model
 from kqview.types.capture import DType, Kind, Reduce
 from kqview.types.sampling import OPTIONS
@@ -49,6 +49,43 @@ ALIASES: Final[Mapping[str, str]] = {
 def own_name(name: str) -> str:
     """*name* of an option as the commands here call it."""
     return ALIASES.get(name, name)
+
+
+_FLAGS: Final[Mapping[str, str]] = {
+    "n_ctx": "--ctx",
+    "n_threads": "--threads",
+    "n_gpu_layers": "--ngl",
+    "rpc_servers": "--rpc",
+    "texts": "the text",
+    **{
+        name: "--" + name.replace("_", "-")
+        for name in ("chat_template", "flash_attn", "kv_type", "max_tokens", *OPTIONS)
+    },
+}
+_OF_CAPTURE: Final[Mapping[str, str]] = {
+    "top_k": "--top-values",
+    **{name: f"--{name}" for name in ("layers", "heads", "reduce", "spans", "dtype")},
+}
+
+
+@contextmanager
+def naming_options(flags: Mapping[str, str] = _FLAGS) -> Generator[None]:
+    """Errors of the Python API name its parameters; here they name the options.
+
+    Args:
+        flags: Option for each parameter. Words of everyday English count only where they are the
+            parameter that the error is about.
+    """
+    try:
+        yield
+    except KqviewError as error:
+        text = str(error)
+        about = getattr(error, "parameter", None)
+        for name, flag in flags.items():
+            if "_" in name or name in ("grammar", "regex", about):
+                text = re.sub(rf"\b{name}(\[0\])?(?!\w)", flag, text, count=1)
+        error.args = (text,)
+        raise
 
 
 FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on": True, "off": False}
@@ -207,18 +244,19 @@ class EngineChoice(ModelChoice):
         ),
     ] = None
 
-    def open(self, path: str | None, **options: Any) -> "AbstractContextManager[Engine]":
-        """As `open_engine`, with these options."""
-        return open_engine(
-            path,
-            n_ctx=self.ctx or None,
-            n_threads=self.threads,
-            n_gpu_layers=self.ngl,
-            rpc_servers=self.rpc,
-            flash_attn=FLASH_ATTN[self.flash_attn],
-            kv_type=self.kv_type,
-            **options,
-        )
+    @contextmanager
+    def open(self, path: str | None, **options: Any) -> "Generator[Engine]":
+        """As `open_engine`, with these options; errors of the block name options of commands."""
+        options |= {
+            "n_ctx": self.ctx or None,
+            "n_threads": self.threads,
+            "n_gpu_layers": self.ngl,
+            "rpc_servers": self.rpc,
+            "flash_attn": FLASH_ATTN[self.flash_attn],
+            "kv_type": self.kv_type,
+        }
+        with naming_options(), open_engine(path, **options) as engine:
+            yield engine
 
 
 # ---- texts
@@ -405,15 +443,16 @@ class CaptureChoice(OptionGroup):
         """
         from kqview import Capture
 
-        return Capture(
-            self.capture or "probs",
-            layers=parse_indices("--layers", self.layers),
-            heads=parse_indices("--heads", self.heads),
-            reduce=self.reduce,
-            top_k=self.top,
-            spans=parse_spans(self.spans),
-            dtype=self.dtype,
-        )
+        with naming_options(_OF_CAPTURE):
+            return Capture(
+                self.capture or "probs",
+                layers=parse_indices("--layers", self.layers),
+                heads=parse_indices("--heads", self.heads),
+                reduce=self.reduce,
+                top_k=self.top,
+                spans=parse_spans(self.spans),
+                dtype=self.dtype,
+            )
 
 
 def parse_indices(name: str, text: str | None) -> list[int] | None:
@@ -543,7 +582,8 @@ class SamplingChoice(OptionGroup):
             options[name] = text_or_file(options[name])
         if options["json_schema"] is not None:
             _check_json("--json-schema", options["json_schema"])
-        return Sampling(**options)
+        with naming_options():
+            return Sampling(**options)
 
 
 def text_or_file(value: str | None) -> str | None:

@@ -28,7 +28,7 @@ def check(
     files: Files,
     model: Annotated[
         Path | None,
-        typer.Option(metavar="MODEL", help="GGUF file the slots should belong to."),
+        typer.Option("--model", "-m", metavar="FILE", help="GGUF file the slots should belong to."),
     ] = None,
     lora: Annotated[
         list[str] | None,
