@@ -111,6 +111,14 @@ def test_largest_values_are_shown_in_their_columns():
     np.testing.assert_allclose(planes[0], [0, 0.25, 0, 0, 0.5], atol=STEP)
 
 
+def test_scores_that_are_not_there_count_for_nothing():
+    token = Token(0, "x", 0, attention=np.array([[[0.0, 0.0]]], np.float32))
+    token.attention_positions = np.array([[[4, 1]]], np.int32)
+    token.capture = Capture("scores", top_k=2)
+    (planes,) = planes_of(data_of(coloured_html(rows_of_tokens([token]), title="T")))
+    np.testing.assert_allclose(planes[0], [0, 0.5, 0, 0, 0.5], atol=STEP)
+
+
 def test_columns_that_a_shift_discarded_are_empty():
     token = Token(0, "x", 0, attention=np.full((1, 1, 4), 0.25, np.float32))
     token.discarded = range(1, 3)
@@ -357,4 +365,4 @@ def test_sums_over_spans_are_refused():
 def test_rows_hold_views_of_an_array():
     array = probs(2, 3, 4, 7)
     for row in rows_of_array(array).rows:
-        assert all(np.shares_memory(layer, array) for layer in row.whole())
+        assert all(np.shares_memory(layer, array) for layer in row.whole("probs"))

@@ -84,7 +84,7 @@ def encode(rows: Rows, max_bytes: int) -> Encoded:
     values: list[bytes] = []
     positions: list[bytes] = []
     for row in rows.rows[plan.first_row :]:
-        layers = shares(row.whole(), rows.kind)
+        layers = shares(row.whole(rows.kind), rows.kind)
         planes = np.concatenate(list(_planes(layers, plan.detail)))[:, first_text:]
         total[: planes.shape[1]] += planes[0]
         if plan.n_kept:

@@ -28,7 +28,7 @@ class Row:
         layers: ``(n_heads, n_values)`` for each layer.
         n_columns: How many tokens there are before and with the last one that the query sees.
         places: The columns of the values, for each layer; None if there is a value for each column.
-        gap: Columns that the context had lost; they are 0.
+        gap: Columns that the context had lost.
     """
 
     layers: list[Array]
@@ -36,13 +36,14 @@ class Row:
     places: list[NDArray[np.integer[Any]]] | None = None
     gap: range = range(0)
 
-    def whole(self) -> list[Array]:
-        """``(n_heads, n_columns)`` for each layer."""
+    def whole(self, kind: str) -> list[Array]:
+        """``(n_heads, n_columns)`` for each layer; where no value is, one that *kind* ignores."""
         if self.places is None and not self.gap:
             return self.layers
         made: list[Array] = []
         for i, layer in enumerate(self.layers):
-            whole = np.zeros((len(layer), self.n_columns), layer.dtype)
+            empty = 0.0 if kind == "probs" else -np.inf
+            whole = np.full((len(layer), self.n_columns), empty, layer.dtype)
             if self.places is None:
                 whole[:, : self.gap.start] = layer[:, : self.gap.start]
                 whole[:, self.gap.stop :] = layer[:, self.gap.start :]

@@ -161,7 +161,7 @@ def heatmap(
         heading = f"layer {names[0]}, " + (rows.reduce or f"head {names[1]}")
     values = np.full((len(rows.rows), max(rows.n_columns)), np.nan)
     for i, row in enumerate(rows.rows):
-        values[i, : row.n_columns] = row.whole()[i_layer][i_head]
+        values[i, : row.n_columns] = row.whole(rows.kind)[i_layer][i_head]
     if hide_first:
         values[:, 0] = np.nan
     texts = [_text(text) for text in rows.texts]
@@ -211,7 +211,10 @@ def _choose(rows: Rows, layer: int | None, head: int | None) -> tuple[int, int]:
     # Good enough for a choice: the scale of the model, which logits lack, hardly changes it.
     softened = "probs" if rows.kind == "probs" else "scores"
     return select_head(
-        [[probabilities(heads, softened, 1.0) for heads in row.whole()] for row in rows.rows],
+        [
+            [probabilities(heads, softened, 1.0) for heads in row.whole(rows.kind)]
+            for row in rows.rows
+        ],
         layer=layer,
         head=head,
     )

@@ -128,7 +128,7 @@ def _squares(rows: Rows, hide_first: bool) -> list[NDArray[np.float32]]:
     squares = [np.full((n, n_high, n_wide), np.nan, np.float32) for n in rows.n_heads]
     starts = -(-np.arange(n_wide) * n_columns // n_wide)  # the first column of each pixel
     for i, row in enumerate(rows.rows):
-        for square, layer in zip(squares, row.whole(), strict=True):
+        for square, layer in zip(squares, row.whole(rows.kind), strict=True):
             values = np.where(np.isneginf(layer), np.nan, layer).astype(np.float32)
             if hide_first:
                 values[:, 0] = np.nan
