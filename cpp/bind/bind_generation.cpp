@@ -238,6 +238,7 @@ void bind_events(nb::module_& module) {
                      [](const end_event& self) { return self.usage.prompt_tokens; })
         .def_prop_ro("cached_tokens",
                      [](const end_event& self) { return self.usage.cached_tokens; })
+        .def_prop_ro("queue_s", [](const end_event& self) { return self.usage.queue_s; })
         .def_prop_ro("prefill_s", [](const end_event& self) { return self.usage.prefill_s; })
         .def_prop_ro("decode_s", [](const end_event& self) { return self.usage.decode_s; });
 

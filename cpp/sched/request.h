@@ -69,6 +69,7 @@ struct request_usage {
     int prompt_tokens = 0;
     int cached_tokens = 0;  // prompt tokens found in a cache
     int completion_tokens = 0;
+    double queue_s = 0.0;  // from submission to the slot
     double prefill_s = 0.0;
     double decode_s = 0.0;
 };
@@ -126,6 +127,7 @@ struct request : request_options {
     }
 
     request_id id = 0;
+    std::chrono::steady_clock::time_point submitted = std::chrono::steady_clock::now();
     // Null if only_attends; moves to the slot, or stays for the consumer if the request is steered.
     std::unique_ptr<token_picker> picker;
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker

@@ -83,6 +83,7 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
     best->usage = {};
     best->usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
     best->started = best->prefilled = std::chrono::steady_clock::now();
+    best->usage.queue_s = std::chrono::duration<double>(best->started - wanted->submitted).count();
     best->last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
     {
         const std::lock_guard lock(mutex_);

@@ -22,6 +22,7 @@ struct attention_layer {
     float scale;                // what llama.cpp multiplies K·Q with before the softmax
     bool is_on_device = false;  // keys are not in host memory: the device computes the rows
     bool is_reducible = false;  // and that device can reduce them
+    bool has_sinks = false;     // part of the softmax goes to no token: rows add up to less than 1
 
     bool operator==(const attention_layer&) const = default;
 };

@@ -119,7 +119,8 @@ void tap::discover(const sites& found) {
     for (const auto& site : found.attention.sites) {
         devices_.learn(site);
         source_.attention.push_back({site.il, site.n_head, site.n_head_kv, site.scale,
-                                     devices_.holds(site.il), devices_.reduces(site.il)});
+                                     devices_.holds(site.il), devices_.reduces(site.il),
+                                     site.sinks != nullptr});
     }
     for (const auto& site : found.hidden) {
         devices_.learn(site);

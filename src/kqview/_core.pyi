@@ -181,6 +181,7 @@ class EndEvent:
     finish_reason: Final[str]
     prompt_tokens: Final[int]
     cached_tokens: Final[int]
+    queue_s: Final[float]
     prefill_s: Final[float]
     decode_s: Final[float]
 
@@ -420,6 +421,7 @@ class AttentionLayer:
     n_head: Final[int]
     n_head_kv: Final[int]
     scale: Final[float]
+    has_sinks: Final[bool]
 
 class Engine:
     @staticmethod

@@ -198,6 +198,7 @@ def _model_info(model: _core.Model, engine: _core.Engine) -> ModelInfo:
         n_head_kv=max((layer.n_head_kv for layer in layers), default=model.n_head_kv),
         attention_layers=tuple(layer.layer for layer in layers),
         attention_scale=layers[0].scale if layers else 0.0,
+        has_attention_sinks=any(layer.has_sinks for layer in layers),
         special_tokens=_special_tokens(model, metadata) if model.has_vocab else {},
         # llama.cpp's default for files without this key
         rope_freq_base=float(metadata.get(f"{architecture}.rope.freq_base", 10000.0)),

@@ -13,10 +13,11 @@ DIALECTS = sorted(path.parent.name for path in API.glob("*/routes.py"))
 # Each part may import those before it, dialects (api) all before them.
 ORDER = (
     "supervisor", "worker", "errors", "settings", "config", "live", "budget", "security",
-    "attention", "kept", "workers", "mod_runs", "models", "run", "events_bus", "cancelling",
-    "slots", "served", "pool", "sessions", "conversation_store", "conversation_states",
-    "conversations", "service", "endpoint", "uvicorn_parts", "sockets", "static_files", "openapi",
-    "pages", "access", "api", "toml_lines", "config_file", "config_text", "app",
+    "attention", "kept", "workers", "mod_runs", "models", "phrases", "truncation", "run",
+    "events_bus", "cancelling", "slots", "served", "pool", "sessions", "conversation_store",
+    "conversation_states", "conversations", "service", "lenient", "endpoint", "uvicorn_parts",
+    "sockets", "static_files", "openapi", "pages", "access", "api", "toml_lines", "config_file",
+    "config_text", "app",
 )  # fmt: skip
 # What takes bytes from a network and gives them to it. A dialect's data is tested without.
 TRANSPORT = (

@@ -89,7 +89,7 @@ def test_two_keys_use_one_request_id_and_one_genkey_at_a_time(served: Served):
     with held(served, ANNA, **name), held(served, BORIS, **name), client(served, BORIS) as boris:
         assert len(served.service.runs) == 2
         again = boris.post(STREAM, json={"prompt": TEXT, "max_length": 1, **name})
-        assert (again.status_code, again.json()["error_code"]) == (400, "INVALID_REQUEST")
+        assert '"request_id":"same"' in again.text  # a label, of its own requests too
         assert boris.post(ABORT, json={"genkey": "same"}).json() == ENDED
         served.wait_until(lambda: len(served.service.runs) == 1)
         assert boris.post(ABORT, json=name).json() == NOBODY

@@ -37,6 +37,7 @@ QWEN = ModelInfo(
     n_params=7_615_616_512, size_bytes=2**33, file_type="Q8_0", classifier_labels=(),
     metadata={"qwen2.rope.freq_base": "1000000.000000"},
 )  # fmt: skip
+SEED = 12345  # of requests that give none
 QWEN_IDS = {"<|im_start|>": 151644, "<|im_end|>": 151645}
 
 
@@ -50,15 +51,16 @@ def plan_from(
     *,
     model: ModelInfo = QWEN,
     settings: Settings | None = None,
-    one_token: Callable[[str], int | None] = QWEN_IDS.get,
+    control_token: Callable[[str], int | None] = QWEN_IDS.get,
     always_logprob: bool = False,
+    unknown: Sequence[str] = (),
 ) -> Plan:
     """The plan of a body, of a WebSocket's message where it has a type."""
     kind: type[DreamFields] = Generate if "type" in fields else GenerateBody
     return plan_of(
         msgspec.convert(fields, kind), request_id="made-up", model=model,
-        max_context=model.n_ctx_train, settings=settings or Settings(), one_token=one_token,
-        always_logprob=always_logprob,
+        max_context=model.n_ctx_train, settings=settings or Settings(), control_token=control_token,
+        seed=SEED, unknown=unknown, always_logprob=always_logprob,
     )  # fmt: skip
 
 

@@ -35,6 +35,7 @@ from kqview.errors import EmittedError, InternalError, KqviewError, RequestError
 from kqview.server.attention import split_json
 from kqview.server.budget import Body, Budget, Hold
 from kqview.server.errors import Answer, SlowBody, TooLarge, answer_of
+from kqview.server.lenient import LenientDecoder
 from kqview.server.run import Removal, Run, Step
 from kqview.server.security import Access, Caller, Gate
 from kqview.server.served import Served, resolved
@@ -45,6 +46,7 @@ from kqview.types import PromptBlock
 _log: Final = logging.getLogger("kqview.server")
 
 Handler = Callable[..., Awaitable[Any]]
+Decoder = LenientDecoder | msgspec.json.Decoder[Any]
 Frames = Sequence[bytes | str]
 SendFrames = Callable[[Frames], Awaitable[None]]
 
@@ -88,6 +90,8 @@ class Call:
     path: Mapping[str, str] = field(default_factory=dict[str, str])
     """Values of the names in braces in the operation's path."""
     served: Served | None = None
+    unknown: tuple[str, ...] = ()
+    """Members of the body that its type does not have; only of a lenient operation."""
 
     @property
     def model(self) -> Served:
@@ -269,6 +273,7 @@ class Operation:
             enters the pool itself.
         parameters: What each name in the path is, and each in the URL's query, for the description;
             "such as 0" in it is an example.
+        is_lenient: Whether the body is read as KoboldCpp reads it, see `lenient`.
         also: Further paths of the same operation.
         streams: Whether it replies with Server-Sent Events.
         subprotocols: Those that a WebSocket speaks.
@@ -290,6 +295,7 @@ class Operation:
     access: Access = "user"
     model: Literal["default", "named", "none"] = "none"
     parameters: Mapping[str, str] = field(default_factory=dict[str, str])
+    is_lenient: bool = False
     also: tuple[str, ...] = ()
     streams: bool = False
     subprotocols: tuple[str, ...] = ()
@@ -429,8 +435,10 @@ class Endpoint:
         self._operation = operation
         self._service = cast("Service", service)
         self._gate = gate
-        body = operation.body
-        self._decoder = None if body in (None, Upload) else msgspec.json.Decoder(body)
+        self._decoder: Decoder | None = None
+        if operation.body not in (None, Upload):
+            kind = LenientDecoder if operation.is_lenient else msgspec.json.Decoder
+            self._decoder = kind(operation.body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -443,7 +451,7 @@ class Endpoint:
                 self._service.budget.hold(caller.name) as hold,
                 Upload(headers, receive, self._service.settings, hold) as upload,
             ):
-                args, n_body_bytes = await self._args(upload, hold)
+                args, n_body_bytes, unknown = await self._args(upload, hold)
                 query = QueryParams(scope["query_string"])
                 after_body = upload.after_body if upload in args else receive
                 async with (
@@ -452,7 +460,7 @@ class Endpoint:
                 ):
                     call = Call(
                         self._service, caller, headers, query, scope["state"]["request_id"], hold,
-                        n_body_bytes, scope["path_params"], served,
+                        n_body_bytes, scope["path_params"], served, unknown,
                     )  # fmt: skip
                     if served is not None:
                         args = tuple(resolved(one, served) for one in args)
@@ -476,16 +484,19 @@ class Endpoint:
         async with self._service.pool.using(name) as served:
             yield served
 
-    async def _args(self, upload: Upload, hold: Hold) -> tuple[tuple[Any, ...], int]:
-        """The handler's further arguments, and the size of the body that they were."""
+    async def _args(
+        self, upload: Upload, hold: Hold
+    ) -> tuple[tuple[Any, ...], int, tuple[str, ...]]:
+        """The handler's further arguments, the size of the body that they were, `Call.unknown`."""
         if self._operation.body is Upload:
-            return (upload,), 0
+            return (upload,), 0, ()
         if self._decoder is None:  # a body is neither expected nor kept
-            return (), 0
+            return (), 0, ()
         with await upload.read(self._service.settings.max_body_bytes) as raw:
-            body = await self._service.decoded(partial(_decoded_body, self._decoder), raw, hold)
+            read = partial(_decoded_body, self._decoder)
+            body, unknown = await self._service.decoded(read, raw, hold)
             hold.put(len(raw))
-            return (body,), len(raw)
+            return (body,), len(raw), unknown
 
     async def _reply(self, call: Call, args: tuple[Any, ...], response: "_Response") -> None:
         reply = await self._operation.handler(call, *args)
@@ -725,7 +736,7 @@ def check_values(raw: bytes | str, *, packs: bool = False) -> None:
         )
 
 
-def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
+def decoded(decoder: Decoder, raw: bytes | str) -> Any:
     """The typed request in *raw*; an empty body is ``{}``.
 
     Raises:
@@ -743,8 +754,17 @@ def decoded(decoder: "msgspec.json.Decoder[Any]", raw: bytes | str) -> Any:
         ) from None
 
 
-def _decoded_body(decoder: "msgspec.json.Decoder[Any]", body: Body) -> Any:
-    return decoded(decoder, body.read())
+def decoded_with_unknown(decoder: LenientDecoder, raw: bytes | str) -> tuple[Any, tuple[str, ...]]:
+    """As `decoded`, with the names of the members that the type does not have."""
+    body = decoded(decoder, raw)
+    return body, decoder.unknown(raw or b"{}", body)
+
+
+def _decoded_body(decoder: Decoder, body: Body) -> tuple[Any, tuple[str, ...]]:
+    raw = body.read()
+    if isinstance(decoder, LenientDecoder):
+        return decoded_with_unknown(decoder, raw)
+    return decoded(decoder, raw), ()
 
 
 async def _read_body(

@@ -9,6 +9,7 @@ Belongs to one event loop. `Service` starts runs and owns them until they end; k
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +25,7 @@ from kqview.mods.steering import Forcing
 from kqview.server.attention import AttentionWanted, Encoder
 from kqview.server.budget import Hold
 from kqview.server.mod_runs import ModWanted
+from kqview.server.phrases import Held, Phrases
 from kqview.submission import Reuse
 from kqview.types import PromptBlock, Sampling, Token, Usage
 
@@ -52,10 +54,14 @@ class GenerateRequest:
 
     Attributes:
         prompt: Text, tokenized as ``engine.generate`` does, or ids.
+        truncates: Whether a text that is too long loses its front; see `truncation.truncated`.
+        memory: Beginning of the text that stays then.
         more_prompts: Further prompts, whose samples follow those of the first.
         max_tokens: Most tokens to generate.
         sampling: How they are chosen, with the dialect's defaults.
         request_id: Name for events, logs and `Service.find`; unique among its owner's runs.
+        shares_name: Whether others of its owner may have that name; the run then gets another one,
+            and `Run.label` is what its client calls it.
         attention: What attention to send, None for none.
         n_samples: Texts to generate from each prompt, which is evaluated once.
         key: A second name, for several runs of one owner (KoboldAI's ``genkey``).
@@ -70,15 +76,19 @@ class GenerateRequest:
         cache_prompt: False evaluates the whole prompt; further samples share that evaluation.
         lora: Scale of each LoRA adapter by its id, None for the engine's.
         mods: Mods that steer it, in their order.
+        banned_phrases: Texts that it must not generate.
         dialogue: The chat that its prompt was made of, for its mods; None without either.
         forcing: Makes the ``forcing`` of `Engine.generate` for each text; None for none.
     """
 
     prompt: str | Sequence[int]
+    truncates: bool = False
+    memory: str = ""
     more_prompts: Sequence[str | Sequence[int]] = ()
     max_tokens: int
     sampling: Sampling
     request_id: str
+    shares_name: bool = False
     attention: AttentionWanted | None = None
     n_samples: int = 1
     key: str = ""
@@ -93,6 +103,7 @@ class GenerateRequest:
     cache_prompt: bool = True
     lora: Mapping[int | str, float] | None = None
     mods: Sequence[ModWanted] = ()
+    banned_phrases: Sequence[str] = ()
     dialogue: Dialogue | None = None
     forcing: Callable[[Engine], Forcing] | None = None
 
@@ -185,10 +196,17 @@ class Run:
         *,
         on_close: Callable[["Run"], None],
         owner: str = "",
+        label: str | None = None,
+        n_truncated: int = 0,
+        token_bytes: Callable[[int], bytes] = lambda id_: b"",
     ) -> None:
         self.request = request
         self.owner = owner
         """`Caller.owner` of the caller who started it."""
+        self.label = request.request_id if label is None else label
+        """What its client calls it; other runs may have the same."""
+        self.n_truncated = n_truncated
+        """Tokens of the prompt's text that were left out."""
         self.generations = tuple(generations)
         self.hold = hold
         self.encoder = Encoder(partial(count_copied, generations[0]))
@@ -201,11 +219,18 @@ class Run:
         self.deadline: asyncio.TimerHandle | None = None
         self._is_over = False
         self._on_close = on_close
+        self._token_bytes = token_bytes
         # Several samples have a task each, which waits until its step was taken, so that a slow
         # client holds all of them back.
         self._tasks: list[asyncio.Task[None]] = []
         # Texts of the tokens of each sample, where mods may take them back.
         self._texts: list[list[str]] = [[] for _ in self.generations] if request.mods else []
+        # Tokens that may become a banned phrase, and those that no longer can.
+        phrases = Phrases(request.banned_phrases)
+        self._held = [Held[Step](phrases) for _ in self.generations if phrases]
+        self._clear: deque[Step] = deque()
+        self._n_dropped = [0] * len(self.generations)  # tokens that were held at the end
+        self._kept = hold.part()
         self._is_traced = any(one.trace is not None for one in self.generations)
         self._logprob_at: list[int] = []  # index of the token of each of `logprobs`
         self._n_left = len(self.generations)
@@ -218,7 +243,7 @@ class Run:
 
     async def __anext__(self) -> Step:
         try:
-            step = await self._next()
+            step = await self._next_clear() if self._held else await self._next()
         except StopAsyncIteration:
             await self._settle()
             self._finish()
@@ -245,6 +270,27 @@ class Run:
             self._logprob_at.append(token.index)
         return step
 
+    async def _next_clear(self) -> Step:
+        """The next token that cannot become a banned phrase any more."""
+        while not self._clear:
+            try:
+                step = await self._next()
+            except StopAsyncIteration:
+                for i, held in enumerate(self._held):
+                    self._n_dropped[i] += len(held.drop(self.generations[i].n_removed))
+                    self._clear += held.rest()
+                if not self._clear:
+                    raise
+                break
+            held, token = self._held[step.sample], step.token
+            token.n_removed -= len(held.drop(token.n_removed))
+            clear = held.add(step, self._token_bytes(token.id))
+            if not clear or clear[-1] is not step:
+                _detach(token)  # the engine may need its memory for the tokens to come
+            self._clear += clear
+            self._kept.set(sum(one.n_bytes for held in self._held for one in held))
+        return self._clear.popleft()
+
     def _watched(self, step: Step) -> Step:
         """Note the text of a token that may be taken back, and what was taken back before it."""
         token = step.token
@@ -269,7 +315,7 @@ class Run:
         return [
             self._removal(i, n)
             for i, generation in enumerate(self.generations)
-            if self._texts and (n := generation.n_removed)
+            if self._texts and (n := generation.n_removed - self._n_dropped[i])
         ]
 
     async def final_steps(self) -> AsyncIterator[Step]:
@@ -375,6 +421,7 @@ class Run:
             if self.deadline is not None:
                 self.deadline.cancel()
             self._on_close(self)
+            self._kept.close()
             self.hold.close()
 
     async def __aenter__(self) -> "Run":

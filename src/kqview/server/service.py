@@ -9,6 +9,7 @@ import contextlib
 import logging
 import threading
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +32,14 @@ from kqview.server.kept import Kept
 from kqview.server.live import Live
 from kqview.server.mod_runs import ModRuns
 from kqview.server.models import model_names
+from kqview.server.phrases import PhraseBan, Phrases
 from kqview.server.pool import Pool
 from kqview.server.run import GenerateRequest, LastRun, Run
 from kqview.server.security import ANYONE, Caller
 from kqview.server.served import OFFLOAD_ITEMS, Served
 from kqview.server.sessions import Sessions, StateFiles
 from kqview.server.settings import Settings
+from kqview.server.truncation import truncated
 from kqview.server.workers import Workers
 from kqview.types import Score
 
@@ -189,11 +192,14 @@ class Service:
         hold = hold or uncounted()
         limit_s = settings.request_timeout_s
         limit = asyncio.timeout(limit_s or None)
+        label = request.request_id
+        if request.shares_name:
+            request = replace(request, request_id=self._free_name(caller, label))
         name = caller.owner, request.request_id
         self._starting[name] = model
         try:
             async with limit:
-                generations = await self._generations(model, request, caller, hold)
+                generations, n_truncated = await self._generations(model, request, caller, hold)
         except TimeoutError:
             raise (too_late(limit_s) if limit.expired() else TimeoutError) from None
         except RequestError as error:
@@ -202,7 +208,8 @@ class Service:
             del self._starting[name]
         run = Run(
             request, generations, hold.part(), on_close=partial(self._ended, model),
-            owner=caller.owner,
+            owner=caller.owner, label=label, n_truncated=n_truncated,
+            token_bytes=model.engine.token_bytes,
         )  # fmt: skip
         self.runs[name] = model.runs[name] = run
         self.n_runs += 1
@@ -240,8 +247,11 @@ class Service:
 
     async def _generations(
         self, model: Served, request: GenerateRequest, caller: Caller, hold: Hold
-    ) -> list[Generation]:
-        """Begin the generations of *request*; large requests are built in another thread."""
+    ) -> tuple[list[Generation], int]:
+        """Begin the generations of *request*; large requests are built in another thread.
+
+        Returns them, and how many tokens of its prompt were left out.
+        """
         engine = model.engine
         try:
             prompts = [
@@ -250,6 +260,11 @@ class Service:
             ]
             if engine is not model.loaded:
                 raise model_changed()
+            n_truncated = 0
+            if request.truncates and isinstance(request.prompt, str):
+                n_whole = len(prompts[0])
+                prompts[0] = await self._truncated(model, request, prompts[0], hold)
+                n_truncated = n_whole - len(prompts[0])
             for ids in prompts:
                 _check_prompt(ids, request, model.max_context)
             steered = partial(
@@ -258,7 +273,7 @@ class Service:
             build = partial(self._build, engine, request, prompts, steered)
             is_gone = threading.Event()
             if _is_small(request, prompts):
-                return build(is_gone)
+                return build(is_gone), n_truncated
             try:
                 generations = await self._builders.run(hold.client, build, is_gone)
             except BaseException:
@@ -273,7 +288,21 @@ class Service:
                 generation.cancel()
             _ = model.engine  # says why there is none
             raise model_changed()
-        return generations
+        return generations, n_truncated
+
+    async def _truncated(
+        self, model: Served, request: GenerateRequest, ids: Sequence[int], hold: Hold
+    ) -> Sequence[int]:
+        """The ids of a text whose front may be left out, as far as they fit."""
+        with hold.part() as part:
+            memory = await model.ids(request.memory, add_special=False, hold=part)
+        return truncated(
+            ids,
+            memory,
+            n_first=int(ids[:1] == [model.engine.model.bos_token_id]),
+            limit=min(model.max_context, request.max_context or model.max_context),
+            max_tokens=min(request.max_tokens, self.settings.max_tokens),
+        )
 
     def _build(
         self,
@@ -307,8 +336,11 @@ class Service:
                         forcing=forcing,
                         request_id=request.request_id if i == 0 else f"{request.request_id}/{i}",
                         **request.shift_options,
-                        **steered(),
+                        **_with_ban(steered(), request.banned_phrases, engine),
                     )
+                for one in generation.mods:
+                    if isinstance(one, PhraseBan):
+                        one.watch(generation)
                 generations.append(generation)
         except BaseException:
             for generation in generations:
@@ -338,10 +370,19 @@ class Service:
                 f"max_tokens is {request.max_tokens}, the least is 1", parameter="max_tokens"
             )
         # Another owner's name is free: refusing it would reveal that it is in use.
-        name = caller.owner, request.request_id
-        if name in self.runs or name in self._starting:
+        if not request.shares_name and self._is_used(caller, request.request_id):
             raise RequestError(f"request_id {request.request_id!r} is in use; send another one")
         self._check_room(model)
+
+    def _is_used(self, caller: Caller, name: str) -> bool:
+        return (caller.owner, name) in self.runs or (caller.owner, name) in self._starting
+
+    def _free_name(self, caller: Caller, label: str) -> str:
+        """*label*, or something like it that no other run of *caller* is called."""
+        name = label
+        while self._is_used(caller, name):
+            name = f"{label}-{uuid.uuid4().hex[:8]}"
+        return name
 
     def _check_room(self, model: Served) -> None:
         """Refuse a request where too many run or wait, on *model* or on all together."""
@@ -391,7 +432,7 @@ class Service:
     def find(
         self, caller: Caller = ANYONE, *, key: str = "", request_id: str | None = None
     ) -> list[Run]:
-        """Runs with this ``genkey``, or of this name, in the order of their start.
+        """Runs with this ``genkey``, or that their clients call so, in the order of their start.
 
         Only those that *caller* may see: another owner's run looks as if it did not exist. An admin
         without a run of that name gets everybody's.
@@ -400,7 +441,7 @@ class Service:
             run
             for run in self.runs.values()
             if caller.may_see(run.owner)
-            and (run.request.key == key if request_id is None else run.request_id == request_id)
+            and (run.request.key == key if request_id is None else run.label == request_id)
         ]
         return [run for run in found if run.owner == caller.owner] or found
 
@@ -473,6 +514,15 @@ def _is_small(request: GenerateRequest, prompts: Sequence[Sequence[int]]) -> boo
     given = (sampling.grammar, sampling.json_schema, sampling.regex)
     # Mods are loaded first, and see the prompt.
     return n_items < OFFLOAD_ITEMS and not request.mods and all(one is None for one in given)
+
+
+def _with_ban(options: dict[str, Any], phrases: Sequence[str], engine: Engine) -> dict[str, Any]:
+    """*options* of `Engine.generate`, with which *phrases* are never generated."""
+    if not phrases:
+        return options
+    engine.token_bytes(0)  # a model without a vocabulary is refused here
+    ban = PhraseBan(Phrases(phrases), engine.token_bytes)
+    return {"trace": False, **options, "mods": [*options.get("mods", ()), ban]}
 
 
 def _for_sample(request: GenerateRequest, i: int) -> Any:

@@ -37,6 +37,8 @@ class ModelInfo:
         fim_token_ids: Ids for filling a gap in a text: "prefix", "suffix" and "middle" announce
             what precedes the gap, what follows it and what fills it, "repository" and "file" a
             name. Empty if the model cannot do that.
+        has_attention_sinks: Whether layers have attention sinks, to which part of each softmax
+            goes: rows of "probs" then add up to less than 1.
     """
 
     name: str
@@ -63,6 +65,7 @@ class ModelInfo:
     classifier_labels: tuple[str, ...]
     metadata: Mapping[str, str]
     fim_token_ids: Mapping[str, int] = field(default_factory=dict[str, int])
+    has_attention_sinks: bool = False
 
     def _repr_html_(self) -> str:
         """The facts that fit on a screen, for a notebook."""

@@ -30,6 +30,7 @@ class Usage:
         completion_tokens: Tokens generated.
         prefill_s: Seconds from the start of evaluating the prompt to the first token.
         decode_s: Seconds from the first token to the last.
+        queue_s: Seconds that it waited for a slot.
     """
 
     prompt_tokens: int = 0
@@ -37,6 +38,7 @@ class Usage:
     completion_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    queue_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float:

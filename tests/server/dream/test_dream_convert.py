@@ -23,7 +23,7 @@ from kqview.server.attention import AttentionWanted
 from kqview.server.errors import NoModel, answer_of
 from kqview.server.settings import Settings
 from kqview.types import PoolStats
-from tests.support.dream import QWEN, QWEN_IDS, golden, plan_from
+from tests.support.dream import QWEN, QWEN_IDS, SEED, golden, plan_from
 
 IDS = {"input_ids": [1, 2, 3, 4]}
 
@@ -63,7 +63,7 @@ def test_absent_and_null_fields_take_the_example_values_of_the_seed():
     assert plan == plan_from(IDS)
     sampling = plan.request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.7, 0.9, 40)
-    assert (sampling.repeat_penalty, sampling.min_p, sampling.seed) == (1.0, 0.0, None)
+    assert (sampling.repeat_penalty, sampling.min_p, sampling.seed) == (1.0, 0.0, SEED)
     assert plan.request.max_tokens == 50
     assert plan.shown is None
     assert plan.request.attention is None
@@ -123,11 +123,11 @@ def test_id_outside_the_vocabulary_is_refused_by_field_and_index(field: str, id_
     assert f"token ID {id_} not in vocabulary (vocab_size=151936)" in str(caught.value)
 
 
-def test_banned_text_is_its_id_and_must_be_one():
-    plan = plan_from({**IDS, "banned_tokens": ["<|im_start|>", 5]})
-    assert plan.request.sampling.banned_tokens == (151644, 5)
-    with pytest.raises(InvalidToken, match="banned_tokens"):
-        plan_from({**IDS, "banned_tokens": ["no such token"]})
+def test_banned_text_of_a_control_token_is_its_id_and_others_are_phrases():
+    banned = {"banned_tokens": ["<|im_start|>", 5, "two words", ""], "banned_strings": ["more"]}
+    request = plan_from({**IDS, **banned}).request
+    assert request.sampling.banned_tokens == (151644, 5)
+    assert request.banned_phrases == ("two words", "more")
 
 
 def test_prompt_that_is_missing_too_long_or_no_number_is_refused():
@@ -174,7 +174,7 @@ def test_kobold_clients_hear_two_reasons(reason: str, word: str):
 def info(**changes: Any) -> Any:
     model = replace(QWEN, **changes)
     reply = convert.model_info_of(
-        model, name="Qwen/Qwen2.5-7B-Instruct", max_context=32768, one_token=QWEN_IDS.get
+        model, name="Qwen/Qwen2.5-7B-Instruct", max_context=32768, control_token=QWEN_IDS.get
     )
     return msgspec.json.decode(msgspec.json.encode(reply))
 
@@ -194,7 +194,7 @@ def test_model_info_invents_nothing():
     assert bare["bos_token_id"] is bare["eos_token_id"] is None
     assert bare["special_tokens"]["bos_token"] is None
     without = convert.model_info_of(
-        QWEN, name="x", max_context=1, one_token=lambda text: None
+        QWEN, name="x", max_context=1, control_token=lambda text: None
     ).special_tokens
     assert set(without) == {"bos_token", "eos_token", "pad_token"}
 

@@ -29,7 +29,7 @@ from kqview.server.budget import Budget
 from kqview.server.errors import Answer, answer_of
 from kqview.server.run import Run, Step
 from kqview.types import PromptBlock, Token, Usage
-from tests.support.dream import QWEN, decoded, golden, plan_from
+from tests.support.dream import QWEN, SEED, decoded, golden, plan_from
 
 TEXTS = {40: "I", 791: "The"}
 copied: list[int] = []
@@ -39,8 +39,14 @@ def run_of(**known: Any) -> Run:
     """As much of a Run as a renderer reads."""
     copied.clear()
     generations = [SimpleNamespace(finish_reason=known.get("finish_reason"), tool_calls=None)]
-    facts = {"error": None, "encoder": Encoder(copied.append), "generations": generations}
+    facts = {"error": None, "encoder": Encoder(copied.append), "generations": generations, **ENDED}
     return cast("Run", SimpleNamespace(**{**facts, **known}))
+
+
+ENDED = {
+    "usage": Usage(prompt_tokens=267, completion_tokens=3), "n_truncated": 0,
+    "request": SimpleNamespace(sampling=SimpleNamespace(seed=SEED)),
+}  # fmt: skip
 
 
 def renderer_of(*, packs: bool = False, **changes: Any) -> EventRenderer:
@@ -69,6 +75,7 @@ def test_token_event_is_the_seeds():
     event, expected = json.loads(text), golden("token_event")
     data = event["attention"].pop("data")
     expected["attention"].pop("data")
+    expected["attention"] |= golden("additions")["attention"]
     assert event == expected
     assert base64.b64decode(data, validate=True) == rows.tobytes()
     assert copied == [rows.nbytes]
@@ -122,7 +129,7 @@ def test_short_formats_are_the_seeds(name: str, rows: Any, packs: bool):
     expected = golden("attention_formats")[name]
     if packs and name == "aggregated":
         expected |= {"encoding": "binary", "dtype": "float32", "data": array.tobytes()}
-    assert event["attention"] == expected
+    assert event["attention"] == expected | golden("additions")["attention"]
 
 
 def test_aggregated_row_is_base64_or_a_frame_where_the_request_says_so():
@@ -153,7 +160,7 @@ DONE = {"finish_reason": "stop_token", "n_tokens": 23, "elapsed_s": 1.2341}
 
 def test_done_event_is_the_seeds():
     (text,) = renderer_of().done(run_of(**DONE))
-    assert json.loads(text) == golden("done_event")
+    assert json.loads(text) == golden("done_event") | golden("additions")["details"]
 
 
 def test_done_event_of_several_samples_says_how_each_ended():
@@ -178,7 +185,8 @@ def test_pruning_suggestion_comes_before_done():
     renderer.token(run_of(), Step(0, token_of(row)))
     suggestion, done = renderer.done(run_of(**DONE))
     assert json.loads(suggestion) == golden("pruning_suggestion")
-    assert json.loads(done) == golden("done_event")
+    ignored = {"ignored": ["attention_format"]}  # as there is no attention
+    assert json.loads(done) == golden("done_event") | golden("additions")["details"] | ignored
 
 
 @pytest.mark.parametrize("packs", [False, True])
@@ -203,14 +211,14 @@ def test_error_event_without_a_name_has_none():
 
 def test_message_of_the_seed_is_read_from_json_and_messagepack():
     message = golden("generate_message")
-    from_json = message_of(json.dumps(message), packs=False)
+    from_json, unknown = message_of(json.dumps(message | {"toop_k": 1}), packs=False)
     assert isinstance(from_json, schema.Generate)
     assert from_json.input_ids == message["input_ids"]
-    assert message_of(msgspec.msgpack.encode(message), packs=True) == from_json
-    assert message_of(json.dumps(message), packs=True) == from_json
-    assert message_of('{"type": "cancel", "request_id": "x"}', packs=False) == schema.Cancel(
-        request_id="x"
-    )
+    assert unknown == ("toop_k",)
+    assert message_of(msgspec.msgpack.encode(message), packs=True) == (from_json, ())
+    assert message_of(json.dumps(message), packs=True) == (from_json, ())
+    cancel, _ = message_of('{"type": "cancel", "request_id": "x"}', packs=False)
+    assert cancel == schema.Cancel(request_id="x")
 
 
 @pytest.mark.parametrize(
@@ -256,7 +264,7 @@ def run_of_reply(**known: Any) -> Run:
     )  # fmt: skip
     facts = {
         "encoder": Encoder(lambda n: None), "generations": [generation] * known.get("n", 1),
-        "finish_reason": "stop_token",
+        "finish_reason": "stop_token", **ENDED,
     }  # fmt: skip
     return cast("Run", SimpleNamespace(**facts))
 
@@ -289,6 +297,8 @@ def test_reply_is_the_seeds_behind_the_results():
         {"text": "I'm doing", "finish_reason": "stop", "prompt_tokens": 267,
          "completion_tokens": 3}
     ]  # fmt: skip
+    details = reply.pop("details")
+    assert details == {"reason": "stop_token", **golden("additions")["details"]}
     expected = golden("generate_reply")
     for entry, like, row in zip(
         reply["attention_data"], expected["attention_data"], rows, strict=True
@@ -297,6 +307,7 @@ def test_reply_is_the_seeds_behind_the_results():
         kept = entry["attention"]
         assert kept.pop("context_length") == row.shape[-1]
         assert (kept.pop("encoding"), kept.pop("dtype")) == ("base64", "float32")
+        assert kept.pop("values") == "probs"
         kept["data"] = like["attention"]["data"]
     assert reply == expected
 
@@ -330,7 +341,7 @@ def test_plain_reply_has_results_alone_and_no_stop_text():
     run = run_of_reply(stop_match="END")
     plain = {"fields": fields, "has_tokens": False}
     trimmed = json.loads(built(run, **plain, trims_stop=True))
-    assert trimmed.keys() == {"results"}
+    assert trimmed.keys() == {"results", "details"}
     assert trimmed["results"][0]["text"] == "I'm doing"
     whole = json.loads(built(run, **plain, trims_stop=False))
     assert whole["results"][0]["text"] == "I'm doingEND"

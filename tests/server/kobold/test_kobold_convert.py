@@ -17,6 +17,7 @@ from kqview.server import Settings
 from kqview.server.api.attention_protocol import SAMPLING_FIELDS, logprobs_of, sampling_for
 from kqview.server.api.kobold import convert, schema
 from kqview.server.errors import NoModel, Unauthorized, answer_of
+from kqview.server.lenient import LenientDecoder
 from kqview.server.run import LastRun, TokenLogprobs
 from kqview.types import EngineStats, ModelInfo, Usage
 from kqview.types.sampling import OPTIONS
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
     import httpx
 
+
+SEED = 4711  # of requests that give none
 
 INFO = ModelInfo(
     name="", architecture="qwen2", n_vocab=0, n_layer=0, n_head=0, n_head_kv=0, n_embd=0,
@@ -45,7 +48,7 @@ def info(**facts: Any) -> ModelInfo:
 
 
 def body_of(fields: dict[str, Any]) -> schema.StreamBody:
-    return msgspec.json.decode(msgspec.json.encode(fields), type=schema.StreamBody)
+    return LenientDecoder(schema.StreamBody).decode(msgspec.json.encode(fields))
 
 
 def as_json(value: object) -> Any:
@@ -54,8 +57,8 @@ def as_json(value: object) -> Any:
 
 def convert_request(fields: dict[str, Any], *, asked: bool = False, **settings: Any) -> Any:
     return convert.request_of(
-        body_of(fields), Settings(**settings), request_id="ours", one_token=lambda text: None,
-        asked=asked,
+        body_of(fields), Settings(**settings), request_id="ours", model=info(n_layer=2),
+        max_context=512, control_token=lambda text: None, seed=SEED, asked=asked,
     )  # fmt: skip
 
 
@@ -92,7 +95,7 @@ def test_samplers_of_koboldcpp_go_to_the_engine():
 
 @pytest.mark.parametrize("negative", [-1, -2])
 def test_negative_seed_is_a_random_one(negative: int):
-    assert convert_request({"prompt": "x", "sampler_seed": negative}).sampling.seed is None
+    assert convert_request({"prompt": "x", "sampler_seed": negative}).sampling.seed == SEED
 
 
 @pytest.mark.parametrize(
@@ -105,8 +108,9 @@ def test_negative_seed_is_a_random_one(negative: int):
         ({"prompt": "x", "repetition_penalty": -1}, InvalidSampling, "^repetition_penalty must be"),
         ({"prompt": "x", "typical": 2}, InvalidSampling, "^typical must be"),
         ({"prompt": "x", "nsigma": -2}, InvalidSampling, "^nsigma must be"),
-        ({"prompt": "x", "stop_sequence": [""]}, InvalidSampling, "stop_sequence must be"),
-        ({"prompt": "x", "banned_tokens": ["two words"]}, InvalidToken, "two words"),
+        ({"prompt": "x", "banned_tokens": ["x" * 1001]}, RequestError, "1001 characters"),
+        ({"prompt": "x", "banned_strings": ["x"] * 257}, RequestError, "banned_strings has 257"),
+        ({"input_ids": [5] * 513}, PromptTooLong, "input_ids has 513 tokens, the limit is 512"),
         ({"prompt": "x", "logit_bias": {"word": 1}}, InvalidToken, "logit_bias"),
     ],
 )
@@ -258,7 +262,7 @@ def test_logprobs_have_both_forms():
 
 
 def test_every_sampling_option_has_a_field():
-    not_offered = {"json_schema", "regex", "min_keep", "post_sampling_probs"}
+    not_offered = {"min_keep", "post_sampling_probs"}
     assert set(SAMPLING_FIELDS) == set(OPTIONS) - not_offered
     fields = {field.name for field in msgspec.structs.fields(schema.StreamBody)}
     assert {name for names in SAMPLING_FIELDS.values() for name in names} <= fields
@@ -268,7 +272,7 @@ def test_every_sampling_option_has_a_field():
 def test_more_logprobs_than_the_limit_are_refused(name: str):
     body = body_of({"prompt": "a", name: 1001})
     with pytest.raises(RequestError, match=f"^{name} is 1001, the limit is 1000"):
-        sampling_for(body, one_token=lambda text: None)
+        sampling_for(body, control_token=lambda text: None, seed=SEED)
 
 
 # ---- the document's own examples

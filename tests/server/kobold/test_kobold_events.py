@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -14,14 +14,18 @@ from hypothesis import strategies as st
 
 from kqview.errors import PoolExhausted
 from kqview.generation.text import TextStream
+from kqview.server.api.attention_protocol import RowFacts
 from kqview.server.api.held_text import HeldText
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.attention import AttentionWanted, Encoder
-from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL
+from kqview.server.endpoint import EVENT_HEAD, EVENT_TAIL, NEXT_EVENT
 from kqview.server.errors import answer_of
 from kqview.server.run import Step
-from kqview.types import PromptBlock, Token
+from kqview.types import PromptBlock, Token, Usage
 from tests.support.kobold import golden
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 LOGITS = AttentionWanted("logits")
 ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
@@ -30,11 +34,16 @@ ROWS = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
 def ended(text: str = "", stop: str | None = None, reason: str = "length", **facts: Any) -> Any:
     """What renderers see of a run."""
     return SimpleNamespace(
-        request_id=facts.get("request_id", "r"),
+        label=facts.get("request_id", "r"),
         n_tokens=facts.get("n_tokens", 0),
         finish_reason=reason,
         encoder=Encoder(lambda n_bytes: None),
-        generations=(SimpleNamespace(text=text, stop_match=stop, tool_calls=None),),
+        generations=(
+            SimpleNamespace(text=text, stop_match=stop, tool_calls=None, prompt_ids=[5, 6]),
+        ),
+        usage=Usage(2, 1, 3, 0.25, 0.5, 0.125),
+        request=SimpleNamespace(sampling=SimpleNamespace(seed=7)),
+        n_truncated=facts.get("n_truncated", 0),
         text=text + (stop or ""),
     )
 
@@ -43,8 +52,14 @@ def step(id_: int = 7, text: str = "x", rows: Any = None, **more: Any) -> Step:
     return Step(0, Token(id_, text, 0, attention=rows, **more))
 
 
-def typed(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> TypedEvents:
-    return TypedEvents(wanted, layers, text_of=lambda id_: f"<{id_}>")
+def facts_of(wanted: AttentionWanted | None = LOGITS, layers: Any = None) -> RowFacts | None:
+    return None if wanted is None else RowFacts(wanted, layers, 2, 3, has_sinks=False)
+
+
+def typed(
+    wanted: AttentionWanted | None = LOGITS, layers: Any = None, *more: Any, **options: Any
+) -> TypedEvents:
+    return TypedEvents(facts_of(wanted, layers), lambda id_: f"<{id_}>", *more, **options)
 
 
 def joined(pieces: Any) -> Any:
@@ -59,8 +74,11 @@ def test_typed_events_are_the_documents():
     run = ended(reason=case["finish_reason"], n_tokens=case["n_tokens"], request_id="test-123")
     rows = np.array(case["rows"], np.float32)
     event = joined(typed().token(run, step(case["token"]["id"], case["token"]["text"], rows)))
-    assert event == case["token_event"]
-    assert joined(typed().done(run)) == case["done_event"]
+    added = golden("additions")
+    assert event == case["token_event"] | {
+        "attention": case["token_event"]["attention"] | added["attention"]
+    }
+    assert joined(typed().done(run)) == case["done_event"] | added["done"]
 
 
 def test_large_base64_stays_one_piece():
@@ -123,6 +141,7 @@ def test_sparse_rows_are_positions_with_their_layers():
         "format": "sparse",
         "top_k": 2,
         "context_length": 4,
+        "values": "probs",
         "data": [{"position": 1, "layers": [0.5, 0.5]}, {"position": 2, "layers": [0.25, 0.5]}],
     }
 
@@ -154,6 +173,74 @@ def test_error_names_its_request():
     event = joined(typed().error(ended(), answer_of(PoolExhausted("pool: full; drop views"))))
     assert (event["type"], event["error_code"], event["request_id"]) == ("error", "OOM", "r")
     assert "drop views" in event["error"]
+
+
+def start_of(pieces: Sequence[bytes]) -> tuple[Any, Any]:
+    """The start event, and the one that follows it."""
+    first, _, second = b"".join(pieces).partition(NEXT_EVENT)
+    return msgspec.json.decode(first), msgspec.json.decode(second)
+
+
+def test_start_event_precedes_the_first_one_if_asked_for():
+    run = ended(request_id="test-123", n_truncated=9)
+    events = typed(LOGITS, None, ["max_lenght"], has_start=True)
+    start, token = start_of(events.token(run, step(rows=ROWS)))
+    assert start == golden("additions")["start"]
+    assert token["type"] == "token"
+    assert joined(events.token(run, step(rows=ROWS)))["type"] == "token"
+
+
+def test_start_event_of_a_stream_without_tokens_precedes_its_end():
+    start, done = start_of(typed(None, has_start=True).done(ended()))
+    assert (start["type"], done["type"]) == ("start", "done")
+    assert "attention" not in start
+
+
+def test_start_frame_has_no_binary_one():
+    frames = SocketFrames(facts_of(), has_start=True)
+    start, token, binary = frames.token(ended(), step(rows=ROWS))
+    assert isinstance(binary, bytes)
+    assert msgspec.json.decode(start)["type"] == "start"
+    assert msgspec.json.decode(token)["type"] == "token"
+    assert len(frames.token(ended(), step(rows=ROWS))) == 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_sinks", "says"),
+    [
+        (AttentionWanted("probs"), False, {"values": "probs", "row_sum": "1"}),
+        (AttentionWanted("scores"), False, {"values": "scores", "row_sum": None}),
+        (AttentionWanted("probs"), True, {"sinks": True}),
+        (AttentionWanted("probs", "aggregated"), False, {"shape": [None]}),
+        (AttentionWanted("probs", "sparse"), False, {"format": "sparse"}),
+        (AttentionWanted(spans=((0, 2), (2, None))), False, {"shape": [2, 3, 2]}),
+    ],
+)
+def test_start_event_says_what_the_rows_are(
+    wanted: AttentionWanted, has_sinks: bool, says: dict[str, Any]
+):
+    described = RowFacts(wanted, None, 2, 3, has_sinks).described
+    assert {name: described[name] for name in says} == says
+    assert ("shape" in described) is (wanted.format in ("per_layer", "aggregated"))
+
+
+def test_rows_of_a_model_with_sinks_say_so():
+    facts = RowFacts(AttentionWanted("probs"), None, 2, 3, has_sinks=True)
+    event = joined(TypedEvents(facts, str).token(ended(), step(rows=ROWS)))
+    assert event["attention"]["sinks"] is True
+    assert facts.row_sum is not None
+    assert facts.row_sum.startswith("less than 1")
+
+
+def test_end_tells_the_true_reason_and_what_was_left_out():
+    run = ended(reason="stop_sequence", n_truncated=9)
+    done = joined(typed(None, None, ["max_lenght"]).done(run))
+    assert (done["finish_reason"], done["reason"]) == ("stop", "stop_sequence")
+    assert (done["truncated_tokens"], done["ignored"]) == (9, ["max_lenght"])
+    plain = joined(PlainEvents((), ["max_lenght"], trims=True).done(run))
+    assert plain == {
+        "token": "", "finish_reason": "stop", "truncated_tokens": 9, "ignored": ["max_lenght"]
+    }  # fmt: skip
 
 
 # ---- plain events
@@ -234,14 +321,15 @@ def test_frames_are_the_documents():
     run = ended(reason=case["finish_reason"], n_tokens=case["n_tokens"])
     rows = np.array(case["rows"], np.float32)
     token = step(case["token"]["id"], case["token"]["text"], rows)
-    text, binary = SocketFrames(LOGITS, None).token(run, token)
+    text, binary = SocketFrames(facts_of(LOGITS, None)).token(run, token)
     assert msgspec.json.decode(text) == case["text_frame"]
     assert binary == bytes.fromhex(case["binary_frame_hex"])
-    assert msgspec.json.decode(SocketFrames(LOGITS, None).done(run)[0]) == case["final_frame"]
+    (done,) = SocketFrames(facts_of(LOGITS, None)).done(run)
+    assert msgspec.json.decode(done) == case["final_frame"] | golden("additions")["done"]
 
 
 def test_token_without_attention_has_an_empty_binary_frame():
-    text, binary = SocketFrames(None, None).token(ended(), step())
+    text, binary = SocketFrames(facts_of(None, None)).token(ended(), step())
     assert msgspec.json.decode(text) == {"type": "token", "token_id": 7, "text": "x"}
     assert binary == b""
 
@@ -260,7 +348,7 @@ def test_token_without_attention_has_an_empty_binary_frame():
 def test_unusual_rows_say_what_they_are(
     wanted: AttentionWanted, layers: Any, rows: Any, says: dict[str, Any]
 ):
-    text, binary = SocketFrames(wanted, layers).token(ended(), step(rows=rows))
+    text, binary = SocketFrames(facts_of(wanted, layers)).token(ended(), step(rows=rows))
     attention = msgspec.json.decode(text)["attention"]
     assert {name: attention[name] for name in says} == says
     assert "data" not in attention
@@ -270,6 +358,6 @@ def test_unusual_rows_say_what_they_are(
 
 def test_format_without_an_array_stands_in_the_text_frame():
     wanted = AttentionWanted("probs", "viz")
-    text, binary = SocketFrames(wanted, None).token(ended(), step(rows=ROWS))
+    text, binary = SocketFrames(facts_of(wanted, None)).token(ended(), step(rows=ROWS))
     assert len(msgspec.json.decode(text)["attention"]["mean_by_layer"]) == 2
     assert binary == b""

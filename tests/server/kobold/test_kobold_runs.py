@@ -114,7 +114,9 @@ def test_abort_ends_the_generation_of_its_key(held: Any):
         right = client.post(abort, json={"genkey": "K1"}).json()
         assert right == {"success": "true", "done": "true"}
     body = b"".join(first)
-    assert b'"finish_reason":"stop"' in body[-200:]
+    done = body[body.rindex(b'{"type":"done"') :]
+    assert b'"finish_reason":"stop"' in done
+    assert b'"reason":"cancelled"' in done
     served.wait_until(lambda: [r.request.key for r in served.runs] == ["K2"])
     del second
 

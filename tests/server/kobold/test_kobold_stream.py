@@ -13,7 +13,18 @@ import pytest
 
 from kqview import Capture, Engine
 from kqview.server import Settings
-from tests.support.kobold import ATTENTION, LONG, PATH, TEXT, ids, rows, stream, texts, typed
+from tests.support.kobold import (
+    ATTENTION,
+    LONG,
+    PATH,
+    TEXT,
+    golden,
+    ids,
+    rows,
+    stream,
+    texts,
+    typed,
+)
 from tests.support.serving import serving
 
 if TYPE_CHECKING:
@@ -46,7 +57,9 @@ def test_text_and_its_ids_give_the_same_stream(client: httpx.Client):
     by_text = stream(client, prompt=TEXT, **sampling)
     by_ids = stream(client, input_ids=input_ids, **sampling)
     assert by_text == by_ids
-    assert stream(client, prompt="x", input_ids=input_ids, **sampling) == by_ids
+    *tokens, done = stream(client, prompt="x", input_ids=input_ids, **sampling)
+    assert done.pop("ignored") == ["prompt"]
+    assert [*tokens, done] == by_ids
 
 
 def test_greedy_stream_is_the_engines(demo: Served, client: httpx.Client):
@@ -63,7 +76,8 @@ def test_name_or_attention_field_makes_events_typed(client: httpx.Client, given:
     assert {event["type"] for event in tokens} == {"token"}
     assert all(list(event) == ["type", "token", "request_id", "attention"] for event in tokens)
     assert all(event["attention"] is None for event in tokens)
-    assert list(done) == ["type", "finish_reason", "total_tokens", "request_id"]
+    assert list(done)[:4] == ["type", "finish_reason", "total_tokens", "request_id"]
+    assert list(done)[4:] == list(golden("additions")["done"])
     name = given.get("request_id", done["request_id"])
     assert {event["request_id"] for event in [*tokens, done]} == {name}
 
@@ -81,7 +95,6 @@ def test_name_or_attention_field_makes_events_typed(client: httpx.Client, given:
         ({"input_ids": [-1]}, 400, "INVALID_TOKEN"),
         ({"input_ids": []}, 400, "INVALID_REQUEST"),
         ({"input_ids": [5] * 513}, 400, "CONTEXT_TOO_LONG"),
-        ({"prompt": "word " * 600}, 400, "CONTEXT_TOO_LONG"),
         ({"input_ids": [5] * 9, "max_context_length": 8}, 400, "CONTEXT_TOO_LONG"),
         ({"prompt": "x", "max_length": 0}, 400, "INVALID_REQUEST"),
         ({"prompt": "x", "temperature": -1}, 400, "INVALID_REQUEST"),
@@ -106,14 +119,23 @@ def test_larger_context_than_there_is_is_no_error(client: httpx.Client):
     assert len(tokens) == 2
 
 
-def test_name_in_use_is_refused(demo: Served, client: httpx.Client):
-    with client.stream("POST", PATH, json=LONG | {"request_id": "one"}) as reply:
+def test_requests_may_share_a_name_and_are_ended_by_it(demo: Served, client: httpx.Client):
+    named = LONG | {"request_id": "one"}
+    with demo.client() as other, client.stream("POST", PATH, json=named) as reply:
         chunks = reply.iter_raw()  # dropping it would close the connection
         next(chunks)
-        with demo.client() as other:
-            refused = other.post(PATH, json=LONG | {"request_id": "one"})
-        assert refused.status_code == 400
-        assert "one" in refused.json()["error"]
+        with other.stream("POST", PATH, json=named) as second:
+            others = second.iter_raw()
+            next(others)
+            assert {run.label for run in demo.runs} == {"one"}
+            assert len({run.request_id for run in demo.runs}) == 2
+            with demo.client() as third:
+                ended = third.post("/api/extra/abort", json={"request_id": "one"}).json()
+            assert ended == {"success": "true", "done": "true"}
+            for body in (b"".join(chunks), b"".join(others)):
+                last = json.loads(body[body.rindex(b"data: ") + 6 :])
+                assert (last["type"], last["request_id"]) == ("done", "one")
+                assert last["reason"] == "cancelled"
     demo.wait_idle()
 
 

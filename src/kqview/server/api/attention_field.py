@@ -9,12 +9,12 @@ from msgspec import Struct
 from kqview.errors import RequestError
 from kqview.server.api.attention_protocol import (
     Indices,
+    RowFacts,
     Spans,
     Weights,
     attention_frame,
     attention_object,
     event_pieces,
-    layers_of,
 )
 from kqview.server.api.llama_fields import first
 from kqview.server.attention import (
@@ -166,8 +166,8 @@ class AttentionWriter:
         hidden: Set[int] = frozenset(),
     ) -> None:
         """Keep rows in *kept*, if it is given, instead of writing them; the others are as there."""
-        self._wanted = wanted = run.request.attention
-        self._layers = None if wanted is None else layers_of(wanted, model)
+        wanted = run.request.attention
+        self._facts = None if wanted is None else RowFacts.of(wanted, model)
         self._kept = kept
         if wanted is not None and kept is not None:
             layers = model.attention_layers if wanted.layers is None else wanted.layers
@@ -179,14 +179,14 @@ class AttentionWriter:
     def token(self, run: Run, step: Step) -> tuple[Object | None, bytes | None]:
         """The attention object of a token, and the base64 that belongs at its `DATA_HERE`."""
         rows = step.token.attention
-        if self._wanted is None or rows is None:
+        if self._facts is None or rows is None:
             return None, None
         if self._kept is not None:
-            row = self._row(run, self._wanted, step, rows)
+            row = self._row(run, self._facts, step, rows)
             self._kept.add(run.owner, run.request_id, step.sample, step.token.index, row)
             return None, None
         named = {"n": step.token.index, "token_id": step.token.id}
-        return self._object(run, self._wanted, named, rows)
+        return self._object(run, self._facts, named, rows)
 
     def removed(self, run: Run, removal: Removal) -> None:
         """Forget kept rows of tokens that mods have taken back."""
@@ -195,23 +195,23 @@ class AttentionWriter:
 
     def prompt(self, run: Run, block: PromptBlock) -> tuple[Object | None, bytes | None]:
         """The attention object of rows of the prompt."""
-        if self._wanted is None or block.rows is None:
+        if self._facts is None or block.rows is None:
             return None, None
         named = {"start": block.start, "rows": block.n_rows}
-        return self._object(run, self._wanted, named, block.rows)
+        return self._object(run, self._facts, named, block.rows)
 
     def _object(
-        self, run: Run, wanted: AttentionWanted, named: Object, rows: Rows
+        self, run: Run, facts: RowFacts, named: Object, rows: Rows
     ) -> tuple[Object | None, bytes | None]:
-        fields, data = attention_object(shaped(wanted, rows), run.encoder, layers=self._layers)
+        fields, data = attention_object(shaped(facts.wanted, rows), run.encoder, facts=facts)
         return {**named, **fields}, data
 
-    def _row(self, run: Run, wanted: AttentionWanted, step: Step, rows: Rows) -> Row:
-        values, token = shaped(wanted, rows), step.token
+    def _row(self, run: Run, facts: RowFacts, step: Step, rows: Rows) -> Row:
+        values, token = shaped(facts.wanted, rows), step.token
         if isinstance(values, Dense):
-            _, data = attention_frame(values, run.encoder)
+            _, data = attention_frame(values, run.encoder, facts=facts)
             return Row(token.id, token.text, values.values.shape, data)
-        fields, _ = attention_object(values, run.encoder, layers=self._layers)
+        fields, _ = attention_object(values, run.encoder, facts=facts)
         return Row(token.id, token.text, (), msgspec.json.encode(fields), "application/json")
 
 

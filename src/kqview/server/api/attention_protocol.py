@@ -3,13 +3,18 @@
 Pure. A body becomes the neutral parts of a `GenerateRequest`; each protocol accepts the other's
 names. Absent and null fields take the defaults in `DEFAULTS`. Unknown names are ignored, as are
 samplers that llama.cpp does not have (``tfs``, ``top_a``, ``smoothing_factor``) and
-``sampler_order``: llama.cpp's order is fixed.
+``sampler_order``: llama.cpp's order is fixed. Replies name them in ``ignored``. Values are read as
+KoboldCpp reads them: ``top_k`` -1 and ``top_p`` 0 work, a seed may have any size, and empty stop
+sequences count as none.
 
 The values of an attention object may be megabytes of base64, so they stay a separate piece from the
 encoder to the transport: `event_pieces` assembles an event without joining them.
 """
 
+import secrets
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import Annotated, Any, Final, Literal
@@ -18,7 +23,13 @@ import msgspec
 from msgspec import Struct
 
 from kqview.engine import Engine
-from kqview.errors import InvalidSampling, InvalidToken, KqviewError, RequestError
+from kqview.errors import (
+    InvalidSampling,
+    InvalidToken,
+    KqviewError,
+    PromptTooLong,
+    RequestError,
+)
 from kqview.server.api.mods_field import ModsField
 from kqview.server.attention import (
     DATA_HERE,
@@ -32,7 +43,8 @@ from kqview.server.attention import (
     split_json,
 )
 from kqview.server.errors import renamed
-from kqview.server.run import TokenLogprobs
+from kqview.server.lenient import shown_names
+from kqview.server.run import Run, TokenLogprobs
 from kqview.server.settings import AttentionValues, Settings
 from kqview.types import ModelInfo, Sampling
 from kqview.types.capture import MOST_SPANS
@@ -51,7 +63,13 @@ _SAMPLING_DEFAULTS: Final = {n: v for n, v in DEFAULTS.items() if n != "max_toke
 
 MOST_LOGPROBS: Final = 1000
 """Most top_logprobs: their texts are looked up on the event loop."""
-_MOST_TOKEN_TEXT: Final = 4096  # characters of a text that may be one token
+_MOST_TOKEN_TEXT: Final = 128  # characters of a text that may be one token
+_MOST_PHRASES: Final = 256  # each is searched for in every step
+_MOST_PHRASE: Final = 1000  # characters
+_N_SEEDS: Final = 2**32 - 1  # llama.cpp has no more
+_LEAST_TOP_P: Final = 1e-6  # keeps one token
+
+Object = dict[str, Any]
 
 _SOME_LOGPROBS: Final = 5  # if a client says no more than that it wants some
 
@@ -71,15 +89,18 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     """Fields of a generation in both protocols; names of the same thing stand together.
 
     Attributes:
-        prompt: Text to continue, such as "Anna is a".
-        memory: Text before the prompt, such as "A story about Anna.".
-        input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt.
+        prompt: Text to continue, such as "Anna is a". If it is too long it loses its beginning, so
+            that max_length tokens, but no more than half of the context, are left for the reply.
+        memory: Text before the prompt, such as "A story about Anna.", which then stays.
+        input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt. More
+            than the context, or than the model was trained for, are refused.
         model: Id of a configured model, such as "demo"; the default model if not given.
-        request_id: Name of the request in events, and for ending it, such as "r1".
+        request_id: Label of the request in events, and for ending it, such as "r1"; several
+            requests may have the same.
         genkey: KoboldAI's name of the request, for checking and aborting it, such as "KCPP1234".
         mods: Mods of the server's folder that steer it, such as ["stop_early"].
         max_length, max_new_tokens: Most tokens to generate, such as 128; 50 if neither is given.
-        max_context_length: Longest prompt in tokens that the client allows, such as 2048.
+        max_context_length: Most tokens of prompt and reply that the client allows, such as 2048.
         temperature: Divides the logits, such as 1.0; 0 takes the most probable token. 0.7 if not
             given.
         top_p: Keeps the most probable tokens that together have this probability, such as 0.95. 0.9
@@ -96,10 +117,17 @@ class AttentionFields(msgspec.Struct, kw_only=True):
             1.1. 1 if neither is given, which changes nothing.
         rep_pen_range: Of how many of the last tokens, such as 256; 64 if not given.
         sampler_seed, seed: Makes the choice repeatable, such as 7; -1, or none, is another one each
-            time.
-        stop_sequence: Texts that end the generation, such as ["\\n\\n"].
+            time, which the reply tells.
+        grammar: Grammar in GBNF that the text follows, such as "root ::= \"yes\" | \"no\"".
+        json_schema: JSON schema that it follows, such as {"type": "object"}; an object, or a text.
+        regex: Regular expression that it matches, such as "yes|no". Only one of these three may be
+            given.
+        stop_sequence: Texts that end the generation, such as ["\\n\\n"]; empty ones do not count.
         stop_tokens: Ids that do, such as [2].
-        banned_tokens: Ids, or texts that are one token, that are never chosen, such as [13].
+        banned_tokens, banned_strings: Ids that are never chosen, such as [13], and texts that the
+            generated text never has, such as ["old bridge"], in capitals or not and whatever their
+            tokens are: where one is complete, the generation goes back to its beginning and chooses
+            another token there. The text of a control token, such as "<|im_start|>", is its id.
         ban_eos_token, bypass_eos: Whether the model cannot end the text itself.
         trim_stop: Whether the text leaves out the stop sequence that ended it.
         num_samples: Texts to generate from the prompt, such as 2; 1 if not given.
@@ -120,6 +148,8 @@ class AttentionFields(msgspec.Struct, kw_only=True):
         attention_spans: Ranges of columns, such as [[0, 5], [5, null]], whose sums are sent in
             place of columns.
         dtype: Type of the values; "float32" if not given.
+        start_event: Whether a stream begins with an event "start", which has the ids of the prompt,
+            the seed, and what the rows are.
     """
 
     prompt: str | None = None
@@ -160,11 +190,14 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     sampler_seed: int | None = None
     seed: int | None = None
     grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
     logit_bias: Biases | None = None
 
     stop_sequence: Stops | None = None
     stop_tokens: Ids | None = None
     banned_tokens: IdsOrTexts | None = None
+    banned_strings: IdsOrTexts | None = None
     ban_eos_token: bool | None = None
     bypass_eos: bool | None = None
     trim_stop: bool | None = None
@@ -185,6 +218,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
     attention_heads: Indices | None = None
     attention_spans: Spans | None = None
     dtype: Literal["float32", "float16"] | None = None
+    start_event: bool | None = None
 
 
 SAMPLING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
@@ -196,10 +230,11 @@ SAMPLING_FIELDS: Final[Mapping[str, tuple[str, ...]]] = MappingProxyType(
                 "presence_penalty", "frequency_penalty",
                 "mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "dry_base",
                 "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-                "xtc_probability", "xtc_threshold", "grammar", "logit_bias", "banned_tokens",
+                "xtc_probability", "xtc_threshold", "grammar", "json_schema", "regex", "logit_bias",
                 "stop_tokens",
             )
         },
+        "banned_tokens": ("banned_tokens", "banned_strings"),
         "typical_p": ("typical",),
         "top_n_sigma": ("nsigma",),
         "repeat_penalty": ("rep_pen", "repetition_penalty"),
@@ -260,27 +295,66 @@ def prompt_of(fields: AttentionFields) -> str | Sequence[int]:
     return (fields.memory or "") + fields.prompt
 
 
-def sampling_for(fields: AttentionFields, *, one_token: Callable[[str], int | None]) -> Sampling:
+def check_ids_fit(ids: Sequence[int], fields: AttentionFields, model: ModelInfo, most: int) -> None:
+    """Refuse ``input_ids`` that the model cannot read as they are: only text is truncated.
+
+    Args:
+        ids: The ids.
+        fields: The request.
+        model: The model.
+        most: Longest prompt in tokens that the server allows.
+
+    Raises:
+        PromptTooLong: There are more than that, than the client allows, or than the model was
+            trained for.
+    """
+    limits = {
+        "the limit is {}": min(most, fields.max_context_length or most),
+        "the model was trained for {} (max_position_embeddings)": model.n_ctx_train or most,
+    }
+    for why, limit in limits.items():
+        if len(ids) > limit:
+            raise PromptTooLong(
+                f"input_ids has {len(ids)} tokens, {why.format(limit)}; shorten it",
+                parameter="input_ids",
+                n_tokens=len(ids),
+                n_max=limit,
+            )
+
+
+def sampling_for(
+    fields: AttentionFields, *, control_token: Callable[[str], int | None], seed: int
+) -> Sampling:
     """How tokens are chosen.
 
     Args:
         fields: The request.
-        one_token: The id of a text that is one token, else None; for texts in ``banned_tokens``.
+        control_token: The id of a text that is a control token, else None; for ``banned_tokens``.
+        seed: That of a request that gives none.
 
     Raises:
         InvalidSampling: A value is out of its range; the message names the client's field.
-        InvalidToken: A banned text is not one token, or a key of ``logit_bias`` is not an id.
+        InvalidToken: A key of ``logit_bias`` is not an id.
     """
     given = {
         option: first(*(getattr(fields, name) for name in names))
         for option, names in SAMPLING_FIELDS.items()
     }
-    given["grammar"] = given["grammar"] or None
-    given["banned_tokens"] = _banned(fields.banned_tokens, one_token)
+    for name in ("grammar", "json_schema", "regex"):
+        if given[name] == "":
+            given[name] = None
+    for name in ("stop", "dry_sequence_breakers"):
+        given[name] = given[name] and [text for text in given[name] if text]
+    given["banned_tokens"] = _banned_ids(fields, control_token)
     given["logit_bias"] = _bias(fields.logit_bias)
     given["top_logprobs"] = _top_logprobs(fields)
-    if given["seed"] is not None and given["seed"] < 0:  # KoboldAI's clients send -1 for "any"
-        given["seed"] = None
+    if given["top_k"] is not None:
+        given["top_k"] = max(0, given["top_k"])
+    if given["top_p"] == 0:
+        given["top_p"] = _LEAST_TOP_P
+    wanted: int | None = given["seed"]
+    # KoboldAI's clients send -1 for "any".
+    given["seed"] = seed if wanted is None or wanted < 0 else wanted % _N_SEEDS
     chosen = {name: value for name, value in given.items() if value is not None}
     try:
         return Sampling(**{**_SAMPLING_DEFAULTS, **chosen})
@@ -289,19 +363,48 @@ def sampling_for(fields: AttentionFields, *, one_token: Callable[[str], int | No
         raise renamed(error, {str(error.parameter): _given(fields, names)}) from None
 
 
-def one_token_of(engine: Engine) -> Callable[[str], int | None]:
-    """A function for the id of a text that is one token of *engine*'s vocabulary, else None."""
+def random_seed() -> int:
+    """A seed for a request that gives none, so that its reply can tell it."""
+    return secrets.randbelow(_N_SEEDS)
 
-    def one_token(text: str) -> int | None:
+
+def phrases_of(
+    fields: AttentionFields, *, control_token: Callable[[str], int | None]
+) -> tuple[str, ...]:
+    """Texts that must not be generated; *control_token* is as in `sampling_for`.
+
+    Raises:
+        RequestError: There are too many, or one is too long.
+    """
+    texts = [one for one in _banned(fields) if isinstance(one, str) and one]
+    name = _given(fields, SAMPLING_FIELDS["banned_tokens"])
+    if len(texts) > _MOST_PHRASES:
+        raise RequestError(
+            f"{name} has {len(texts)} texts, the limit is {_MOST_PHRASES}; send fewer, or ids"
+        )
+    longest = max(map(len, texts), default=0)
+    if longest > _MOST_PHRASE:
+        raise RequestError(
+            f"{name} has a text of {longest} characters, the limit is {_MOST_PHRASE}; shorten it"
+        )
+    return tuple(text for text in texts if control_token(text) is None)
+
+
+def control_token_of(engine: Engine) -> Callable[[str], int | None]:
+    """A function for the id of a text that is a control token of *engine*'s model, else None."""
+
+    @cache
+    def control_token(text: str) -> int | None:
         if len(text) > _MOST_TOKEN_TEXT:
             return None
         try:
             ids = engine.tokenize(text, add_special=False)
+            plain = engine.tokenize(text, add_special=False, parse_special=False)
         except KqviewError:  # a model without a vocabulary
             return None
-        return ids[0] if len(ids) == 1 else None
+        return ids[0] if len(ids) == 1 and ids != plain else None
 
-    return one_token
+    return control_token
 
 
 def attention_of(
@@ -332,6 +435,62 @@ def attention_of(
     )
 
 
+_OF_ATTENTION: Final = (
+    "prompt_attention", "attention_values", "attention_format", "aggregation_mode",
+    "layer_weights", "sparse_top_k", "attention_top_k", "attention_layers", "attention_heads",
+    "attention_spans", "dtype",
+)  # fmt: skip
+_OF_FORMAT: Final[Mapping[str, str]] = MappingProxyType(
+    {
+        "aggregation_mode": "aggregated",
+        "layer_weights": "aggregated",
+        "sparse_top_k": "sparse",
+        "attention_top_k": "sparse",
+    }
+)
+
+
+def ignored_of(
+    fields: AttentionFields,
+    unknown: Sequence[str],
+    wanted: AttentionWanted | None,
+    *,
+    of_attention: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Names of what a request has to no effect, for its reply.
+
+    Args:
+        fields: The request.
+        unknown: Its names that the protocol does not have.
+        wanted: The attention to send, None for none.
+        of_attention: Further fields that have no effect without attention.
+    """
+    ignored = list(unknown)
+    if fields.input_ids is not None:
+        ignored += [name for name in ("prompt", "memory") if _has(fields, name)]
+    for names in (*SAMPLING_FIELDS.values(), *_OTHER_FIELDS.values()):
+        used = _given(fields, names)
+        if names != SAMPLING_FIELDS["banned_tokens"]:  # these add up
+            ignored += [name for name in names if name != used and _has(fields, name)]
+    if wanted is None:
+        names = (*_OF_ATTENTION, *of_attention)
+        ignored += [name for name in names if _has(fields, name)]
+    else:
+        ignored += [
+            name
+            for name, form in _OF_FORMAT.items()
+            if wanted.format != form and _has(fields, name)
+        ]
+        is_weighted = wanted.aggregation == "weighted_layers"
+        if wanted.format == "aggregated" and not is_weighted and _has(fields, "layer_weights"):
+            ignored.append("layer_weights")
+    return shown_names(dict.fromkeys(ignored))
+
+
+def _has(fields: AttentionFields, name: str) -> bool:
+    return getattr(fields, name) is not None
+
+
 def asks_for_logprobs(fields: AttentionFields) -> bool:
     """Whether the client wants logprobs at all."""
     return first(fields.top_logprobs, fields.logprobs, False) is not False
@@ -353,21 +512,15 @@ def _top_logprobs(fields: AttentionFields) -> int | None:
     return wanted
 
 
-def _banned(
-    banned: Sequence[int | str] | None, one_token: Callable[[str], int | None]
+def _banned(fields: AttentionFields) -> Sequence[int | str]:
+    return [*(fields.banned_tokens or ()), *(fields.banned_strings or ())]
+
+
+def _banned_ids(
+    fields: AttentionFields, control_token: Callable[[str], int | None]
 ) -> list[int] | None:
-    if banned is None:
-        return None
-    ids: list[int] = []
-    for one in banned:
-        found = one if isinstance(one, int) else one_token(one)
-        if found is None:
-            raise InvalidToken(
-                f"banned_tokens has {one!r}, which is not one token of the vocabulary; "
-                "ban ids, or texts that are one token"
-            )
-        ids.append(found)
-    return ids
+    found = [one if isinstance(one, int) else control_token(one) for one in _banned(fields)]
+    return [id_ for id_ in found if id_ is not None] or None
 
 
 def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
@@ -383,18 +536,68 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
 
 # ---- attention objects
 
-Object = dict[str, Any]
 
+@dataclass(frozen=True, slots=True)
+class RowFacts:
+    """What the rows of a request are, besides their shape.
 
-def layers_of(wanted: AttentionWanted, model: ModelInfo) -> tuple[int, ...] | None:
-    """Layers in the order of the object's layer axis; None if that says nothing new.
-
-    It does if the object has such an axis and the layers are not all of the model's.
+    Attributes:
+        wanted: As the request asks for them.
+        layers: Layers in the order of the layer axis; None if that says nothing new. It does if
+            there is such an axis and the layers are not all of the model's.
+        n_layers: How many there are.
+        n_heads: Heads of each layer.
+        has_sinks: Whether part of each softmax goes to attention sinks.
     """
-    if wanted.format == "aggregated":
-        return None
-    layers = model.attention_layers if wanted.layers is None else wanted.layers
-    return None if layers == tuple(range(model.n_layer)) else layers
+
+    wanted: AttentionWanted
+    layers: tuple[int, ...] | None
+    n_layers: int
+    n_heads: int
+    has_sinks: bool
+
+    @classmethod
+    def of(cls, wanted: AttentionWanted, model: ModelInfo) -> "RowFacts":
+        """Those of *wanted* from *model*."""
+        layers = model.attention_layers if wanted.layers is None else wanted.layers
+        is_usual = wanted.format == "aggregated" or layers == tuple(range(model.n_layer))
+        return cls(
+            wanted,
+            None if is_usual else layers,
+            len(layers),
+            model.n_head if wanted.heads is None else len(wanted.heads),
+            model.has_attention_sinks and wanted.kind == "probs",
+        )
+
+    @property
+    def fields(self) -> Object:
+        """What every attention object says."""
+        fields: Object = {"values": self.wanted.kind}
+        if self.has_sinks:
+            fields["sinks"] = True
+        return fields
+
+    @property
+    def row_sum(self) -> str | None:
+        """What the values of a row of one head add up to; None for what is not normalized."""
+        if self.wanted.kind != "probs":
+            return None
+        return "less than 1: the rest goes to attention sinks" if self.has_sinks else "1"
+
+    @property
+    def described(self) -> Object:
+        """What a start event says of all rows of the request."""
+        wanted = self.wanted
+        fields: Object = {"format": wanted.format, **self.fields, "row_sum": self.row_sum}
+        if wanted.format in ("per_layer", "aggregated"):
+            columns = None if wanted.spans is None else len(wanted.spans)
+            sizes = [self.n_layers, self.n_heads] if wanted.format == "per_layer" else []
+            fields |= {"dtype": wanted.dtype, "shape": [*sizes, columns]}
+        if wanted.format == "aggregated":
+            fields["aggregation_mode"] = wanted.aggregation
+        if wanted.spans is None:
+            fields["columns"] = "the prompt, then the tokens before this one"
+        return fields
 
 
 def attention_object(
@@ -402,7 +605,7 @@ def attention_object(
     encoder: Encoder,
     *,
     as_list: bool = False,
-    layers: tuple[int, ...] | None = None,
+    facts: RowFacts,
 ) -> tuple[Object, bytes | None]:
     """The object for JSON, and the base64 of its values if it has any.
 
@@ -410,33 +613,31 @@ def attention_object(
         shaped: What `kqview.server.attention.shaped` returned.
         encoder: The run's.
         as_list: Write the values of "aggregated" as a list of numbers instead of base64.
-        layers: As `layers_of` says.
+        facts: Of the request's rows.
 
     Returns:
         The object, with `DATA_HERE` as ``data`` if the second value belongs there; None as second
         value if the object is complete.
     """
     if isinstance(shaped, Dense):
-        fields = _dense(shaped, layers)
+        fields = _dense(shaped, facts)
         if as_list and shaped.format == "aggregated":
-            return {**fields, "data": encoder.numbers(shaped.values)}, None
-        fields |= {"encoding": "base64", "dtype": shaped.values.dtype.name, "data": DATA_HERE}
-        return fields, encoder.base64(shaped.values)
-    return _small(shaped, encoder, layers), None
+            return {**fields, **facts.fields, "data": encoder.numbers(shaped.values)}, None
+        fields |= {"encoding": "base64", "dtype": shaped.values.dtype.name, **facts.fields}
+        return {**fields, "data": DATA_HERE}, encoder.base64(shaped.values)
+    return _small(shaped, encoder, facts), None
 
 
-def attention_frame(
-    shaped: Shaped, encoder: Encoder, *, layers: tuple[int, ...] | None = None
-) -> tuple[Object, bytes]:
+def attention_frame(shaped: Shaped, encoder: Encoder, *, facts: RowFacts) -> tuple[Object, bytes]:
     """The object without ``data``, and its values as little-endian bytes for a separate frame.
 
     Formats without an array of values are complete in the object; their frame is empty.
     """
     if isinstance(shaped, Dense):
-        fields = _dense(shaped, layers)
-        fields |= {"encoding": "binary", "dtype": shaped.values.dtype.name}
+        fields = _dense(shaped, facts)
+        fields |= {"encoding": "binary", "dtype": shaped.values.dtype.name, **facts.fields}
         return fields, encoder.raw(shaped.values)
-    return _small(shaped, encoder, layers), b""
+    return _small(shaped, encoder, facts), b""
 
 
 def event_pieces(event: Any, data: bytes | None) -> list[bytes]:
@@ -444,7 +645,7 @@ def event_pieces(event: Any, data: bytes | None) -> list[bytes]:
     return [msgspec.json.encode(event)] if data is None else split_json(event, data)
 
 
-def _dense(dense: Dense, layers: tuple[int, ...] | None) -> Object:
+def _dense(dense: Dense, facts: RowFacts) -> Object:
     fields: Object = {
         "format": dense.format,
         "shape": list(dense.values.shape),
@@ -455,13 +656,15 @@ def _dense(dense: Dense, layers: tuple[int, ...] | None) -> Object:
         fields["spans"] = dense.spans
     if dense.heads_by_layer is not None:
         fields["heads_by_layer"] = dense.heads_by_layer
-    if layers is not None:
-        fields["layers"] = layers
+    if facts.layers is not None:
+        fields["layers"] = facts.layers
     return fields
 
 
-def _small(shaped: Sparse | Viz, encoder: Encoder, layers: tuple[int, ...] | None) -> Object:
-    fields: Object = {} if layers is None else {"layers": layers}
+def _small(shaped: Sparse | Viz, encoder: Encoder, facts: RowFacts) -> Object:
+    fields: Object = dict(facts.fields)
+    if facts.layers is not None:
+        fields["layers"] = facts.layers
     if isinstance(shaped, Sparse):
         by_layer = encoder.numbers(shaped.by_layer)
         positions = shaped.positions.tolist()
@@ -513,6 +716,50 @@ def with_lists(
         parts += [msgspec.msgpack.encode(name), b"\xdd" + len(elements).to_bytes(4, "big")]
         parts += elements
     return b"".join(parts)
+
+
+# ---- what is told of a run
+
+
+def start_event(run: Run, facts: RowFacts | None, ignored: Sequence[str]) -> Object:
+    """The event that a stream begins with if the client asks for it."""
+    event: Object = {
+        "type": "start",
+        "request_id": run.label,
+        "prompt_tokens": run.usage.prompt_tokens,
+        "prompt_ids": run.generations[0].prompt_ids,
+        "seed": run.request.sampling.seed,
+        **left_out(run, ignored),
+    }
+    return event if facts is None else {**event, "attention": facts.described}
+
+
+def details_of(run: Run, ignored: Sequence[str]) -> Object:
+    """What the end of a reply says of the run, for the clients of both protocols."""
+    usage = run.usage
+    return {
+        "seed": run.request.sampling.seed,
+        "prompt_tokens": usage.prompt_tokens,
+        "cached_tokens": usage.cached_tokens,
+        "queue_ms": _milliseconds(usage.queue_s),
+        "prompt_ms": _milliseconds(usage.prefill_s),
+        "generation_ms": _milliseconds(usage.decode_s),
+        **left_out(run, ignored),
+    }
+
+
+def left_out(run: Run, ignored: Sequence[str]) -> Object:
+    """What the server left out of a request: tokens of its text, and fields; empty if nothing."""
+    told: Object = {}
+    if run.n_truncated:
+        told["truncated_tokens"] = run.n_truncated
+    if ignored:
+        told["ignored"] = ignored
+    return told
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1000 * seconds, 3)
 
 
 # ---- logprobs

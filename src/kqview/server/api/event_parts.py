@@ -25,6 +25,9 @@ class AttentionObject(Struct, kw_only=True):
         layers: Layers of the first axis, in its order, such as [0, 3], if they are not all.
         encoding: "base64" if ``data`` is; "binary" if a binary frame with the values follows.
         dtype: Type of the values, such as "float32"; little-endian, in C order.
+        values: What they are, such as "probs".
+        sinks: True if part of each row goes to the model's attention sinks: probabilities then add
+            up to less than 1.
         data: The values: base64, such as "AACAPw==", or a list of numbers; of "sparse" a list of
             objects with ``position``, a column, and ``layers``, its weight in each layer.
         top_k: Of "sparse": how many columns there are, such as 10.
@@ -41,6 +44,8 @@ class AttentionObject(Struct, kw_only=True):
     layers: list[int] | UnsetType = UNSET
     encoding: Literal["base64", "binary"] | UnsetType = UNSET
     dtype: str | UnsetType = UNSET
+    values: Literal["logits", "scores", "probs"]
+    sinks: bool | UnsetType = UNSET
     data: str | list[Any] | UnsetType = UNSET
     top_k: int | UnsetType = UNSET
     mean_by_layer: list[Any] | UnsetType = UNSET
@@ -70,6 +75,83 @@ class PromptAttention(AttentionObject, kw_only=True):
 
     start: int
     rows: int
+
+
+class RowsDescribed(Struct, kw_only=True):
+    """What all rows of a request are.
+
+    Attributes:
+        format: As in attention objects, such as "per_layer".
+        values: What they are, such as "probs".
+        row_sum: What the values of one head's row add up to, such as "1"; null for what is not
+            normalized.
+        sinks: As in attention objects.
+        dtype: Type of the values, such as "float32".
+        shape: Shape of a row, such as [4, 8, null]; null is the number of columns, which grows.
+        aggregation_mode: Of "aggregated": how one row is made of many, such as "mean".
+        columns: What the columns are, such as "the prompt, then the tokens before this one".
+    """
+
+    format: Literal["per_layer", "aggregated", "sparse", "viz"]
+    values: Literal["logits", "scores", "probs"]
+    row_sum: str | None
+    sinks: bool | UnsetType = UNSET
+    dtype: str | UnsetType = UNSET
+    shape: list[int | None] | UnsetType = UNSET
+    aggregation_mode: str | UnsetType = UNSET
+    columns: str | UnsetType = UNSET
+
+
+class LeftOut(Struct, kw_only=True):
+    """What the server left out of a request.
+
+    Attributes:
+        truncated_tokens: Tokens at the front of a text that was too long, such as 120.
+        ignored: Names in the request that had no effect, such as ["max_lenght"].
+    """
+
+    truncated_tokens: int | UnsetType = UNSET
+    ignored: list[str] | UnsetType = UNSET
+
+
+class StartEvent(LeftOut, kw_only=True):
+    """What follows, with ``start_event``.
+
+    Attributes:
+        type: Always "start".
+        request_id: Label of the request, such as "r1".
+        prompt_tokens: Tokens of the prompt, such as 7.
+        prompt_ids: Their ids, such as [0, 35, 444], as they are evaluated.
+        seed: The seed that is used, such as 2531011, also if the request gave none.
+        attention: What the rows are, if some were asked for.
+    """
+
+    type: Literal["start"]
+    request_id: str
+    prompt_tokens: int
+    prompt_ids: list[int]
+    seed: int
+    attention: RowsDescribed | UnsetType = UNSET
+
+
+class RunDetails(LeftOut, kw_only=True):
+    """What the end tells of a request; times and counts are of its first sample.
+
+    Attributes:
+        seed: The seed that was used, such as 2531011, also if the request gave none.
+        prompt_tokens: Tokens of the prompt, such as 7.
+        cached_tokens: Those of them that were in a cache, such as 0; the others were evaluated.
+        queue_ms: Milliseconds that it waited for a slot, such as 0.1.
+        prompt_ms: Milliseconds from then to the first token, such as 4.2.
+        generation_ms: Milliseconds from the first token to the last, such as 1.7.
+    """
+
+    seed: int
+    prompt_tokens: int
+    cached_tokens: int
+    queue_ms: float
+    prompt_ms: float
+    generation_ms: float
 
 
 class LikelyToken(Struct):

@@ -7,12 +7,15 @@ from typing import Any, Final
 
 from kqview.errors import InvalidToken, OutOfMemory, PoolExhausted, PromptTooLong, RequestError
 from kqview.server.api.attention_protocol import (
+    RowFacts,
     asks_for_logprobs,
     attention_of,
+    check_ids_fit,
     first,
-    layers_of,
+    ignored_of,
     max_tokens_of,
     names_of,
+    phrases_of,
     prompt_of,
     sampling_for,
 )
@@ -49,17 +52,24 @@ class Plan:
 
     Attributes:
         request: For the service; its attention is what is captured.
-        shown: Attention to send, None for none.
-        layers: `layers_of` what is shown.
+        facts: What the rows to send are, None for none.
+        ignored: Names of fields without effect, which the reply tells.
+        has_start: Whether a stream begins with an event that tells of the request.
         encoding: As asked for; None leaves short rows as lists of numbers.
         scores: Of the sentences to watch, None for none.
     """
 
     request: GenerateRequest
-    shown: AttentionWanted | None
-    layers: tuple[int, ...] | None
+    facts: RowFacts | None
     encoding: schema.Encoding | None
     scores: SentenceScores | None
+    ignored: Sequence[str] = ()
+    has_start: bool = False
+
+    @property
+    def shown(self) -> AttentionWanted | None:
+        """Attention to send, None for none."""
+        return None if self.facts is None else self.facts.wanted
 
 
 def plan_of(
@@ -69,7 +79,9 @@ def plan_of(
     model: ModelInfo,
     max_context: int,
     settings: Settings,
-    one_token: Callable[[str], int | None],
+    control_token: Callable[[str], int | None],
+    seed: int,
+    unknown: Sequence[str] = (),
     always_logprob: bool = False,
 ) -> Plan:
     """What *body* asks for; ids and positions are checked against *model*.
@@ -80,22 +92,23 @@ def plan_of(
         model: The model that will answer.
         max_context: Longest prompt in tokens.
         settings: For the server's defaults.
-        one_token: As in `sampling_for`.
+        control_token: As in `sampling_for`, like *seed*.
+        seed: Of a request that gives none.
+        unknown: Names in the request that this dialect does not have.
         always_logprob: Whether tokens carry their logprob without being asked.
 
     Raises:
-        PromptTooLong: ``input_ids`` is longer than *max_context*.
+        PromptTooLong: ``input_ids`` is longer than *max_context*, or than the model's own.
         InvalidToken: An id is not in the vocabulary; the message names field and index.
         RequestError: Or one of its kinds: a value is out of its range.
     """
     prompt = prompt_of(body)
     n_prompt = None if isinstance(prompt, str) else len(prompt)
-    limit = context_limit(body, max_context)
-    if n_prompt is not None and n_prompt > limit:
-        raise PromptTooLong(f"input_ids has {n_prompt} tokens, the limit is {limit}; shorten it")
-    for name in ("input_ids", "stop_tokens", "banned_tokens"):
+    if not isinstance(prompt, str):
+        check_ids_fit(prompt, body, model, max_context)
+    for name in ("input_ids", "stop_tokens", "banned_tokens", "banned_strings"):
         _check_ids(name, getattr(body, name) or (), model.n_vocab)
-    sampling = sampling_for(body, one_token=one_token)
+    sampling = sampling_for(body, control_token=control_token, seed=seed)
     if always_logprob and sampling.top_logprobs is None:
         sampling = replace(sampling, top_logprobs=0)
     shown = attention_of(body, settings, default=VALUES, asked=False)
@@ -106,9 +119,13 @@ def plan_of(
         scores = SentenceScores(body.sentences, n_prompt or 1, body.prune_below)
     request = GenerateRequest(
         prompt=prompt,
+        truncates=True,
+        memory=body.memory or "",
         max_tokens=max_tokens_of(body),
         sampling=sampling,
+        banned_phrases=phrases_of(body, control_token=control_token),
         request_id=body.request_id or request_id,
+        shares_name=True,
         attention=captured,
         n_samples=first(body.num_samples, 1),
         key=body.genkey or "",
@@ -119,10 +136,11 @@ def plan_of(
     )
     return Plan(
         request=request,
-        shown=shown,
-        layers=layers_of(shown, model) if shown is not None else None,
+        facts=None if shown is None else RowFacts.of(shown, model),
         encoding=body.encoding,
         scores=scores,
+        ignored=ignored_of(body, unknown, shown, of_attention=("encoding",)),
+        has_start=bool(body.start_event),
     )
 
 
@@ -195,7 +213,7 @@ def figures_of(
     """
     counted = {} if n_prompt is None else {"prompt_tokens": n_prompt}
     if isinstance(error, PromptTooLong):
-        return {"context_length": max_context, **counted}
+        return {"context_length": error.n_max or max_context, **counted}
     if isinstance(error, PoolExhausted | OutOfMemory):
         return {"context_length": max_context, **counted, **memory()}
     if isinstance(error, InvalidToken):
@@ -251,7 +269,7 @@ _MARKERS: Final = {"im_start_id": "<|im_start|>", "im_end_id": "<|im_end|>"}
 
 
 def model_info_of(
-    model: ModelInfo, *, name: str, max_context: int, one_token: Callable[[str], int | None]
+    model: ModelInfo, *, name: str, max_context: int, control_token: Callable[[str], int | None]
 ) -> schema.ModelInfoReply:
     """HttpReply of ``GET /api/v1/model/info``.
 
@@ -259,13 +277,13 @@ def model_info_of(
         model: The facts.
         name: What the server calls it.
         max_context: Longest prompt in tokens.
-        one_token: The id of a text that is one token of the vocabulary, else None.
+        control_token: The id of a text that is one token of the vocabulary, else None.
     """
     special: dict[str, str | int | None] = {
         key: model.special_tokens.get(role) for key, role in _SPECIAL.items()
     }
     for key, text in _MARKERS.items():
-        found = one_token(text)
+        found = control_token(text)
         if found is not None:
             special[key] = found
     return schema.ModelInfoReply(

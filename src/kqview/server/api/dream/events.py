@@ -22,7 +22,9 @@ from kqview.server.api.attention_protocol import (
     Object,
     attention_frame,
     attention_object,
+    details_of,
     event_pieces,
+    start_event,
     with_lists,
 )
 from kqview.server.api.dream import schema
@@ -33,6 +35,7 @@ from kqview.server.attention import AttentionWanted, Dense, Encoder, joined_text
 from kqview.server.budget import Hold
 from kqview.server.endpoint import Frames, check_values
 from kqview.server.errors import Answer
+from kqview.server.lenient import LenientDecoder
 from kqview.server.run import Removal, Run, Step, TokenLogprobs
 from kqview.types import ModelInfo, PromptBlock, Token
 from kqview.types.token import Attention
@@ -60,14 +63,15 @@ def attention_parts(
         The object; the base64 that belongs at its `DATA_HERE`, if any; the values for a separate
         frame, if any.
     """
+    assert plan.facts is not None
     assert plan.shown is not None
     assert plan.request.attention is not None
     values = shaped(plan.shown, reduced(plan.shown, plan.request.attention, rows))
     if isinstance(values, Dense) and (packs or plan.encoding == "binary"):
-        fields, frame = attention_frame(values, encoder, layers=plan.layers)
+        fields, frame = attention_frame(values, encoder, facts=plan.facts)
         return ({**fields, "data": frame}, None, None) if packs else (fields, None, frame)
     as_list = plan.encoding is None
-    fields, data = attention_object(values, encoder, as_list=as_list, layers=plan.layers)
+    fields, data = attention_object(values, encoder, as_list=as_list, facts=plan.facts)
     return fields, data, None
 
 
@@ -119,12 +123,21 @@ class EventRenderer:
         self._packs = packs
         self._n_samples = plan.request.n_samples
         self._n_by_sample = [0] * self._n_samples
+        self._has_started = False
 
     def prompt(self, run: Run, block: PromptBlock) -> Frames:
         """Rows of the prompt."""
         assert block.rows is not None
         event = {**self._head("prompt_attention"), "start": block.start, "rows": block.n_rows}
-        return self._with_attention(event, block.rows, run.encoder)
+        return [*self._start(run), *self._with_attention(event, block.rows, run.encoder)]
+
+    def _start(self, run: Run) -> Frames:
+        """The event that precedes the first one, if it is wanted and this is that."""
+        if self._has_started or not self._plan.has_start:
+            return []
+        self._has_started = True
+        event = start_event(run, self._plan.facts, self._plan.ignored)
+        return [packed(event, packs=self._packs)]
 
     def token(self, run: Run, step: Step) -> Frames:
         """One token."""
@@ -135,8 +148,9 @@ class EventRenderer:
         if self._n_samples > 1:
             event["sample"] = step.sample
         if self._plan.shown is None or token.attention is None:
-            return [packed(event, packs=self._packs)]
-        return self._with_attention(event, token.attention, run.encoder)
+            return [*self._start(run), packed(event, packs=self._packs)]
+        frames = self._with_attention(event, token.attention, run.encoder)
+        return [*self._start(run), *frames]
 
     def removed(self, run: Run, removal: Removal) -> Frames:
         """What a client is to drop: so many of the last ids and characters."""
@@ -153,6 +167,7 @@ class EventRenderer:
             "finish_reason": run.finish_reason,
             "total_tokens": run.n_tokens,
             "generation_time_ms": round(run.elapsed_s * 1000),
+            **details_of(run, self._plan.ignored),
             **tool_calls_of(run.generations[0]),
         }
         if self._n_samples > 1:
@@ -166,7 +181,7 @@ class EventRenderer:
         if self._plan.scores is not None:
             found = self._plan.scores.prunable()
             events.insert(0, {**self._head("pruning_suggestion"), "prunable_sentences": found})
-        return [packed(one, packs=self._packs) for one in events]
+        return [*self._start(run), *(packed(one, packs=self._packs) for one in events)]
 
     def error(self, run: Run | None, answer: Answer) -> Frames:
         """What went wrong, with the figures that only the run's own error has."""
@@ -196,22 +211,24 @@ def error_frame(answer: Answer, request_id: str | None, *, packs: bool) -> bytes
 
 # ---- messages of the client
 
-_JSON = msgspec.json.Decoder(schema.ClientMessage)
-_PACK = msgspec.msgpack.Decoder(schema.ClientMessage)
+_JSON = LenientDecoder(schema.ClientMessage)
+_PACK = LenientDecoder(schema.ClientMessage, packs=True)
 
 
-def message_of(raw: bytes | str, *, packs: bool) -> schema.ClientMessage:
+def message_of(raw: bytes | str, *, packs: bool) -> tuple[schema.ClientMessage, Sequence[str]]:
     """The typed message in a frame; text is JSON whatever the subprotocol.
+
+    Returns it, and the names in it that its type does not have.
 
     Raises:
         RequestError: It cannot be read; the message names the field.
         TooLarge: It has too many values.
     """
     check_values(raw, packs=packs and isinstance(raw, bytes))
+    decoder = _PACK if isinstance(raw, bytes) and packs else _JSON
     try:
-        if isinstance(raw, bytes) and packs:
-            return _PACK.decode(raw)
-        return _JSON.decode(raw)
+        message = decoder.decode(raw)
+        return message, decoder.unknown(raw, message)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(f"the message cannot be read: {error}; correct it") from None
 
@@ -366,6 +383,9 @@ class ReplyBuilder:
         """The whole reply of a run that is over."""
         ends = list(zip(run.generations, self._samples, strict=True))
         head: Object = {"results": [self._result(one, sample) for one, sample in ends]}
+        head["details"] = {
+            "reason": run.finish_reason, **details_of(run, self._plan.ignored),
+        }  # fmt: skip
         if self._plan.scores is not None:
             head["prunable_sentences"] = self._plan.scores.prunable()
         lists: list[tuple[str, Sequence[bytes]]] = []

@@ -8,7 +8,7 @@ events. Both end with the socket.
 import asyncio
 import contextlib
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from kqview.engine import Engine
 from kqview.errors import BusyError, KqviewError, RequestError
-from kqview.server.api.attention_protocol import one_token_of
+from kqview.server.api.attention_protocol import control_token_of, random_seed
 from kqview.server.api.dream import schema, stream_schema
 from kqview.server.api.dream.convert import (
     Plan,
@@ -40,6 +40,7 @@ from kqview.server.api.dream.events import (
     name_in,
     reply_bytes,
 )
+from kqview.server.api.event_parts import StartEvent
 from kqview.server.budget import Hold, uncounted
 from kqview.server.endpoint import Call, HttpReply, Operation, Sample, error_reply
 from kqview.server.errors import Answer, answer_of
@@ -56,10 +57,11 @@ def plan_for(
     settings: Settings,
     body: schema.DreamFields,
     request_id: str,
+    unknown: Sequence[str],
     *,
     always_logprob: bool = False,
 ) -> Plan:
-    """`plan_of` for *model*.
+    """`plan_of` for *model*, with the names in *body* that this dialect does not have.
 
     Raises:
         NoModel: It is being switched.
@@ -72,7 +74,9 @@ def plan_for(
         model=engine.model,
         max_context=model.max_context,
         settings=settings,
-        one_token=one_token_of(engine),
+        control_token=control_token_of(engine),
+        seed=random_seed(),
+        unknown=unknown,
         always_logprob=always_logprob,
     )
 
@@ -83,7 +87,7 @@ def info_of(model: Served, engine: Engine, name: str) -> schema.ModelInfoReply:
         engine.model,
         name=name,
         max_context=model.max_context_of(engine),
-        one_token=one_token_of(engine),
+        control_token=control_token_of(engine),
     )
 
 
@@ -216,7 +220,7 @@ class Session:
     async def _take(self, raw: bytes | str) -> None:
         """Handle a message."""
         try:
-            message = await self._converted(raw, message_of, raw, packs=self._packs)
+            message, unknown = await self._converted(raw, message_of, raw, packs=self._packs)
         except RequestError as error:
             name = await self._converted(raw, name_in, raw, packs=self._packs)
             await self._refuse(error, name)
@@ -228,7 +232,7 @@ class Session:
         if self._running is not None and self._running.run.is_over:
             await self._end_running()
         if not self._socket.is_closed:
-            await self._generate(message, raw)
+            await self._generate(message, raw, unknown)
 
     async def _converted(
         self, raw: bytes | str, convert: Callable[..., Any], *args: Any, **options: Any
@@ -237,7 +241,7 @@ class Session:
 
     async def _cancel(self, message: schema.Cancel) -> None:
         running, wanted = self._running, message.request_id
-        if running is not None and wanted in (None, running.run.request_id):
+        if running is not None and wanted in (None, running.run.label):
             running.run.end()
         elif wanted is None or wanted != self._last_id:  # its end and this message may have crossed
             error = RequestError(
@@ -245,7 +249,9 @@ class Session:
             )
             await self._refuse(error, wanted)
 
-    async def _generate(self, message: schema.Generate, raw: bytes | str) -> None:
+    async def _generate(
+        self, message: schema.Generate, raw: bytes | str, unknown: Sequence[str]
+    ) -> None:
         request_id = message.request_id or uuid.uuid4().hex
         if self._running is not None:
             await self._refuse(BusyError(_BUSY), request_id)
@@ -257,7 +263,7 @@ class Session:
                 model = await use.enter_async_context(service.pool.using(message.model))
                 message = resolved(message, model)
                 plan = await self._converted(
-                    raw, plan_for, model, service.settings, message, request_id,
+                    raw, plan_for, model, service.settings, message, request_id, unknown,
                     always_logprob=True,
                 )  # fmt: skip
                 token_bytes = token_bytes_of(model.engine)
@@ -318,7 +324,7 @@ async def _generate(call: Call, body: schema.GenerateBody) -> HttpReply:
     packs = _takes_packs(call)
     plan = await service.converted(
         call.n_body_bytes, call.hold, plan_for, call.model, service.settings, body,
-        call.request_id,
+        call.request_id, call.unknown,
     )  # fmt: skip
     engine = call.model.engine
     token_bytes = token_bytes_of(engine)
@@ -380,13 +386,24 @@ async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply
 _EXAMPLE: Final[dict[str, Any]] = {"prompt": "Anna is a", "max_new_tokens": 2, "temperature": 0}
 _ROW: Final[dict[str, Any]] = {
     "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "binary",
-    "dtype": "float32",
+    "dtype": "float32", "values": "probs",
 }  # fmt: skip
 _MESSAGES: Final = (
     Sample(
         "client", "A request; another one may follow its end",
         {"type": "generate", **_EXAMPLE, "return_attention": True, "encoding": "binary"},
         type=schema.Generate,
+    ),
+    Sample(
+        "server", "With start_event: what follows",
+        {
+            "type": "start", "request_id": "…", "prompt_tokens": 7,
+            "prompt_ids": [0, 35, 444, 67, 268, 67, 258], "seed": 2531011, "attention": {
+                "format": "per_layer", "values": "probs", "row_sum": "1", "dtype": "float32",
+                "shape": [4, 8, None], "columns": "the prompt, then the tokens before this one",
+            },
+        },
+        type=StartEvent,
     ),
     Sample(
         "server", "Rows of the prompt, with prompt_attention",
@@ -425,7 +442,8 @@ _MESSAGES: Final = (
         "server", "The end",
         {
             "type": "done", "request_id": "…", "finish_reason": "length", "total_tokens": 2,
-            "generation_time_ms": 4,
+            "generation_time_ms": 6, "seed": 2531011, "prompt_tokens": 7, "cached_tokens": 0,
+            "queue_ms": 0.1, "prompt_ms": 4.2, "generation_ms": 1.7,
         },
         type=stream_schema.DoneEvent,
     ),
@@ -452,7 +470,7 @@ OPERATIONS: Final[list[Operation]] = [
         method="POST", path="/api/v1/generate", also=("/api/latest/generate",),
         handler=generate, model="named", tag=_TAG, error_body=shared_error_body,
         failure=stream_schema.SharedFailure,
-        body=schema.GenerateBody, reply=schema.GenerateReply,
+        body=schema.GenerateBody, reply=schema.GenerateReply, is_lenient=True,
         summary="Text in one reply, with the attention of every token if asked for.",
         example={**_EXAMPLE, "return_attention": True},
     ),

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from kqview.server.api.attention_protocol import AttentionFields, Logprobs
-from kqview.server.api.event_parts import AttentionObject
+from kqview.server.api.event_parts import AttentionObject, RunDetails
 
 Encoding = Literal["base64", "binary"]
 
@@ -186,11 +186,23 @@ class SampleResult(msgspec.Struct):
     logprobs: Logprobs | UnsetType | None = UNSET
 
 
+class Details(RunDetails, kw_only=True):
+    """What a reply tells of its request.
+
+    Attributes:
+        reason: Why the first sample ended exactly: "stop" if the model ended the text,
+            "stop_token", "stop_sequence", "length", "cancelled" or "tool_calls".
+    """
+
+    reason: str
+
+
 class GenerateReply(msgspec.Struct, kw_only=True):
-    """Reply of ``POST /api/v1/generate``; all but ``results`` only if asked for.
+    """Reply of ``POST /api/v1/generate``; all but ``results`` and ``details`` only if asked for.
 
     Attributes:
         results: Each sample.
+        details: Figures of the request, and what had no effect.
         generated_text: Text of the first sample, such as " teacher.".
         finish_reason: Why the first sample ended, such as "length".
         prunable_sentences: Sentences that got little attention, if there were ``sentences``.
@@ -200,6 +212,7 @@ class GenerateReply(msgspec.Struct, kw_only=True):
     """
 
     results: list[SampleResult]
+    details: Details
     generated_text: str | UnsetType = UNSET
     finish_reason: str | UnsetType = UNSET
     prunable_sentences: list[PrunableSentence] | UnsetType = UNSET

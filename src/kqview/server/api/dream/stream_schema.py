@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.dream.schema import GeneratedToken, PrunableSentence
-from kqview.server.api.event_parts import AttentionObject, ModCall, Removed
+from kqview.server.api.event_parts import AttentionObject, ModCall, Removed, RunDetails
 
 
 class Failure(Struct, kw_only=True):
@@ -154,8 +154,8 @@ class SampleEnd(Struct, kw_only=True):
     total_tokens: int
 
 
-class DoneEvent(Struct, kw_only=True):
-    """The end.
+class DoneEvent(RunDetails, kw_only=True):
+    """The end, with the figures of the request.
 
     Attributes:
         type: Always "done".

@@ -13,21 +13,27 @@ import msgspec
 from kqview.errors import RequestError
 from kqview.server.api.attention_protocol import (
     Object,
+    RowFacts,
     asks_for_logprobs,
     attention_frame,
     attention_object,
     attention_of,
+    check_ids_fit,
+    details_of,
     event_pieces,
     first,
+    left_out,
     max_tokens_of,
     names_of,
+    phrases_of,
     prompt_of,
     sampling_for,
+    start_event,
 )
 from kqview.server.api.held_text import ShownText
 from kqview.server.api.kobold import schema
 from kqview.server.api.mods_field import mods_of, removed, tool_calls_of
-from kqview.server.attention import AttentionWanted, Dense, Shaped, shaped
+from kqview.server.attention import Dense, Shaped, shaped
 from kqview.server.endpoint import NEXT_EVENT
 from kqview.server.errors import Answer
 from kqview.server.run import GenerateRequest, LastRun, Removal, Run, Step
@@ -74,7 +80,8 @@ def with_query(body: schema.StreamBody, query: Mapping[str, str]) -> schema.Stre
 
 def is_typed(body: schema.StreamBody) -> bool:
     """Whether the stream has typed events; if not, it is the one that KoboldAI's clients know."""
-    return first(body.output_attentions, body.return_attention, body.request_id) is not None
+    asked = first(body.output_attentions, body.return_attention, body.request_id)
+    return asked is not None or bool(body.start_event)
 
 
 def request_of(
@@ -82,7 +89,10 @@ def request_of(
     settings: Settings,
     *,
     request_id: str,
-    one_token: Callable[[str], int | None],
+    model: ModelInfo,
+    max_context: int,
+    control_token: Callable[[str], int | None],
+    seed: int,
     asked: bool,
 ) -> GenerateRequest:
     """What *body* asks for.
@@ -91,7 +101,10 @@ def request_of(
         body: The request.
         settings: For the server's defaults.
         request_id: Its name if it gives none.
-        one_token: As in `sampling_for`.
+        model: The model that will answer.
+        max_context: Longest prompt in tokens.
+        control_token: As in `sampling_for`, like *seed*.
+        seed: Of a request that gives none.
         asked: Whether attention is sent if the request does not say.
 
     Raises:
@@ -101,11 +114,18 @@ def request_of(
         raise RequestError(
             f"num_samples is {body.num_samples}, a stream has 1; ask /api/v1/generate for several"
         )
+    prompt = prompt_of(body)
+    if not isinstance(prompt, str):
+        check_ids_fit(prompt, body, model, max_context)
     return GenerateRequest(
-        prompt=prompt_of(body),
+        prompt=prompt,
+        truncates=True,
+        memory=body.memory or "",
         max_tokens=max_tokens_of(body),
-        sampling=sampling_for(body, one_token=one_token),
+        sampling=sampling_for(body, control_token=control_token, seed=seed),
+        banned_phrases=phrases_of(body, control_token=control_token),
         request_id=body.request_id or request_id,
+        shares_name=True,
         attention=attention_of(body, settings, default=DEFAULT_VALUES, asked=asked),
         key=body.genkey or "",
         max_context=body.max_context_length,
@@ -249,11 +269,8 @@ def _ratio(total: float, n: int) -> float:
     return total / n if n > 0 else 0.0
 
 
-Layers = tuple[int, ...] | None
-
-
-def _shaped(wanted: AttentionWanted | None, rows: Attention | None) -> Shaped | None:
-    return None if wanted is None or rows is None else shaped(wanted, rows)
+def _shaped(facts: RowFacts | None, rows: Attention | None) -> Shaped | None:
+    return None if facts is None or rows is None else shaped(facts.wanted, rows)
 
 
 class TypedEvents:
@@ -265,24 +282,37 @@ class TypedEvents:
     """
 
     def __init__(
-        self, wanted: AttentionWanted | None, layers: Layers, text_of: Callable[[int], str]
+        self,
+        facts: RowFacts | None,
+        text_of: Callable[[int], str],
+        ignored: Sequence[str] = (),
+        *,
+        has_start: bool = False,
     ) -> None:
-        """Write rows as *wanted*; *text_of* gives the text of an id for logprobs."""
-        self._wanted = wanted
-        self._layers = layers
+        """Write rows as *facts* say.
+
+        Args:
+            facts: Of the rows, None for none.
+            text_of: The text of an id, for logprobs.
+            ignored: Names of fields without effect, which the reply tells.
+            has_start: Whether an event "start" precedes the others.
+        """
+        self._facts = facts
         self._text_of = text_of
+        self._ignored = ignored
         self._n_shown = 0
+        self._has_start = has_start
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        return self._event(run, _prompt(block), _shaped(self._wanted, block.rows))
+        return self._event(run, _prompt(block), _shaped(self._facts, block.rows))
 
     def token(self, run: Run, step: Step) -> list[bytes]:
         """One id with its row."""
         token = step.token
         self._n_shown += len(token.text)
         event = {"type": "token", "token": self._token(token)}
-        return self._event(run, event, _shaped(self._wanted, token.attention))
+        return self._event(run, event, _shaped(self._facts, token.attention))
 
     def _token(self, token: Token) -> Object:
         fields: Object = {"token_id": token.id, "text": token.text}
@@ -295,20 +325,29 @@ class TypedEvents:
         return fields
 
     def _event(self, run: Run, event: Object, rows: Shaped | None) -> list[bytes]:
-        event["request_id"] = run.request_id
-        if rows is None:
-            return event_pieces({**event, "attention": None}, None)
-        attention, data = attention_object(rows, run.encoder, layers=self._layers)
-        return event_pieces({**event, "attention": attention}, data)
+        event["request_id"] = run.label
+        if rows is None or self._facts is None:
+            return [*self._start(run), *event_pieces({**event, "attention": None}, None)]
+        attention, data = attention_object(rows, run.encoder, facts=self._facts)
+        return [*self._start(run), *event_pieces({**event, "attention": attention}, data)]
+
+    def _start(self, run: Run) -> list[bytes]:
+        """The event that precedes the first one, if it is wanted and this is that."""
+        if not self._has_start:
+            return []
+        self._has_start = False
+        return [*event_pieces(start_event(run, self._facts, self._ignored), None), NEXT_EVENT]
 
     def removed(self, run: Run, removal: Removal) -> list[bytes]:
         """What a client is to drop: so many of the last ids and characters."""
         self._n_shown -= removal.n_characters
-        return event_pieces({**_removed(removal), "request_id": run.request_id}, None)
+        return event_pieces({**_removed(removal), "request_id": run.label}, None)
 
     def done(self, run: Run) -> list[bytes]:
         """The end; the model may be used again when it is sent."""
-        return event_pieces({**_done(run, self._n_shown), "request_id": run.request_id}, None)
+        named = {"request_id": run.label}
+        event = _done(run, self._n_shown, self._ignored, named)
+        return [*self._start(run), *event_pieces(event, None)]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes]:
         """What went wrong."""
@@ -319,12 +358,13 @@ class PlainEvents:
     """``{"token": text, "finish_reason": null}``, and the reason in an event of its own at the end.
 
     Text that may begin a stop sequence is held back until that is clear, because the stop sequence
-    itself is not shown.
+    itself is not shown. The last event also says what the server left out of the request.
     """
 
-    def __init__(self, stops: Sequence[str], *, trims: bool) -> None:
-        """Hold back *stops* if *trims*; otherwise they are shown."""
+    def __init__(self, stops: Sequence[str], ignored: Sequence[str] = (), *, trims: bool) -> None:
+        """Hold back *stops* if *trims*; otherwise they are shown. The end tells of *ignored*."""
         self._shown = ShownText(stops if trims else ())
+        self._ignored = ignored
         self._trims = trims
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes]:
@@ -343,7 +383,7 @@ class PlainEvents:
 
     def done(self, run: Run) -> list[bytes]:
         """What was held back, then the reason."""
-        reason = _plain("", finish_reason(run.finish_reason))
+        reason = _plain("", finish_reason(run.finish_reason)) | left_out(run, self._ignored)
         last = msgspec.json.encode(reason | tool_calls_of(run.generations[0]))
         rest = self._shown.rest(run.generations[0].text if self._trims else run.text)
         return [msgspec.json.encode(_plain(rest, None)), NEXT_EVENT, last] if rest else [last]
@@ -361,40 +401,50 @@ class SocketFrames:
     ``attention``; formats that are not arrays are there completely.
     """
 
-    def __init__(self, wanted: AttentionWanted | None, layers: Layers) -> None:
-        """Write rows as *wanted*."""
-        self._wanted = wanted
-        self._layers = layers
+    def __init__(
+        self, facts: RowFacts | None, ignored: Sequence[str] = (), *, has_start: bool = False
+    ) -> None:
+        """Write rows as *facts* say; the others are as in `TypedEvents`."""
+        self._facts = facts
+        self._ignored = ignored
         self._n_shown = 0
+        self._has_start = has_start
         self._is_usual = (
-            wanted is not None
-            and wanted.format == "per_layer"
-            and wanted.dtype == "float32"
-            and wanted.heads is None
-            and wanted.spans is None
-            and layers is None
+            facts is not None
+            and facts.wanted.format == "per_layer"
+            and facts.wanted.dtype == "float32"
+            and facts.wanted.heads is None
+            and facts.wanted.spans is None
+            and facts.layers is None
         )
 
     def prompt(self, run: Run, block: PromptBlock) -> list[bytes | str]:
         """Rows of the prompt's tokens from ``start`` on: an axis of rows before the columns."""
-        return self._frames(run, _prompt(block), _shaped(self._wanted, block.rows))
+        return self._frames(run, _prompt(block), _shaped(self._facts, block.rows))
 
     def token(self, run: Run, step: Step) -> list[bytes | str]:
         """One id with its row."""
         token = step.token
         self._n_shown += len(token.text)
         event = {"type": "token", "token_id": token.id, "text": token.text}
-        rows = _shaped(self._wanted, token.attention)
+        rows = _shaped(self._facts, token.attention)
         if self._is_usual and isinstance(rows, Dense) and rows.heads_by_layer is None:
-            return [_text(event), run.encoder.raw(rows.values)]
+            return [*self._start(run), _text(event), run.encoder.raw(rows.values)]
         return self._frames(run, event, rows)
 
     def _frames(self, run: Run, event: Object, rows: Shaped | None) -> list[bytes | str]:
         data = b""
-        if rows is not None:
-            attention, data = attention_frame(rows, run.encoder, layers=self._layers)
+        if rows is not None and self._facts is not None:
+            attention, data = attention_frame(rows, run.encoder, facts=self._facts)
             event = {**event, "attention": attention}
-        return [_text(event), data]
+        return [*self._start(run), _text(event), data]
+
+    def _start(self, run: Run) -> list[str]:
+        """As in `TypedEvents`; no binary frame follows it."""
+        if not self._has_start:
+            return []
+        self._has_start = False
+        return [_text(start_event(run, self._facts, self._ignored))]
 
     def removed(self, run: Run, removal: Removal) -> list[bytes | str]:
         """What a client is to drop: so many of the last ids and characters; no binary frame."""
@@ -403,7 +453,7 @@ class SocketFrames:
 
     def done(self, run: Run) -> list[bytes | str]:
         """The end; the socket is closed after it."""
-        return [_text(_done(run, self._n_shown))]
+        return [*self._start(run), _text(_done(run, self._n_shown, self._ignored, {}))]
 
     def error(self, run: Run | None, answer: Answer) -> list[bytes | str]:
         """What went wrong; the socket is closed after it."""
@@ -422,16 +472,17 @@ def _removed(removal: Removal) -> Object:
     return {"type": "removed", **removed(removal)}
 
 
-def _done(run: Run, n_shown: int) -> Object:
+def _done(run: Run, n_shown: int, ignored: Sequence[str], named: Object) -> Object:
     reason = finish_reason(run.finish_reason)
-    event: Object = {"type": "done", "finish_reason": reason, "total_tokens": run.n_tokens}
+    event: Object = {"type": "done", "finish_reason": reason, "total_tokens": run.n_tokens, **named}
+    event |= {"reason": run.finish_reason, **details_of(run, ignored)}
     event |= tool_calls_of(run.generations[0])
     rest = run.text[n_shown:]
     return {**event, "text": rest} if rest else event
 
 
 def _error(run: Run | None, answer: Answer) -> list[bytes]:
-    named = {} if run is None else {"request_id": run.request_id}
+    named = {} if run is None else {"request_id": run.label}
     return event_pieces({"type": "error", **named, **error_body(answer)}, None)
 
 

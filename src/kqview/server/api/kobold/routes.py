@@ -4,19 +4,21 @@ Glue only: `schema` says what bodies are, `convert` and `events` what becomes of
 """
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
-
-import msgspec
 
 from kqview import __version__
 from kqview.engine import Engine
 from kqview.server.api.attention_protocol import (
     LOGPROB_BYTES,
-    layers_of,
+    RowFacts,
+    control_token_of,
+    ignored_of,
     logprobs_of,
-    one_token_of,
+    random_seed,
 )
+from kqview.server.api.event_parts import StartEvent
 from kqview.server.api.kobold import convert, schema, stream_schema
 from kqview.server.api.kobold.convert import PlainEvents, SocketFrames, TypedEvents
 from kqview.server.endpoint import (
@@ -26,16 +28,17 @@ from kqview.server.endpoint import (
     HttpReply,
     Operation,
     Sample,
-    decoded,
+    decoded_with_unknown,
     empty,
     json_in_slices,
 )
+from kqview.server.lenient import LenientDecoder
 from kqview.server.run import LastRun, Run
 from kqview.server.served import resolved
 from kqview.server.sockets import Socket
 
 _TAG: Final = "kobold"
-_STREAM_DECODER: Final = msgspec.json.Decoder(schema.StreamBody)
+_STREAM_DECODER: Final = LenientDecoder(schema.StreamBody)
 
 # ---- text and ids
 
@@ -86,40 +89,55 @@ async def extra_detokenize(call: Call, body: schema.ExtraDetokenizeBody) -> sche
 async def stream(call: Call, body: schema.StreamBody) -> Events:
     """Tokens as Server-Sent Events."""
     body = convert.with_query(body, call.query)
-    run, engine = await _started(call, body, call.n_body_bytes, asked=False)
-    if not convert.is_typed(body):
+    begun = await _begun(call, body, call.n_body_bytes, call.unknown, asked=False)
+    run = begun.run
+    if convert.is_typed(body):
         return Events(
-            run, PlainEvents(run.request.sampling.stop, trims=body.trim_stop is not False)
-        )
-    return Events(run, TypedEvents(run.request.attention, _layers(run, engine), engine.token_text))
+            run,
+            TypedEvents(
+                begun.facts, begun.engine.token_text, begun.ignored,
+                has_start=bool(body.start_event),
+            ),
+        )  # fmt: skip
+    trims = body.trim_stop is not False
+    return Events(run, PlainEvents(run.request.sampling.stop, begun.ignored, trims=trims))
 
 
 async def stream_socket(call: Call, socket: Socket) -> None:
     """Tokens as pairs of a text and a binary frame; one request a socket."""
     raw = await socket.receive(timeout_s=call.service.settings.idle_timeout_s)
-    body = await call.service.converted(len(raw), call.hold, decoded, _STREAM_DECODER, raw)
+    body, unknown = await call.service.converted(
+        len(raw), call.hold, decoded_with_unknown, _STREAM_DECODER, raw
+    )
     body = convert.with_query(body, call.query)
     async with call.service.pool.using(body.model or call.query.get("model")) as model:
         body = resolved(body, model)
-        run, engine = await _started(replace(call, served=model), body, len(raw), asked=True)
-        await socket.pump_alone(run, SocketFrames(run.request.attention, _layers(run, engine)))
+        begun = await _begun(replace(call, served=model), body, len(raw), unknown, asked=True)
+        frames = SocketFrames(begun.facts, begun.ignored, has_start=bool(body.start_event))
+        await socket.pump_alone(begun.run, frames)
 
 
-async def _started(
-    call: Call, body: schema.StreamBody, n_bytes: int, *, asked: bool
-) -> tuple[Run, Engine]:
-    service = call.service
-    engine = call.model.engine
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    run: Run
+    engine: Engine
+    facts: RowFacts | None
+    ignored: Sequence[str]
+
+
+async def _begun(
+    call: Call, body: schema.StreamBody, n_bytes: int, unknown: Sequence[str], *, asked: bool
+) -> _Begun:
+    service, engine = call.service, call.model.engine
     request = await service.converted(
         n_bytes, call.hold, convert.request_of, body, service.settings,
-        request_id=call.request_id, one_token=one_token_of(engine), asked=asked,
+        request_id=call.request_id, model=engine.model, max_context=call.model.max_context,
+        control_token=control_token_of(engine), seed=random_seed(), asked=asked,
     )  # fmt: skip
-    return await service.start(request, call.caller, call.hold, model=call.model), engine
-
-
-def _layers(run: Run, engine: Engine) -> tuple[int, ...] | None:
-    wanted = run.request.attention
-    return None if wanted is None else layers_of(wanted, engine.model)
+    run = await service.start(request, call.caller, call.hold, model=call.model)
+    wanted = request.attention
+    facts = None if wanted is None else RowFacts.of(wanted, engine.model)
+    return _Begun(run, engine, facts, ignored_of(body, unknown, wanted))
 
 
 async def abort(call: Call, body: schema.RunBody) -> schema.Aborted:
@@ -238,7 +256,9 @@ def _get(path: str, handler: Handler, summary: str, reply: Any = None, **more: A
 def _post(
     path: str, handler: Handler, summary: str, body: Any, reply: Any = None, **more: Any
 ) -> Operation:
-    return _operation("POST", path, handler, summary, body=body, reply=reply, **more)
+    return _operation(
+        "POST", path, handler, summary, body=body, reply=reply, is_lenient=True, **more
+    )
 
 
 def _v1(name: str) -> dict[str, Any]:
@@ -257,6 +277,10 @@ _EXAMPLE: Final[dict[str, Any]] = {
 }  # fmt: skip
 _TOKEN: Final[dict[str, Any]] = {"token_id": 354, "text": " teac"}
 _DONE: Final[dict[str, Any]] = {"type": "done", "finish_reason": "length", "total_tokens": 2}
+_DETAILS: Final[dict[str, Any]] = {
+    "reason": "length", "seed": 2531011, "prompt_tokens": 7, "cached_tokens": 0,
+    "queue_ms": 0.1, "prompt_ms": 4.2, "generation_ms": 1.7,
+}  # fmt: skip
 _ERROR: Final[dict[str, Any]] = {
     "type": "error", "error": "the model was switched; send the request again",
     "error_code": "MODEL_CHANGED", "detail": {
@@ -268,9 +292,17 @@ _PROMPT: Final[dict[str, Any]] = {"type": "prompt_attention", "start": 0, "rows"
 _REMOVED: Final[dict[str, Any]] = {"type": "removed", "tokens": 1, "characters": 5}
 _ROW: Final[dict[str, Any]] = {
     "format": "per_layer", "shape": [4, 8, 7], "context_length": 7, "encoding": "base64",
-    "dtype": "float32", "data": "…",
+    "dtype": "float32", "values": "probs", "data": "…",
+}  # fmt: skip
+_START: Final[dict[str, Any]] = {
+    "type": "start", "request_id": "…", "prompt_tokens": 7,
+    "prompt_ids": [0, 35, 444, 67, 268, 67, 258], "seed": 2531011, "attention": {
+        "format": "per_layer", "values": "probs", "row_sum": "1", "dtype": "float32",
+        "shape": [4, 8, None], "columns": "the prompt, then the tokens before this one",
+    },
 }  # fmt: skip
 _EVENTS: Final = (
+    Sample("server", "With start_event: what follows", _START, type=StartEvent),
     Sample(
         "server", "Rows of the prompt, with prompt_attention",
         {**_PROMPT, "request_id": "…", "attention": {**_ROW, "shape": [4, 8, 7, 7]}},
@@ -285,7 +317,10 @@ _EVENTS: Final = (
         "server", "Tokens that a mod took back", {**_REMOVED, "request_id": "…"},
         type=stream_schema.RemovedEvent,
     ),
-    Sample("server", "The end", {**_DONE, "request_id": "…"}, type=stream_schema.DoneEvent),
+    Sample(
+        "server", "The end", {**_DONE, "request_id": "…", **_DETAILS},
+        type=stream_schema.DoneEvent,
+    ),
     Sample(
         "server", "A failure, in place of the end", {**_ERROR, "request_id": "…"},
         type=stream_schema.ErrorEvent,
@@ -298,6 +333,7 @@ _EVENTS: Final = (
 )  # fmt: skip
 _FRAMES: Final = (
     Sample("client", "The request", _EXAMPLE, type=schema.StreamBody),
+    Sample("server", "With start_event: what follows; no row does", _START, type=StartEvent),
     Sample(
         "server", "Rows of the prompt, with prompt_attention", _PROMPT,
         type=stream_schema.PromptFrame,
@@ -309,7 +345,10 @@ _FRAMES: Final = (
         "server", "Tokens that a mod took back; no row follows", _REMOVED,
         type=stream_schema.RemovedFrame,
     ),
-    Sample("server", "The end; the socket is closed", _DONE, type=stream_schema.DoneFrame),
+    Sample(
+        "server", "The end; the socket is closed", {**_DONE, **_DETAILS},
+        type=stream_schema.DoneFrame,
+    ),
     Sample("server", "A failure, in place of the end", _ERROR, type=stream_schema.ErrorEvent),
 )  # fmt: skip
 

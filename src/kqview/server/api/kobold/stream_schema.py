@@ -7,7 +7,14 @@ from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from kqview.server.api.event_parts import AttentionObject, LikelyToken, ModCall, Removed
+from kqview.server.api.event_parts import (
+    AttentionObject,
+    LeftOut,
+    LikelyToken,
+    ModCall,
+    Removed,
+    RunDetails,
+)
 
 
 class FailureDetail(Struct, kw_only=True):
@@ -122,13 +129,15 @@ class RemovedEvent(Removed, kw_only=True):
     request_id: str
 
 
-class DoneFrame(Struct, kw_only=True):
-    """The end.
+class DoneFrame(RunDetails, kw_only=True):
+    """The end, with the figures of the request.
 
     Attributes:
         type: Always "done".
         finish_reason: Why it ended: "stop" or "length", such as "length".
         total_tokens: Tokens that were generated, such as 2.
+        reason: Why it ended exactly: "stop" if the model ended the text, "stop_token",
+            "stop_sequence", "length", "cancelled" or "tool_calls".
         text: Text that no token completed, such as "\\ufffd", if the model ended inside
             a character.
         tool_calls: Calls that a mod made.
@@ -137,6 +146,7 @@ class DoneFrame(Struct, kw_only=True):
     type: Literal["done"]
     finish_reason: str
     total_tokens: int
+    reason: str
     text: str | UnsetType = UNSET
     tool_calls: list[ModCall] | UnsetType = UNSET
 
@@ -163,7 +173,7 @@ class ErrorEvent(Failure, kw_only=True):
     request_id: str | UnsetType = UNSET
 
 
-class PlainEvent(Struct, kw_only=True):
+class PlainEvent(LeftOut, kw_only=True):
     """Text in KoboldAI's form, for requests without attention and ``request_id``.
 
     Attributes:
