@@ -107,10 +107,11 @@ def test_text_loses_its_front_but_keeps_its_memory(
     served: Served, ask: Any, limits: dict[str, int], room: int
 ):
     memory = "Anna lives here."
-    body = {"memory": memory, "prompt": f"{TEXT}. " * 100, "temperature": 0, "start_event": True}
+    prompt = f"{TEXT}. " * 100
+    body = {"memory": memory, "prompt": prompt, "temperature": 0, "start_event": True}
     start, *tokens, done = ask(served, {**body, **limits, "stop_sequence": [" "]})
     tokenize = served.engine.tokenize
-    whole, kept = tokenize(memory + body["prompt"]), tokenize(memory)
+    whole, kept = tokenize(memory + prompt), tokenize(memory)
     assert start["type"] == "start"
     assert start["prompt_ids"] == kept + whole[len(whole) - room + len(kept) :]
     assert start["truncated_tokens"] == done["truncated_tokens"] == len(whole) - room

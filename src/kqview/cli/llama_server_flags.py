@@ -7,12 +7,14 @@ those of what kqview lacks are refused by name; unknown ones stay for ``kqview s
 Pure, but for files of keys and templates.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
 from kqview.errors import RequestError
+from kqview.server.settings import Settings, flag_of
 
 Flag = tuple[str, str | None]
 """A flag and its value, None without one."""
@@ -32,13 +34,15 @@ _RENAMED: Final[Mapping[str, str]] = {
     "--ssl-key-file": "--ssl-keyfile",
     "--ssl-cert-file": "--ssl-certfile",
 }
-# Several values between commas; ours are repeated.
+# Several values between commas, as llama-server has them; our own lists take them as well.
 _LISTS: Final[Mapping[str, str]] = {
+    **{
+        flag_of(spec.name): flag_of(spec.name)
+        for spec in dataclasses.fields(Settings)
+        if isinstance(spec.default, tuple)
+    },
     "-a": "--alias",
-    "--alias": "--alias",
-    "--api-key": "--api-key",
     "--cors-origins": "--cors-origin",
-    "--lora": "--lora",
     "--lora-scaled": "--lora",
 }
 # How tokens are chosen if a request does not say.

@@ -27,9 +27,10 @@ def serve(*, context: typer.Context, config: str | None = None, **given: Any) ->
     """Serve text with the attention of every token over HTTP and WebSockets.
 
     Every option can be set in the environment as well: --port as KQVIEW_PORT, --api-key as
-    KQVIEW_API_KEYS with commas between several, or in a configuration file (--config). Options
-    win over the environment, and that wins over the file. The flags of llama.cpp's llama-server
-    and its variables, such as LLAMA_ARG_CTX_SIZE, work too; ours win over its variables.
+    KQVIEW_API_KEYS, or in a configuration file (--config). Several values have commas between
+    them. Options win over the environment, and that wins over the file. The flags of llama.cpp's
+    llama-server and its variables, such as LLAMA_ARG_CTX_SIZE, work too; ours win over its
+    variables.
 
     Examples:
 

@@ -43,5 +43,13 @@ def model_names(folder: str | None) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in found if _is_model(path))
 
 
+def name_in(folder: str | None, path: str | None) -> str | None:
+    """What `model_names` calls the file *path*; None if it is not one of them."""
+    if folder is None or path is None:
+        return None
+    root, file = Path(folder).resolve(), Path(path).resolve()
+    return str(file.relative_to(root)) if file.is_relative_to(root) and _is_model(file) else None
+
+
 def _is_model(path: Path) -> bool:
     return path.suffix == _SUFFIX and path.is_file()

@@ -171,6 +171,11 @@ class Served:
         return engine.model.name or (Path(self._path).stem if self._path else "demo")
 
     @property
+    def path(self) -> str | None:
+        """Its file, None for the demo model and for an engine that was given."""
+        return self._path
+
+    @property
     def max_context(self) -> int:
         """Longest prompt in tokens."""
         return self.max_context_of(self.engine)

@@ -70,7 +70,8 @@ def test_models_are_listed_and_switched_and_shapes_change(served: Served):
     with served.client() as client:
         listed = client.get("/api/v1/models").json()
         assert listed == {
-            "models": ["a.gguf", "broken.gguf", "more/b.gguf"], "loaded": "random llama 3x4"
+            "models": ["a.gguf", "broken.gguf", "more/b.gguf"], "loaded": "a.gguf",
+            "model_name": "random llama 3x4",
         }  # fmt: skip
         assert shape_now(client) == [3, 4, 5]
         reply = load(client, "more/b.gguf")
@@ -82,8 +83,20 @@ def test_models_are_listed_and_switched_and_shapes_change(served: Served):
         )  # fmt: skip
         assert shape_now(client) == [2, 2, 5]
         assert client.get("/health").json()["model"] == "random qwen2 2x2"
+        listed = client.get("/api/v1/models").json()
+        assert (listed["loaded"], listed["model_name"]) == ("more/b.gguf", "random qwen2 2x2")
         assert load(client, "a.gguf", n_ctx=512).json()["context_length"] == 512
         assert shape_now(client) == [3, 4, 5]
+
+
+def test_model_that_is_no_file_of_the_folder_is_listed_by_its_name(serve: Serve, folder: Path):
+    served = serve(
+        settings_of(folder, model=str(folder / "a.gguf"), models_dir=str(folder / "more"))
+    )
+    with served.client() as client:
+        assert client.get("/api/v1/models").json() == {
+            "models": ["b.gguf"], "loaded": "random llama 3x4", "model_name": "random llama 3x4",
+        }  # fmt: skip
 
 
 def test_only_an_administrator_switches(serve: Serve, folder: Path):
@@ -100,7 +113,7 @@ def test_only_an_administrator_switches(serve: Serve, folder: Path):
         assert client.get("/api/v1/models").status_code == 401
         assert (
             client.get("/api/v1/models", headers={"x-api-key": "user"}).json()["loaded"]
-            == "random qwen2 2x2"
+            == "more/b.gguf"
         )
 
 

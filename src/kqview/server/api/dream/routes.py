@@ -44,6 +44,7 @@ from kqview.server.api.event_parts import StartEvent
 from kqview.server.budget import Hold, uncounted
 from kqview.server.endpoint import Call, HttpReply, Operation, Sample, error_reply
 from kqview.server.errors import Answer, answer_of
+from kqview.server.models import name_in as name_of_file
 from kqview.server.run import Run
 from kqview.server.security import ANYONE, Caller
 from kqview.server.served import Served, resolved
@@ -371,8 +372,12 @@ async def list_models(call: Call) -> schema.ModelsReply:
     names = await call.service.models()
     if pool.has_several:
         names = [*(one.id for one in pool), *names]
-    loaded = None if pool.default.loaded is None else pool.default.name
-    return schema.ModelsReply(list(dict.fromkeys(names)), loaded)
+    if pool.default.loaded is None:
+        return schema.ModelsReply(list(dict.fromkeys(names)), None, None)
+    name = pool.default.name
+    folder, path = call.service.settings.models_dir, pool.default.path
+    file = None if pool.has_several else await asyncio.to_thread(name_of_file, folder, path)
+    return schema.ModelsReply(list(dict.fromkeys(names)), file or name, name)
 
 
 async def load_model(call: Call, body: schema.LoadBody) -> schema.ModelInfoReply:

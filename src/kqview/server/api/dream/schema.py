@@ -283,8 +283,11 @@ class ModelsReply(msgspec.Struct):
 
     Attributes:
         models: Names for ``POST /api/v1/model/load``, such as ["model.gguf"].
-        loaded: The one that is loaded, such as "model.gguf"; null without one.
+        loaded: The one of them that is loaded, such as "model.gguf"; the model's own name if it is
+            none of them, null without one.
+        model_name: The loaded model's name, as in ``/api/v1/model/info``, such as "demo".
     """
 
     models: list[str]
     loaded: str | None
+    model_name: str | None
