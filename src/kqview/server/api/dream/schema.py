@@ -191,7 +191,7 @@ class Details(RunDetails, kw_only=True):
 
     Attributes:
         reason: Why the first sample ended exactly: "stop" if the model ended the text,
-            "stop_token", "stop_sequence", "length", "cancelled" or "tool_calls".
+            "stop_token", "stop_sequence", "length", "cancelled" or "tool_calls", such as "length".
     """
 
     reason: str

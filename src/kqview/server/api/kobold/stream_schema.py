@@ -137,7 +137,7 @@ class DoneFrame(RunDetails, kw_only=True):
         finish_reason: Why it ended: "stop" or "length", such as "length".
         total_tokens: Tokens that were generated, such as 2.
         reason: Why it ended exactly: "stop" if the model ended the text, "stop_token",
-            "stop_sequence", "length", "cancelled" or "tool_calls".
+            "stop_sequence", "length", "cancelled" or "tool_calls", such as "length".
         text: Text that no token completed, such as "\\ufffd", if the model ended inside
             a character.
         tool_calls: Calls that a mod made.
