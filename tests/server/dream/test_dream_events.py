@@ -316,7 +316,11 @@ def test_reply_is_the_seeds_behind_the_results():
 def test_reply_fits_its_description(packs: bool):
     raw = built(run_of_reply(), rows=rows_of_reply(2, 3, 4), packs=packs, has_logprobs=True)
     decode = msgspec.msgpack.decode if packs else msgspec.json.decode
-    reply = decode(raw, type=schema.GenerateReply)
+    whole = decode(raw)
+    if packs:  # where JSON has base64
+        for one in whole["attention_data"]:
+            one["attention"]["data"] = base64.b64encode(one["attention"]["data"]).decode()
+    reply = msgspec.convert(whole, schema.GenerateReply)
     assert isinstance(reply.attention_data, list)
     assert isinstance(reply.generated_tokens, list)
     assert len(reply.attention_data) == len(reply.generated_tokens) == len(TOKENS)
