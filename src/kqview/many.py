@@ -131,6 +131,7 @@ class Many:
                     generation.cancel()
                 return _taken(name, generation, returns_errors=returns_errors)
             finally:
+                generation.close()  # waits for its slot, which is free once `map` has ended
                 running.discard(generation)
 
         pool = ThreadPoolExecutor(n_slots, "kqview-map")
@@ -187,6 +188,8 @@ def _taken(name: str, generation: Generation, *, returns_errors: bool) -> Finish
         generation.model,
         error,
         generation.fingerprint,
+        generation.reply,
+        generation.schema,
     )
 
 

@@ -47,6 +47,17 @@ def test_results_come_in_the_order_of_the_prompts(engine: Engine) -> None:
         ]
 
 
+def test_results_of_a_schema_are_values(engine: Engine) -> None:
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"red": {"type": "boolean"}}, "required": ["red"]}
+    for result in engine.map(PROMPTS[:3], json_schema=schema, temperature=0):
+        assert result.parsed in ({"red": True}, {"red": False})
+        assert result.reply.content == result.text
+    [bare] = engine.map(PROMPTS[:1], **GREEDY)
+    with pytest.raises(errors.RequestError, match="needs json_schema"):
+        _ = bare.parsed
+
+
 def test_prompts_are_taken_only_a_few_ahead(engine: Engine) -> None:
     taken: list[int] = []
 

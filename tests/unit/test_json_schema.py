@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 
 from kqview import Sampling
 from kqview.errors import InvalidSampling
-from kqview.types.json_schema import LINES, N_BYTES_MAX, SchemaText, held, value_of
+from kqview.types.json_schema import LINES, N_BYTES_MAX, SchemaText, held, parsed
 from tests.support.accepting import schema_accepts
 
 A: dict[str, Any] = {
@@ -207,14 +207,14 @@ def test_schema_of_a_type_reads_values_of_it_back():
         schema = sampling.json_schema
         assert isinstance(schema, SchemaText)
         assert schema_accepts(held(schema), text)
-        assert value_of(schema, text) == value
+        assert parsed(schema, text, "stop") == value
         again = dataclasses.replace(sampling, seed=1).json_schema
         assert isinstance(again, SchemaText)
-        assert value_of(again, text) == value
+        assert parsed(again, text, "stop") == value
     assert not schema_accepts(held(schema_of(person)),
                               '{"name":"Tom","age":7,"z":1}')  # fmt: skip
     with pytest.raises(ValueError, match="height"):
-        value_of(schema_of(Place), '{"name":"x","height":"y"}')
+        parsed(schema_of(Place), '{"name":"x","height":"y"}', "stop")
 
 
 def schema_of(source: Any) -> str:
@@ -229,7 +229,7 @@ def test_sampling_with_a_type_can_be_copied_and_pickled():
     for twin in (copy.deepcopy(sampling), pickle.loads(pickle.dumps(sampling))):
         assert twin == sampling
         assert isinstance(twin.json_schema, SchemaText)
-        assert value_of(twin.json_schema, "[1]") == [1]
+        assert parsed(twin.json_schema, "[1]", "stop") == [1]
 
 
 class NotAType:
@@ -245,6 +245,8 @@ class NotAType:
         (NotAType, "NotAType.* has no JSON schema"),
         ({"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
          r"response_format .* \['json_schema'\]\['schema'\]"),
+        ({"type": "json_object"}, r'response_format .* pass \{"type": "object"\}'),
+        (["yes", "no"], r'for one of several values pass \{"enum"'),
         ({"name": "x", "strict": True, "schema": {"type": "object"}},
          r"response_format .* \['schema'\]"),
     ],

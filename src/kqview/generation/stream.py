@@ -11,7 +11,6 @@ A generation has ended when `_reason` is set, which only `_end` does.
 
 import asyncio
 import contextlib
-import json
 import time
 import weakref
 from collections import deque
@@ -20,14 +19,14 @@ from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
 from kqview.coloured.rows import Rows
-from kqview.errors import BusyError, InvalidCapture, KqviewError, RequestError, shown
+from kqview.errors import BusyError, InvalidCapture, KqviewError
 from kqview.generation.display import N_REMEMBERED, generation_html, generation_rows
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
 from kqview.generation.waiting import HANDOVER_S, LoopWaker, Taker, Turns
 from kqview.trace import Trace
 from kqview.types import Capture, ModelInfo, PromptBlock, Reply, Token, Usage
-from kqview.types.json_schema import value_of
+from kqview.types.json_schema import parsed
 from kqview.types.stats import FinishReason, read_fields
 from kqview.types.token import Context
 
@@ -496,6 +495,11 @@ class Generation:
         return self._reply[1]
 
     @property
+    def schema(self) -> str | None:
+        """Text of the ``json_schema`` that the answer follows, None without one."""
+        return self._schema
+
+    @property
     def parsed(self) -> Any:
         """The value that ``json_schema`` describes, once the generation has ended.
 
@@ -508,28 +512,7 @@ class Generation:
             ValueError: A check of the type that no schema expresses fails, for a pydantic model as
                 its ValidationError.
         """
-        if self._schema is None:
-            raise RequestError(
-                "parsed needs json_schema, and this generation has none; pass one, or use text",
-                parameter="json_schema",
-            )
-        if self._reason is None:
-            raise RequestError(
-                "parsed is known when the generation has ended; call read() or iterate to the end"
-            )
-        text = self.reply.content
-        try:
-            value = json.loads(text)
-            # Further digits may have been to come.
-            is_whole = self._reason != "length" or not isinstance(value, int | float)
-        except (ValueError, RecursionError):
-            is_whole = False
-        if not is_whole:
-            raise RequestError(
-                f"the text ended with finish reason {self._reason!r} before its JSON did: "
-                f"{shown(text)}; raise max_tokens, or shorten what json_schema describes"
-            )
-        return value_of(self._schema, text)
+        return parsed(self._schema, self.reply.content, self._reason)
 
     # ---- mods; see SteeredGeneration
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kqview.errors import KqviewError
+from kqview.types.json_schema import parsed
 from kqview.types.model import ModelInfo
+from kqview.types.reply import Reply
 from kqview.types.stats import FinishReason, Usage
 from kqview.types.token import Token
 
@@ -25,6 +28,8 @@ class Finished:
         model: Facts about the model.
         error: With ``on_error="return"``: what ended the generation early; otherwise None.
         fingerprint: Computes the fingerprint of the model's files; reads them once per process.
+        reply: As `Generation.reply`.
+        schema: Text of the ``json_schema``, None without one.
     """
 
     id: str
@@ -36,3 +41,10 @@ class Finished:
     model: ModelInfo
     error: KqviewError | None = None
     fingerprint: Callable[[], str] = field(default=str, repr=False)
+    reply: Reply = field(default=Reply(""), repr=False)
+    schema: str | None = field(default=None, repr=False)
+
+    @property
+    def parsed(self) -> Any:
+        """The value that ``json_schema`` describes; see `Generation.parsed`."""
+        return parsed(self.schema, self.reply.content, self.finish_reason)

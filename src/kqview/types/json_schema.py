@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import Any, Final, Protocol, TypeGuard, cast
 from urllib.parse import unquote
 
-from kqview.errors import InvalidSampling, shown
+from kqview.errors import InvalidSampling, RequestError, shown
 
 N_BYTES_MAX: Final = 2**20
 """Most bytes of a schema, as the core takes it."""
@@ -78,14 +78,34 @@ def schema_text(schema: object) -> str:
     return text
 
 
-def value_of(schema: str, text: str) -> Any:
-    """The value in *text*, JSON that follows *schema*; of its type if it is a SchemaText.
+def parsed(schema: str | None, text: str, finish_reason: str | None) -> Any:
+    """The value in *text*, an answer that follows *schema*; of its type if it is a SchemaText.
 
     Raises:
-        ValueError: It is no JSON, or what the type itself raises about it.
-        RecursionError: It is nested too deeply.
+        RequestError: There is no schema, the answer has not ended, or it ended before its JSON did.
+        ValueError: What the type itself raises about the value.
     """
-    return schema.read(text) if isinstance(schema, SchemaText) else json.loads(text)
+    if schema is None:
+        raise RequestError(
+            "parsed needs json_schema, and this generation has none; pass one, or use text",
+            parameter="json_schema",
+        )
+    if finish_reason is None:
+        raise RequestError(
+            "parsed is known when the generation has ended; call read() or iterate to the end"
+        )
+    try:
+        value = json.loads(text)
+        # Further digits may have been to come.
+        is_whole = finish_reason != "length" or not isinstance(value, int | float)
+    except (ValueError, RecursionError):
+        value, is_whole = None, False
+    if not is_whole:
+        raise RequestError(
+            f"the text ended with finish reason {finish_reason!r} before its JSON did: "
+            f"{shown(text)}; raise max_tokens, or shorten what json_schema describes"
+        )
+    return schema.read(text) if isinstance(schema, SchemaText) else value
 
 
 def _dumped(schema: Mapping[str, object]) -> str:
@@ -123,6 +143,11 @@ def _of_type(given: object) -> tuple[Mapping[str, Any], Callable[[str], Any]]:
     except Exception as error:  # pydantic has many kinds, and types bring code of their own
         reason = " ".join(str(error).split())[:300]
         raise _invalid(f"json_schema: {shown(source)} has no JSON schema: {reason}") from error
+    if isinstance(source, list | tuple | set | frozenset):
+        raise _invalid(
+            f"json_schema is {shown(cast('object', source))}, and no schema; for one of several "
+            'values pass {"enum": [...]}'
+        )
     raise _invalid(
         "json_schema must be a JSON schema as text or a mapping, or a type such as a pydantic "
         f"model, got {shown(source)}"
@@ -130,17 +155,22 @@ def _of_type(given: object) -> tuple[Mapping[str, Any], Callable[[str], Any]]:
 
 
 def _check_unwrapped(schema: Mapping[str, object]) -> None:
-    """Refuse OpenAI's wrapper of a schema, which as a schema would mean something else."""
-    for path in (("json_schema", "schema"), ("schema",)):
-        inner: object = schema
-        for key in path:
-            inner = cast("Mapping[str, object]", inner).get(key) if _is_object(inner) else None
-        is_wrapper = schema.keys() <= {"name", "description", "strict", "schema", "type", path[0]}
-        if is_wrapper and _is_object(inner) and schema.get("type") in (None, "json_schema"):
-            keys = "".join(f"[{key!r}]" for key in path)
-            raise _invalid(
-                f"json_schema is a response_format of OpenAI's API; pass what is in its {keys}"
-            )
+    """Refuse what OpenAI's API has around a schema, which as a schema would mean something else."""
+    kind = schema.get("type")
+    if kind == "json_object":
+        raise _invalid(
+            'json_schema is a response_format of OpenAI\'s API; pass {"type": "object"} for any '
+            "object"
+        )
+    inner = schema.get("json_schema")
+    wrapper, path = schema, "['schema']"
+    if kind == "json_schema" and isinstance(inner, Mapping):
+        wrapper, path = cast("Mapping[str, object]", inner), "['json_schema']['schema']"
+    is_wrapper = kind == "json_schema" or {"name", "strict"} & schema.keys()
+    if is_wrapper and isinstance(wrapper.get("schema"), Mapping) and "properties" not in wrapper:
+        raise _invalid(
+            f"json_schema is a response_format of OpenAI's API; pass what is in its {path}"
+        )
 
 
 def _invalid(message: str) -> InvalidSampling:

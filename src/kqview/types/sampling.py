@@ -259,8 +259,11 @@ class SamplingOptions(TypedDict, total=False):
 class Sampling:
     """How the next token is chosen from the model's logits.
 
-    Sequences are stored as tuples, ``logit_bias`` as a copied dict, ``json_schema`` and ``regex``
-    as text. At most one of ``grammar``, ``json_schema`` and ``regex`` may be given.
+    At most one of ``grammar``, ``json_schema`` and ``regex`` may be given. ``json_schema`` takes
+    text, a mapping, or a type of which pydantic makes a schema, such as a pydantic model, a
+    dataclass or a TypeAdapter: `Generation.parsed` is then a value of it. ``regex`` takes text, or
+    a compiled pattern, which means what it means in Python, flags included. Both are stored as
+    text, sequences as tuples and ``logit_bias`` as a copied dict.
     """
 
     temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0, example=0.7)
@@ -414,21 +417,16 @@ class Sampling:
     json_schema: SchemaLike | None = _row(
         None,
         _to_schema,
-        "JSON schema that the output must follow: text, a mapping, or a type such as a pydantic "
-        "model or a dataclass, of which pydantic makes a schema; stored as text. An object that "
-        "lists its properties has no others, unless it says ``additionalProperties: true``, and "
-        'there is no white space between values, unless the key "x-guidance" sets it. Needs '
-        'llguidance, ``pip install "kqview[constraints]"``, whose documentation lists what it '
-        "supports. See `Generation.parsed`.",
-        example={"type": "object"},
+        "JSON schema that the output must follow. An object that lists its properties has no "
+        "others, unless it says ``additionalProperties: true``, and there is no white space "
+        'between values, unless the key "x-guidance" sets it. Needs llguidance, ``pip install '
+        '"kqview[constraints]"``, whose documentation lists what it supports.',
     )
     regex: str | re.Pattern[str] | None = _row(
         None,
         _to_regex,
-        "Regular expression that the whole output must match: text in the syntax of Rust's regex "
-        "crate, or a compiled pattern of Python, whose flags count; stored as text. Also needs "
-        "llguidance.",
-        example="[A-Z][a-z]+",
+        "Regular expression, in the syntax of Rust's regex crate, that the whole output must "
+        "match; also needs llguidance.",
     )
     top_logprobs: int | None = _integer(
         None,
