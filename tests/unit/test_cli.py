@@ -200,6 +200,37 @@ def test_generate_passes_sampling_options_on(engine_class: type[FakeEngine]):
     )  # fmt: skip
 
 
+def test_generate_takes_the_names_that_llama_cpp_has_for_its_options(
+    engine_class: type[FakeEngine],
+):
+    words = "-m m -c 64 -t 2 -ngl 3 -fa off -n 1 --temp 0 -s 9 --repetition-penalty 1.1 -p x"
+    long = (
+        "--model m --ctx-size 64 --threads 2 --n-gpu-layers 3 --flash-attn off --n-predict 1 "
+        "--temperature 0 --seed 9 --repeat-penalty 1.1 --prompt x"
+    )
+    for line in (words, long):
+        assert run("generate", *line.split()).exit_code == 0
+    ours, theirs = engine_class.made
+    assert ours.options == theirs.options
+    assert (ours.path, ours.options["n_ctx"], ours.options["n_gpu_layers"]) == ("m", 64, 3)
+    given = [engine.generations[0].options for engine in (ours, theirs)]
+    assert given[0] == given[1]
+    assert given[0]["sampling"] == Sampling(temperature=0, seed=9, repeat_penalty=1.1)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "", "attend", "bench", "chat", "config", "config show", "convert-classifier", "demo",
+        "embed", "generate", "info", "ingest", "score", "serve", "state", "state check", "tokenize",
+    ],
+)  # fmt: skip
+def test_short_help_option_works_everywhere(command: str):
+    result = CliRunner().invoke(app, [*command.split(), "-h"])
+    assert result.exit_code == 0
+    assert "Usage:" in result.stdout
+
+
 def test_generate_has_an_option_for_every_number_and_flag_of_sampling():
     names = set(inspect.signature(generate_command.generate).parameters)
     rows = OPTIONS.values()
@@ -479,8 +510,8 @@ def test_version_is_printed():
 @pytest.mark.parametrize(
     "command",
     [
-        "bench", "convert-classifier", "demo", "generate", "info", "serve", "tokenize",
-        "state check", "state inspect",
+        "attend", "bench", "chat", "convert-classifier", "demo", "embed", "generate", "info",
+        "score", "serve", "tokenize", "state check", "state inspect",
     ],
 )  # fmt: skip
 def test_help_has_an_example(command: str):

@@ -116,6 +116,8 @@ def bench(
         raise RequestError("--contexts has 0; the minimum is 1")
 
     path = source.resolve_alone()
+    if json_file is not None:
+        json_file.open("a").close()  # fail before the first row is measured, not after
 
     def open_one(n_ctx: int, with_flash: bool) -> "AbstractContextManager[Engine]":
         return open_engine(
@@ -127,8 +129,6 @@ def bench(
     plan = replace(plan, **wanted)
     fitting, left_out = fitting_contexts(info, plan.contexts)
     plan = replace(plan, contexts=tuple(fitting))
-    if json_file is not None:
-        json_file.open("a").close()  # fail before the first row is measured, not after
     about = _about(info, plan, threads)
     rows: list[SweepRow] = []
     with _progress_line(plan.n_runs) as on_run:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kqview import convert
+from kqview.cli.outputs import check_output
 
 
 def convert_classifier(
@@ -29,5 +30,6 @@ def convert_classifier(
     - `kqview convert-classifier ./sentiment sentiment.gguf`
     - `kqview serve --model sentiment.gguf`
     """
+    check_output("OUT.gguf", target, (".gguf",))
     n_bytes = convert.convert_classifier(source, target, weight_type=weights)
     typer.echo(f"{target}: {n_bytes:,} bytes")

@@ -91,12 +91,26 @@ def naming_options(flags: Mapping[str, str] = _FLAGS) -> Generator[None]:
 FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {"auto": "auto", "on": True, "off": False}
 """Setting of `Engine` for each value of --flash-attn."""
 
+_MODEL: Final = "Model"
 ThreadsOption = Annotated[
     int | None,
-    typer.Option("--threads", "-t", min=1, help="Compute threads. [default: the available CPUs]"),
+    typer.Option(
+        "--threads",
+        "-t",
+        min=1,
+        help="Compute threads. [default: the available CPUs]",
+        rich_help_panel=_MODEL,
+    ),
 ]
 GpuLayersOption = Annotated[
-    int, typer.Option("--ngl", "-ngl", min=-1, help="Layers to put on GPUs; -1 for all.")
+    int,
+    typer.Option(
+        "--ngl",
+        "-ngl",
+        min=-1,
+        help="Layers to put on GPUs; -1 for all.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 FlashAttn = Literal["auto", "on", "off"]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
@@ -107,7 +121,6 @@ SpecialOption = Annotated[
         help="Add the special tokens that the model expects around a text.",
     ),
 ]
-_MODEL: Final = "Model"
 _HOW: Final = "MODEL or -m FILE, --hf OWNER/REPO/FILE, or --demo for the bundled model"
 
 
@@ -201,26 +214,8 @@ class EngineChoice(ModelChoice):
             rich_help_panel=_MODEL,
         ),
     ] = None
-    threads: Annotated[
-        int | None,
-        typer.Option(
-            "--threads",
-            "-t",
-            min=1,
-            help="Compute threads. [default: the available CPUs]",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None
-    ngl: Annotated[
-        int,
-        typer.Option(
-            "--ngl",
-            "-ngl",
-            min=-1,
-            help="Layers to put on GPUs; -1 for all.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = -1
+    threads: ThreadsOption = None
+    ngl: GpuLayersOption = -1
     flash_attn: Annotated[
         FlashAttn,
         typer.Option("--flash-attn", "-fa", help="Flash attention.", rich_help_panel=_MODEL),
