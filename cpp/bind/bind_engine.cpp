@@ -58,6 +58,7 @@ void bind_options(nb::module_& module) {
         .def_prop_rw("flash_attn", &flash_attn, &set_flash_attn, nb::for_setter(nb::arg().none()),
                      "None lets llama.cpp decide.")
         .def_rw("attends", &engine_options::attends)
+        .def_rw("rows_beside", &engine_options::rows_beside)
         .def_rw("kv_type", &engine_options::kv_type)
         .def_rw("swa_full", &engine_options::swa_full)
         .def_rw("pooling", &engine_options::pooling, "Empty uses what the model's file specifies.")

@@ -30,7 +30,8 @@ struct context_options {
     int n_threads = 1;
     int n_threads_batch = 0;  // 0 = as n_threads
     flash_attention flash = flash_attention::automatic;
-    bool attends = false;  // few queries on the CPU: our attention instead of flash attention
+    bool rows_beside = false;  // rows of devices: computed beside the next step, where they can
+    bool attends = false;      // few queries on the CPU: our attention instead of flash attention
     std::string kv_type = "f16";
     bool swa_full = true;
     std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = as in the model's file

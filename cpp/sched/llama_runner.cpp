@@ -32,7 +32,8 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
                       .n_slots = options.n_slots,
                       .n_chunk = std::min(options.n_ubatch, options.n_batch),
                       .attends = options.attends,
-                      .has_window = model_->has_window()})) {
+                      .has_window = model_->has_window(),
+                      .is_beside = options.rows_beside})) {
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
@@ -127,7 +128,10 @@ void llama_runner::await(transfer_id rows) {
 }
 
 void llama_runner::copy(slot_id from, slot_id to) {
-    unbroken("copying a slot", [&] { context_->copy(from, to); });
+    unbroken("copying a slot", [&] {
+        tap_->settle();
+        context_->copy(from, to);
+    });
 }
 
 // Where llama.cpp puts the query of a batch token: a run of one slot is one stream with one query
@@ -167,6 +171,7 @@ text_embedding llama_runner::embedding(slot_id slot, int i_token, int n_tokens) 
 
 bool llama_runner::truncate(slot_id slot, int n_keep) {
     if (broken_) return true;  // irrelevant: every call raises
+    tap_->settle();
     return context_->truncate(slot, n_keep);
 }
 
@@ -223,6 +228,7 @@ const kv_layout& llama_runner::layout_for(slot_id slot, bool is_empty) {
 bool llama_runner::discard(slot_id slot, std::span<const token_range> gone) {
     return unbroken("shifting a slot", [&] {
         const tap::scope scope(*tap_);
+        tap_->settle();
         return context_->discard(slot, gone);
     });
 }
@@ -243,6 +249,7 @@ void llama_runner::write_state(slot_id slot, std::span<std::byte> out) {
 void llama_runner::read_state(slot_id slot, std::span<const std::byte> memory, int n_tokens) {
     unbroken("restoring a slot", [&] {
         const tap::scope scope(*tap_);
+        tap_->settle();
         context_->flush_shifts();
         context_->read_state(slot, memory, n_tokens);
     });

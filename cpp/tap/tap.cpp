@@ -30,7 +30,8 @@ struct tap::sites {
 };
 
 tap::tap(const tap_options& options)
-    : attends_(options.attends), devices_(options.n_slots, options.n_chunk, options.has_window) {
+    : attends_(options.attends),
+      devices_({options.n_slots, options.n_chunk, options.has_window, options.is_beside}) {
     table_.scratch.resize(static_cast<std::size_t>(options.n_threads));
 }
 

@@ -31,6 +31,7 @@ struct tap_options {
     int n_chunk = 1;          // most tokens of a step
     bool attends = false;     // the CPU's attention of few queries is ours, not llama.cpp's
     bool has_window = false;  // a query may not see all tokens before it
+    bool is_beside = false;   // rows of devices are computed beside the next step, where they can
 };
 
 class tap {
@@ -84,6 +85,9 @@ public:
     // Blocks until the rows of a step, and of all earlier steps, are in their blocks. Raises
     // decode.
     void await(transfer_id id) { devices_.await(id); }
+    // Call before keys change in another way than by being appended: rows on their way may be
+    // computed from them.
+    void settle() noexcept { devices_.settle(); }
 
     // Called by the hooks. `prepare` adds the nodes; if it returns false, see take_failure.
     bool prepare(ggml_cgraph* graph);
@@ -112,12 +116,12 @@ private:
     std::uint64_t generation_ = 0;  // of `wanted_`
     capture_source source_;
     bool is_discovered_ = false;
-    // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.
-    std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
     row_table table_;
     attend_memory attend_memory_;
     const bool attends_;
     device_tap devices_;
+    // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.
+    std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
     marked_graph* running_ = nullptr;  // graph of this step, if it has device rows
     std::string failure_;
     int n_nodes_added_ = 0;

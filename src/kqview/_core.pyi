@@ -348,6 +348,7 @@ class EngineOptions:
     flash_attn: bool | None
     """None lets llama.cpp decide."""
     attends: bool
+    rows_beside: bool
     kv_type: str
     swa_full: bool
     pooling: str

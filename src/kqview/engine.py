@@ -25,6 +25,7 @@ from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_options import (
     AttentionKernel,
+    DeviceRows,
     EngineOptions,
     KvType,
     Lora,
@@ -260,6 +261,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             reads the cache once for all heads, sums in float32, and gets rows of attention on the
             way. Its output is more exact than llama.cpp's and not bit-equal to it. "auto" means
             "llama.cpp".
+        device_rows: Where rows of layers on devices are computed while text is generated: "in
+            graph", before the step's next layer, or "beside", where possible: the step only saves
+            its queries, and the rows are computed while the next step runs. The values are the
+            same. "auto" means "in graph".
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
         swa_full: Keep the full cache of layers with a sliding window, so that every column exists.
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
@@ -298,6 +303,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         n_gpu_layers: int = -1,
         flash_attn: Literal["auto"] | bool = "auto",
         attention_kernel: AttentionKernel = "auto",
+        device_rows: DeviceRows = "auto",
         kv_type: KvType = "f16",
         swa_full: bool = True,
         pooling: Pooling | None = None,
@@ -321,6 +327,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             n_threads=n_threads,
             flash_attn=flash_attn,
             attention_kernel=attention_kernel,
+            device_rows=device_rows,
             kv_type=kv_type,
             swa_full=swa_full,
             pooling=pooling,

@@ -15,10 +15,12 @@ Lora = str | os.PathLike[str] | tuple[str | os.PathLike[str], float]
 
 KvType = Literal["f16", "f32", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
 AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
+DeviceRows = Literal["auto", "in graph", "beside"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 _POOLING: Final = get_args(Pooling)
 _KERNELS: Final = get_args(AttentionKernel)
+_DEVICE_ROWS: Final = get_args(DeviceRows)
 
 
 class EngineOptions(TypedDict, total=False):
@@ -32,6 +34,7 @@ class EngineOptions(TypedDict, total=False):
     n_gpu_layers: int
     flash_attn: Literal["auto"] | bool
     attention_kernel: AttentionKernel
+    device_rows: DeviceRows
     kv_type: KvType
     swa_full: bool
     pooling: Pooling | None
@@ -53,6 +56,7 @@ def context_options(
     n_threads: object = None,
     flash_attn: object = "auto",
     attention_kernel: object = "auto",
+    device_rows: object = "auto",
     kv_type: object = "f16",
     swa_full: object = True,
     pooling: object = None,
@@ -67,6 +71,8 @@ def context_options(
         raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
     if not (isinstance(attention_kernel, str) and attention_kernel in _KERNELS):
         raise invalid("attention_kernel", f"one of {str(_KERNELS)[1:-1]}", shown(attention_kernel))
+    if not (isinstance(device_rows, str) and device_rows in _DEVICE_ROWS):
+        raise invalid("device_rows", f"one of {str(_DEVICE_ROWS)[1:-1]}", shown(device_rows))
     if not isinstance(kv_type, str):
         raise invalid("kv_type", "a name such as 'f16'", shown(kv_type))
     if pooling is not None and not (isinstance(pooling, str) and pooling in _POOLING):
@@ -82,6 +88,7 @@ def context_options(
     options.n_threads = whole_number("n_threads", threads)
     options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
     options.attends = attention_kernel == "kqview"  # "auto": where it is known to be faster
+    options.rows_beside = device_rows == "beside"  # "auto": until a GPU has measured both
     options.kv_type = kv_type
     options.swa_full = bool(swa_full)
     options.pooling = "" if pooling is None else str(pooling)

@@ -60,7 +60,8 @@ struct fake_device_settings {
 };
 
 struct fake_device_counts {
-    std::uint64_t n_graphs = 0;
+    std::uint64_t n_graphs = 0;          // llama.cpp's
+    std::uint64_t n_graphs_beside = 0;   // without a uid
     std::uint64_t n_copies_to_host = 0;  // out of a stream's queue
     std::uint64_t n_copies_on_device = 0;
     std::uint64_t n_moved_graphs = 0;  // computed with another node than at first
@@ -328,8 +329,18 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
 void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
 
 // At once, behind what the stream has to do before: llama.cpp may build the next graph in its
-// place.
+// place. Graphs without a uid are none of llama.cpp's and stay where they are: late, like copies.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
+    if (graph->uid == 0) {
+        of(backend).work->tell([cpu = of(backend).cpu, graph] {
+            {
+                const std::lock_guard lock(settings_mutex);
+                ++counts.n_graphs_beside;
+            }
+            ggml_backend_graph_compute(cpu, graph);
+        });
+        return GGML_STATUS_SUCCESS;
+    }
     synchronize(backend);
     abort_at("graph");
     if (is_to_abort_at("thread")) std::thread([] { abort_at("thread"); }).join();
@@ -551,6 +562,7 @@ void bind_fake_device(nb::module_& module) {
         const auto now = count_fake_device();
         nb::dict all;
         all["n_graphs"] = now.n_graphs;
+        all["n_graphs_beside"] = now.n_graphs_beside;
         all["n_copies_to_host"] = now.n_copies_to_host;
         all["n_copies_on_device"] = now.n_copies_on_device;
         all["n_moved_graphs"] = now.n_moved_graphs;

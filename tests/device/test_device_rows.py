@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,10 +26,12 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kqview import Engine
+    from kqview.engine_options import DeviceRows
     from kqview.types import Token
     from tests.engine.conftest import MakeEngine
 
 N_PROMPT, N_TOKENS = 20, 12
+N_DEVICES = 2
 SPANS = [(0, 3), (2, 21), (21, None), (0, None), (600, None)]
 CAPTURES = {
     **{kind: Capture(kind) for kind in KINDS},
@@ -47,6 +50,17 @@ CAPTURES = {
     "spans of mean_heads": Capture("probs", reduce="mean_heads", spans=SPANS),
     "spans of mean": Capture("probs", reduce="mean", spans=SPANS, dtype="float16"),
 }
+
+
+@pytest.fixture(params=["in graph", "beside"])
+def device_rows(request: pytest.FixtureRequest) -> DeviceRows:
+    return request.param
+
+
+@pytest.fixture
+def make_engine(make_engine: MakeEngine, device_rows: DeviceRows) -> MakeEngine:
+    """Engines of either way to compute rows."""
+    return partial(make_engine, device_rows=device_rows)
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
@@ -196,17 +210,34 @@ def test_rows_of_a_prompt(
 
 
 @pytest.mark.parametrize(("kind", "n_nodes"), [("logits", 1), ("scores", 2), ("probs", 2)])
-def test_a_decode_row_needs_no_mask_of_its_own(
-    make_engine: MakeEngine, tiny_llama: Path, kind: Kind, n_nodes: int
-) -> None:
-    # The product; with it the scale, or the softmax, which reads the mask that llama.cpp made.
+def test_a_step_has_few_nodes_for_its_rows_and_none_for_rows_beside_it(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows,
+    kind: Kind, n_nodes: int,
+) -> None:  # fmt: skip
+    is_beside = device_rows == "beside"
+    # In the graph: the product; with it the scale, or the softmax, which reads llama.cpp's mask.
     engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, n_slots=2)
+    n_before = device.counts()["n_graphs_beside"]
     run(engine, random_ids(N_PROMPT), N_TOKENS, capture=kind)
-    assert engine.stats().graph_nodes_added == n_nodes * engine.model.n_layer
+    assert engine.stats().graph_nodes_added == (0 if is_beside else n_nodes * engine.model.n_layer)
+    n_beside = device.counts()["n_graphs_beside"] - n_before
+    assert n_beside == (N_DEVICES * N_TOKENS if is_beside else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_on_their_way_keep_their_keys_when_a_text_is_shifted(
+    make_engine: MakeEngine, tiny_llama: Path, kind: Kind
+) -> None:
+    engines = both(make_engine, tiny_llama, flash_attn=True, n_ctx=64)
+    theirs, ours = (
+        run(e, random_ids(50), 60, capture=kind, context_shift=True, n_keep=4) for e in engines
+    )
+    assert any(len(token.discarded) for token in ours)
+    check_equal(ours, theirs)
 
 
 def test_one_copy_on_each_device_a_step_and_none_without_capture(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows
 ) -> None:
     engine = make_engine(tiny_llama, n_gpu_layers=-1)
     prompt = random_ids(N_PROMPT)
@@ -217,12 +248,14 @@ def test_one_copy_on_each_device_a_step_and_none_without_capture(
         run(engine, prompt, N_TOKENS, capture=capture)
         return {name: n - before[name] for name, n in device.counts().items()}
 
-    n_devices = 2
     without, captured = counted(None), counted("logits")
     assert without["n_copies_to_host"] == N_TOKENS  # the logits of each token
     assert captured["n_graphs"] == without["n_graphs"]
-    for name in ("n_copies_on_device", "n_copies_to_host"):
-        assert captured[name] - without[name] == n_devices * N_TOKENS
+    added = {name: n - without[name] for name, n in captured.items()}
+    assert added["n_copies_to_host"] == N_DEVICES * N_TOKENS
+    # Of the rows, or of the queries, which the graph beside the step gets from there.
+    n_on_device = 2 if device_rows == "beside" else 1
+    assert added["n_copies_on_device"] == n_on_device * N_DEVICES * N_TOKENS
 
 
 def test_blocks_are_page_locked_until_there_is_no_more(

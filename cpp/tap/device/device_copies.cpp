@@ -102,8 +102,9 @@ void device_copies::place(std::vector<piece> pieces) {
     work.pieces = std::move(pieces);
 }
 
-std::vector<row_copy> device_copies::of(const device_part::share& share) {
-    std::vector<row_copy> copies;
+rows_out device_copies::of(const device_part::share& share) {
+    rows_out copies;
+    auto& rows = share.beside ? copies.of_beside : copies.of_results;
     for (std::size_t i = 0; i < table_.targets.size(); ++i) {
         const auto& target = table_.targets[i];
         std::vector<row_copy> of_target;
@@ -119,11 +120,11 @@ std::vector<row_copy> device_copies::of(const device_part::share& share) {
             }
         }
         pack_copies(of_target);
-        copies.insert(copies.end(), of_target.begin(), of_target.end());
+        rows.insert(rows.end(), of_target.begin(), of_target.end());
         of_target.clear();
         add_hidden(target, share, of_target);
         pack_copies(of_target);
-        copies.insert(copies.end(), of_target.begin(), of_target.end());
+        copies.of_results.insert(copies.of_results.end(), of_target.begin(), of_target.end());
     }
     return copies;
 }
@@ -150,7 +151,8 @@ void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) co
         const auto row =
             (static_cast<std::size_t>(target.i_stream) * rows.n_head + head) * rows.n_rows +
             static_cast<std::size_t>(first);
-        add_copy(copies, {one.share->way->offset_of(rows.tensor) + row * from_stride, to, n_queries,
+        const auto& from = one.share->beside ? one.share->way->beside() : one.share->way->results();
+        add_copy(copies, {from.offset_of(rows.tensor) + row * from_stride, to, n_queries,
                           n_known * element_bytes, from_stride, to_stride});
         for (std::size_t q = 0; q < n_queries; ++q, to += to_stride) {
             if (n_known < n_columns) {
@@ -172,9 +174,9 @@ void device_copies::add_hidden(const row_target& target, const device_part::shar
         const int row = std::max(0, token - (one.n_tokens - static_cast<int>(one.tensor->ne[1])));
         std::byte* const to =
             target.data + target.layout.hidden_offset + static_cast<std::size_t>(index) * row_bytes;
-        add_copy(copies,
-                 {share.way->offset_of(one.tensor) + static_cast<std::size_t>(row) * row_bytes, to,
-                  1, row_bytes, row_bytes, row_bytes});
+        add_copy(copies, {share.way->results().offset_of(one.tensor) +
+                              static_cast<std::size_t>(row) * row_bytes,
+                          to, 1, row_bytes, row_bytes, row_bytes});
         table_.n_rows_written.fetch_add(1, std::memory_order_relaxed);
     }
 }

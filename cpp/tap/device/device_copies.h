@@ -7,9 +7,11 @@
 #include <ggml.h>
 
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "tap/device/device_nodes.h"
+#include "tap/device/side_graph.h"
 #include "tap/device/transfer.h"
 #include "tap/host/row_sink.h"
 
@@ -28,6 +30,14 @@ struct device_part {
         std::vector<hidden> states;
         std::size_t n_used = 0;
         ggml_backend_t backend = nullptr;  // computes the results
+        // Null: `rows` are results of the graph itself. Otherwise its results are the `queries`.
+        std::shared_ptr<side_graph> beside = nullptr;
+        std::vector<ggml_tensor*> queries{};
+
+        const ggml_tensor* first_result() const {
+            if (!queries.empty()) return queries.front();
+            return rows.empty() ? states.front().tensor : rows.front().tensor;
+        }
     };
     std::vector<share> shares;
 };
@@ -40,7 +50,7 @@ public:
     // The copies out of one device that this step's targets want. Counts rows that need no further
     // work as written, and fills the columns that the graph does not have. Raises internal if the
     // graph lacks a query.
-    std::vector<row_copy> of(const device_part::share& share);
+    rows_out of(const device_part::share& share);
 
     // True if rows must still be reduced, converted or cut after they arrive; these go to a buffer
     // of this object first.

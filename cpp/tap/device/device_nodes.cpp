@@ -223,7 +223,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     rows.layers = {site.il};
     rows.want = want;
     if (!check(site, want.kind)) return rows;
-    rows.n_queries = site.n_queries();
+    rows.n_queries = site.n_step_queries > 0 ? site.n_step_queries : site.n_queries();
     auto* result = values_of(site, want.kind, n_rows);
     rows.n_values = want.n_values(static_cast<std::size_t>(result->ne[0]));
     rows.n_rows = static_cast<std::size_t>(result->ne[1]);
@@ -264,7 +264,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     device_rows rows;
     for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
     rows.want = joined.want;
-    rows.n_queries = first.n_queries();
+    rows.n_queries = first.n_step_queries > 0 ? first.n_step_queries : first.n_queries();
     rows.n_values = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
     rows.n_rows = static_cast<std::size_t>(joined.n_rows);
     rows.n_head = 1;
@@ -274,6 +274,10 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     rows.tensor = masked(result, first, joined.want.kind, joined.n_rows, true);
     if (!failure_.empty()) rows.tensor = nullptr;
     return rows;
+}
+
+ggml_tensor* device_node_builder::last_query_of(const attention_site& site) {
+    return add(ggml_cont(tensors_, last_queries(site.q, 1)));
 }
 
 ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows) {

@@ -110,6 +110,9 @@ public:
     ggml_tensor* part_of(joined_layers& joined, const attention_site& site);
     device_rows join(const joined_layers& joined);
 
+    // A copy of the last query of each stream, ne=[n_embd_head, 1, n_head, n_stream].
+    ggml_tensor* last_query_of(const attention_site& site);
+
     // The last `n_rows` rows of a layer's output, ne=[n_embd, n_rows].
     ggml_tensor* hidden_of(const hidden_site& site, int n_rows);
 

@@ -61,15 +61,20 @@ void device_tap::learn(const attention_site& site) {
     const auto device = device_of(keys);
     if (!device) return;
     const bool is_cached = (keys->view_src ? keys->view_src : keys)->buffer != nullptr;
-    layers_[site.il] = {&path_to(device), static_cast<std::size_t>(site.n_head),
-                        static_cast<std::size_t>(site.n_cells), is_cached ? 1 : site.n_queries(),
-                        can_reduce(site, device)};
+    layers_[site.il] = {&path_to(device),
+                        static_cast<std::size_t>(site.n_head),
+                        static_cast<std::size_t>(site.n_cells),
+                        is_cached ? 1 : site.n_queries(),
+                        can_reduce(site, device),
+                        static_cast<std::size_t>(keys->ne[0]) *
+                            static_cast<std::size_t>(site.n_head) * sizeof(float),
+                        side_graph::can_compute(site)};
 }
 
 void device_tap::learn(const hidden_site& site) {
     if (const auto device = device_of(site.output)) {
-        hidden_[site.il] = {&path_to(device), 1, static_cast<std::size_t>(site.output->ne[0]), 1,
-                            false};
+        hidden_[site.il] = {
+            &path_to(device), 1, static_cast<std::size_t>(site.output->ne[0]), 1, false, 0, false};
     }
 }
 
@@ -106,7 +111,7 @@ void device_tap::keep_constants(const graph_plan& plan) {
                 n_cells = std::max(n_cells, layer.n_cells);
             }
         }
-        one->constants.keep(std::move(all), n_slots_);
+        one->constants.keep(std::move(all), options_.n_slots);
     }
 }
 
@@ -120,27 +125,34 @@ void device_tap::reserve(const graph_plan& plan) {
         n_least = std::max(n_least, one.n_queries_least);
     }
     n_prompt_rows_ = std::numeric_limits<int>::max();
-    std::size_t n_rows = static_cast<std::size_t>(n_slots_);
+    std::size_t n_rows = static_cast<std::size_t>(options_.n_slots);
     if (plan.wants_prompt() && n_row_bytes > 0) {
         const auto n_room =
             std::min<std::size_t>(prompt_budget_bytes / std::max(n_row_bytes, n_work_bytes),
-                                  static_cast<std::size_t>(n_chunk_));
+                                  static_cast<std::size_t>(options_.n_chunk));
         n_prompt_rows_ = std::max(n_least, static_cast<int>(n_room));
         n_rows = std::max(n_rows, static_cast<std::size_t>(n_prompt_rows_));
     }
     for (const auto& path : paths_) {
-        std::size_t n_bytes = 0;
+        const bool is_beside = goes_beside(plan, *path);
+        transfer::sizes sizes;
+        auto& n_bytes = sizes.n_results;
         for (const auto& [il, one] : layers_) {
-            if (one.on != path.get()) continue;
-            n_bytes +=
+            if (one.on != path.get() || plan.device_wants(il).empty()) continue;
+            (is_beside ? sizes.n_beside : sizes.n_results) +=
                 bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
+            if (!is_beside) continue;
+            sizes.n_queries += one.query_bytes * n_rows + slack_bytes;
+            sizes.n_beside += one.n_cells * n_rows * sizeof(float) + slack_bytes;  // its mask
         }
+        sizes.n_results += sizes.n_queries;
+        sizes.n_beside += sizes.n_queries;
         for (const auto& [il, one] : hidden_) {
             if (one.on != path.get() || !plan.wants_hidden(il)) continue;
-            n_bytes +=
-                static_cast<std::size_t>(n_slots_) * one.n_cells * sizeof(float) + slack_bytes;
+            n_bytes += static_cast<std::size_t>(options_.n_slots) * one.n_cells * sizeof(float) +
+                       slack_bytes;
         }
-        if (n_bytes > 0) path->way.reserve(n_bytes);
+        if (n_bytes > 0) path->way.reserve(sizes);
     }
     keep_constants(plan);
 }
@@ -149,7 +161,7 @@ void device_tap::reserve(const graph_plan& plan) {
 // wanted.
 int device_tap::n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const {
     if (!plan.wants_prompt()) return 1;
-    const int n_room = std::max(n_slots_, n_prompt_rows_) / n_stream;
+    const int n_room = std::max(options_.n_slots, n_prompt_rows_) / n_stream;
     return std::max(1, std::min(n_queries, n_room));
 }
 
@@ -168,32 +180,52 @@ device_part::share& device_tap::share_of(device_part& part, transfer& way) {
         if (share.way == &way) return share;
     }
     way.begin_graph();
-    part.shares.push_back({&way, {}, {}, 0, nullptr});
+    part.shares.push_back({&way, {}, {}, 0});
     return part.shares.back();
 }
 
-bool device_tap::place(device_part& part, transfer& way, ggml_tensor* result, std::string& why) {
-    auto& share = share_of(part, way);
-    if (!way.place(result)) {
-        why = no_room(way);
-        return false;
+bool device_tap::place(device_part::share& share, ggml_tensor* result, std::string& why) {
+    auto& way = *share.way;
+    if (share.beside) {
+        if (way.beside().place(result)) return true;
+    } else if (way.results().place(result)) {
+        share.n_used = way.results().n_placed();
+        return true;
     }
-    share.n_used = way.n_placed();
-    return true;
+    why = no_room(way);
+    return false;
 }
 
+// One for the nodes of the graph on each device, and one for those beside it.
 struct device_tap::builders {
     ggml_context* tensors;
     std::vector<placed_node>& placed;
     device_part& part;
     bool has_window;
     std::unordered_map<const path*, device_node_builder> by_path{};
+    std::unordered_map<const path*, device_node_builder> by_path_beside{};
 
-    device_node_builder& of(path& on) {
+    ggml_context* context_of(const device_part::share& share) const {
+        return share.beside ? share.beside->tensors() : tensors;
+    }
+    device_node_builder& in_graph(path& on) {
         return by_path.try_emplace(&on, tensors, on.way.device(), &on.constants, has_window)
             .first->second;
     }
-    void put(device_node_builder& builder, ggml_tensor* anchor) {
+    device_node_builder& of(path& on, const device_part::share& share) {
+        if (!share.beside) return in_graph(on);
+        return by_path_beside
+            .try_emplace(&on, share.beside->tensors(), on.way.device(), &on.constants, has_window)
+            .first->second;
+    }
+    void put(device_node_builder& builder, device_part::share& share, ggml_tensor* anchor) {
+        if (share.beside) {
+            share.beside->add(builder.take_nodes());
+        } else {
+            put_in_graph(builder, anchor);
+        }
+    }
+    void put_in_graph(device_node_builder& builder, ggml_tensor* anchor) {
         for (auto* const node : builder.take_nodes()) placed.push_back({anchor, node});
     }
 };
@@ -202,38 +234,98 @@ std::string device_tap::add(const attention_sites& attention,
                             const std::vector<hidden_site>& states, const graph_plan& plan,
                             ggml_context* tensors, std::vector<placed_node>& placed,
                             device_part& part) {
-    builders building{tensors, placed, part, has_window_};
-    auto why = add_rows(attention, plan, building);
-    if (why.empty()) why = add_joined(attention, plan, building);
+    builders building{tensors, placed, part, options_.has_window};
+    auto sites = attention.sites;
+    auto why = save_queries(sites, plan, building);
+    if (why.empty()) why = add_rows(sites, plan, building);
+    if (why.empty()) why = add_joined(sites, plan, building);
     if (why.empty()) why = add_hidden(states, plan, building);
+    for (auto& share : part.shares) {
+        if (!why.empty() || !share.beside || share.beside->allocate()) continue;
+        why = no_room(*share.way);
+    }
     return why;
 }
 
-std::string device_tap::add_rows(const attention_sites& attention, const graph_plan& plan,
+// Not with windows, whose masks only llama.cpp knows, nor with a prompt's rows, whose queries would
+// be as large as rows. Without streams nothing runs beside anything. All layers of a device or none.
+bool device_tap::goes_beside(const graph_plan& plan, const path& on) const {
+    if (!options_.is_beside || options_.has_window || plan.wants_prompt()) return false;
+    if (!on.way.is_async()) return false;
+    return std::all_of(layers_.begin(), layers_.end(), [&](const auto& entry) {
+        const auto& [il, one] = entry;
+        return one.on != &on || one.can_be_beside || plan.device_wants(il).empty();
+    });
+}
+
+// Saves the query of each stream in the step's graph, where rows can be computed from it later, and
+// replaces the site by one that does so.
+std::string device_tap::save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
+                                     builders& building) {
+    for (auto& site : sites) {
+        const auto found = layers_.find(site.il);
+        if (found == layers_.end() || plan.device_wants(site.il).empty()) continue;
+        auto& on = *found->second.on;
+        if (!goes_beside(plan, on)) continue;
+        auto& share = share_of(building.part, on.way);
+        if (!share.beside) {
+            share.beside = std::make_shared<side_graph>(on.way.device(), on.way.beside(),
+                                                        n_tensors_max(plan) + 8 * sites.size());
+        }
+        auto why = save_query(site, plan, on, building);
+        if (!why.empty()) return why;
+    }
+    return {};
+}
+
+std::string device_tap::save_query(attention_site& site, const graph_plan& plan, path& on,
+                                   builders& building) {
+    auto& share = share_of(building.part, on.way);
+    auto* saved = site.q->view_src ? site.q->view_src : site.q;
+    const bool is_whole = site.n_queries() == 1 && saved->op != GGML_OP_NONE && !saved->data &&
+                          saved->type == GGML_TYPE_F32 && ggml_is_contiguous(saved) &&
+                          ggml_nelements(saved) == ggml_nelements(site.q);
+    auto& builder = building.in_graph(on);
+    if (!is_whole) saved = builder.last_query_of(site);
+    if (!builder.failure().empty()) return builder.failure();
+    auto& results = on.way.results();
+    if (!results.place(saved)) return no_room(on.way);
+    share.n_used = results.n_placed();
+    share.queries.push_back(saved);
+    building.put_in_graph(builder, site.flash);
+    const auto wants = plan.device_wants(site.il);
+    const bool needs_mask = std::any_of(
+        wants.begin(), wants.end(), [](const auto& want) { return want.kind == row_kind::probs; });
+    site = share.beside->site_of(site, saved, results.offset_of(saved), !is_whole, needs_mask);
+    return site.k ? std::string{} : no_room(on.way);
+}
+
+std::string device_tap::add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
                                  builders& building) {
     std::string why;
-    for (const auto& site : attention.sites) {
+    for (const auto& site : sites) {
         const auto found = layers_.find(site.il);
         if (found == layers_.end()) continue;
         auto& on = *found->second.on;
         for (const auto& want : plan.device_wants(site.il)) {
             if (want.joins_layers()) continue;
-            auto& builder = building.of(on);
+            auto& share = share_of(building.part, on.way);
+            auto& builder = building.of(on, share);
             const int n_rows = n_rows_of(plan, site.n_queries(), site.n_stream);
             auto rows = builder.rows_of(site, want, n_rows);
             if (!rows.tensor) return builder.failure();
-            if (!place(building.part, on.way, rows.tensor, why)) return why;
-            share_of(building.part, on.way).rows.push_back(std::move(rows));
-            building.put(builder, site.node_of(want.kind));
+            if (!place(share, rows.tensor, why)) return why;
+            share.rows.push_back(std::move(rows));
+            building.put(builder, share, site.node_of(want.kind));
         }
     }
     return {};
 }
 
-std::string device_tap::add_joined(const attention_sites& attention, const graph_plan& plan,
+std::string device_tap::add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
                                    builders& building) {
     std::vector<std::pair<path*, joined_layers>> groups;
-    for (const auto& site : attention.sites) {
+    for (const auto& site : sites) {
         const auto found = layers_.find(site.il);
         if (found == layers_.end()) continue;
         for (const auto& want : plan.device_wants(site.il)) {
@@ -264,7 +356,9 @@ std::string device_tap::add_joined(const attention_sites& attention, const graph
 
 std::string device_tap::add_group(path& on, joined_layers& joined, const graph_plan& plan,
                                   builders& building) {
-    auto& builder = building.of(on);
+    auto& share = share_of(building.part, on.way);
+    auto& builder = building.of(on, share);
+    auto& arena = share.beside ? on.way.beside() : on.way.results();
     std::sort(joined.sites.begin(), joined.sites.end(),
               [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
@@ -277,46 +371,46 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
         if (!part) return builder.failure();
         if (i == 0) {
             part_bytes = ggml_nbytes(part);
-            joined.stack = ggml_new_tensor_2d(building.tensors, GGML_TYPE_F32, ggml_nelements(part),
-                                              static_cast<std::int64_t>(joined.sites.size()));
-            share_of(building.part, on.way);  // sets up the graph's memory
-            if (!on.way.place_scratch(joined.stack)) return no_room(on.way);
+            joined.stack =
+                ggml_new_tensor_2d(building.context_of(share), GGML_TYPE_F32, ggml_nelements(part),
+                                   static_cast<std::int64_t>(joined.sites.size()));
+            if (!arena.place_scratch(joined.stack)) return no_room(on.way);
         }
         if (ggml_nbytes(part) != part_bytes) return "layers that are joined differ in shape";
-        if (!transfer::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
-        building.put(builder, site.node_of(joined.want.kind));
+        if (!device_arena::place_in(joined.stack, i * part_bytes, part)) return no_room(on.way);
+        building.put(builder, share, site.node_of(joined.want.kind));
     }
     auto rows = builder.join(joined);
     if (!rows.tensor) return builder.failure();
-    if (!place(building.part, on.way, rows.tensor, why)) return why;
-    share_of(building.part, on.way).rows.push_back(std::move(rows));
-    building.put(builder, joined.sites.back()->node_of(joined.want.kind));
+    if (!place(share, rows.tensor, why)) return why;
+    share.rows.push_back(std::move(rows));
+    building.put(builder, share, joined.sites.back()->node_of(joined.want.kind));
     return {};
 }
 
 std::string device_tap::add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
                                    builders& building) {
-    std::string why;
     for (const auto& site : states) {
         const auto found = hidden_.find(site.il);
         if (found == hidden_.end() || !plan.wants_hidden(site.il)) continue;
         auto& on = *found->second.on;
-        auto& builder = building.of(on);
+        auto& builder = building.in_graph(on);
+        auto& share = share_of(building.part, on.way);
         const auto n_tokens = static_cast<int>(site.output->ne[1]);
-        auto* const tensor = builder.hidden_of(site, std::min(n_tokens, n_slots_));
+        auto* const tensor = builder.hidden_of(site, std::min(n_tokens, options_.n_slots));
         if (!builder.failure().empty()) return builder.failure();
-        if (!place(building.part, on.way, tensor, why)) return why;
-        share_of(building.part, on.way).states.push_back({site.il, tensor, n_tokens});
-        building.put(builder, site.output);
+        if (!on.way.results().place(tensor)) return no_room(on.way);
+        share.n_used = on.way.results().n_placed();
+        share.states.push_back({site.il, tensor, n_tokens});
+        building.put_in_graph(builder, site.output);
     }
     return {};
 }
 
 void device_tap::find_backends(ggml_backend_sched_t sched, device_part& part) {
     for (auto& share : part.shares) {
-        auto* const first =
-            share.rows.empty() ? share.states.front().tensor : share.rows.front().tensor;
-        share.backend = ggml_backend_sched_get_tensor_backend(sched, first);
+        share.backend = ggml_backend_sched_get_tensor_backend(
+            sched, const_cast<ggml_tensor*>(share.first_result()));
     }
 }
 
@@ -328,7 +422,11 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
         for (const auto& share : part.shares) {
             const auto wanted = copies.of(share);
             if (wanted.empty()) continue;
-            is_on_its_way |= share.way->start(share.backend, id, share.n_used, wanted);
+            work_beside work{share.beside, {}};
+            for (const auto& target : table.targets) {
+                work.streams.push_back({target.i_stream, target.layout.n_columns});
+            }
+            is_on_its_way |= share.way->start(share.backend, id, share.n_used, wanted, work);
         }
         if (copies.has_work_left()) {
             if (is_on_its_way) await(id);
@@ -345,6 +443,11 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
 
 void device_tap::note_computed() {
     for (const auto& one : paths_) one->way.note_computed();
+}
+
+void device_tap::settle() noexcept {
+    if (!options_.is_beside) return;  // copies of staged rows read no keys
+    for (const auto& one : paths_) one->way.settle();
 }
 
 void device_tap::await(transfer_id id) {

@@ -25,9 +25,13 @@ namespace kqview {
 class device_tap {
 public:
     // A step has one token of each slot, or at most `n_chunk` tokens of one slot's prompt.
-    // `has_window`: a query may not see all tokens before it.
-    device_tap(int n_slots, int n_chunk, bool has_window)
-        : n_slots_(n_slots), n_chunk_(n_chunk), has_window_(has_window) {}
+    struct options {
+        int n_slots = 1;
+        int n_chunk = 1;          // most tokens of a step
+        bool has_window = false;  // a query may not see all tokens before it
+        bool is_beside = false;   // rows are computed beside the next step, where they can
+    };
+    explicit device_tap(const options& wanted) : options_(wanted) {}
 
     // Records a site of the largest graph; called before anything is captured.
     void learn(const attention_site& site);
@@ -65,6 +69,8 @@ public:
     transfer_id start(row_table& table, const device_part& part);
     void note_computed();
     void await(transfer_id id);
+    // Blocks until nothing that was started is in flight; `await` still raises what failed.
+    void settle() noexcept;
 
     const std::shared_ptr<copy_counters>& counters() const { return counters_; }
 
@@ -82,6 +88,8 @@ private:
         std::size_t n_cells;
         int n_queries_least;  // without a cache, a step has the whole prompt
         bool is_reducible;
+        std::size_t query_bytes;  // of one token
+        bool can_be_beside;       // see side_graph::can_compute
     };
     // Per-device state of `add` while it goes through a graph.
     struct builders;
@@ -90,9 +98,11 @@ private:
     std::size_t bytes_of_row(const graph_plan& plan, int il) const;
     std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
     void keep_constants(const graph_plan& plan);
-    std::string add_rows(const attention_sites& attention, const graph_plan& plan,
+    std::string save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
+                             builders& building);
+    std::string add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,
                          builders& building);
-    std::string add_joined(const attention_sites& attention, const graph_plan& plan,
+    std::string add_joined(const std::vector<attention_site>& sites, const graph_plan& plan,
                            builders& building);
     std::string add_group(path& on, joined_layers& joined, const graph_plan& plan,
                           builders& building);
@@ -100,11 +110,13 @@ private:
                            builders& building);
     int n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const;
     device_part::share& share_of(device_part& part, transfer& way);
-    bool place(device_part& part, transfer& way, ggml_tensor* result, std::string& why);
+    bool place(device_part::share& share, ggml_tensor* result, std::string& why);
+    // Whether a graph's rows of these layers are computed from saved queries; see side_graph.
+    bool goes_beside(const graph_plan& plan, const path& on) const;
+    std::string save_query(attention_site& site, const graph_plan& plan, path& on,
+                           builders& building);
 
-    const int n_slots_;
-    const int n_chunk_;
-    const bool has_window_;
+    const options options_;
     const std::shared_ptr<copy_counters> counters_ = std::make_shared<copy_counters>();
     std::vector<std::unique_ptr<path>> paths_;
     std::unordered_map<int, layer> layers_;

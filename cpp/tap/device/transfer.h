@@ -2,7 +2,7 @@
 // addresses that stay fixed while a plan is wanted: recorded graphs (CUDA graphs) and graphs sent
 // earlier (RPC) stay valid. After the compute, the results are copied within the device to one of
 // two staging buffers; a separate stream copies them from there to the host while the next step
-// computes.
+// computes. Where the results are queries (side_graph), that stream first computes the rows.
 // Owner:   device_tap.
 // Threads: the engine thread; the device performs the copies.
 // Never:   reuses or frees a staging buffer before the copies out of it have ended.
@@ -15,14 +15,31 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
 
+#include "tap/device/device_arena.h"
 #include "tap/device/row_copy.h"
+#include "tap/device/side_graph.h"
 #include "tap/step_result.h"
 
 namespace kqview {
+
+// Copies to the host.
+struct rows_out {
+    std::vector<row_copy> of_results;
+    std::vector<row_copy> of_beside;  // out of rows computed beside the step
+
+    bool empty() const { return of_results.empty() && of_beside.empty(); }
+};
+
+// What a step leaves to be computed beside the next one.
+struct work_beside {
+    std::shared_ptr<side_graph> graph;  // null: nothing
+    std::vector<side_graph::stream_view> streams;
+};
 
 class transfer {
 public:
@@ -33,26 +50,30 @@ public:
 
     ggml_backend_dev_t device() const { return device_; }
 
-    // Allocates room for a step's results. No transfer may be in flight. Raises out_of_memory with
-    // the sizes.
-    void reserve(std::size_t n_bytes);
+    // Whether the device computes and copies at the same time.
+    bool is_async() const { return is_async_; }
 
-    // Starts placing the next graph's results at the front of the buffer.
-    void begin_graph() { n_placed_ = n_scratch_ = 0; }
-    // Assigns memory to a result. Returns false if there is no room or the backend refuses it.
-    bool place(ggml_tensor* result);
-    // As place(), in scratch memory after the results, which no copy reads.
-    bool place_scratch(ggml_tensor* tensor);
-    // Places a tensor as a part of one in scratch memory.
-    static bool place_in(ggml_tensor* whole, std::size_t offset, ggml_tensor* part);
-    std::size_t n_placed() const { return n_placed_; }
-    std::size_t offset_of(const ggml_tensor* result) const;
+    // Bytes of a step's results, and of what is computed beside the step: rows, and the queries
+    // that they are computed from, which are the first of the results.
+    struct sizes {
+        std::size_t n_results = 0;
+        std::size_t n_beside = 0;
+        std::size_t n_queries = 0;
+    };
+    // Allocates room for both. No transfer may be in flight. Raises out_of_memory with the sizes.
+    void reserve(const sizes& wanted);
+
+    // Starts placing the next graph's results.
+    void begin_graph();
+    device_arena& results() { return results_; }
+    // Rows computed beside the step, behind the copies of its queries.
+    device_arena& beside() { return beside_; }
 
     // Queues the transfer of the first `n_used` bytes behind the work queued on `compute`. True:
     // the copies are in flight, call `await`. False: they are done, because the device copies in
     // order or cannot copy while it computes.
-    bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
-               const std::vector<row_copy>& copies);
+    bool start(ggml_backend_t compute, transfer_id id, std::size_t n_used, const rows_out& copies,
+               const work_beside& work);
 
     // The compute that `start` queued behind is known to have ended: the time of copies in flight
     // counts from here.
@@ -60,37 +81,39 @@ public:
 
     // Blocks until the copies of this transfer, and of all earlier ones, have ended. Raises decode.
     void await(transfer_id id);
+    // Blocks until nothing is in flight; `await` still raises what failed.
+    void settle() noexcept;
 
 private:
     using clock = std::chrono::steady_clock;
 
     struct staging {
-        ggml_backend_buffer_t buffer = nullptr;
-        ggml_tensor* bytes = nullptr;
+        explicit staging(ggml_backend_dev_t device) : results(device) {}
+
+        device_arena results;                   // a copy of the step's
         ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
         transfer_id id = 0;                      // in flight; 0 = none
+        std::shared_ptr<side_graph> beside;      // of this transfer
+        std::exception_ptr failure;              // of this transfer, found by settle()
         std::optional<clock::time_point> ready;  // when it was first known to be filled
     };
 
     void release();
     void count(std::size_t n_copies, std::size_t n_bytes);
     void count(clock::duration spent);
-    ggml_backend_buffer_t allocate(std::size_t n_bytes) const;
-    ggml_tensor* bytes_of(ggml_backend_buffer_t buffer) const;
+    void allocate(device_arena& arena, std::size_t n_bytes) const;
+    void fetch(device_arena& from, const std::vector<row_copy>& copies);
 
     ggml_backend_dev_t device_;
     copy_counters& counters_;
     bool is_async_;
     ggml_backend_t copy_stream_ = nullptr;
-    std::unique_ptr<ggml_context, decltype(&ggml_free)> tensors_{nullptr, ggml_free};
-    ggml_backend_buffer_t results_ = nullptr;
-    ggml_tensor* result_bytes_ = nullptr;
+    device_arena results_;
+    device_arena beside_;
     std::array<staging, 2> staging_;
+    sizes sizes_;
     std::vector<std::byte> fetched_;  // without streams: fetched bytes before they are packed
-    std::size_t capacity_ = 0;
-    std::size_t n_placed_ = 0;
-    std::size_t n_scratch_ = 0;
 };
 
 }  // namespace kqview
