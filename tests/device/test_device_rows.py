@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +304,7 @@ def test_a_copy_that_fails_ends_its_request_and_no_other(
 def test_no_room_on_the_device_is_out_of_memory_and_the_engine_goes_on(
     make_engine: MakeEngine, tiny_llama: Path, device: Any
 ) -> None:
+    gc.collect()  # engines of tests before it, which would make room later
     engine = make_engine(tiny_llama, n_gpu_layers=-1)
     device.set(memory_bytes=device.counts()["used_bytes"] + 1000)
     with pytest.raises(OutOfMemory, match=r"FAKE\d .* MiB.* MiB"):
