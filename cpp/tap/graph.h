@@ -44,7 +44,7 @@ struct attention_site {
     operand_strides q_strides;
     operand_strides k_strides;
     int n_step_queries = 0;  // where q is a copy of the last queries of a step: how many that had
-    int n_extra_cells = 0;  // keys in k after the cells that stand for no token (deepseek4)
+    int n_extra_cells = 0;   // keys in k after the cells that stand for no token (deepseek4)
     // Sparse attention gathers the keys that a query sees. Then k and mask are the gathered ones,
     // n_cells counts them, and cell j is column `gathered[j] / rows_per_cell % n_cells_max`.
     ggml_tensor* gathered = nullptr;  // I32, or null
