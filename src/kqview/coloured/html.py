@@ -34,7 +34,10 @@ _STILL: Final = (
     "cell again, to choose a layer, a head and a token."
 )
 _NOTE: Final = "margin:4px 0;font-size:0.875em"
-_TEXT: Final = "margin:2px 0 8px 0;line-height:1.9;white-space:pre-wrap;overflow-wrap:break-word"
+_TEXT: Final = (
+    "margin:2px 0 8px 0;max-height:21em;overflow:auto;line-height:1.9;white-space:pre-wrap;"
+    "overflow-wrap:break-word"
+)
 
 
 def coloured_html(

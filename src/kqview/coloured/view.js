@@ -80,10 +80,12 @@
       const text = element("div", {});
       for (const [name, begin, end] of parts) {
         if (begin === end) continue;
-        text.append(
-          element("p", { class: "part" }, name),
-          element("p", { class: "tokens" }, ...this.tokens.slice(begin, end)),
-        );
+        const tokens = this.tokens.slice(begin, end);
+        const box = element("p", { class: "tokens", role: "group", "aria-label": name }, ...tokens);
+        // A long text scrolls, which keys can do only in what has the focus.
+        const onresize = () => box.toggleAttribute("tabindex", box.scrollHeight > box.clientHeight);
+        new ResizeObserver(onresize).observe(box);
+        text.append(element("p", { class: "part", "aria-hidden": "true" }, name), box);
       }
       this.listen(text);
       this.what = element("p", { class: "what", role: "status" });
@@ -232,8 +234,11 @@
     }
 
     entry(i, share, most) {
-      const name = quoted(this.data.texts[i]);
-      const node = element("li", {}, element("span", {}, name), element("span", {}, percent(share)));
+      const { texts } = this.data;
+      const around = (begin, end) => texts.slice(Math.max(0, begin), end).join("").replace(/\s+/g, " ");
+      const place = [around(i - 2, i).trim(), element("strong", {}, quoted(texts[i])), around(i + 1, i + 2).trim()];
+      const name = element("span", {}, ...place.filter(Boolean).flatMap((part) => [part, " "]));
+      const node = element("li", {}, name, element("span", {}, percent(share)));
       node.style.setProperty("--part", `${(100 * share) / most}%`);
       return node;
     }
