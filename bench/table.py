@@ -17,6 +17,7 @@ import contexts
 import counts
 import decode
 import embed
+import engines
 import eval_callback
 import hf
 import kernel
@@ -52,6 +53,7 @@ BENCHMARKS = {
         slots,
         mods,
         embed,
+        engines,
         eval_callback,
         hf,
         contexts,

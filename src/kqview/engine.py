@@ -82,6 +82,7 @@ CLOSE_TIMEOUT_S: Final = 30.0
 _log: Final = logging.getLogger("kqview.engine")
 _ROLE: Final = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
 _llama_log: Final = logging.getLogger("kqview.llama")
+_SMALL_BYTES: Final = 4 * 2**20  # of weights, for which one thread is enough
 _open_engines: weakref.WeakSet["Engine"] = weakref.WeakSet()
 
 
@@ -251,7 +252,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         n_slots: Number of sequences held, and generated in one batch, at a time.
         n_batch: Maximum number of prompt tokens decoded in one step.
         n_ubatch: Like n_batch; the smaller of the two applies.
-        n_threads: Number of compute threads; None uses as many as this process can keep busy.
+        n_threads: Number of compute threads; None uses as many as this process can keep busy, and
+            one for a model with less than 4 MiB of weights: a second one would save it at most
+            0.1 ms a token, and cost several times that on a busy machine.
         n_gpu_layers: Number of layers on GPUs and RPC servers, if there are any; -1 for all, which
             must then fit.
         flash_attn: Flash attention on or off, or "auto" to let llama.cpp choose. Capture works with
@@ -352,11 +355,15 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             source.lora = [_core.LoraAdapter(*adapter) for adapter in adapters]
             source.rpc_servers = servers
             self._model = _core.Model.load(source, show)
+            if n_threads is None and self._model.size_bytes < _SMALL_BYTES:
+                options.n_threads = 1
+                _log.info("n_threads is 1, because the model is small")
             if options.n_ctx == 0:
                 options.n_ctx = _fitting_n_ctx(self._model, options)
             self._core = _core.Engine.open(self._model, options)
         finally:
             _forward_log()
+        self._n_threads = options.n_threads
         self._info = _model_info(self._model, self._core)
         if chat_template is not None:
             self._info = replace(self._info, chat_template=chat_template)
@@ -451,6 +458,11 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         return self._core.n_ctx
 
     @property
+    def n_threads(self) -> int:
+        """Number of threads that compute a step, the engine's own among them."""
+        return self._n_threads
+
+    @property
     def attention_kernel(self) -> Literal["kqview", "llama.cpp"]:
         """What computes the attention of decoded tokens on the CPU.
 
@@ -526,9 +538,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         """`kqview.system_info`, plus how this engine hands out attention and its RPC servers.
 
         Additional keys: capture, the slowest path by which attention of a layer reaches a view, as
-        in ``devices``; zero_copy, whether that is "zero-copy"; and rpc_servers, a dict for each:
-        endpoint, n_devices, and lost, which says why the server was lost and is None while it is
-        available.
+        in ``devices``; zero_copy, whether that is "zero-copy"; n_threads, the threads that compute
+        a step; and rpc_servers, a dict for each: endpoint, n_devices, and lost, which says why the
+        server was lost and is None while it is available.
         """
         info = system_info()
         capture = capture_path(info["devices"], self._n_gpu_layers)
@@ -537,7 +549,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             for one in self._model.rpc_servers()
         ]
         return {
-            **info, "capture": capture, "zero_copy": capture == "zero-copy", "rpc_servers": servers,
+            **info, "capture": capture, "zero_copy": capture == "zero-copy",
+            "n_threads": self._n_threads, "rpc_servers": servers,
         }  # fmt: skip
 
     def _state_facts(self) -> StateFacts:

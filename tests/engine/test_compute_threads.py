@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from kqview import _core
+from kqview import Engine, _core
+from kqview.machine import default_threads
 from tests.support.processes import FORK, output_of
+from tests.support.tiny_gguf import write_model
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/task").exists(), reason="threads are read from /proc, which Linux has"
@@ -109,6 +111,16 @@ assert ids(engine) == want
 print("parent")
 """
     assert run(FORK + script, tiny_llama) == "parent"
+
+
+@pytest.mark.parametrize(("n_embd", "is_small"), [(64, True), (512, False)])
+def test_small_models_have_one_thread_by_default(tmp_path: Path, n_embd: int, is_small: bool):
+    model = write_model(tmp_path / "model.gguf", n_embd=n_embd, n_ff=2 * n_embd)
+    with Engine(model, n_ctx=64) as engine, Engine(model, n_ctx=64, n_threads=2) as other:
+        assert (engine.model.size_bytes < 4 * 2**20) == is_small
+        assert engine.n_threads == (1 if is_small else default_threads())
+        assert engine.system_info()["n_threads"] == engine.n_threads
+        assert other.n_threads == 2
 
 
 def test_extension_calls_no_other_openmp():

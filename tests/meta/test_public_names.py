@@ -91,7 +91,7 @@ ENGINE_MEMBERS = {
     *("model", "slots", "tokenize", "detokenize", "token_bytes", "token_text", "generate"),
     *("attend", "stats", "system_info", "close", "demo", "__enter__", "__exit__"),
     *("chat", "apply_chat_template", "embed", "classify", "pooling", "lora", "set_lora_scales"),
-    *("score", "ascore", "map", "aembed", "aclassify", "from_hub"),
+    *("score", "ascore", "map", "aembed", "aclassify", "from_hub", "n_threads"),
 }
 GENERATION_MEMBERS = {
     *(

@@ -132,7 +132,7 @@ class FakeEngine:
         return EngineStats()
 
     def system_info(self) -> dict[str, Any]:
-        return {"kqview_version": "0", "llama_cpp_commit": "0c1e570", "backends": ["CPU"]}
+        return {"kqview_version": "0", "llama_cpp_commit": "0c1e570", "n_threads": 2}
 
     def __enter__(self) -> Self:
         return self

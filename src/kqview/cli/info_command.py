@@ -71,6 +71,7 @@ def info(
         f"bytes per token at {_N_CONTEXT}", Text(f"{capture_bytes:,} (every layer and head)")
     )
     table.add_row("llama.cpp", Text(str(system["llama_cpp_commit"])))
+    table.add_row("threads", Text(str(system["n_threads"])))
     if metadata:
         for name, value in sorted(facts.metadata.items()):
             table.add_row(name, Text(value))
