@@ -128,6 +128,25 @@ def described() -> dict[str, Any]:
     return describe(table, version="1", has_keys=False)
 
 
+# Their replies are bytes, text, a redirection or an object without fields.
+NOT_DESCRIBED = {
+    "/v1/attention/{id}/{n}", "/generate/{request_id}/attention/{seq}", "/api",
+    "/api/extra/preloadstory",
+}  # fmt: skip
+
+
+def test_every_body_and_reply_has_a_type():
+    table = [one for dialect in DIALECTS for one in dialect.OPERATIONS if one.method != "WS"]
+    untyped = {
+        one.path
+        for one in table
+        if one.reply is None and not one.streams and one.status not in (202, 204)
+    }
+    assert untyped == NOT_DESCRIBED
+    assert [one.path for one in table if one.body is Upload and one.upload is None] == []
+    assert [one.path for one in table if one.failure is None] == []
+
+
 def fields_of(description: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     for name, schema in description["components"]["schemas"].items():
         for field, one in schema.get("properties", {}).items():

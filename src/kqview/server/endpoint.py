@@ -248,6 +248,13 @@ class Sample:
     type: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """Types of which a body has one, for the description."""
+
+    types: tuple[Any, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """A row of the route table.
@@ -262,8 +269,9 @@ class Operation:
         summary: One line for the description.
         body: Type of the JSON body, None for none. Any content type is read as JSON. With `Upload`
             the handler gets one, and reads the body itself.
-        upload: Type of the JSON in an `Upload`, for the description; None if it may be anything.
-        reply: Type of the JSON reply, for the description.
+        upload: Type of the JSON in an `Upload`, for the description; `OneOf` if other media types
+            are read as well, None if it may be anything.
+        reply: Type of the JSON reply, or `OneOf`, for the description.
         status: Of success, for the description.
         error_body: The dialect's body for a failure.
         failure: Type of that body, for the description; None to describe an example of it.

@@ -15,7 +15,7 @@ from typing import Any, Final, cast
 import msgspec
 from msgspec import inspect
 
-from kqview.server.endpoint import UPLOADS, Operation, Sample, Upload
+from kqview.server.endpoint import UPLOADS, OneOf, Operation, Sample, Upload
 from kqview.server.errors import STATUS, Answer
 from kqview.types.sampling import OPTIONS, SamplingOption
 
@@ -91,7 +91,11 @@ def describe(
 def _types_of(one: Operation) -> Iterator[Any]:
     given: list[Any] = [one.body, one.upload, one.reply, one.failure]
     given += [sample.type for sample in one.samples]
-    return (kind for kind in given if kind is not None and kind is not Upload)
+    for kind in given:
+        if isinstance(kind, OneOf):
+            yield from kind.types
+        elif kind is not None and kind is not Upload:
+            yield kind
 
 
 # ---- schemas
@@ -127,7 +131,9 @@ class _Types:
                 waiting += one
 
     def schema(self, kind: Any) -> Schema:
-        """The schema of one of the types that were given."""
+        """The schema of one of the types that were given, or of several of them."""
+        if isinstance(kind, OneOf):
+            return {"anyOf": [self.schema(one) for one in kind.types]}
         return self._schemas[id(kind)]
 
     def names(self, schema: Schema, name: str) -> list[str]:
@@ -266,6 +272,11 @@ def _operation(
         ]
     if one.body is Upload and one.upload is None:
         described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
+    elif isinstance(one.upload, OneOf):
+        schema = types.schema(one.upload)
+        content = {kind: {"schema": {}} for kind in UPLOADS}
+        content["application/json"] = {"schema": schema, "example": types.example(schema)}
+        described["requestBody"] = {"content": content}
     elif one.body is not None:
         schema = types.schema(one.upload or one.body)
         example = types.example(schema) if one.example is None else one.example
@@ -350,7 +361,7 @@ def _event(sample: Sample, types: _Types) -> Schema:
 def _errors(one: Operation, types: _Types, failures: dict[str, Any]) -> dict[str, Any]:
     """References to the replies to what goes wrong, which are added to *failures*."""
     left_out: set[str] = set() if one.body is not None else {"408", "413"}
-    if one.upload is None:
+    if one.upload is None or isinstance(one.upload, OneOf):
         left_out |= {"415", "422"}
     if one.body is None and not one.parameters:
         left_out.add("400")

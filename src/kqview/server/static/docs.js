@@ -49,10 +49,14 @@ function lazy(attributes, summary, make) {
 }
 
 function fields(schema) {
-  const rows = objects(schema).flatMap((found) =>
-    Object.entries(found.properties).map(([name, one]) => field(name, one, found)),
-  );
-  return rows.length > 0 && element("dl", { class: "fields" }, rows);
+  const found = objects(schema);
+  if (found.length > 1) return found.map(inner);
+  return found.length === 1 && fieldsOf(found[0]);
+}
+
+function fieldsOf(found) {
+  const rows = Object.entries(found.properties).map(([name, one]) => field(name, one, found));
+  return element("dl", { class: "fields" }, rows);
 }
 
 function field(name, one, { required }) {
@@ -79,7 +83,11 @@ function field(name, one, { required }) {
   );
 }
 
-const inner = (found) => lazy({ class: "inner" }, `Fields of ${found.title}`, () => fields(found));
+const inner = (found) =>
+  lazy({ class: "inner" }, `Fields of ${found.title}`, () => [
+    element("p", { class: "note" }, worded(found.description ?? "")),
+    fieldsOf(found),
+  ]);
 
 function parameters(list) {
   const rows = list.map(({ name, in: where, description }) =>
@@ -124,7 +132,7 @@ function sequence(messages, isSocket) {
     return element(
       "li",
       attributes,
-      lazy({}, heading, () => [data ? json(data) : example(text), schema && fields(schema)].filter(Boolean)),
+      lazy({}, heading, () => [data ? json(data) : example(text), schema && fields(schema)].flat().filter(Boolean)),
     );
   });
   return element(
@@ -153,7 +161,7 @@ function failures(responses) {
   return [
     lazy({ class: "inner" }, "Failures", () => [
       element("dl", { class: "fields" }, rows), json(body), fields(schema),
-    ].filter(Boolean)),
+    ].flat().filter(Boolean)),
   ];
 }
 
@@ -196,7 +204,7 @@ function parts(operation, name) {
     heading("Messages");
     made.push(sequence(operation.messages, true));
   }
-  return [...made, ...failures(operation.responses ?? {})].filter(Boolean);
+  return [...made, ...failures(operation.responses ?? {})].flat().filter(Boolean);
 }
 
 // Shows the routes whose path or summary has *text*.

@@ -221,16 +221,16 @@ async def extra_version(call: Call) -> schema.Version:
     return schema.Version(protected=bool(call.service.settings.api_keys))
 
 
-async def service_info(call: Call) -> dict[str, Any]:
+async def service_info(call: Call) -> schema.ServiceInfo:
     """Which APIs are here, as KoboldAI's services tell each other."""
-    kobold = {
-        "name": "KoboldAI API",
-        "rel_url": "/api",
-        "documentation": "/docs",
-        "version": schema.API_VERSION,
-    }
-    software = {"name": "kqview", "version": __version__}
-    return {"version": "0.2", "software": software, "api": {"koboldai": kobold}}
+    koboldai = schema.Api(
+        name="KoboldAI API", rel_url="/api", documentation="/docs", version=schema.API_VERSION
+    )
+    return schema.ServiceInfo(
+        version="0.2",
+        software=schema.Software("kqview", __version__),
+        api=schema.Apis(koboldai),
+    )
 
 
 def _always(reply: Any) -> Handler:
@@ -433,7 +433,10 @@ OPERATIONS: Final[list[Operation]] = [
     _get("/api/extra/perf", perf, "Figures of the last generation.", schema.Perf, model="named"),
     _get("/api/extra/preloadstory", _always(schema.EMPTY), "There is no story."),
     _get("/ping", _always(schema.Status("ok")), "Whether it runs.", schema.Status, access="open"),
-    _get("/.well-known/serviceinfo", service_info, "Which APIs are here.", access="open"),
+    _get(
+        "/.well-known/serviceinfo", service_info, "Which APIs are here.", schema.ServiceInfo,
+        access="open",
+    ),
     _get(
         "/api", _always(HttpReply(b"", "text/plain", 307, headers={"location": "docs"})),
         "Leads to /docs.", access="open",

@@ -276,6 +276,58 @@ class Version(Struct, kw_only=True):
     admin: int = 0
 
 
+class Software(Struct):
+    """What serves.
+
+    Attributes:
+        name: Its name, such as "kqview".
+        version: Its version, such as "0.1.0".
+    """
+
+    name: str
+    version: str
+
+
+class Api(Struct, kw_only=True):
+    """An API of the server.
+
+    Attributes:
+        name: Its name, such as "KoboldAI API".
+        rel_url: Where its routes begin, such as "/api".
+        documentation: Path of its documentation, such as "/docs".
+        version: Its version, such as "1.2.5".
+    """
+
+    name: str
+    rel_url: str
+    documentation: str
+    version: str
+
+
+class Apis(Struct):
+    """APIs of the server.
+
+    Attributes:
+        koboldai: KoboldAI's.
+    """
+
+    koboldai: Api
+
+
+class ServiceInfo(Struct, kw_only=True):
+    """Which APIs are here, as KoboldAI's services tell each other.
+
+    Attributes:
+        version: Version of this form, such as "0.2".
+        software: What serves.
+        api: Its APIs.
+    """
+
+    version: str
+    software: Software
+    api: Apis
+
+
 class Perf(Struct, kw_only=True):
     """What the last generation cost, and what the server does now.
 

@@ -9,7 +9,7 @@ from kqview.errors import RequestError
 from kqview.lora import LoraAdapter
 from kqview.server.api.llama_fields import Failure, LoraScale, error_body
 from kqview.server.api.llama_server import about, states
-from kqview.server.endpoint import Call, Operation, Upload
+from kqview.server.endpoint import Call, OneOf, Operation, Upload
 from kqview.server.errors import Forbidden, renamed
 
 _TAG: Final = "llama-server"
@@ -67,7 +67,8 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     Operation(
         method="POST", path="/lora-adapters", handler=set_scales, model="named", tag=_TAG,
-        error_body=error_body, failure=Failure, body=Upload, reply=about.Success,
+        error_body=error_body, failure=Failure, body=Upload,
+        upload=OneOf((list[LoraScale],)), reply=about.Success,
         summary="Scales of LoRA adapters for requests that do not say.",
     ),
 ]  # fmt: skip

@@ -11,9 +11,9 @@ from kqview.server.api.chat_work import prompt_of
 from kqview.server.api.llama_fields import Failure, LlamaFields, error_body, with_defaults
 from kqview.server.api.llama_server import about, adapters, convert, events, schema, sessions, slots
 from kqview.server.api.llama_server.classify import Classified, ClassifyBody, classify
-from kqview.server.api.llama_server.embeddings import EmbeddingBody, embed
+from kqview.server.api.llama_server.embeddings import Embedded, EmbeddingBody, embed
 from kqview.server.api.llama_server.prompts import ids_of, ids_of_each
-from kqview.server.api.llama_server.rerank import RerankBody, rerank
+from kqview.server.api.llama_server.rerank import RerankBody, Reranked, TeiResult, rerank
 from kqview.server.endpoint import (
     Call,
     Events,
@@ -259,10 +259,11 @@ OPERATIONS: Final[list[Operation]] = [
     ),
     _post(
         "/embedding", embed, "A vector for each text, or for each token.",
-        EmbeddingBody, also=("/embeddings",),
+        EmbeddingBody, list[Embedded], also=("/embeddings",),
     ),
     _post(
         "/rerank", rerank, "Documents by how well they answer a query.", RerankBody,
+        Reranked | list[TeiResult],
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
     _get("/props", props, "Properties of the server and its model.", about.Props),

@@ -13,7 +13,7 @@ from kqview.server.api.llama_server.slots import (
     elapsed_ms,
     use,
 )
-from kqview.server.endpoint import Call, Operation, Upload
+from kqview.server.endpoint import Call, OneOf, Operation, Upload
 from kqview.server.sessions import SavedSlot
 from kqview.slot import Slot
 
@@ -114,7 +114,10 @@ OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/sessions/{id_session}", handler=session_action, tag=_TAG,
         model="named",
-        error_body=error_body, failure=Failure, body=Upload, parameters={
+        error_body=error_body, failure=Failure, body=Upload,
+        upload=OneOf((states.FileBody,)),
+        reply=OneOf((states.SessionSaved, states.SessionRestored, states.SessionRemoved)),
+        parameters={
             "id_session": "Number of the session, such as 7.",
             "action": 'What to do: save, restore or remove, such as "save".',
             "slot": "Index of the slot to save or restore, such as 0.",

@@ -12,7 +12,7 @@ from kqview.errors import QueueFull, RequestError, StateError, UnsupportedModel
 from kqview.server.api.llama_fields import Failure, error_body
 from kqview.server.api.llama_server import about, states
 from kqview.server.budget import Body
-from kqview.server.endpoint import Call, LongReply, Operation, Upload
+from kqview.server.endpoint import Call, LongReply, OneOf, Operation, Upload
 from kqview.server.errors import NotSupported, Unauthorized
 from kqview.server.sessions import SavedSlot
 from kqview.slot import Slot
@@ -232,7 +232,13 @@ def elapsed_ms(started_s: float) -> float:
 OPERATIONS: Final[list[Operation]] = [
     Operation(
         method="POST", path="/slots/{id_slot}", handler=slot_action, model="named", tag=_TAG,
-        error_body=error_body, failure=Failure, body=Upload, parameters={
+        error_body=error_body, failure=Failure, body=Upload,
+        upload=OneOf((states.FilenameBody, states.RestoreBody, states.ShiftBody)),
+        reply=OneOf((
+            states.Saved, states.Restored, states.Tokens, states.Shifted, states.SlotSaved,
+            states.SlotRestored, states.SlotErased,
+        )),
+        parameters={
             "id_slot": "Index of the slot, such as 0.",
             "action": 'What to do, such as "tokens", which lists its ids. "save-state" and '
             '"restore-state" send and take its state, "context-shift" removes tokens; "save", '
