@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import kqview
 from kqview import Capture, Engine
 from kqview.cli.main import app
+from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -333,6 +334,15 @@ def test_chat_keeps_a_file_that_is_there_unless_told(tmp_path: Path) -> None:
 def test_chat_that_outgrows_the_context_says_how_to_go_on() -> None:
     result = chat("Anna has a ball. " * 40, words=("-c", "64"), status=2)
     assert "/undo or /clear shortens it, --ctx allows more" in result.stderr
+
+
+def test_chat_with_a_model_without_a_template_says_so_before_the_first_message(
+    tmp_path: Path,
+) -> None:
+    model = tiny_gguf.write_model(tmp_path / "bare.gguf", chat_template=None)
+    result = CliRunner().invoke(app, ["chat", str(model)], input="Hello\n")
+    assert result.exit_code == 3
+    assert "--chat-template chatml" in result.stderr
 
 
 def test_chat_answers_one_message_of_the_command_line() -> None:

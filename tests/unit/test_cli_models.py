@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -120,6 +121,14 @@ def test_no_model_is_said_with_the_ways_to_name_one(command: str):
     message = error_of(command, status=2)
     for way in ("MODEL", "-m FILE", "--hf", "--demo"):
         assert way in message
+
+
+def test_nothing_is_downloaded_for_a_command_that_cannot_work(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # downloading would say so
+    hub = ("--hf", "owner/repo/x.gguf")
+    assert "the text is missing" in error_of("generate", *hub, status=2, stdin="")
+    assert "OWNER/REPO/FILE" in error_of("info", "--hf", "x.gguf", status=2)
+    assert "huggingface_hub" in error_of("info", "--hub", "owner/repo/x.gguf", status=3)
 
 
 def test_two_models_are_refused():

@@ -85,9 +85,9 @@ def attend(
     check_output("--output", output, _SUFFIXES)
     plan = capture.plan()
     check_drawn(output, plan)
-    path, words = source.resolve(prompt.text)
+    model, words = source.resolve(prompt.text)
     text = prompt.read(words)
-    with source.open(path) as engine:
+    with source.open(model) as engine:
         shown = _Shown(engine, text, plan, add_special=add_special, last=last)
         if output is not None and output.suffix.lower() == PAGE:
             to_html(output, engine.attend(text, plan, last=last, add_special=add_special))

@@ -115,13 +115,13 @@ def bench(
     if 0 in wanted.get("contexts", ()):
         raise RequestError("--contexts has 0; the minimum is 1")
 
-    path = source.resolve_alone()
+    model = source.resolve_alone()
     if json_file is not None:
         json_file.open("a").close()  # fail before the first row is measured, not after
 
     def open_one(n_ctx: int, with_flash: bool) -> "AbstractContextManager[Engine]":
         return open_engine(
-            path, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl, flash_attn=with_flash,
+            model, n_ctx=n_ctx, n_threads=threads, n_gpu_layers=ngl, flash_attn=with_flash,
         )  # fmt: skip
 
     with open_one(256, True) as engine:

@@ -73,7 +73,7 @@ def chat(
     instructions = text_or_file(system)
     messages = load_messages(load) if load is not None else []
     template = CHATML if chat_template == "chatml" else text_or_file(chat_template)
-    path, words = source.resolve(message)
+    model, words = source.resolve(message)
     if len(words) > 1:
         raise RequestError(
             f"{words[0]!r} and {words[1]!r} are two messages; put one message in quotes, and name "
@@ -86,11 +86,11 @@ def chat(
         raise KqviewError(
             'kqview chat needs jinja2, which is not installed; run pip install "kqview[chat]"'
         )
-    with source.open(path, chat_template=template) as engine:
+    with source.open(model, chat_template=template) as engine:
         if engine.model.chat_template is None:
             raise UnsupportedModel(
-                f"{engine.model.name or path} has no chat template; pass --chat-template chatml or "
-                "@FILE, or use kqview generate"
+                f"{engine.model.name or 'this model'} has no chat template; pass --chat-template "
+                "chatml or @FILE, or use kqview generate"
             )
         talk = Chat(engine, options, max_tokens=max_tokens, capture=plan)
         talk.begin(messages, system=instructions)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kqview.cli.options import ThreadsOption, open_engine
+from kqview.cli.options import DEMO, ThreadsOption, open_engine
 from kqview.cli.outputs import PAGE, PICTURES, check_drawn, check_output
 from kqview.cli.terminal import argument_text
 from kqview.errors import RequestError
@@ -94,13 +94,13 @@ def demo(
     if mods:
         from kqview.cli.mods_demo import show_mods
 
-        with open_engine(None, n_threads=threads) as engine:
+        with open_engine(DEMO, n_threads=threads) as engine:
             text = _MODS_PROMPT if prompt is None else argument_text(prompt)
             show_mods(console, engine, text, max_tokens or _N_MODS_TOKENS)
         return
     capture = Capture(kind)
     max_tokens = max_tokens or _N_TOKENS
-    with open_engine(None, n_threads=threads) as engine:
+    with open_engine(DEMO, n_threads=threads) as engine:
         layer_index = _find_layer(engine.model, layer)
         if head is not None and head >= engine.model.n_head:
             raise RequestError(f"--head is {head}, but the model has {engine.model.n_head} heads")

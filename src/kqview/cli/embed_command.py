@@ -57,13 +57,13 @@ def embed(
     - `kqview embed --demo --json "Anna has a ball."`
     """
     check_output("--output", output, ARRAYS)
-    path, words = source.resolve(*(texts.texts or ()))
+    model, words = source.resolve(*(texts.texts or ()))
     given = texts.read(words)
     with contextlib.ExitStack() as stack:
-        engine: Engine = stack.enter_context(source.open(path, pooling=pooling))
+        engine: Engine = stack.enter_context(source.open(model, pooling=pooling))
         if engine.pooling is None:  # known only when the file has been read
             stack.close()
-            engine = stack.enter_context(source.open(path, pooling=_DEFAULT_POOLING))
+            engine = stack.enter_context(source.open(model, pooling=_DEFAULT_POOLING))
         vectors = np.asarray(
             engine.embed([text for _, text in given], normalize=normalize, add_special=add_special)
         )

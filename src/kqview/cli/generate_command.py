@@ -67,9 +67,9 @@ def generate(
     plan = capture.plan() if output is not None or capture.is_asked else None
     check_drawn(output, plan)
     options = sampling.sampling()
-    path, words = source.resolve(prompt.text)
+    model, words = source.resolve(prompt.text)
     text = prompt.read(words)
-    with source.open(path) as engine:
+    with source.open(model) as engine:
         ids = engine.tokenize(text, add_special=True, parse_special=True)
         generation = engine.generate(ids, max_tokens=max_tokens, sampling=options, capture=plan)
         with _rows(output, engine, plan, ids, generation) as file, generation:

@@ -51,8 +51,8 @@ def info(
             raise RequestError("--metadata needs a model; name one: MODEL, --hf or --demo")
         _show_system(as_json=as_json)
         return
-    path = source.resolve_alone()
-    with open_engine(path, n_ctx=256, n_gpu_layers=0) as engine:
+    model = source.resolve_alone()
+    with open_engine(model, n_ctx=256, n_gpu_layers=0) as engine:
         facts = engine.model
         system = engine.system_info()
         capture_bytes = Capture().bytes_per_token(facts, _N_CONTEXT)
@@ -191,9 +191,9 @@ def tokenize(
     - `kqview tokenize model.gguf "The capital of France is"`
     - `kqview tokenize --demo --ids < prompt.txt`
     """
-    path, words = source.resolve(prompt.text)
+    model, words = source.resolve(prompt.text)
     text = prompt.read(words)
-    with open_engine(path, n_ctx=256, n_gpu_layers=0) as engine:
+    with open_engine(model, n_ctx=256, n_gpu_layers=0) as engine:
         ids = engine.tokenize(text, add_special=add_special, parse_special=parse_special)
         pieces = [] if ids_only else [_piece(engine.token_bytes(i)) for i in ids]
     if as_json:

@@ -127,6 +127,25 @@ _HOW: Final = "MODEL or -m FILE, --hf OWNER/REPO/FILE, or --demo for the bundled
 # ---- the model
 
 
+@dataclass(frozen=True)
+class ModelFile:
+    """A model that is named: a file here, one of the Hub, or neither for the demo model."""
+
+    path: str | None = None
+    hub: tuple[str, str] | None = None  # repository and file
+
+    def fetched(self) -> str | None:
+        """Its path, None for the demo model; downloads it unless it is cached.
+
+        Raises:
+            ModelLoadError: huggingface_hub is missing, or the download failed.
+        """
+        return self.path if self.hub is None else fetch_model(*self.hub)
+
+
+DEMO: Final = ModelFile()
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice(OptionGroup):
     """Which model: the first word of the command line, or an option."""
@@ -161,43 +180,40 @@ class ModelChoice(OptionGroup):
     def _has_option(self) -> bool:
         return self.demo or self.model_file is not None or self.hf is not None
 
-    def resolve(self, *texts: str | None) -> tuple[str | None, list[str]]:
-        """The model's file, None for the demo model; and the words that are texts.
+    def resolve(self, *texts: str | None) -> tuple[ModelFile, list[str]]:
+        """The model, and the words that are texts. Nothing is downloaded yet.
 
         Args:
             texts: Words of the command line after the first one, which is a text itself if an
                 option names the model.
 
         Raises:
-            RequestError: No model or more than one is named.
-            ModelLoadError: The file is no model, or the download failed.
-            RequestError: --hf is malformed.
+            RequestError: No model or more than one is named, or --hf is malformed.
+            ModelLoadError: The file is no model.
         """
         if (self.model_file is not None) + (self.hf is not None) + self.demo > 1:
             raise RequestError(f"name one model: {_HOW}")
         words = [word for word in (self.model, *texts) if word is not None]
-        path = self.model_file
+        if self.demo:
+            return DEMO, words
         if self.hf is not None:
-            path = fetch(self.hf)
-        elif path is None and not self.demo:
-            if not words:
-                raise RequestError(f"name a model: {_HOW}")
-            path = words.pop(0)
-        if path is not None:
-            path = os.path.expanduser(path)
-            check_model_file(path)
-        return path, words
+            return ModelFile(hub=_repo_and_file(self.hf)), words
+        if self.model_file is None and not words:
+            raise RequestError(f"name a model: {_HOW}")
+        path = os.path.expanduser(self.model_file or words.pop(0))
+        check_model_file(path)
+        return ModelFile(path), words
 
-    def resolve_alone(self) -> str | None:
+    def resolve_alone(self) -> ModelFile:
         """As `resolve`, for a command without texts.
 
         Raises:
             RequestError: More than one model is named. Also as for `resolve`.
         """
-        path, words = self.resolve()
+        model, words = self.resolve()
         if words:
             raise RequestError(f"name one model: an option names it, so leave {words[0]!r} out")
-        return path
+        return model
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +226,8 @@ class EngineChoice(ModelChoice):
             "--ctx",
             "-c",
             min=0,
-            help="Context size in tokens; 0 for the model's. [default: the model's]",
+            help="Context size in tokens; 0 is the default. [default: what fits in memory, at most "
+            "what the model was trained for]",
             rich_help_panel=_MODEL,
         ),
     ] = None
@@ -240,7 +257,7 @@ class EngineChoice(ModelChoice):
     ] = None
 
     @contextmanager
-    def open(self, path: str | None, **options: Any) -> "Generator[Engine]":
+    def open(self, model: ModelFile, **options: Any) -> "Generator[Engine]":
         """As `open_engine`, with these options; errors of the block name options of commands."""
         options |= {
             "n_ctx": self.ctx or None,
@@ -250,7 +267,7 @@ class EngineChoice(ModelChoice):
             "flash_attn": FLASH_ATTN[self.flash_attn],
             "kv_type": self.kv_type,
         }
-        with naming_options(), open_engine(path, **options) as engine:
+        with naming_options(), open_engine(model, **options) as engine:
             yield engine
 
 
@@ -607,28 +624,33 @@ def fetch(name: str) -> str:
         RequestError: *name* is not of that form.
         ModelLoadError: huggingface_hub is missing, or the download failed.
     """
+    return fetch_model(*_repo_and_file(name))
+
+
+def _repo_and_file(name: str) -> tuple[str, str]:
     owner, _, rest = name.partition("/")
     repo, _, file = rest.partition("/")
     if not (owner and repo and file):
         raise RequestError(
             f"--hf is {name!r}; write OWNER/REPO/FILE, with the file's path in the repository"
         )
-    return fetch_model(f"{owner}/{repo}", file)
+    return f"{owner}/{repo}", file
 
 
 @contextmanager
-def open_engine(path: str | None, **options: Any) -> "Generator[Engine]":
-    """Open the model in the file *path*, or the demo model; close it at the end of the block.
+def open_engine(model: ModelFile, **options: Any) -> "Generator[Engine]":
+    """Open *model*, and close it at the end of the block.
 
     Args:
-        path: A GGUF file; None for the demo model.
+        model: Downloaded first if it is of the Hub.
         **options: Options of `Engine`.
 
     Raises:
-        ModelError: The model cannot be loaded.
+        ModelError: The model cannot be downloaded or loaded.
     """
     from kqview import Engine
 
+    path = model.fetched()
     with load_progress() as progress:
         options["progress"] = progress
         engine = Engine.demo(**options) if path is None else Engine(path, **options)

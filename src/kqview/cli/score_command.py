@@ -49,10 +49,10 @@ def score(
     - `kqview score --demo --top 3 "Anna has a red ball."`
     - `cat answers.txt | kqview score model.gguf --lines --summary`
     """
-    path, words = source.resolve(*(texts.texts or ()))
+    model, words = source.resolve(*(texts.texts or ()))
     given = texts.read(words)
     found: list[dict[str, Any]] = []
-    with source.open(path) as engine:
+    with source.open(model) as engine:
         for name, text in given:
             scored = _score(engine, text, top, add_special=add_special)
             if as_json:
