@@ -10,7 +10,7 @@ import sys
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("llguidance")
@@ -169,7 +169,7 @@ KEYS = st.sampled_from(
 LEAVES = st.none() | st.booleans() | st.sampled_from(["#", "#/$defs/a", "#/a/0", "#/allOf/1", "x"])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.recursive(
         LEAVES,
