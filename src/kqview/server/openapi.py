@@ -274,7 +274,7 @@ def _operation(
         described["requestBody"] = {"content": {kind: {"schema": {}} for kind in UPLOADS}}
     elif isinstance(one.upload, OneOf):
         schema = types.schema(one.upload)
-        content = {kind: {"schema": {}} for kind in UPLOADS}
+        content: dict[str, Any] = {kind: {"schema": {}} for kind in UPLOADS}
         content["application/json"] = {"schema": schema, "example": types.example(schema)}
         described["requestBody"] = {"content": content}
     elif one.body is not None:
