@@ -76,7 +76,8 @@ FIELD: list[Body] = [
 PROTOCOL: list[Body] = [
     {"output_attentions": True, "sparse_top_k": 2, **one}
     for one in (
-        {"prompt_attention": True}, {"attention_format": "aggregated", "prompt_attention": True},
+        {"prompt_attention": True, "start_event": True},
+        {"attention_format": "aggregated", "prompt_attention": True},
         {"attention_format": "sparse"}, {"attention_format": "viz"}, {"attention_layers": [1]},
         {"attention_spans": [[0, 2], [2, None]]}, {"top_logprobs": 2},
     )
@@ -127,7 +128,10 @@ BODIES: dict[str, list[Body]] = {
     ],
     "/api/extra/generate/stream": [
         {"prompt": "Anna is a", "max_length": 6, "temperature": 0, **one}
-        for one in ({}, *PROTOCOL, *STEERED, *({"request_id": "r1", **one} for one in STEERED))
+        for one in (
+            {}, *PROTOCOL, {**PROTOCOL[0], "misspelt": 1}, *STEERED,
+            *({"request_id": "r1", **one} for one in STEERED),
+        )
     ],
     "/generate": [
         {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 6, "attention": True}},

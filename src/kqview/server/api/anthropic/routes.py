@@ -66,8 +66,8 @@ _USAGE: Final[dict[str, Any]] = {
     "output_tokens": 4,
 }  # fmt: skip
 _ROW: Final[dict[str, Any]] = {
-    "format": "per_layer", "shape": [4, 8, 12], "context_length": 12, "encoding": "base64",
-    "dtype": "float32", "data": "…",
+    "values": "probs", "format": "per_layer", "shape": [4, 8, 12], "context_length": 12,
+    "encoding": "base64", "dtype": "float32", "data": "…",
 }  # fmt: skip
 _EVENTS: Final = (
     _sample(

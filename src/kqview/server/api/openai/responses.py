@@ -76,8 +76,8 @@ _TEXT: Final[dict[str, Any]] = {
 }  # fmt: skip
 _OF: Final[dict[str, Any]] = {"output_index": 0, "item_id": "…"}
 _ROW: Final[dict[str, Any]] = {
-    "format": "per_layer", "shape": [4, 8, 12], "context_length": 12, "encoding": "base64",
-    "dtype": "float32", "data": "…",
+    "values": "probs", "format": "per_layer", "shape": [4, 8, 12], "context_length": 12,
+    "encoding": "base64", "dtype": "float32", "data": "…",
 }  # fmt: skip
 _EVENTS: Final = (
     _sample(
