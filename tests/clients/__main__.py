@@ -21,7 +21,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parents[1]
-MAKES_WITHIN_S = 900
+MAKES_WITHIN_S = 1800
 RUNS_WITHIN_S = 600
 
 
