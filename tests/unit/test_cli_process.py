@@ -49,6 +49,14 @@ def run(
     )  # fmt: skip
 
 
+# Makes the terminal send the signals of its keys; a new session has no terminal at first.
+_CONTROLLED = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
 class Terminal:
     """The program in a terminal of 24 lines of 80 characters."""
 
@@ -61,9 +69,8 @@ class Terminal:
         self._handle, inner = pty.openpty()
         fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         self.process = subprocess.Popen(
-            [*PROGRAM, *words],
+            [sys.executable, "-I", "-S", "-c", _CONTROLLED, *PROGRAM, *words],
             stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
             # In a dumb terminal the line editor writes what it is given and nothing else.
             env={**os.environ, "TERM": "dumb", "INPUTRC": os.devnull},
         )  # fmt: skip
