@@ -37,6 +37,8 @@ llama_runner::llama_runner(std::shared_ptr<model> source, const context_options&
     check_memory(*model_, options);
     const tap::scope scope(*tap_);
     context_ = std::make_unique<context>(model_, options);
+    // Of the graphs that were reserved: it is known before the first step.
+    graphs_->n_attended.store(tap_->n_attended(), std::memory_order_relaxed);
 }
 
 llama_runner::~llama_runner() {

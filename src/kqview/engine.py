@@ -118,6 +118,7 @@ def check_opening(
     n_gpu_layers: int = -1,
     n_ubatch: int = 512,
     flash_attn: Literal["auto"] | bool = "auto",
+    attention_kernel: AttentionKernel = "auto",
     kv_type: str = "f16",
     pooling: Pooling | None = None,
 ) -> "list[_core.DeviceNeed]":
@@ -136,7 +137,7 @@ def check_opening(
     """
     options = context_options(
         n_ctx=n_ctx, n_slots=n_slots, n_threads=n_threads, n_ubatch=n_ubatch,
-        flash_attn=flash_attn, kv_type=kv_type, pooling=pooling,
+        flash_attn=flash_attn, attention_kernel=attention_kernel, kv_type=kv_type, pooling=pooling,
     )  # fmt: skip
     try:
         return _core.check_opening(model_options(model, n_gpu_layers), options)
@@ -257,13 +258,13 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             0.1 ms a token, and cost several times that on a busy machine.
         n_gpu_layers: Number of layers on GPUs and RPC servers, if there are any; -1 for all, which
             must then fit.
-        flash_attn: Flash attention on or off, or "auto" to let llama.cpp choose. Capture works with
-            all three.
+        flash_attn: Flash attention on or off, or "auto" to let llama.cpp choose, which turns it on
+            on a CPU. Capture works with all three.
         attention_kernel: What computes attention on the CPU where flash attention is on and a step
-            has at most 8 tokens of a slot, as in decoding: "llama.cpp", or "kqview", whose kernel
+            has at most 63 tokens of a slot, as in decoding: "llama.cpp", or "kqview", whose kernel
             reads the cache once for all heads, sums in float32, and gets rows of attention on the
             way. Its output is more exact than llama.cpp's and not bit-equal to it. "auto" means
-            "llama.cpp".
+            "kqview".
         device_rows: Where rows of layers on devices are computed while text is generated: "in
             graph", before the step's next layer, or "beside", where possible: the step only saves
             its queries, and the rows are computed while the next step runs. The values are the

@@ -87,7 +87,7 @@ def context_options(
     threads = default_threads() if n_threads is None else n_threads
     options.n_threads = whole_number("n_threads", threads)
     options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
-    options.attends = attention_kernel == "kqview"  # "auto": where it is known to be faster
+    options.attends = attention_kernel != "llama.cpp"
     options.rows_beside = device_rows == "beside"  # "auto": until a GPU has measured both
     options.kv_type = kv_type
     options.swa_full = bool(swa_full)

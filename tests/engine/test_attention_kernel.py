@@ -1,6 +1,6 @@
 """The attention of kqview's own CPU kernel: rows, states and texts against the float64 reference.
 
-A prompt of up to 8 tokens and all that follows it goes through the kernel, so with an F32 cache
+A prompt of up to 63 tokens and all that follows it goes through the kernel, so with an F32 cache
 nothing is rounded anywhere, and rows, hidden states and texts are held to the tight tolerance,
 where llama.cpp's flash attention needs 2e-3. tests/native/test_attend.cpp has the kernel's shapes,
 tests/engine/test_architectures.py all architectures.
@@ -8,12 +8,13 @@ tests/engine/test_architectures.py all architectures.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy as np
 import pytest
 
 from kqview import Capture, Engine, errors
+from kqview.engine_options import KvType
 from tests.support import tiny_gguf
 from tests.support.reference import relative_error
 from tests.support.rows import KINDS, Kind, forward, largest_error, random_ids, run
@@ -50,7 +51,7 @@ def values_of(token: Token) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n_prompt", [1, 8])
+@pytest.mark.parametrize("n_prompt", [1, 8, 63])
 def test_rows_are_exact(make_engine: MakeEngine, model: Path, kind: Kind, n_prompt: int) -> None:
     engine = make_engine(model, kv_type="f32", **OURS)
     prompt = random_ids(n_prompt)
@@ -61,11 +62,11 @@ def test_rows_are_exact(make_engine: MakeEngine, model: Path, kind: Kind, n_prom
 def test_rows_after_a_prompt_of_llama_cpps_flash_attention(
     make_engine: MakeEngine, model: Path
 ) -> None:
-    engine = make_engine(model, kv_type="f32", n_ubatch=32, **OURS)
-    prompt = random_ids(70)  # in steps of 32, 32 and 6
+    engine = make_engine(model, kv_type="f32", n_ubatch=64, **OURS)
+    prompt = random_ids(100)  # in steps of 64, which llama.cpp computes in its own way, and 36
     tokens = run(engine, prompt, 20, capture="probs")
-    result = forward(model, prompt, tokens, flash_attn=True, exact_from=64)
-    assert largest_error(tokens, result, "probs", prompt) <= 2e-3
+    # Of 64 queries it sums V in F32 as well, and rounds keys and values to F16.
+    assert largest_error(tokens, forward(model, prompt, tokens), "probs", prompt) <= 5e-3
 
 
 @pytest.mark.parametrize("n_threads", [2, 3])
@@ -152,6 +153,7 @@ def test_caches_of_other_types(
 
 def test_who_computes_is_said(make_engine: MakeEngine, tiny_llama: Path) -> None:
     ours = make_engine(tiny_llama, **OURS)
+    assert ours.attention_kernel == "kqview"  # before the first step
     run(ours, random_ids(4), 3, capture="logits")
     assert ours.attention_kernel == "kqview"
     assert ours.stats().attended_layers == N_LAYER
@@ -163,6 +165,16 @@ def test_who_computes_is_said(make_engine: MakeEngine, tiny_llama: Path) -> None
         assert theirs.stats().graph_nodes_added == N_LAYER
     without = make_engine(tiny_llama, attention_kernel="kqview", flash_attn=False)
     assert without.attention_kernel == "llama.cpp"
+
+
+@pytest.mark.parametrize("kv_type", get_args(KvType))
+def test_by_default_it_is_kqview_for_every_cache(
+    make_engine: MakeEngine, tmp_path: Path, kv_type: KvType
+) -> None:
+    model = tiny_gguf.write_preset(tmp_path / "wide.gguf", "tiny_llama", n_embd=128)
+    engine = make_engine(model, kv_type=kv_type, n_gpu_layers=0)
+    assert engine.attention_kernel == "kqview"
+    assert engine.stats().attended_layers == N_LAYER
 
 
 @pytest.mark.parametrize("value", ["flash", None, True, 1])

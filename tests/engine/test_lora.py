@@ -22,7 +22,7 @@ EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("scale", [1.0, -0.5])
-@pytest.mark.parametrize(("flash_attn", "limit"), [(False, 1e-5), (True, 2e-3)])
+@pytest.mark.parametrize("flash_attn", [False, True])
 def test_rows_equal_those_of_merged_weights(
     make_engine: MakeEngine,
     tiny_llama: Path,
@@ -30,16 +30,16 @@ def test_rows_equal_those_of_merged_weights(
     kind: Kind,
     scale: float,
     flash_attn: bool,
-    limit: float,
 ) -> None:
     merged = tmp_path / "merged.gguf"
     adapter = tiny_gguf.write_lora(tmp_path / "lora.gguf", "tiny_llama", merged=merged, scale=scale)
     engine = make_engine(tiny_llama, lora=(adapter, scale), kv_type="f32", flash_attn=flash_attn)
     tokens = run(engine, PROMPT, 6, capture=kind)
-    result = forward(merged, PROMPT, tokens, flash_attn=flash_attn)
-    assert largest_error(tokens, result, kind, PROMPT) <= limit
+    is_exact = not flash_attn or engine.attention_kernel == "kqview"
+    result = forward(merged, PROMPT, tokens, flash_attn=not is_exact)
+    assert largest_error(tokens, result, kind, PROMPT) <= (1e-5 if is_exact else 2e-3)
     # Without the adapter the rows are others: the limit sees the difference.
-    plain = forward(tiny_llama, PROMPT, tokens, flash_attn=flash_attn)
+    plain = forward(tiny_llama, PROMPT, tokens, flash_attn=not is_exact)
     assert largest_error(tokens, plain, kind, PROMPT) > 0.05
 
 

@@ -313,7 +313,8 @@ double worst_error(const shape& s, row_kind kind, int n_threads,
 
 TEST_CASE("attend: outputs and rows equal double precision for every type and head size") {
     for (const auto type :
-         {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_F32, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0}) {
+         {GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_F32, GGML_TYPE_Q8_0, GGML_TYPE_Q4_0,
+          GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_IQ4_NL}) {
         for (const int n_embd : {32, 64, 80, 96, 112, 128, 192, 256}) {
             if (n_embd % ggml_blck_size(type) != 0) continue;
             shape s;
@@ -351,7 +352,7 @@ TEST_CASE("attend: every group of heads, kind of row and number of threads") {
 }
 
 TEST_CASE("attend: several tokens, streams of different lengths, windows") {
-    for (const int n_tokens : {1, 2, 5, most_attended_queries}) {
+    for (const int n_tokens : {1, 2, 5, 17, most_attended_queries}) {
         for (const int n_streams : {1, 3}) {
             for (const int n_window : {0, 20, 100}) {
                 for (const int n_threads : {1, 3}) {
@@ -364,6 +365,20 @@ TEST_CASE("attend: several tokens, streams of different lengths, windows") {
                     REQUIRE(worst_error(s, row_kind::probs, n_threads) < 1e-5);
                 }
             }
+        }
+    }
+}
+
+TEST_CASE("attend: more threads than KV heads share the queries of a prompt") {
+    for (const int n_head_kv : {1, 4}) {
+        for (const auto kind : {row_kind::logits, row_kind::probs}) {
+            shape s;
+            s.n_head = 4;
+            s.n_head_kv = n_head_kv;
+            s.n_tokens = most_attended_queries;
+            s.n_cells = 128;
+            INFO(s.text());
+            REQUIRE(worst_error(s, kind, 6) < 1e-5);
         }
     }
 }

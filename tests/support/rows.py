@@ -109,7 +109,9 @@ def has_device() -> bool:
 
 def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:
     """An engine on the CPU and one whose layers are all on devices."""
-    options = {"kv_type": "f32", "flash_attn": False, **options}
+    # A device of the tests computes as llama.cpp does on the CPU.
+    kernel = {"attention_kernel": "llama.cpp"}
+    options = {"kv_type": "f32", "flash_attn": False, **kernel, **options}
     cpu = make_engine(model, **{**options, "n_gpu_layers": 0})
     return cpu, make_engine(model, **{"n_gpu_layers": -1, **options})
 

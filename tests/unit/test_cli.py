@@ -96,6 +96,7 @@ class FakeEngine:
     fail_at: int | None = None
     load_failure: BaseException | None = None
     strided = False
+    attention_kernel = "kqview"
 
     def __init__(self, model: str | None, **options: Any) -> None:
         if self.load_failure is not None:
@@ -162,7 +163,7 @@ def run(*arguments: str, stdin: str | None = None):
 def test_generate_streams_the_text_and_closes_everything(engine_class: type[FakeEngine]):
     result = run(
         "generate", "m.gguf", "Anna has", "-n", "7", "--ngl", "3", "--rpc", "gpu-1:50052",
-        "--flash-attn", "off",
+        "--flash-attn", "off", "--attention-kernel", "llama.cpp",
     )  # fmt: skip
     assert result.exit_code == 0
     assert result.stdout == "Anna has a red ball\né\n"
@@ -171,7 +172,7 @@ def test_generate_streams_the_text_and_closes_everything(engine_class: type[Fake
     assert engine.path == "m.gguf"
     assert engine.options == {
         "n_ctx": None, "n_threads": None, "n_gpu_layers": 3, "flash_attn": False, "progress": None,
-        "rpc_servers": ["gpu-1:50052"], "kv_type": "f16",
+        "rpc_servers": ["gpu-1:50052"], "kv_type": "f16", "attention_kernel": "llama.cpp",
     }  # fmt: skip
     assert engine.tokenized == ("Anna has", True, True)
     (generation,) = engine.generations
@@ -423,11 +424,13 @@ def test_info_json_holds_every_field_of_the_model(engine_class: type[FakeEngine]
     assert content["model"]["attention_layers"] == [0, 2]
     assert content["model"]["metadata"] == {"general.name": "toy"}
     assert content["capture"] == {"n_context": 4096, "bytes_per_token": 2 * 2 * 4096 * 4}
+    assert content["attention_kernel"] == "kqview"
     assert content["system"]["llama_cpp_commit"] == "0c1e570"
 
 
 def test_info_table_shows_the_model_and_the_metadata_if_asked(engine_class: type[FakeEngine]):
     assert "65,536 (every layer and head)" in run("info", "m").stdout
+    assert re.search("attention on the CPU +kqview", run("info", "m").stdout)
     assert "general.name" not in run("info", "m").stdout
     assert "general.name" in run("info", "m", "--metadata").stdout
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "base/vector_exp.h"
+#include "tap/host/quantised_cells.h"
 #include "tap/host/vectors.h"
 
 namespace kqview {
@@ -64,8 +65,11 @@ key_rows as_floats(const key_rows& cells, int n_cells, std::vector<float>& buffe
         widen<bf16_cells>(cells, n_cells, to);
     } else {
         const auto to_float = ggml_get_type_traits(cells.type)->to_float;
-        for (std::size_t c = 0; c < static_cast<std::size_t>(n_cells); ++c)
-            to_float(cells.data + c * cells.cell_stride_bytes, to + c * n_embd, cells.n_embd);
+        for (std::size_t c = 0; c < static_cast<std::size_t>(n_cells); ++c) {
+            const auto* const cell = cells.data + c * cells.cell_stride_bytes;
+            if (!widen_quantised(cells.type, cell, cells.n_embd, to + c * n_embd))
+                to_float(cell, to + c * n_embd, cells.n_embd);
+        }
     }
     return {reinterpret_cast<const std::byte*>(to), n_embd * sizeof(float), GGML_TYPE_F32,
             cells.n_embd, attend_tile};
@@ -214,8 +218,17 @@ float weigh(float* scores, attended_head& head) {
 }
 
 void keep_row(const attended_head& head, const float* values) {
-    if (head.row)
-        std::memcpy(head.row, values, static_cast<std::size_t>(head.n_row) * sizeof(float));
+    if (!head.row) return;
+    if (head.streams_row) return stream(head.row, values, head.n_row);
+    std::memcpy(head.row, values, static_cast<std::size_t>(head.n_row) * sizeof(float));
+}
+
+void keep_logits(const attended_head& head, const float* tile) {
+    if (!head.row || !head.mask->row.hides_columns) return keep_row(head, tile);
+    float shown[attend_tile];
+    std::copy_n(tile, head.n_row, shown);
+    hide_masked(shown, head.n_row, head.mask->row);
+    keep_row(head, shown);
 }
 
 // A tile of products becomes weights; the row takes what it wants on the way.
@@ -223,10 +236,7 @@ void take_tile(attended_head& head, float* tile, int n_cells, int n_value, float
                float softcap) {
     const auto& mask = head.mask->row;
     std::fill(tile + n_cells, tile + attend_tile, minus_infinity);
-    if (head.kind == row_kind::logits && head.row) {
-        keep_row(head, tile);
-        hide_masked(head.row, head.n_row, mask);
-    }
+    if (head.kind == row_kind::logits) keep_logits(head, tile);
     logits_to_scores(tile, n_cells, {scale, softcap, head.slope}, mask);
     if (head.kind == row_kind::scores) keep_row(head, tile);
     const float factor = weigh(tile, head);
@@ -403,13 +413,40 @@ void attend_scalar(const cell_tile& tile, float scale, float softcap, attended_h
     }
 }
 
-void finish_probs(float* row, int n_columns, const float* row_max, float max, float sum) {
-    for (int first = 0; first < n_columns; first += attend_tile, ++row_max) {
-        const bool is_seen = sum > 0.0f && *row_max != minus_infinity;
-        const float factor = is_seen ? std::exp(*row_max - max) / sum : 0.0f;
-        const int end = std::min(first + attend_tile, n_columns);
-        for (int c = first; c < end; ++c) row[c] *= factor;
+softmax_sum join_partials(const float* partials, int n_runs, int n_values, float sink, float* to) {
+    const auto n = static_cast<std::size_t>(n_values);
+    float max = sink;
+    for (std::size_t i = 0; i < static_cast<std::size_t>(n_runs); ++i)
+        max = std::max(max, partials[i * (n + 2)]);
+    float sum = sink == minus_infinity ? 0.0f : std::exp(sink - max);
+    std::fill_n(to, n, 0.0f);
+    for (const auto* run = partials; n_runs > 0; --n_runs, run += n + 2) {
+        if (run[1] == 0.0f) continue;
+        const float factor = std::exp(run[0] - max);
+        sum += run[1] * factor;
+        for (std::size_t i = 0; i < n; ++i) to[i] += factor * run[2 + i];
     }
+    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
+    for (std::size_t i = 0; i < n; ++i) to[i] *= inverse;
+    return {max, sum};
+}
+
+void end_rows() { end_streaming(); }
+
+void finish_probs(const float* row, int n_columns, const float* row_max, const softmax_sum& all,
+                  float* to) {
+    for (int first = 0; first < n_columns; first += attend_tile, ++row_max) {
+        const bool is_seen = all.sum > 0.0f && *row_max != minus_infinity;
+        const float factor = is_seen ? std::exp(*row_max - all.max) / all.sum : 0.0f;
+        const int n = std::min(attend_tile, n_columns - first);
+        float probs[attend_tile];
+        for (int c = 0; c < n; ++c) probs[c] = row[first + c] * factor;
+        if (to == row)
+            std::copy_n(probs, n, to + first);
+        else
+            stream(to + first, probs, n);
+    }
+    if (to != row) end_streaming();
 }
 
 }  // namespace kqview

@@ -31,6 +31,7 @@ struct attended_head {
     float* row = nullptr;              // its row's values of the tile; null: no row is wanted
     float* row_max = nullptr;          // of probs: what the tile's values are relative to
     int n_row = 0;                     // cells of the tile that are columns of the row
+    bool streams_row = false;          // past the caches: end_rows() before anybody reads it
     row_kind kind = row_kind::logits;  // of the row; probs are exp(score - row_max)
     float max = -std::numeric_limits<float>::infinity();  // largest score
     float sum = 0.0f;                                     // of exp(score - max)
@@ -60,8 +61,21 @@ void attend(const cell_tile& tile, float scale, float softcap, attended_head* he
 void attend_scalar(const cell_tile& tile, float scale, float softcap, attended_head* heads,
                    int n_heads);
 
-// Turns a row of probs as `attend` leaves it into probabilities: column c of tile t is scaled by
-// exp(row_max[t] - max) / sum.
-void finish_probs(float* row, int n_columns, const float* row_max, float max, float sum);
+// What a query head found in one run of cells: the largest score, the sum, and the values.
+struct softmax_sum {
+    float max;
+    float sum;
+};
+// Joins what a query head found in `n_runs` runs of cells, each {max, sum, n_values values}, into
+// its output. `sink`: a logit that counts in the sum alone; -inf for none.
+softmax_sum join_partials(const float* partials, int n_runs, int n_values, float sink, float* to);
+
+// After the last tile of rows that are streamed, on the thread that wrote them.
+void end_rows();
+
+// Turns a row of probs as `attend` leaves it into probabilities in `to`, which may be the row:
+// column c of tile t is scaled by exp(row_max[t] - max) / sum. Streams them if they are elsewhere.
+void finish_probs(const float* row, int n_columns, const float* row_max, const softmax_sum& all,
+                  float* to);
 
 }  // namespace kqview

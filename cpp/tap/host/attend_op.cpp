@@ -15,6 +15,11 @@ namespace {
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 // Items for each thread: the more, the less the others wait for the slowest.
 constexpr int items_per_thread = 4;
+// More than the second-level cache of a core.
+constexpr std::size_t least_large_bytes = std::size_t{1} << 20;
+// Query heads that share a KV head in one item, where queries are cut into runs: with fewer, the
+// keys of a tile cost more than its products.
+constexpr int least_heads_of_part = 16;
 
 std::size_t zu(int i) { return static_cast<std::size_t>(i); }
 
@@ -24,8 +29,10 @@ const std::byte* part_of(const ggml_tensor* tensor, const operand_strides& strid
            zu(head) * strides.head + zu(stream) * strides.stream;
 }
 
-// How the work of a node is cut: an item is a run of cells of one stream, for all KV heads because
-// they lie side by side in memory; or for one of them where there are too few runs.
+// How the work of a node is cut. An item is a run of cells of one stream, for all KV heads because
+// they lie side by side in memory, or for one of them where there are too few runs. Several queries
+// are cut by KV heads and into runs of queries first: keys are read from the processor's caches
+// then, and what has to be put together at the end stays small.
 struct division {
     division(const attend_op& op, const ggml_tensor* node, int n_threads)
         : n_streams(op.site.n_stream),
@@ -34,20 +41,28 @@ struct division {
           n_heads_kv(op.site.n_head_kv),
           n_cells(static_cast<int>(node->src[1]->ne[1])),
           n_values(static_cast<int>(node->src[2]->ne[0])),
-          n_tiles((n_cells + attend_tile - 1) / attend_tile) {
-        const int n_items_wanted = n_threads == 1 ? n_streams : items_per_thread * n_threads;
-        const int n_wanted = (n_items_wanted + n_streams - 1) / n_streams;
-        tiles_per_chunk = (n_tiles + std::min(n_wanted, n_tiles) - 1) / std::min(n_wanted, n_tiles);
-        n_chunks = (n_tiles + tiles_per_chunk - 1) / tiles_per_chunk;
-        const bool is_coarse = n_threads > 1 && n_chunks * n_streams < 2 * n_threads;
-        n_parts = is_coarse ? op.site.n_head_kv : 1;
+          n_tiles(ceil_div(n_cells, attend_tile)) {
+        const int n_wanted = n_threads == 1 ? 1 : ceil_div(items_per_thread * n_threads, n_streams);
+        if (n_tokens == 1) {
+            cut_cells(n_wanted);
+            if (n_chunks < n_wanted) n_head_parts = n_heads_kv;
+            return;
+        }
+        n_head_parts = n_heads_kv;
+        const int n_per_part = ceil_div(least_heads_of_part, n_heads / n_heads_kv);
+        n_token_parts =
+            std::clamp(ceil_div(n_wanted, n_head_parts), 1, std::max(1, n_tokens / n_per_part));
+        cut_cells(ceil_div(n_wanted, n_head_parts * n_token_parts));
     }
 
     int n_streams, n_tokens, n_heads, n_heads_kv, n_cells, n_values, n_tiles;
-    int tiles_per_chunk, n_chunks, n_parts;
+    int tiles_per_chunk = 1, n_chunks = 1;
+    int n_head_parts = 1, n_token_parts = 1;
 
-    int items_per_stream() const { return n_chunks * n_parts; }
-    int n_items() const { return n_streams * items_per_stream(); }
+    // Items of one stream and one run of queries: the last of them to end finishes these queries.
+    int items_per_group() const { return n_chunks * n_head_parts; }
+    int n_groups() const { return n_streams * n_token_parts; }
+    int n_items() const { return n_groups() * items_per_group(); }
     int n_query_heads() const { return n_streams * n_tokens * n_heads; }
     std::size_t index_of(int stream, int token, int head) const {
         return zu((stream * n_tokens + token) * n_heads + head);
@@ -59,7 +74,24 @@ struct division {
     float* row_max(attend_memory& memory, std::size_t query_head) const {
         return memory.row_max.data() + query_head * zu(n_tiles);
     }
+
+private:
+    static int ceil_div(int a, int b) { return (a + b - 1) / b; }
+    void cut_cells(int n_wanted) {
+        tiles_per_chunk = ceil_div(n_tiles, std::min(n_wanted, n_tiles));
+        n_chunks = ceil_div(n_tiles, tiles_per_chunk);
+    }
 };
+
+// Rows that no cache keeps until somebody reads them.
+bool is_large(const row_target& target) { return target.layout.size_bytes >= least_large_bytes; }
+
+// Whether rows go to the target at once. Probabilities are scaled at the end: large ones wait in
+// memory that all layers use, which stays in the cache.
+bool is_finished_in_place(const row_target& target) {
+    const auto& plan = *target.plan;
+    return plan.is_plain() && (plan.kind() != row_kind::probs || !is_large(target));
+}
 
 // A target whose rows this node writes.
 struct wanted_rows {
@@ -75,14 +107,18 @@ struct wanted_rows {
     int n_visible(int token) const {
         return std::min(target->n_visible + token - target->i_query, target->layout.n_columns);
     }
-    // Where the row of the i-th wanted head goes before it is finished.
+    // The row of the i-th wanted head in the target, if rows are handed out as they are computed.
+    float* row(int token, int i_head) const {
+        const auto& layout = target->layout;
+        const auto i_row =
+            zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(token - target->i_query);
+        return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
+    }
+    // Where it goes before it is finished.
     float* place(attend_memory& memory, int token, int i_head) const {
         const auto& layout = target->layout;
         const int i_query = token - target->i_query;
-        if (target->plan->is_plain()) {
-            const auto i_row = zu(layer->first_row + i_head) * zu(layout.n_queries) + zu(i_query);
-            return reinterpret_cast<float*>(target->data) + i_row * zu(layout.n_values);
-        }
+        if (is_finished_in_place(*target)) return row(token, i_head);
         const auto i_row = zu(i_query) * layer->heads.size() + zu(i_head);
         return memory.rows.data() + memory.first_of_target[i_target] + i_row * zu(layout.n_columns);
     }
@@ -127,19 +163,27 @@ struct walk {
     stream_rows wanted;
 };
 
-// A run of cells of one stream, for some KV heads.
+// A run of cells of one stream, for some KV heads and some queries.
 struct work_item {
     work_item(const division& work, int i)
-        : stream(i / work.items_per_stream()),
-          chunk(i % work.items_per_stream() / work.n_parts),
-          head_begin(work.n_parts == 1 ? 0 : i % work.n_parts),
-          head_end(work.n_parts == 1 ? work.n_heads_kv : head_begin + 1),
+        : group(i / work.items_per_group()),
+          stream(group / work.n_token_parts),
+          chunk(i % work.items_per_group() / work.n_head_parts),
           first_cell(chunk * work.tiles_per_chunk * attend_tile),
-          end_cell(std::min(first_cell + work.tiles_per_chunk * attend_tile, work.n_cells)) {}
+          end_cell(std::min(first_cell + work.tiles_per_chunk * attend_tile, work.n_cells)) {
+        const int part = i % work.n_head_parts, token_part = group % work.n_token_parts;
+        head_begin = work.n_heads_kv * part / work.n_head_parts;
+        head_end = work.n_heads_kv * (part + 1) / work.n_head_parts;
+        token_begin = work.n_tokens * token_part / work.n_token_parts;
+        token_end = work.n_tokens * (token_part + 1) / work.n_token_parts;
+    }
 
-    int stream, chunk;
-    int head_begin, head_end;  // KV heads
+    int n_tokens() const { return token_end - token_begin; }
+
+    int group, stream, chunk;
     int first_cell, end_cell;
+    int head_begin, head_end;  // KV heads
+    int token_begin, token_end;
 };
 
 void begin_heads(const attend_op& op, const ggml_tensor* node, const division& work,
@@ -147,18 +191,19 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
     const int begin = item.head_begin * n_group, end = item.head_end * n_group;
-    on.heads.assign(zu(work.n_heads * work.n_tokens), {});
-    on.masks.assign(zu(work.n_tokens), {});
+    on.heads.assign(zu((end - begin) * item.n_tokens()), {});
+    on.masks.assign(zu(item.n_tokens()), {});
     on.rows.assign(on.heads.size(), nullptr);
     const auto place_of = [&](int token, int head) -> std::size_t {
-        return zu((head / n_group * work.n_tokens + token) * n_group + head % n_group);
+        const int i = head - begin, i_token = token - item.token_begin;
+        return zu((i / n_group * item.n_tokens() + i_token) * n_group + i % n_group);
     };
-    for (int token = 0; token < work.n_tokens; ++token) {
+    for (int token = item.token_begin; token < item.token_end; ++token) {
         for (int h = begin; h < end; ++h) {
             auto& head = on.heads[place_of(token, h)];
             head.q = reinterpret_cast<const float*>(
                 part_of(node->src[0], site.q_strides, token, h, item.stream));
-            head.mask = &on.masks[zu(token)];
+            head.mask = &on.masks[zu(token - item.token_begin)];
             head.slope = alibi_slope(site.max_bias, site.n_head, h);
             head.values =
                 work.partial(op.memory, work.index_of(item.stream, token, h), item.chunk) + 2;
@@ -172,32 +217,32 @@ void begin_heads(const attend_op& op, const ggml_tensor* node, const division& w
             head.kind = wanted->target->plan->kind();
             head.row_max = work.row_max(op.memory, work.index_of(item.stream, token, h)) +
                            item.chunk * work.tiles_per_chunk;
+            head.streams_row = is_large(*wanted->target) && is_finished_in_place(*wanted->target);
             on.rows[place_of(token, h)] = wanted->place(op.memory, token, i);
         }
     }
 }
 
 // Points the rows of all heads at one tile.
-void aim_rows(const division& work, int n_group, int first, int n_cells, walk& on) {
+void aim_rows(const work_item& item, int n_group, int first, int n_cells, walk& on) {
     if (on.wanted.empty()) return;
     for (std::size_t i = 0; i < on.heads.size(); ++i) {
         if (!on.rows[i]) continue;
         auto& head = on.heads[i];
-        const int token = static_cast<int>(i) / n_group % work.n_tokens;
+        const int token = item.token_begin + static_cast<int>(i) / n_group % item.n_tokens();
         const int n_left = holder_of(on.wanted, token)->n_visible(token) - first;
         head.n_row = std::clamp(n_left, 0, n_cells);
         head.row = head.n_row > 0 ? on.rows[i] + first : nullptr;
     }
 }
 
-void read_masks(const attend_op& op, const ggml_tensor* node, int stream, int first, int n_cells,
-                walk& on) {
+void read_masks(const attend_op& op, const ggml_tensor* node, const work_item& item, int first,
+                int n_cells, walk& on) {
     const ggml_tensor* const mask = node->src[3];
     if (!mask) return;
-    for (std::size_t token = 0; token < on.masks.size(); ++token) {
-        const auto* const row =
-            part_of(mask, op.site.mask_strides, static_cast<int>(token), 0, stream);
-        on.masks[token] =
+    for (int token = item.token_begin; token < item.token_end; ++token) {
+        const auto* const row = part_of(mask, op.site.mask_strides, token, 0, item.stream);
+        on.masks[zu(token - item.token_begin)] =
             read_tile_mask(row + zu(first) * ggml_type_size(mask->type), mask->type, n_cells);
     }
 }
@@ -215,7 +260,7 @@ next_cells next_of(const key_rows& cells, const operand_strides& strides, int he
                    const division& work) {
     const auto* const next = cells.data + attend_tile * strides.token;
     const auto row_bytes = ggml_row_size(cells.type, cells.n_embd);
-    const bool is_dense = work.n_parts == 1 && strides.head == row_bytes &&
+    const bool is_dense = work.n_head_parts == 1 && strides.head == row_bytes &&
                           strides.token == zu(work.n_heads_kv) * row_bytes;
     if (!is_dense) return {next, strides.token};
     return {next + zu(head_kv) * (attend_tile - 1) * row_bytes, row_bytes};
@@ -226,21 +271,22 @@ void attend_item(const attend_op& op, const ggml_tensor* node, const division& w
     static thread_local walk on;
     const auto& site = op.site;
     const int n_group = site.n_head / site.n_head_kv;
-    const int n_shared = work.n_tokens * n_group;  // query heads that share a KV head
+    const int n_shared = item.n_tokens() * n_group;  // query heads that share a KV head
     find_rows(op, work, item.stream, on.wanted);
     begin_heads(op, node, work, item, on);
 
     for (int first = item.first_cell; first < item.end_cell; first += attend_tile) {
         const int n = std::min(attend_tile, item.end_cell - first);
         const bool has_next = first + 2 * attend_tile <= item.end_cell;
-        read_masks(op, node, item.stream, first, n, on);
-        aim_rows(work, n_group, first, n, on);
+        read_masks(op, node, item, first, n, on);
+        aim_rows(item, n_group, first, n, on);
         for (int h = item.head_begin; h < item.head_end; ++h) {
             const auto keys =
                 cells_of(node->src[1], site.k_strides, first, work.n_cells, h, item.stream);
             const auto values =
                 cells_of(node->src[2], op.v_strides, first, work.n_cells, h, item.stream);
-            const auto heads = std::span(on.heads).subspan(zu(h * n_shared), zu(n_shared));
+            const auto heads =
+                std::span(on.heads).subspan(zu((h - item.head_begin) * n_shared), zu(n_shared));
             cell_tile tile{keys, values, n};
             if (has_next) {
                 tile.next_keys = next_of(keys, site.k_strides, h, work);
@@ -251,88 +297,73 @@ void attend_item(const attend_op& op, const ggml_tensor* node, const division& w
                 if (head.row_max) ++head.row_max;
         }
     }
-    for (int i = item.head_begin * n_shared; i < item.head_end * n_shared; ++i) {
-        const auto& head = on.heads[zu(i)];
+    for (const auto& head : on.heads) {
         head.values[-2] = head.max;
         head.values[-1] = head.sum;
     }
+    if (!on.wanted.empty()) end_rows();
 }
 
-// ---- the end of a stream
-
-struct softmax_sum {
-    float max;
-    float sum;
-};
+// ---- the end of a run of queries
 
 // Puts the chunks of one query head together in their order, whichever thread computed them.
 softmax_sum join_chunks(const attend_op& op, const ggml_tensor* node, const division& work,
                         std::size_t query_head, int head, float* to) {
     const ggml_tensor* const sinks = node->src[4];
     const float sink = sinks ? static_cast<const float*>(sinks->data)[head] : minus_infinity;
-    float max = sink;
-    for (int c = 0; c < work.n_chunks; ++c)
-        max = std::max(max, work.partial(op.memory, query_head, c)[0]);
-    float sum = sinks ? std::exp(sink - max) : 0.0f;
-    std::fill_n(to, work.n_values, 0.0f);
-    for (int c = 0; c < work.n_chunks; ++c) {
-        const float* const partial = work.partial(op.memory, query_head, c);
-        if (partial[1] == 0.0f) continue;
-        const float factor = std::exp(partial[0] - max);
-        sum += partial[1] * factor;
-        for (int i = 0; i < work.n_values; ++i) to[i] += factor * partial[2 + i];
-    }
-    const float inverse = sum > 0.0f ? 1.0f / sum : 0.0f;
-    for (int i = 0; i < work.n_values; ++i) to[i] *= inverse;
-    return {max, sum};
+    return join_partials(work.partial(op.memory, query_head, 0), work.n_chunks, work.n_values, sink,
+                         to);
 }
 
-void finish_rows(const attend_op& op, const division& work, int stream, const stream_rows& rows,
-                 const wanted_rows& wanted, std::span<const softmax_sum> sums, int ith) {
+void finish_rows(const attend_op& op, const division& work, const work_item& item,
+                 const stream_rows& rows, const wanted_rows& wanted,
+                 std::span<const softmax_sum> sums, int ith) {
     const auto kind = wanted.target->plan->kind();
     const auto& layout = wanted.target->layout;
     row_sink sink(op.table, wanted.i_target, *wanted.layer, ith);
-    for (int i = 0; i < layout.n_queries; ++i) {
+    const int first = std::max(item.token_begin - wanted.target->i_query, 0);
+    const int end = std::min(item.token_end - wanted.target->i_query, layout.n_queries);
+    for (int i = first; i < end; ++i) {
         const int token = wanted.target->i_query + i;
         const auto& holder = *holder_of(rows, token);
         const int n_visible = wanted.n_visible(token);
         sink.begin_query(i);
         for (int j = 0; j < wanted.n_heads(); ++j) {
             const int head = wanted.layer->heads[zu(j)];
-            float* row = holder.place(op.memory, token, j);
-            if (&holder != &wanted) {  // finished with that target, as far as this one goes
-                if (wanted.target->plan->is_plain()) {
-                    const auto* const from = row;
-                    row = wanted.place(op.memory, token, j);
-                    std::copy_n(from, n_visible, row);
-                }
-            } else if (kind == row_kind::probs) {
-                const auto& [max, sum] = sums[zu(token * work.n_heads + head)];
-                const auto query_head = work.index_of(stream, token, head);
-                finish_probs(row, n_visible, work.row_max(op.memory, query_head), max, sum);
+            const bool is_plain = wanted.target->plan->is_plain();
+            float* const found = holder.place(op.memory, token, j);
+            float* const to = is_plain ? wanted.row(token, j) : found;
+            const bool is_finished =  // with another target of this token
+                &holder != &wanted && (!is_plain || is_finished_in_place(*holder.target));
+            if (kind == row_kind::probs && !is_finished) {
+                const auto query_head = work.index_of(item.stream, token, head);
+                finish_probs(found, n_visible, work.row_max(op.memory, query_head),
+                             sums[zu((token - item.token_begin) * work.n_heads + head)], to);
+            } else if (to != found) {
+                std::copy_n(found, n_visible, to);
             }
-            std::fill(row + n_visible, row + layout.n_columns, unseen_value(kind));
-            sink.finish(j, row);
+            std::fill(to + n_visible, to + layout.n_columns, unseen_value(kind));
+            sink.finish(j, to);
         }
         sink.end_query(1);
     }
 }
 
-void finish_stream(const attend_op& op, ggml_tensor* node, const division& work, int stream,
-                   int ith) {
+void finish_group(const attend_op& op, ggml_tensor* node, const division& work,
+                  const work_item& item, int ith) {
     static thread_local std::vector<softmax_sum> sums;
     sums.clear();
-    for (int token = 0; token < work.n_tokens; ++token) {
+    for (int token = item.token_begin; token < item.token_end; ++token) {
         for (int head = 0; head < work.n_heads; ++head) {
-            auto* const to = static_cast<std::byte*>(node->data) + zu(stream) * node->nb[3] +
+            auto* const to = static_cast<std::byte*>(node->data) + zu(item.stream) * node->nb[3] +
                              zu(token) * node->nb[2] + zu(head) * node->nb[1];
-            sums.push_back(join_chunks(op, node, work, work.index_of(stream, token, head), head,
-                                       reinterpret_cast<float*>(to)));
+            sums.push_back(join_chunks(op, node, work, work.index_of(item.stream, token, head),
+                                       head, reinterpret_cast<float*>(to)));
         }
     }
     static thread_local stream_rows rows;
-    find_rows(op, work, stream, rows);
-    for (const auto& wanted : rows) finish_rows(op, work, stream, rows, wanted, sums, ith);
+    find_rows(op, work, item.stream, rows);
+    for (const auto& wanted : rows) finish_rows(op, work, item, rows, wanted, sums, ith);
 }
 
 void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
@@ -342,8 +373,8 @@ void run_attend_op(ggml_tensor* node, int ith, int nth, void* data) {
     for (int i; (i = op.next_item.fetch_add(1, std::memory_order_relaxed)) < work.n_items();) {
         const work_item item(work, i);
         attend_item(op, node, work, item, scratch);
-        const int n = op.n_done[zu(item.stream)].fetch_add(1, std::memory_order_acq_rel) + 1;
-        if (n == work.items_per_stream()) finish_stream(op, node, work, item.stream, ith);
+        const int n = op.n_done[zu(item.group)].fetch_add(1, std::memory_order_acq_rel) + 1;
+        if (n == work.items_per_group()) finish_group(op, node, work, item, ith);
     }
 }
 
@@ -371,7 +402,7 @@ void attend_memory::prepare(const std::vector<row_target>& targets) {
     first_of_target.assign(targets.size(), 0);
     for (std::size_t i = 0; i < targets.size(); ++i) {
         const auto& target = targets[i];
-        if (target.plan->is_plain()) continue;
+        if (is_finished_in_place(target)) continue;
         first_of_target[i] = n;
         std::size_t n_heads = 0;
         for (const auto& layer : target.plan->layers())
@@ -382,7 +413,10 @@ void attend_memory::prepare(const std::vector<row_target>& targets) {
 }
 
 attend_op::attend_op(const attention_site& of, row_table& rows, attend_memory& shared)
-    : site(of), table(rows), memory(shared), n_done(zu(of.n_stream)) {}
+    : site(of),
+      table(rows),
+      memory(shared),
+      n_done(zu(of.n_stream) * zu(static_cast<int>(of.flash->src[0]->ne[1]))) {}
 
 void attend_op::begin() noexcept {
     next_item.store(0, std::memory_order_relaxed);

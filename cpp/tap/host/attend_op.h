@@ -3,7 +3,8 @@
 // walks the cache once for each query head, with sums in float16; `attend_kernel` walks it once for
 // all heads, with sums in float32.
 // Threads: ggml's compute threads run it. Nobody waits in it: work is cut into items that threads
-//          claim, and whoever completes a stream's last item puts its results together.
+//          claim, and whoever completes the last item of a stream's queries puts their results
+//          together.
 #pragma once
 
 #include <ggml.h>
@@ -19,7 +20,7 @@
 namespace kqview {
 
 // Queries of a stream that are few enough: with more, llama.cpp works on blocks of queries.
-constexpr int most_attended_queries = 8;
+constexpr int most_attended_queries = 63;
 
 // What the nodes of a context share, which run one after another: partial results, and rows that
 // are not written in place. The engine thread makes room before a step.
@@ -41,7 +42,7 @@ struct attend_op {
     row_table& table;
     attend_memory& memory;
     std::atomic<int> next_item{0};
-    std::vector<std::atomic<int>> n_done;  // items, by stream
+    std::vector<std::atomic<int>> n_done;  // items, by stream and run of queries
 
     // Before the graph is computed, on the engine thread.
     void begin() noexcept;

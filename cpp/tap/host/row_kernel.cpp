@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/vector_exp.h"
+#include "tap/host/quantised_cells.h"
 #include "tap/host/vectors.h"
 
 namespace kqview {
@@ -108,8 +109,10 @@ void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int
     scratch.cells.resize(static_cast<std::size_t>(lanes) * n_embd);
     for (int c = 0; c < n_columns; c += lanes) {
         for (int i = 0; i < std::min(lanes, n_columns - c); ++i) {
-            to_float(keys.data + static_cast<std::size_t>(c + i) * keys.cell_stride_bytes,
-                     scratch.cells.data() + static_cast<std::size_t>(i) * n_embd, keys.n_embd);
+            const auto* const cell =
+                keys.data + static_cast<std::size_t>(c + i) * keys.cell_stride_bytes;
+            float* const to = scratch.cells.data() + static_cast<std::size_t>(i) * n_embd;
+            if (!widen_quantised(keys.type, cell, keys.n_embd, to)) to_float(cell, to, keys.n_embd);
         }
         dot_cells<f32_cells>(reinterpret_cast<const std::byte*>(scratch.cells.data()),
                              n_embd * sizeof(float), q, n_heads, keys.n_embd, out, c, n_columns);

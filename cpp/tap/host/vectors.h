@@ -109,4 +109,32 @@ inline vec repeat_quad(const float* from) {
 #endif
 }
 
+// Copies n floats past the processor's caches, whole lines at least: what is not read soon need not
+// be fetched first, nor push out what is. Before another thread may read them: end_streaming().
+inline void stream(float* to, const float* from, int n) {
+#if defined(__x86_64__)
+    constexpr int line = 64 / sizeof(float);
+    const auto at = reinterpret_cast<std::uintptr_t>(to) / sizeof(float);
+    const int n_before = static_cast<int>((line - at % line) % line);
+    if (n_before + line > n) {
+        std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+        return;
+    }
+    std::memcpy(to, from, static_cast<std::size_t>(n_before) * sizeof(float));
+    int i = n_before;
+    for (; i + line <= n; i += line) {
+        for (int j = 0; j < line; j += 4) _mm_stream_ps(to + i + j, _mm_loadu_ps(from + i + j));
+    }
+    std::memcpy(to + i, from + i, static_cast<std::size_t>(n - i) * sizeof(float));
+#else
+    std::memcpy(to, from, static_cast<std::size_t>(n) * sizeof(float));
+#endif
+}
+
+inline void end_streaming() {
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 }  // namespace kqview::vectors

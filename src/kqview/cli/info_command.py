@@ -55,11 +55,13 @@ def info(
     with open_engine(model, n_ctx=256, n_gpu_layers=0) as engine:
         facts = engine.model
         system = engine.system_info()
+        kernel = engine.attention_kernel
         capture_bytes = Capture().bytes_per_token(facts, _N_CONTEXT)
     if as_json:
         content: dict[str, Any] = {
             "model": {f.name: _to_json(getattr(facts, f.name)) for f in dataclasses.fields(facts)},
             "capture": {"n_context": _N_CONTEXT, "bytes_per_token": capture_bytes},
+            "attention_kernel": kernel,
             "system": system,
         }
         typer.echo(json.dumps(content, indent=2, default=str))
@@ -70,6 +72,7 @@ def info(
     table.add_row(
         f"bytes per token at {_N_CONTEXT}", Text(f"{capture_bytes:,} (every layer and head)")
     )
+    table.add_row("attention on the CPU", Text(kernel))
     table.add_row("llama.cpp", Text(str(system["llama_cpp_commit"])))
     table.add_row("threads", Text(str(system["n_threads"])))
     if metadata:

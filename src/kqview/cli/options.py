@@ -56,6 +56,7 @@ _FLAGS: Final[Mapping[str, str]] = {
     "n_threads": "--threads",
     "n_gpu_layers": "--ngl",
     "rpc_servers": "--rpc",
+    "attention_kernel": "--attention-kernel",
     "texts": "the text",
     **{
         name: "--" + name.replace("_", "-")
@@ -237,6 +238,14 @@ class EngineChoice(ModelChoice):
         FlashAttn,
         typer.Option("--flash-attn", "-fa", help="Flash attention.", rich_help_panel=_MODEL),
     ] = "auto"
+    attention_kernel: Annotated[
+        Literal["auto", "kqview", "llama.cpp"],
+        typer.Option(
+            "--attention-kernel",
+            help="What computes attention on the CPU while decoding; auto: kqview.",
+            rich_help_panel=_MODEL,
+        ),
+    ] = "auto"
     kv_type: Annotated[
         str,
         typer.Option(
@@ -265,6 +274,7 @@ class EngineChoice(ModelChoice):
             "n_gpu_layers": self.ngl,
             "rpc_servers": self.rpc,
             "flash_attn": FLASH_ATTN[self.flash_attn],
+            "attention_kernel": self.attention_kernel,
             "kv_type": self.kv_type,
         }
         with naming_options(), open_engine(model, **options) as engine:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Final, Literal, cast, get_args, get_type_hint
 import msgspec
 from msgspec import Meta
 
-from kqview.server.settings import FlashAttn, Pooling, Settings
+from kqview.server.settings import AttentionKernel, FlashAttn, Pooling, Settings
 
 MARKER: Final = "===FINAL==="
 """Stands between reasoning and answer if a configuration names no other marker."""
@@ -171,6 +171,7 @@ class Model(_Table, frozen=True):
     n_gpu_layers: int | None = None
     kv_type: str | None = None
     flash_attn: FlashAttn | None = None
+    attention_kernel: AttentionKernel | None = None
     lora: tuple[_File, ...] | None = None
     chat_template: _Text | None = None
     pooling: Pooling | None = None

@@ -447,7 +447,10 @@ class Served:
             "n_ubatch": settings.ubatch_size,
             "flash_attn": _FLASH_ATTN[flash_attn],
         }
-        for name in ("n_ctx", "n_slots", "n_threads", "n_gpu_layers", "kv_type", "pooling"):
+        for name in (
+            "n_ctx", "n_slots", "n_threads", "n_gpu_layers", "attention_kernel", "kv_type",
+            "pooling",
+        ):  # fmt: skip
             values = given.get(name), getattr(own, name), getattr(settings, name)
             options[name] = next((one for one in values if one is not None), None)
         return options

@@ -21,6 +21,7 @@ from kqview.types.sampling import OPTIONS
 AttentionValues = Literal["logits", "scores", "probs"]
 DefaultFormat = Literal["per_layer", "aggregated"]
 FlashAttn = Literal["auto", "on", "off"]
+AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 TracedRequests = Literal["mods", "all"]
@@ -107,6 +108,11 @@ class Settings:
     n_gpu_layers: int = _setting(-1, "layers on the GPU; -1 for all", low=-1, flag="--ngl")
     kv_type: str = _setting("f16", "type of the KV cache")
     flash_attn: FlashAttn = _setting("auto", "flash attention: auto, on or off")
+    attention_kernel: AttentionKernel = _setting(
+        "auto",
+        "what computes attention on the CPU in steps of at most 63 tokens of a slot: kqview, which "
+        "auto means, or llama.cpp",
+    )
     ubatch_size: int = _setting(512, "most tokens of a prompt, and of an embedding, in one step")
     lora: tuple[str, ...] = _setting(
         (),
