@@ -32,6 +32,7 @@ async function showStatus() {
   $("key-row").hidden = reply.status !== 401 && !$("key").value;
   if (!reply.ok) return;
   const info = await reply.json();
+  longest = info.context_length;
   const facts = {
     Architecture: info.architecture,
     "Layers × heads": `${info.num_layers} × ${info.num_attention_heads}`,
@@ -58,6 +59,7 @@ async function post(path, body) {
 }
 
 let seed;
+let longest; // prompt, in tokens
 
 // The request for what the form says; its seed makes a program generate the same text again.
 function request() {
@@ -83,6 +85,10 @@ async function generate(event) {
       text: asked.prompt,
       add_special_tokens: true,
     }).then((reply) => reply.json());
+    if (tokens.length > longest) {
+      // The server would leave out its beginning, and columns would be other tokens than those shown.
+      throw new Error(`The prompt has ${tokens.length} tokens, the limit is ${longest}; shorten it.`);
+    }
     view.begin(tokens.map(({ text }) => text));
     const began = performance.now();
     const reply = await post(PATH, asked);
