@@ -147,15 +147,29 @@ def test_lite_gets_its_answer_to_a_long_story(served: Served):
 
 
 @each
-@pytest.mark.parametrize(
-    ("n", "limit"), [(769, 768), (600, 512), (513, 512)], ids=["context", "trained", "one more"]
-)
-def test_ids_that_do_not_fit_are_refused(served: Served, ask: Any, n: int, limit: int):
-    (error,) = ask(served, {"input_ids": [5] * n, "max_length": 1})
+def test_ids_above_the_context_are_refused(served: Served, ask: Any):
+    (error,) = ask(served, {"input_ids": [5] * 769, "max_length": 1})
     assert error["error_code"] == "CONTEXT_TOO_LONG"
-    assert str(n) in error["error"]
-    assert str(limit) in error["error"]
-    assert ids_of(ask(served, {"input_ids": [5] * 512, "max_length": 1, "ban_eos_token": True}))
+    assert "769" in error["error"]
+    assert "768" in error["error"]
+
+
+def test_ids_above_what_the_model_was_trained_for_are_refused_by_dream(served: Served):
+    trained = {"input_ids": [5] * 512, "max_length": 1, "ban_eos_token": True}
+    beyond = {**trained, "input_ids": [5] * 513}
+    for ask in (by_dream_socket, by_post):
+        (error,) = ask(served, beyond)
+        assert (error["error_code"], error["context_length"]) == ("CONTEXT_TOO_LONG", 512)
+        assert "513" in error["error"]
+        assert len(ids_of(ask(served, trained))) == 1
+    assert len(ids_of(by_sse(served, beyond))) == 1  # where no such limit is told
+
+
+def test_demo_model_is_served_with_room_for_a_prompt_of_halo_weave():
+    with serving(Settings(demo=True, n_threads=1)) as demo, demo.client() as client:
+        assert client.get("/api/v1/model").json()["max_context_length"] == 2048
+        body = {"input_ids": [5] * 2040, "max_length": 4, "ban_eos_token": True}
+        assert len(ids_of(by_sse(demo, body))) == 4
 
 
 # ---- values as KoboldCpp takes them

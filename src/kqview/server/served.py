@@ -50,6 +50,8 @@ _FLASH_ATTN: Final[Mapping[str, Literal["auto"] | bool]] = {
     "on": True,
     "off": False,
 }
+DEMO_CONTEXT: Final = 2048
+"""Tokens of the demo model's context: prompts of clients are longer than its trained context."""
 # Below this, a hop to another thread takes longer than the work itself.
 _OFFLOAD_TEXT: Final = 32 * 1024  # characters: about a millisecond to tokenize
 OFFLOAD_ITEMS: Final = 4096
@@ -339,7 +341,7 @@ class Served:
     def estimate(self) -> int:
         """Bytes that it will need; blocks. Raises as `check_opening`."""
         path = MODEL_PATH if self._path is None else self._path
-        needs = check_opening(path, **self._options(self._given))
+        needs = check_opening(path, **self._options(self._path, self._given))
         n_bytes = sum(one.needed_bytes for one in needs)
         self.estimated_bytes = n_bytes + sum(os.path.getsize(file) for file, _ in self._adapters())
         return self.estimated_bytes
@@ -432,15 +434,15 @@ class Served:
             attention_budget_bytes=rows_bytes,
             lora=self._adapters() if is_own else None,
             chat_template=_template(template) if is_own else None,
-            **self._options(given),
+            **self._options(path, given),
         )
 
     def _adapters(self) -> list[tuple[str, float]]:
         lora = self._live.settings.lora if self.config.lora is None else self.config.lora
         return [_adapter(one) for one in lora]
 
-    def _options(self, given: Options) -> dict[str, Any]:
-        """Those options of Engine that `check_opening` takes as well."""
+    def _options(self, path: str | None, given: Options) -> dict[str, Any]:
+        """Those options of Engine for the file *path* that `check_opening` takes as well."""
         settings, own = self._live.settings, self.config
         flash_attn = settings.flash_attn if own.flash_attn is None else own.flash_attn
         options: dict[str, Any] = {
@@ -453,6 +455,8 @@ class Served:
         ):  # fmt: skip
             values = given.get(name), getattr(own, name), getattr(settings, name)
             options[name] = next((one for one in values if one is not None), None)
+        if path is None and options["n_ctx"] is None:
+            options["n_ctx"] = DEMO_CONTEXT
         return options
 
     async def _open(
@@ -494,7 +498,7 @@ class Served:
         async with self._switching:
             self._check_stays()
             # What shows without the weights is refused before anything changes.
-            await asyncio.to_thread(check_opening, str(path), **self._options(options))
+            await asyncio.to_thread(check_opening, str(path), **self._options(str(path), options))
             self._check_stays()
             self.is_switching = True
             try:

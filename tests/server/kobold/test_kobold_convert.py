@@ -57,8 +57,8 @@ def as_json(value: object) -> Any:
 
 def convert_request(fields: dict[str, Any], *, asked: bool = False, **settings: Any) -> Any:
     return convert.request_of(
-        body_of(fields), Settings(**settings), request_id="ours", model=info(n_layer=2),
-        max_context=512, control_token=lambda text: None, seed=SEED, asked=asked,
+        body_of(fields), Settings(**settings), request_id="ours", max_context=512,
+        control_token=lambda text: None, seed=SEED, asked=asked,
     )  # fmt: skip
 
 

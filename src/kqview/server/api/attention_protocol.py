@@ -93,7 +93,7 @@ class AttentionFields(msgspec.Struct, kw_only=True):
             that max_length tokens, but no more than half of the context, are left for the reply.
         memory: Text before the prompt, such as "A story about Anna.", which then stays.
         input_ids: Ids of tokens to continue, such as [1, 557, 13]; they win over the prompt. More
-            than the context, or than the model was trained for, are refused.
+            than the context are refused, in the dream API also more than the model was trained for.
         model: Id of a configured model, such as "demo"; the default model if not given.
         request_id: Label of the request in events, and for ending it, such as "r1"; several
             requests may have the same.
@@ -295,22 +295,23 @@ def prompt_of(fields: AttentionFields) -> str | Sequence[int]:
     return (fields.memory or "") + fields.prompt
 
 
-def check_ids_fit(ids: Sequence[int], fields: AttentionFields, model: ModelInfo, most: int) -> None:
-    """Refuse ``input_ids`` that the model cannot read as they are: only text is truncated.
+def check_ids_fit(
+    ids: Sequence[int], fields: AttentionFields, most: int, n_trained: int | None = None
+) -> None:
+    """Refuse ``input_ids`` that are too many: only text is truncated.
 
     Args:
         ids: The ids.
         fields: The request.
-        model: The model.
         most: Longest prompt in tokens that the server allows.
+        n_trained: What the model was trained for, if that counts.
 
     Raises:
-        PromptTooLong: There are more than that, than the client allows, or than the model was
-            trained for.
+        PromptTooLong: There are more than one of these, or than the client allows.
     """
     limits = {
         "the limit is {}": min(most, fields.max_context_length or most),
-        "the model was trained for {} (max_position_embeddings)": model.n_ctx_train or most,
+        "the model was trained for {} (max_position_embeddings)": n_trained or most,
     }
     for why, limit in limits.items():
         if len(ids) > limit:

@@ -105,7 +105,7 @@ def plan_of(
     prompt = prompt_of(body)
     n_prompt = None if isinstance(prompt, str) else len(prompt)
     if not isinstance(prompt, str):
-        check_ids_fit(prompt, body, model, max_context)
+        check_ids_fit(prompt, body, max_context, model.n_ctx_train)
     for name in ("input_ids", "stop_tokens", "banned_tokens", "banned_strings"):
         _check_ids(name, getattr(body, name) or (), model.n_vocab)
     sampling = sampling_for(body, control_token=control_token, seed=seed)

@@ -89,7 +89,6 @@ def request_of(
     settings: Settings,
     *,
     request_id: str,
-    model: ModelInfo,
     max_context: int,
     control_token: Callable[[str], int | None],
     seed: int,
@@ -101,7 +100,6 @@ def request_of(
         body: The request.
         settings: For the server's defaults.
         request_id: Its name if it gives none.
-        model: The model that will answer.
         max_context: Longest prompt in tokens.
         control_token: As in `sampling_for`, like *seed*.
         seed: Of a request that gives none.
@@ -116,7 +114,7 @@ def request_of(
         )
     prompt = prompt_of(body)
     if not isinstance(prompt, str):
-        check_ids_fit(prompt, body, model, max_context)
+        check_ids_fit(prompt, body, max_context)
     return GenerateRequest(
         prompt=prompt,
         truncates=True,

@@ -131,7 +131,7 @@ async def _begun(
     service, engine = call.service, call.model.engine
     request = await service.converted(
         n_bytes, call.hold, convert.request_of, body, service.settings,
-        request_id=call.request_id, model=engine.model, max_context=call.model.max_context,
+        request_id=call.request_id, max_context=call.model.max_context,
         control_token=control_token_of(engine), seed=random_seed(), asked=asked,
     )  # fmt: skip
     run = await service.start(request, call.caller, call.hold, model=call.model)
