@@ -80,7 +80,6 @@ PROTOCOL: list[Body] = [
         {"attention_format": "aggregated", "prompt_attention": True},
         {"attention_format": "sparse"}, {"attention_format": "viz"}, {"attention_layers": [1]},
         {"attention_spans": [[0, 2], [2, None]]}, {"top_logprobs": 2},
-        {"start_event": True},
     )
 ]  # fmt: skip
 
