@@ -128,7 +128,7 @@ class Served:
         self._live = live
         self._texts = texts
         self._owns_engine = False
-        self._path = config.path
+        self._path: str | None = config.path
         self._given: Options = {}  # they override the others
         self._switching = asyncio.Lock()
         self._switches: set[asyncio.Task[Engine]] = set()
