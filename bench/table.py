@@ -13,6 +13,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import alone
 import contexts
 import counts
 import decode
@@ -58,6 +59,7 @@ BENCHMARKS = {
         hf,
         contexts,
         kernel,
+        alone,
         state,
         state_http,
         reuse,

@@ -112,6 +112,16 @@ def test_rows_of_a_prompt_and_of_the_token_behind_it(
     assert np.abs(finite[0] - finite[1]).max() <= limit * np.abs(finite[0]).max()
 
 
+def test_perplexity_is_that_without_flash_attention() -> None:
+    text = "Mirelda found a silver key near the old bridge. Then Mirelda went home and showed it."
+    perplexities: list[float] = []
+    for options in ({"flash_attn": False}, OURS):
+        # In steps of 16 tokens, so that every token goes through the kernel.
+        with Engine.demo(kv_type="f32", n_ubatch=16, n_threads=1, n_ctx=256, **options) as engine:
+            perplexities.append(float(np.exp(-np.nanmean(engine.score(text).logprobs))))
+    assert perplexities[1] == pytest.approx(perplexities[0], rel=1e-4)
+
+
 def test_slots_of_different_lengths_share_steps(make_engine: MakeEngine, tiny_llama: Path) -> None:
     prompts = [random_ids(n, seed=n) for n in (2, 5, 8)]
     options: dict[str, Any] = {

@@ -452,7 +452,9 @@ def assert_rows_equal(got: list[F32], want: list[F32], tolerance: float) -> None
 def test_rows_over_servers_equal_local_ones(
     make_engine: MakeEngine, tiny_qwen2: Path, place: dict[str, Any], kind: str, flash_attn: bool
 ) -> None:
-    options = {"kv_type": "f32", "flash_attn": flash_attn}
+    # A server computes attention as llama.cpp does.
+    kernel = {"attention_kernel": "llama.cpp"}
+    options: dict[str, Any] = {"kv_type": "f32", "flash_attn": flash_attn, **kernel}
     want_ids, want = rows_of(make_engine(tiny_qwen2, **options), kind)
     engine = make_engine(tiny_qwen2, **place, **options)
     ids, got = rows_of(engine, kind)

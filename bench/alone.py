@@ -1,0 +1,98 @@
+"""What does the attention of a decoded token cost alone, against reading its keys and values once?
+
+A program runs it without a model (tests/native/attend_speed.cpp, built here once): 24 layers of 16
+heads, 4 KV heads and head size 64 in one graph, kqview's op, llama.cpp's flash attention and a
+plain read of the same bytes in turn, all by ggml's threads. Nothing else of a token is in the way.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Final
+
+from console import attempt, main
+from models import ROOT, NotHere
+from peers.build import cache_root, source_path
+from report import Timing
+
+from kqview.bench.pairs import Pairs
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from console import ProgressLine
+    from settings import Settings
+
+    from kqview.bench.records import LeftOut
+
+# name -> (tokens of context, layers, what, against, target)
+CASES: Final[dict[str, tuple[int, int, str, str, float | None]]] = {
+    f"alone-{n_context}-{name}": (n_context, n_layers, what, against, target)
+    for n_context, n_layers, of_read in ((1024, 24, None), (4096, 24, 2.0), (16384, 6, 1.8))
+    for name, what, against, target in (
+        ("read", "ours", "read", of_read),
+        ("logits", "ours, logits", "ours", None),
+        ("probs", "ours, probs", "ours", None),
+        ("stock", "ours", "stock", None),
+    )
+}
+TEXTS: Final = {
+    "ours": "kqview's attention",
+    "ours, logits": "kqview's attention, logits of all heads",
+    "ours, probs": "kqview's attention, probs of all heads",
+    "read": "reading K and V once",
+    "stock": "llama.cpp's flash attention",
+}
+WEIGHTS = {name: 15.0 for name in CASES}
+QUICK_SHARE = 16  # a quick run has this much less context
+
+
+def program() -> Path:
+    """The program, built where it is not there yet."""
+    folder = cache_root() / "attend-speed"
+    configure = [
+        "cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder),
+        "-DKQVIEW_SANITIZE=none", f"-DKQVIEW_LLAMA_CPP_DIR={source_path(None)}",
+    ]  # fmt: skip
+    build = ["cmake", "--build", str(folder), "--target", "attend_speed", "--parallel", "2"]
+    for command in (configure, build):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            print(done.stdout, done.stderr, file=sys.stderr)
+            raise NotHere("the program cannot be built; the lines above say why")
+    return folder / "attend_speed"
+
+
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+    """Measure the chosen cases."""
+    for name in settings.chosen(CASES):
+        yield attempt(name, _measure, settings, line, name)
+
+
+def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
+    n_context, n_layers, what, against, target = CASES[name]
+    n_context //= QUICK_SHARE if settings.is_quick else 1
+    line.start(name, 1)
+    words = [
+        f"context={n_context}", f"layers={n_layers}", f"threads={settings.n_threads}",
+        f"rounds={settings.n_pairs}", f"cpu_clock={int(settings.clock == 'cpu')}",
+    ]  # fmt: skip
+    done = subprocess.run([program(), *words], capture_output=True, text=True, check=True)
+    times = json.loads(done.stdout)
+    line.tick()
+    return Timing(
+        name=name,
+        what=TEXTS[what],
+        baseline=TEXTS[against],
+        work=f"attention of a decoded token at {n_context:,} tokens; {n_layers} layers of 16 heads",
+        pairs=Pairs(times[against], times[what]),
+        target=settings.target(target),
+        command=f"python bench/alone.py --row {name} {settings.flags}",
+    )
+
+
+if __name__ == "__main__":
+    main(__doc__, WEIGHTS, measure)
