@@ -24,7 +24,7 @@ inline float f16_at(const std::byte* from) {
 // `lanes` bytes as integers. gcc takes the bytes of __builtin_convertvector one by one.
 template <class byte_type>
 inline ivec load_small(const std::byte* from) {
-    constexpr bool is_signed = std::is_signed_v<byte_type>;
+    [[maybe_unused]] constexpr bool is_signed = std::is_signed_v<byte_type>;
 #if defined(__AVX512F__)
     const auto bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return reinterpret_cast<ivec>(is_signed ? _mm512_maskz_cvtepi8_epi32(0xFFFF, bytes)
