@@ -192,7 +192,7 @@ def test_mod_reads_the_messages_and_tools_of_its_chat(engine: Engine):
             seen.append((get_conversation(event), get_schemas(event)))
 
     for given in (tools, None):
-        template = "{{ messages[0].content }}"
+        template = "{{ messages[0].content }}{{ tools }}"
         engine.chat(
             messages, tools=given, mods=[reads], max_tokens=1, chat_template=template
         ).read()
