@@ -31,6 +31,7 @@ import server
 import server_peers
 import session_return
 import slots
+import slow_readers
 import state
 import state_http
 from console import collect, show
@@ -67,6 +68,7 @@ BENCHMARKS = {
         session_return,
         server,
         server_peers,
+        slow_readers,
         counts,
     )
 }

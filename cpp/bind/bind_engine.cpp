@@ -140,6 +140,8 @@ void bind_stats(nb::module_& module) {
         .def_prop_ro("graph_reuses", &count<&graph_counters::n_reused>)
         .def_prop_ro("graph_nodes_added", &count<&graph_counters::n_nodes_added>)
         .def_prop_ro("n_queued", [](const reading& now) { return now.of->sched().n_queued(); })
+        .def_prop_ro("n_parked", [](const reading& now) { return now.of->sched().n_parked(); })
+        .def_prop_ro("n_parkings", &count<&engine_counters::n_parkings>)
         .def_prop_ro("attention_bytes", &count<&engine_counters::n_attention_bytes>)
         .def_prop_ro("copied_bytes", [](const reading& now) { return now.pool.copied_bytes; })
         .def_prop_ro("dropped_rows", &count<&engine_counters::n_dropped_rows>)

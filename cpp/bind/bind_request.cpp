@@ -139,6 +139,8 @@ void bind_request(nb::module_& module) {
         .def_rw("priority", &request_options::priority)
         .def_rw("cache_prompt", &request_options::cache_prompt,
                 "Whether tokens of the prompt may come from a cache.")
+        .def_rw("is_alone", &request_options::is_alone,
+                "Whether it shares no step with other requests.")
         .def_rw("n_reuse_min", &request_options::n_reuse_min,
                 "Shortest run of tokens that a shift reuses; 0 turns shifts off.")
         .def_rw(

@@ -49,6 +49,8 @@ public:
 
     std::byte* data() const noexcept { return block_->buffer.data(); }
     std::size_t size_bytes() const noexcept { return size_bytes_; }  // as requested
+    // Of its block: what it takes of the budget.
+    std::size_t block_bytes() const noexcept { return block_->buffer.size_bytes(); }
     bool is_pinned() const noexcept { return block_->buffer.is_pinned(); }
 
 private:

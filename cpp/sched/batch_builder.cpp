@@ -33,7 +33,9 @@ bool batch_builder::fill() {
     rows_.clear();
     parts_.clear();
     ++n_fills_;
-    return is_prefill_ ? fill_decode() || fill_prefill() : fill_prefill() || fill_decode();
+    if (is_prefill_ && fill_decode()) return true;
+    // A prompt whose cells were copied from another slot may have but its last token left.
+    return fill_prefill() || fill_decode();
 }
 
 // Prompts in the order in which they came to their slots.
@@ -73,9 +75,9 @@ void batch_builder::plan_cohort(std::size_t first) {
     }
     const auto may_share = [](const slot& one) {
         return one.is_in_prompt() && !one.fork && one.text.empty() && !one.active->embeds &&
-               one.active->n_scores == 0;
+               !one.active->is_alone && one.active->n_scores == 0;
     };
-    const auto n_left = [](const slot& one) { return one.prompt().size() - one.cache.size(); };
+    const auto n_left = [](const slot& one) { return one.n_in_chunks() - one.cache.size(); };
     if (!may_share(slots_[first])) return;
     const auto n_step = static_cast<std::size_t>(
         std::min(model_.n_chunk(), is_shared_step(slots_[first]) ? n_shared_chunk : INT_MAX));
@@ -150,8 +152,9 @@ bool batch_builder::fill_decode(const lora_scales* only) {
     for (const auto first : order_) {
         const auto& lora = slots_[first].cache.lora();
         const auto is_ready = [&](std::size_t i) {
-            return may_decode(slots_[i], &lora) &&
-                   try_add(slots_[i], &batch_builder::prepare_token);
+            if (!may_decode(slots_[i], &lora)) return false;
+            const bool may_share = !slots_[first].active->is_alone && !slots_[i].active->is_alone;
+            return (i == first || may_share) && try_add(slots_[i], &batch_builder::prepare_token);
         };
         if (!is_ready(first)) continue;
         auto begin = first, end = first + 1;
@@ -240,18 +243,24 @@ void batch_builder::add_rows(const batch_part& part) {
 batch_part batch_builder::next_chunk(slot& target) const {
     const auto& active = *target.active;
     const auto n_prompt = static_cast<int>(target.prompt().size());
+    const auto n_in_chunks = static_cast<int>(target.n_in_chunks());
     const auto n_done = static_cast<int>(target.cache.size());
-    const int n_room = model_.n_ctx() - n_done;  // a steered text may have to discard tokens first
+    const int n_room = model_.n_ctx() - n_done;  // a text may have to discard tokens first
     // A pooled embedding must be one step.
     const bool is_whole = active.embeds && !model_.can_split_embedding();
-    const int n_most = n_each_ > 0                           ? n_each_
-                       : !is_whole && is_shared_step(target) ? n_shared_chunk
-                                                             : model_.n_chunk();
-    batch_part part{&target, std::min({n_prompt - n_done, n_most, model_.n_chunk(), n_room}), 0,
+    int n_most = n_each_ > 0                           ? n_each_
+                 : !is_whole && is_shared_step(target) ? n_shared_chunk
+                                                       : model_.n_chunk();
+    if (active.is_alone && !active.is_steered && !target.text.empty()) {
+        // Evaluated again in the steps in which it was evaluated first, to the last bit.
+        const int n_alone = static_cast<int>(active.prompt.size()) - 1;
+        n_most = n_done < n_alone ? std::min(n_most, n_alone - n_done) : 1;
+    }
+    batch_part part{&target, std::min({n_in_chunks - n_done, n_most, model_.n_chunk(), n_room}), 0,
                     false, false};
-    if (active.n_prompt_rows > 0 && target.text.empty()) {
+    if (target.n_prompt_rows > 0 && target.text.empty()) {
         // Number of tokens in this chunk before the first one with captured rows.
-        const int n_before = std::max(0, n_prompt - active.n_prompt_rows - n_done);
+        const int n_before = std::max(0, n_prompt - target.n_prompt_rows - n_done);
         part.n_rows = std::max(0, part.n_tokens - n_before);
         const auto row_bytes = std::max<std::size_t>(1, prompt_layout(active, 1).size_bytes);
         const auto n_rows_max =
@@ -274,6 +283,7 @@ batch_part batch_builder::next_chunk(slot& target) const {
 
 // True if another slot generates, and so waits for this one's prompt.
 bool batch_builder::is_shared_step(const slot& target) const {
+    if (target.active->is_alone) return false;
     return std::any_of(slots_.begin(), slots_.end(), [&](const slot& one) {
         return one.id() != target.id() &&
                (one.state == slot_state::decode || one.state == slot_state::sampling ||
@@ -287,10 +297,7 @@ bool batch_builder::make_ready(const batch_part& part) {
     const auto& active = *target.active;
     if (!part.samples && part.n_rows == 0) return true;  // nothing to deliver
     const bool is_prompt = target.is_in_prompt();
-    // Prompt rows are large: one run of them waits for the consumer while the next one is computed.
-    const int run_ahead = model_.can_truncate()
-                              ? std::min(active.run_ahead, part.n_rows > 0 ? 1 : active.run_ahead)
-                              : 0;
+    const int run_ahead = slots_.n_ahead(active, part.n_rows > 0);
     const int n_coming = out_.n_on_the_way(target.active);
     const bool has_room =
         (n_coming == 0 || run_ahead > 0) && active.box->has_room(std::max(0, run_ahead - n_coming));

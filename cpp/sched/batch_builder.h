@@ -8,6 +8,7 @@
 // embedded share a step where llama.cpp pools them alike.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -31,6 +32,10 @@ struct batch_part {
 
     // True if the request ends with its prompt, and so with this step.
     bool is_end() const { return is_last && !samples; }
+    // False: it has the last token of a text that goes on.
+    bool is_prompt() const {
+        return n_tokens > 1 || !samples || target->usage.completion_tokens == 0;
+    }
     bool ends_embedding() const { return is_end() && target->active->embeds; }
 };
 
@@ -56,7 +61,11 @@ public:
     std::span<const step_token> tokens() const { return tokens_; }
     std::span<const step_rows> rows() const { return rows_; }
     std::span<const batch_part> parts() const { return parts_; }
-    bool is_prefill() const { return is_prefill_; }
+    // False if a text in it goes on. Call before the step's tokens are handed out.
+    bool is_prefill() const {
+        return std::all_of(parts_.begin(), parts_.end(),
+                           [](const batch_part& part) { return part.is_prompt(); });
+    }
 
 private:
     using clock = std::chrono::steady_clock;

@@ -23,6 +23,7 @@ bool command_queue::submit(const std::shared_ptr<request>& wanted) {
         check_open();
         if (waiting_.size() >= n_waiting_max_) return false;
         wanted->id = ++last_id_;
+        wanted->waits_since = std::chrono::steady_clock::now();
         const auto behind = std::find_if(waiting_.begin(), waiting_.end(), [&](const auto& other) {
             return other->priority < wanted->priority;
         });
@@ -132,6 +133,19 @@ std::shared_ptr<request> command_queue::take_waiting(
     auto taken = std::move(*found);
     waiting_.erase(found);
     return taken;
+}
+
+std::shared_ptr<request> command_queue::first_waiting(
+    const std::function<bool(const request&)>& is_wanted) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = std::find_if(waiting_.begin(), waiting_.end(),
+                                    [&](const auto& one) { return is_wanted(*one); });
+    return found == waiting_.end() ? nullptr : *found;
+}
+
+bool command_queue::take(const std::shared_ptr<request>& wanted) {
+    const std::lock_guard lock(mutex_);
+    return std::erase(waiting_, wanted) > 0;
 }
 
 std::vector<std::shared_ptr<request>> command_queue::waiting() const {

@@ -80,6 +80,10 @@ public:
     // The first waiting request that `may_run` accepts. A request that waits for a certain slot
     // does not hold up those behind it.
     std::shared_ptr<request> take_waiting(const std::function<bool(const request&)>& may_run);
+    // The same without removing it; take() then does, unless it was cancelled meanwhile.
+    std::shared_ptr<request> first_waiting(
+        const std::function<bool(const request&)>& is_wanted) const;
+    bool take(const std::shared_ptr<request>& wanted);
     std::vector<std::shared_ptr<request>> waiting() const;
 
     // ---- the thread that ends the commands left over after close

@@ -34,6 +34,7 @@ void delivery::put(slot& target, picked_token picked) {
 
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
+    target.text.clear();  // the cache holds all of it
     const auto transfer = target.transfer;
     token_event token{picked.id, picked.logprob, std::move(picked.top),
                       std::exchange(target.rows, {}), target.last.n_discarded};
@@ -156,13 +157,13 @@ int delivery::n_on_the_way(const std::shared_ptr<request>& wanted) const {
 
 // ---- ends
 
-end_event delivery::end_of(const slot& target, finish_reason reason,
-                           std::optional<error> failure) const {
+end_event delivery::end_of(const request_progress& progress, finish_reason reason,
+                           std::optional<error> failure) {
     const auto now = clock::now();
-    auto usage = target.usage;
+    auto usage = progress.usage;
     const bool is_prefilled = usage.completion_tokens > 0;
-    usage.prefill_s = seconds((is_prefilled ? target.prefilled : now) - target.started);
-    usage.decode_s = is_prefilled ? seconds(now - target.prefilled) : 0.0;
+    usage.prefill_s = seconds((is_prefilled ? progress.prefilled : now) - progress.started);
+    usage.decode_s = is_prefilled ? seconds(now - progress.prefilled) : 0.0;
     return {reason, usage, std::move(failure)};
 }
 
@@ -220,6 +221,12 @@ void delivery::fail_all(const error& failure) {
     for (auto& target : slots_) {
         if (target.active) finish(target, finish_reason::error, failure);
     }
+}
+
+void delivery::end_parked(const parked_request& one, finish_reason reason,
+                          std::optional<error> failure) {
+    count_end(reason);
+    one.of->box->settle(end_of(one.progress, reason, std::move(failure)));
 }
 
 void delivery::cancel(const std::shared_ptr<request>& wanted) {

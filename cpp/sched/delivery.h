@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "sched/mailbox.h"
+#include "sched/parking.h"
 #include "sched/request.h"
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
@@ -33,6 +34,7 @@ struct engine_counters {
     count n_prompt_tokens{0};   // decoded, so without cached tokens
     count n_decoded_tokens{0};  // in decode steps, one per slot
     count n_decodes{0};
+    count n_parkings{0};     // times that a request left its slot to one that waited
     count n_handed_over{0};  // rows of logits copied for the sampler lane
     count prefill_ns{0};     // in prefill steps, sampling included
     count decode_ns{0};      // in decode steps
@@ -79,6 +81,9 @@ public:
     void fail(slot& target, const std::shared_ptr<request>& asked);
     // Ends every running request.
     void fail_all(const error& failure);
+    // Ends a request that has left its slot.
+    void end_parked(const parked_request& one, finish_reason reason,
+                    std::optional<error> failure = {});
     // Completes a cancellation (the mailbox is cancelled already) of a running request, or of one
     // whose slot still holds its tokens.
     void cancel(const std::shared_ptr<request>& wanted);
@@ -100,7 +105,8 @@ private:
     void count_view();
     int n_left(const slot& target, std::size_t n_text) const;
     std::optional<finish_reason> end_by(const request& of, token_id id) const;
-    end_event end_of(const slot& target, finish_reason reason, std::optional<error> failure) const;
+    static end_event end_of(const request_progress& progress, finish_reason reason,
+                            std::optional<error> failure);
     void count_end(finish_reason reason);
     void release(slot& target);
 

@@ -43,7 +43,8 @@ void engine_loop::run() {
         try {
             if (!take_commands()) break;
             admit();
-            if (step()) continue;
+            const bool has_stepped = step();
+            if (make_way() || has_stepped) continue;
             tell_stalled();
         } catch (...) {
             // Memory ran out outside any request: ending all requests frees what they hold.
@@ -71,7 +72,7 @@ bool engine_loop::take_commands() {
         switch (next.what) {
             case kind::none: return true;
             case kind::close: return false;
-            case kind::cancel: out_.cancel(next.of); break;
+            case kind::cancel: cancel(next.of); break;
             case kind::answer: take_answer(next.of, std::move(next.answer)); break;
             case kind::work: {
                 std::optional<error> failure;
@@ -86,6 +87,14 @@ bool engine_loop::take_commands() {
     }
 }
 
+void engine_loop::cancel(const std::shared_ptr<request>& wanted) {
+    if (const auto parked = parked_.take(wanted)) {
+        out_.end_parked(*parked, finish_reason::cancelled);
+    } else {
+        out_.cancel(wanted);
+    }
+}
+
 void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer answer) {
     auto* const target = slots_.running(of);
     if (!target) return;  // it has ended since
@@ -96,7 +105,7 @@ void engine_loop::take_answer(const std::shared_ptr<request>& of, pass_answer an
     }
 }
 
-// Ends the commands and requests left in the queue. Running requests have ended before.
+// Ends the commands and requests that are left without a slot. Running requests have ended before.
 void engine_loop::end_queued() {
     for (;;) {
         const auto next = queue_.take_left();
@@ -104,35 +113,67 @@ void engine_loop::end_queued() {
         if (next.what == command_queue::command::kind::cancel) next.of->box->settle();
         if (next.work) queue_.finish(*next.work, closed_error);
     }
+    while (const auto parked = parked_.take_any()) {
+        out_.end_parked(*parked, finish_reason::error, closed_error);
+    }
     while (const auto wanted = queue_.take_waiting([](const request&) { return true; })) {
-        ++counters_.n_failed;
-        wanted->box->settle(end_without_slot(*wanted, finish_reason::error, closed_error));
+        fail(*wanted, closed_error);
     }
 }
 
+// Ends a request that has no slot and never had one, or whose slot is lost.
+void engine_loop::fail(const request& wanted, const error& failure) {
+    ++counters_.n_failed;
+    wanted.box->settle(end_without_slot(wanted, finish_reason::error, failure));
+}
+
 void engine_loop::abandon() {
-    for (const auto& wanted : slots_.active()) {
-        ++counters_.n_failed;
-        wanted->box->settle(end_without_slot(*wanted, finish_reason::error, lost_error));
-    }
+    for (const auto& wanted : slots_.active()) fail(*wanted, lost_error);
     end_queued();
 }
 
 // ---- admit
 
+// Free slots go to parked requests that can go on, then to those in the queue, unless these have a
+// higher priority.
 void engine_loop::admit() {
     heart_->enter(engine_phase::admitting);
-    const auto may_run = [this](const request& wanted) { return slots_.can_admit(wanted); };
-    while (const auto wanted = queue_.take_waiting(may_run)) {
-        ++counters_.n_requests;
-        auto [target, plan] = slots_.admit(wanted);
-        try {
-            want(*wanted);
-            slots_.take_over(target, std::move(plan));
-            if (!wanted->is_steered) target.picker = std::move(wanted->picker);
-        } catch (...) {
-            out_.fail(target, wanted);
+    for (;;) {
+        const auto parked = parked_.first([this](const parked_request& one) {
+            return slots_.can_admit(*one.of) && one.of->box->has_room(one.n_left_max);
+        });
+        const auto queued = queue_.take_waiting([&](const request& one) {
+            return slots_.can_admit(one) && (!parked || one.priority > parked->priority);
+        });
+        if (queued) {
+            start(queued);
+        } else if (parked) {
+            go_on(std::move(*parked_.take(parked)));
+        } else {
+            return;
         }
+    }
+}
+
+void engine_loop::start(const std::shared_ptr<request>& wanted) {
+    ++counters_.n_requests;
+    auto [target, plan] = slots_.admit(wanted);
+    try {
+        want(*wanted);
+        slots_.take_over(target, std::move(plan));
+        if (!wanted->is_steered) target.picker = std::move(wanted->picker);
+    } catch (...) {
+        out_.fail(target, wanted);
+    }
+}
+
+void engine_loop::go_on(parked_request one) {
+    auto& target = slots_.readmit(one.of, std::move(one.progress));
+    try {
+        want(*one.of);
+        slots_.take_over_text(target);
+    } catch (...) {
+        out_.fail(target, one.of);
     }
 }
 
@@ -159,10 +200,10 @@ bool engine_loop::step() {
     heart_->enter(engine_phase::filling);
     const bool has_picked = take_picked();
     if (batch_.fill()) {
+        const bool is_prefill = batch_.is_prefill();
         decode();
         last_decode_ = clock::now() - started;
-        (batch_.is_prefill() ? counters_.prefill_ns : counters_.decode_ns) +=
-            nanoseconds(last_decode_);
+        (is_prefill ? counters_.prefill_ns : counters_.decode_ns) += nanoseconds(last_decode_);
         return true;
     }
     // No slot can go on before these are taken.
@@ -196,8 +237,10 @@ void engine_loop::decode() {
     // there.
     if (!batch_.rows().empty() && result.transfer == 0) out_.note_computed();
     ++counters_.n_decodes;
-    (batch_.is_prefill() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
-        batch_.tokens().size();
+    for (const auto& part : parts) {
+        (part.is_prompt() ? counters_.n_prompt_tokens : counters_.n_decoded_tokens) +=
+            static_cast<std::uint64_t>(part.n_tokens);
+    }
     slots_.append(batch_.tokens());
     for (const auto& part : parts) {
         heart_->enter(engine_phase::sampling);
@@ -301,15 +344,80 @@ bool engine_loop::take_picked() {
     return has_picked;
 }
 
+// ---- wait for a slot
+
+// May a request be parked for this queued one? What is computed ahead of parked requests takes
+// memory: they are as many at most as queued ones, and a request that captures rows is let in while
+// theirs leave half of the pool. One that was parked itself takes the place of another.
+std::function<bool(const request&)> engine_loop::may_displace() const {
+    const bool has_place = parked_.size() < queue_.n_waiting_max();
+    const bool has_rows = parked_.n_bytes_ahead() <= pool_->stats().budget_bytes / 2;
+    return [=](const request& queued) { return has_place && (has_rows || !queued.capture); };
+}
+
+// Parks a request whose consumer is behind, if that of another one waits, which gets its slot: the
+// one with the highest priority, then the one that has waited longest. False: there is none.
+bool engine_loop::make_way() {
+    if (!slots_.has_behind() || (queue_.n_waiting() == 0 && parked_.size() == 0)) return false;
+    const auto has_slot = [this](const request& one) {
+        // One that a slot is free for came after admit(), and rung the doorbell.
+        if (!one.box->is_starving() || slots_.can_admit(one)) return false;
+        const auto* const found = slots_.parkable_for(one);
+        return found && out_.n_on_the_way(found->active) == 0;
+    };
+    const auto may_displace = this->may_displace();
+    const auto queued = queue_.first_waiting(
+        [&](const request& one) { return has_slot(one) && may_displace(one); });
+    const auto returning =
+        parked_.first([&](const parked_request& one) { return has_slot(*one.of); });
+    if (!queued && !returning) return false;
+    const bool is_queued = !returning || (queued && queued->comes_before(*returning));
+    const auto& wanted = is_queued ? queued : returning;
+    std::optional<error> failure;
+    try {
+        park(*slots_.parkable_for(*wanted));
+    } catch (...) {
+        failure = failure_of_request();
+    }
+    if (is_queued && queue_.take(wanted)) {  // not cancelled just now
+        failure ? fail(*wanted, *failure) : start(wanted);
+    } else if (!is_queued) {
+        auto one = std::move(*parked_.take(wanted));
+        failure ? out_.end_parked(one, finish_reason::error, std::move(failure))
+                : go_on(std::move(one));
+    }
+    return true;
+}
+
+// Changes nothing if it raises.
+void engine_loop::park(slot& target) {
+    const auto of = target.active;
+    const int n_ahead = slots_.n_ahead(target);
+    parked_.make_place();
+    auto progress = slots_.vacate(target);
+    of->waits_since = clock::now();
+    // Half of what it runs ahead: its text is evaluated again, which is not worth it for one token.
+    parked_.add({of, std::move(progress), (n_ahead + 1) / 2, of->box->n_bytes_ahead()});
+    ++counters_.n_parkings;
+}
+
 // ---- wait
 
-// If every slot waits for its consumer, that consumer may be the very thread that waits here for a
-// queued request. Only the consumers can know.
+// If every slot waits for its consumer, and none can be freed, that consumer may be the very thread
+// that waits here for a request without a slot. Only the consumers can know.
 void engine_loop::tell_stalled() {
-    if (queue_.n_waiting() == 0) return;
-    for (const auto& wanted : queue_.waiting()) {
-        const auto holders = slots_.stalled_on(*wanted);
-        if (!holders.empty()) wanted->box->stall(holders);
+    const auto may_displace = this->may_displace();
+    const auto tell = [&](request& wanted, bool is_queued) {
+        // Its consumer has begun to wait since make_way(), and rung the doorbell.
+        if (slots_.parkable_for(wanted) && (!is_queued || may_displace(wanted))) return;
+        const auto holders = slots_.stalled_on(wanted);
+        if (!holders.empty()) wanted.box->stall(holders);
+    };
+    if (queue_.n_waiting() > 0) {
+        for (const auto& wanted : queue_.waiting()) tell(*wanted, true);
+    }
+    if (parked_.size() > 0) {
+        for (const auto& wanted : parked_.requests()) tell(*wanted, false);
     }
 }
 

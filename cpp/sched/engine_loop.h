@@ -7,6 +7,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <optional>
 
@@ -15,6 +16,7 @@
 #include "sched/batch_builder.h"
 #include "sched/command_queue.h"
 #include "sched/delivery.h"
+#include "sched/parking.h"
 #include "sched/runner.h"
 #include "sched/sampler_lane.h"
 #include "sched/slot_table.h"
@@ -37,23 +39,31 @@ public:
     void abandon();
 
     const slot_table& slots() const { return slots_; }
+    const parking& parked() const { return parked_; }
     const engine_counters& counters() const { return counters_; }
     engine_counters& counters() { return counters_; }
 
 private:
     bool take_commands();
     void take_answer(const std::shared_ptr<request>& of, pass_answer answer);
+    void cancel(const std::shared_ptr<request>& wanted);
     void admit();
+    void start(const std::shared_ptr<request>& wanted);
+    void go_on(parked_request one);
     bool step();
     void decode();
     void hand_out(const batch_part& part, const step_result& result);
     void score(const batch_part& part);
     void sample(slot& target, float* logits);
     bool take_picked();
+    std::function<bool(const request&)> may_displace() const;
+    bool make_way();
+    void park(slot& target);
     void tell_stalled();
     void want(const request& added);
     std::optional<clock::time_point> next_deadline() const;
     void end_queued();
+    void fail(const request& wanted, const error& failure);
 
     runner& model_;
     const std::shared_ptr<block_pool> pool_;
@@ -62,6 +72,7 @@ private:
     command_queue& queue_;
     engine_counters counters_;
     slot_table slots_;
+    parking parked_;
     sampler_lane lane_;
     delivery out_;
     batch_builder batch_;

@@ -62,6 +62,16 @@ void mailbox::stall(const std::vector<request_id>& holders) {
     }
 }
 
+std::size_t mailbox::n_bytes_ahead() const {
+    const std::lock_guard lock(mutex_);
+    const auto n_bytes = [](const auto& one) {
+        return one.rows.block ? one.rows.block->block_bytes() : 0;
+    };
+    std::size_t n_all = 0;
+    for (const auto& one : events_) n_all += std::visit(n_bytes, one);
+    return n_all;
+}
+
 int mailbox::n_taken() const {
     const std::lock_guard lock(mutex_);
     return n_taken_;

@@ -44,6 +44,9 @@ public:
     // distinct set.
     void stall(const std::vector<request_id>& holders);
 
+    // Producer: bytes of the pool in rows that the consumer has not taken.
+    std::size_t n_bytes_ahead() const;
+
     // Producer: the number of tokens taken; final once the consumer cancelled.
     int n_taken() const;
 

@@ -104,6 +104,8 @@ struct request_options {
     int run_ahead = 8;                               // tokens computed ahead of the consumer
     int priority = 0;                                // larger first, then in order of arrival
     bool cache_prompt = true;  // false: nothing of the prompt comes from a cache
+    // Shares no step with other requests, and its prompt is cut into steps as if there were none.
+    bool is_alone = false;
     // Shortest run of tokens that a shift keeps: equal in cache and prompt, after tokens that
     // differ. 0: only the common prefix is reused.
     int n_reuse_min = 0;
@@ -132,7 +134,15 @@ struct request : request_options {
     std::unique_ptr<token_picker> picker;
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker
     std::shared_ptr<mailbox> box;
-    std::atomic<slot_id> slot{-1};  // set at admission
+    std::atomic<slot_id> slot{-1};  // set at admission; -1 again while it is parked
+    // Since when it waits for a slot; of the engine thread once it is submitted.
+    std::chrono::steady_clock::time_point waits_since;
+
+    // Of two that wait for a slot.
+    bool comes_before(const request& other) const {
+        return priority > other.priority ||
+               (priority == other.priority && waits_since < other.waits_since);
+    }
 
     bool stops_at(token_id id) const {
         return std::binary_search(stop_tokens.begin(), stop_tokens.end(), id);

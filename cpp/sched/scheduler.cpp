@@ -134,6 +134,8 @@ bool scheduler::is_closed() const { return fork_.is_forked() || queue_->is_close
 
 int scheduler::n_queued() const { return static_cast<int>(queue_->n_waiting()); }
 
+int scheduler::n_parked() const { return static_cast<int>(loop_->parked().size()); }
+
 std::vector<token_id> scheduler::tokens_of(slot_id id) const {
     check_open();
     return loop_->slots().tokens_of(id);

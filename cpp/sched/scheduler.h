@@ -80,6 +80,7 @@ public:
 
     int n_slots() const { return n_slots_; }
     int n_queued() const;
+    int n_parked() const;
     std::vector<token_id> tokens_of(slot_id id) const;
     // One view per slot; also after close().
     std::vector<slot_view> slots() const { return loop_->slots().views(); }

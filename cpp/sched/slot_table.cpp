@@ -80,18 +80,26 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
         if (!best || is_better) best = &candidate, plan = std::move(offered), n_best = n;
     }
     if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
-    best->usage = {};
-    best->usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
-    best->started = best->prefilled = std::chrono::steady_clock::now();
-    best->usage.queue_s = std::chrono::duration<double>(best->started - wanted->submitted).count();
-    best->last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
+    request_progress& progress = *best;
+    progress = {};
+    progress.usage.prompt_tokens = static_cast<int>(wanted->prompt.size());
+    progress.started = progress.prefilled = std::chrono::steady_clock::now();
+    progress.usage.queue_s =
+        std::chrono::duration<double>(progress.started - wanted->submitted).count();
+    progress.n_prompt_rows = wanted->n_prompt_rows;
+    give(*best, wanted);
+    return {*best, std::move(plan)};
+}
+
+void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
+    target.last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
     {
         const std::lock_guard lock(mutex_);
-        best->active = wanted;
-        change(best->state, slot_state::prefill);
+        target.active = wanted;
+        change(target.state, slot_state::prefill);
     }
-    wanted->slot.store(best->id());
-    return {*best, std::move(plan)};
+    if (!target.prompt().empty()) target.pending = target.prompt().back();
+    wanted->slot.store(target.id());
 }
 
 void slot_table::take_over(slot& target, reuse_plan plan) {
@@ -221,6 +229,77 @@ void slot_table::release(slot& target) {
     const std::lock_guard lock(mutex_);
     leaving.swap(target.active);
     change(target.state, slot_state::idle);
+}
+
+// ---- a request leaves its slot before its end
+
+// Prompt rows are large: one run of them waits for the consumer while the next one is computed.
+int slot_table::n_ahead(const request& wanted, bool is_prompt_rows) const {
+    if (!model_.can_truncate()) return 0;
+    return is_prompt_rows ? std::min(1, wanted.run_ahead) : wanted.run_ahead;
+}
+
+bool slot_table::has_behind() const {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [](const slot& one) { return one.state == slot_state::paused; });
+}
+
+slot* slot_table::parkable_for(const request& wanted) {
+    slot* found = nullptr;
+    for (auto& one : slots_) {
+        if (one.state != slot_state::paused || !may_run_in(one, wanted)) continue;
+        const bool is_reproducible =
+            one.last.n_discarded == 0 && one.cache.n_exact() >= one.cache.size();
+        if (one.active->is_steered || !is_reproducible) continue;
+        if (one.active->box->has_room(n_ahead(one))) continue;  // it has caught up meanwhile
+        if (!found || one.active->priority < found->active->priority) found = &one;
+    }
+    return found;
+}
+
+request_progress slot_table::vacate(slot& target) {
+    const auto& cached = target.cache.tokens();
+    const bool has_generated = target.usage.completion_tokens > 0;
+    if (has_generated && target.text.empty()) {
+        std::vector<token_id> text;
+        text.reserve(cached.size() + 1);
+        text.assign(cached.begin(), cached.end());
+        text.push_back(target.pending);
+        target.text.swap(text);
+    }
+    request_progress progress = std::move(target);
+    // Rows of the tokens in the cache were handed out.
+    const int n_left = static_cast<int>(target.active->prompt.size() - cached.size());
+    progress.n_prompt_rows = has_generated ? 0 : std::min(progress.n_prompt_rows, n_left);
+    target.active->slot.store(-1);
+    release(target);
+    return progress;
+}
+
+slot& slot_table::readmit(const std::shared_ptr<request>& wanted, request_progress progress) {
+    const auto& ids = progress.text.empty() ? wanted->prompt : progress.text;
+    slot* best = nullptr;
+    std::size_t n_best = 0;
+    for (auto& candidate : slots_) {
+        if (candidate.active || !may_run_in(candidate, *wanted)) continue;
+        const bool is_alike = candidate.cache.lora() == wanted->lora;
+        const auto n = is_alike ? common_prefix(candidate.cache.tokens(), ids) : 0;
+        if (!best || n > n_best) best = &candidate, n_best = n;
+    }
+    if (!best) throw error(errc::internal, "slots: none is free; ask can_admit first");
+    static_cast<request_progress&>(*best) = std::move(progress);
+    give(*best, wanted);
+    return *best;
+}
+
+void slot_table::take_over_text(slot& target) {
+    const auto& ids = target.prompt();
+    auto& cache = target.cache;
+    cache.use(target.active->lora);
+    // The last token's logits are wanted, and the rows of the last ones.
+    const auto n_wanted = static_cast<std::size_t>(std::max(1, target.n_prompt_rows));
+    const auto n_most = target.active->cache_prompt ? ids.size() - n_wanted : 0;
+    cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, cache.n_exact()}));
 }
 
 void slot_table::work_on(slot_id id, const slot_work& work) {

@@ -73,20 +73,44 @@ inline void change(std::atomic<slot_state>& state, slot_state to) {
     state.store(to, std::memory_order_relaxed);
 }
 
-struct slot {
+// What an admitted request has come to. It goes along when the request is parked, and to the slot in
+// which the request goes on.
+struct request_progress {
     using time_point = std::chrono::steady_clock::time_point;
 
+    request_usage usage;
+    time_point started;  // first admitted
+    time_point prefilled;
+    int n_prompt_rows = 0;  // of the last prompt tokens, rows that were not handed out yet
+    // What is evaluated in chunks in place of the prompt: the prompt and what was generated, as far
+    // as the slot still has it. Of a steered request, from its first answer on; of one that goes on
+    // after it was parked, until its next token.
+    std::vector<token_id> text;
+    std::unique_ptr<token_picker> picker;          // null while the ticket owns it
+    std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
+};
+
+struct slot : request_progress {
     slot(slot_id id, runner& model, std::mutex& readers) : cache(id, model, readers) {}
 
     slot_id id() const { return cache.id(); }
-    // The ids to evaluate in chunks: the prompt; later, if the request is steered, all its text.
+    // The ids to evaluate in chunks: the prompt, or a text that takes its place.
     const std::vector<token_id>& prompt() const { return text.empty() ? active->prompt : text; }
-    // True if part of them is still to be evaluated, apart from a last token on its own, which goes
-    // with those of other slots. A slot that made room may hold fewer tokens than its prompt had.
+    // How many of them are evaluated in chunks. The last one, from whose logits a token is sampled,
+    // goes on its own like a generated token, with those of other slots: its logits are then the
+    // same however many tokens came from a cache. Not if its row is one of a chunk's prompt rows,
+    // and not if it ends what the consumer of a steered request has appended.
+    std::size_t n_in_chunks() const {
+        const bool has_last =
+            text.empty() ? active->only_attends || active->n_prompt_rows > 0 : active->is_steered;
+        return prompt().size() - (has_last || prompt().empty() ? 0 : 1);
+    }
+    // True if some of them are still to be evaluated in chunks. A slot that made room may hold fewer
+    // tokens than its prompt had.
     bool is_in_prompt() const {
         if (!active) return false;
         if (!text.empty()) return cache.size() + 1 < text.size();
-        return usage.completion_tokens == 0 && cache.size() < active->prompt.size();
+        return usage.completion_tokens == 0 && cache.size() < n_in_chunks();
     }
     // True if it may take part in a step of one token each.
     bool is_generating() const {
@@ -99,22 +123,14 @@ struct slot {
     std::atomic<slot_state> state{slot_state::idle};
     std::shared_ptr<request> active;  // null exactly while the slot is idle
 
-    // ---- of the active request
-    request_usage usage;
-    time_point started;
-    time_point prefilled;
-    token_id pending = 0;  // sampled, not decoded yet
-    // Of a steered request, from its first answer on: the prompt and what was generated, as far as
-    // the slot still has it. Its cache holds the first part of this.
-    std::vector<token_id> text;
+    // ---- of the active request, beside its progress
+    token_id pending = 0;  // the last of its tokens, which is evaluated on its own
     // Blocks and layout for the rows of the next step; then those rows, until they are handed out
     // with their token.
     captured_rows rows;
     captured_rows prompt_rows;
-    transfer_id transfer = 0;                      // transfer that carries them; 0: they are there
-    std::optional<time_point> deadline;            // for a block, or for the picker
-    std::unique_ptr<token_picker> picker;          // null while the ticket owns it
-    std::shared_ptr<sampler_lane::ticket> ticket;  // of a slow picker
+    transfer_id transfer = 0;            // transfer that carries them; 0: they are there
+    std::optional<time_point> deadline;  // for a block, or for the picker
     // Another slot that has, or will have, more of the prompt than this one: its cache is copied.
     struct fork_plan {
         slot_id source;
@@ -185,6 +201,29 @@ public:
     // True if a slot has become free since the last call.
     bool take_released() { return std::exchange(has_released_, false); }
 
+    // Number of items that are computed ahead of a request's consumer: tokens, or runs of prompt
+    // rows.
+    int n_ahead(const request& wanted, bool is_prompt_rows) const;
+    int n_ahead(const slot& one) const {
+        return n_ahead(*one.active, one.n_prompt_rows > 0 && one.is_in_prompt());
+    }
+
+    // ---- a request leaves its slot before its end, and goes on in any slot (sched/parking.h)
+
+    // Whether a request is in its slot whose consumer is behind.
+    bool has_behind() const;
+    // The slot of a request that can leave it to `wanted`: one whose consumer is behind; null: none.
+    // Not a steered one, whose consumer has its logits. Not one whose cells a fresh evaluation would
+    // not reproduce, because tokens were discarded or shifted.
+    slot* parkable_for(const request& wanted);
+    // The request leaves its slot. Changes nothing if it raises.
+    request_progress vacate(slot& target);
+    // Gives a request that has left its slot a free one, the one that holds most of its text.
+    // Requires can_admit().
+    slot& readmit(const std::shared_ptr<request>& wanted, request_progress progress);
+    // Cuts the slot's cache down to what it has of the text.
+    void take_over_text(slot& target);
+
     // Runs a caller's work on an idle slot. Raises busy, and what the work raises.
     void work_on(slot_id id, const slot_work& work);
 
@@ -200,6 +239,7 @@ public:
 private:
     const slot& at(slot_id id) const { return slots_[static_cast<std::size_t>(id)]; }
     reuse_plan plan_of(const slot& candidate, const request& wanted) const;
+    void give(slot& target, const std::shared_ptr<request>& wanted);
     void plan_fork(slot& target);
 
     runner& model_;

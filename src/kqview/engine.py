@@ -583,6 +583,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         reuse: Reuse = "exact",
         reuse_min_tokens: int = 16,
         cache_prompt: bool = True,
+        deterministic: bool = False,
         context_shift: bool = False,
         n_keep: int = 0,
         n_discard: int | None = None,
@@ -631,6 +632,10 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             reuse_min_tokens: With "shift": minimum number of consecutive equal tokens to reuse;
                 shorter runs count as coincidence.
             cache_prompt: False evaluates every token of the prompt, regardless of *reuse*.
+            deterministic: Give the same answer, to the last bit, to the same ids, seed and options,
+                whatever ran before and whatever else runs. Nothing of the prompt comes from a
+                cache, and no step is shared with another request, so other requests wait longer.
+                Without it, sharing steps may change last bits; see EXACTNESS.md.
             context_shift: When the slot is full, discard old tokens and continue instead of ending
                 with finish reason "length". As approximate as "shift". Columns then refer to the
                 tokens that remain, see ``token.discarded``.
@@ -646,8 +651,11 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
         Returns:
             A sync and async iterator of Token. A generation without a slot waits until another one
-            ends or is closed. If only the waiting thread itself could free a slot, because it takes
-            the tokens of the generations that hold the slots, iterating raises BusyError.
+            ends, is closed, or falls behind by ``run_ahead`` tokens because nobody takes them: that
+            one is parked, and goes on where it was once its tokens are taken. Never parked are
+            generations with mods or a callable, those that have discarded tokens to make room, and
+            those that reuse approximate tokens. If these hold all slots and only the waiting thread
+            itself takes their tokens, iterating raises BusyError.
 
         Raises:
             RequestError: An argument is invalid. May be a subclass: PromptTooLong, InvalidToken,
@@ -690,6 +698,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             reuse=reuse,
             reuse_min_tokens=reuse_min_tokens,
             cache_prompt=cache_prompt,
+            deterministic=deterministic,
             context_shift=context_shift,
             n_keep=n_keep,
             n_discard=n_discard,

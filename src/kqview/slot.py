@@ -94,7 +94,8 @@ class Slot:
     def cancel(self) -> bool:
         """Cancel the generation that uses this slot, whoever iterates it; False if there is none.
 
-        As `Generation.cancel`: it does not wait. Any thread.
+        As `Generation.cancel`: it does not wait. A parked generation uses no slot;
+        `Engine.generations` has it. Any thread.
 
         Raises:
             ClosedError: The engine is closed.

@@ -71,6 +71,7 @@ class GenerateOptions(SamplingOptions, total=False):
     reuse: Reuse
     reuse_min_tokens: int
     cache_prompt: bool
+    deterministic: bool
     context_shift: bool
     n_keep: int
     n_discard: int | None
@@ -527,6 +528,7 @@ def set_shift(
     reuse: object,
     reuse_min_tokens: object,
     cache_prompt: object,
+    deterministic: object,
     context_shift: object,
     n_keep: object,
     n_discard: object,
@@ -541,6 +543,8 @@ def set_shift(
         raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
     if not isinstance(cache_prompt, bool):
         raise invalid("cache_prompt", "True or False", shown(cache_prompt))
+    if not isinstance(deterministic, bool):
+        raise invalid("deterministic", "True or False", shown(deterministic))
     if not isinstance(context_shift, bool):
         raise invalid("context_shift", "True or False", shown(context_shift))
     n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
@@ -550,7 +554,14 @@ def set_shift(
             f"{wanted} moves positions, but this model keeps {core.shift_obstacle}; leave it out "
             "and send the ids to keep as the prompt"
         )
-    options.cache_prompt = cache_prompt
+    if deterministic and reuse != "exact":
+        raise RequestError(
+            f"deterministic evaluates the whole prompt, and reuse is {reuse!r}; leave one of them "
+            "out",
+            parameter="deterministic",
+        )
+    options.cache_prompt = cache_prompt and not deterministic
+    options.is_alone = deterministic
     # No run is as long as the largest number: nothing is moved.
     options.n_reuse_min = {"exact": 0, "prefix": INT32_MAX, "shift": n_run_min}[reuse]
     n_keep = whole_number("n_keep", n_keep, low=-1, high=INT64_MAX)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 
 
 async def collect(generation: Generation) -> list[Token]:
@@ -315,7 +316,7 @@ async def test_waiting_for_a_slot_that_the_same_task_holds_raises_busy_error(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **GREEDY)
+    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **STEERED, **GREEDY)
     await anext(holder)
     waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
     for _ in range(2):

@@ -32,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(16)
 N_TOKENS = 40
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "max_tokens": N_TOKENS}
+STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
 
 
@@ -194,7 +195,7 @@ def test_cancelling_from_another_thread_ends_a_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, **GREEDY)
+    holder = engine.generate(PROMPT, **STEERED, **GREEDY)
     next(holder)
     queued = engine.generate(PROMPT, **GREEDY)
     found: list[list[Any]] = []
@@ -315,7 +316,7 @@ def test_a_holder_is_gone_when_it_is_dropped_though_another_thread_looks_at_it(
             return found
 
     engine._submission._turns._takers = Takers()
-    holder = engine.generate(PROMPT, **GREEDY)
+    holder = engine.generate(PROMPT, **STEERED, **GREEDY)
     next(holder)
     with ThreadPoolExecutor(1) as threads, closing(engine):
         waiting = threads.submit(lambda: take(engine.generate(PROMPT, **GREEDY), 3))

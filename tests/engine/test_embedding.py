@@ -376,7 +376,8 @@ def test_embed_from_the_thread_that_keeps_every_slot_is_refused(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama, pooling="mean", run_ahead=1)
-    generation = engine.generate(IDS, max_tokens=100, ignore_eos=True)
+    steered: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is not parked
+    generation = engine.generate(IDS, max_tokens=100, ignore_eos=True, **steered)
     next(generation)
     with pytest.raises(BusyError):
         engine.embed(IDS)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.usefixtures("backend")
 PROMPT = random_ids(12)
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+STEERED: dict[str, Any] = {"logits_processor": lambda *_: None}  # so it is never parked
 
 
 def ids_of(engine: Engine, prompt: list[int], n: int) -> list[int]:
@@ -98,7 +99,7 @@ def test_second_thread_on_one_generation_is_refused_and_the_first_goes_on(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
-    blocker = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+    blocker = engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY)
     next(blocker)
     queued = engine.generate(PROMPT, max_tokens=3, **GREEDY)
     first = Thread(lambda: [token.id for token in queued])
@@ -181,7 +182,8 @@ def test_waiting_for_a_slot_that_the_same_thread_holds_raises_busy_error(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **GREEDY)
+    # A steered one is not parked: its consumer has the logits of its last forward pass.
+    holder = engine.generate(PROMPT, max_tokens=100, request_id="holder", **STEERED, **GREEDY)
     next(holder)
     waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
     for _ in range(2):
@@ -207,13 +209,14 @@ def test_holder_that_finishes_by_itself_is_no_reason_for_busy_error(
 def test_untaken_generation_of_the_same_thread_is_waited_for_a_little(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+    engine = make_engine(tiny_llama, attention_budget_bytes=2**14)  # room for a few rows
+    capture = Capture("probs", on_full="wait")
+    holder = engine.generate(PROMPT, max_tokens=100, capture=capture, **GREEDY)
     waiting = engine.generate(PROMPT, max_tokens=3, **GREEDY)
     with pytest.raises(errors.BusyError, match=holder.request_id):
         next(waiting)
     # Handed to a thread meanwhile, it is no deadlock.
-    late = Thread(lambda: threading.Event().wait(0.1) or len(list(holder)))
+    late = Thread(lambda: threading.Event().wait(0.1) or sum(1 for _ in holder))
     assert len(list(waiting)) == 3
     assert late.get() == 100
 
@@ -226,7 +229,7 @@ def test_waiting_for_a_slot_that_another_thread_holds_goes_on_until_it_is_free(
     is_held = threading.Event()
 
     def hold() -> None:
-        with engine.generate(PROMPT, max_tokens=100, **GREEDY) as holder:
+        with engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY) as holder:
             next(holder)
             is_held.set()
             release.wait(20)
@@ -347,7 +350,7 @@ def test_closing_the_engine_wakes_threads_that_wait(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
-    holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+    holder = engine.generate(PROMPT, max_tokens=100, **STEERED, **GREEDY)
     next(holder)
     waiting = [engine.generate(PROMPT, **GREEDY) for _ in range(3)]
     threads = [Thread(lambda g=generation: next(g)) for generation in waiting]

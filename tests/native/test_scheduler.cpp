@@ -116,7 +116,7 @@ TEST_CASE("scheduler: a request runs to max_tokens, each token with the row of i
     CHECK(counters.n_requests == 1);
     CHECK(counters.n_prompt_tokens == 20);
     CHECK(counters.n_tokens == 6);
-    CHECK(counters.n_decodes == 3 + 5);  // chunks of 8, then a token each
+    CHECK(counters.n_decodes == 3 + 6);  // 19 tokens in chunks of 8, then one each
     CHECK(counters.n_attention_bytes == 4 * (20 + 21 + 22 + 23 + 24 + 25));
 }
 
@@ -180,8 +180,8 @@ TEST_CASE("scheduler: run_ahead bounds the tokens computed while nobody takes") 
         const auto n_before = engine.model->decodes().size();
         const auto prompt = make_prompt(run_ahead + 1, 12);
         const auto wanted = engine.submit(prompt, 20, [=](request& r) { r.run_ahead = run_ahead; });
-        // The first chunk gives no token, the second one the first token.
-        const auto n = static_cast<std::size_t>(1 + run_ahead);
+        // Two chunks of the prompt give no token; the last of its tokens gives the first one.
+        const auto n = static_cast<std::size_t>(2 + run_ahead);
         CHECK(engine.settled_decodes(n_before + n) == n_before + n);
         consumer taker(wanted);
         CHECK(taker.take(3) == continuation(prompt, 3));
@@ -198,10 +198,11 @@ TEST_CASE("scheduler: a model that cannot truncate never runs ahead") {
     const auto prompt = make_prompt(1, 4);
     const auto wanted = engine.submit(prompt, 10);
     engine.pass_round();
-    CHECK(engine.model->decodes().empty());
+    CHECK(engine.settled_decodes(1) == 1);  // the prompt but for its last token
+    CHECK(engine.model->cache(0) == first_of(prompt, 3));
     consumer taker(wanted);
     CHECK(taker.take(3) == continuation(prompt, 3));
-    CHECK(engine.settled_decodes(3) == 3);
+    CHECK(engine.settled_decodes(4) == 4);
     engine.cancel(wanted);
     // Nothing beyond what was taken is in the cache, so nothing had to be dropped.
     CHECK(engine.sched->tokens_of(0) == prompt + continuation(prompt, 2));

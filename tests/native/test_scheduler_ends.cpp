@@ -295,7 +295,7 @@ TEST_CASE("scheduler: the heartbeat shows a decode that hangs, and for how long"
     consumer taker(wanted);
     CHECK(taker.rest().size() == 2);
     CHECK(comes_about([&] { return engine.sched->health().phase == engine_phase::waiting; }));
-    CHECK(engine.sched->health().n_steps == 2);
+    CHECK(engine.sched->health().n_steps == 3);  // the prompt's last token goes on its own
     engine.sched->close();
     CHECK(engine.sched->health().phase == engine_phase::ended);
     CHECK(!engine.sched->is_lost());
@@ -350,7 +350,7 @@ TEST_CASE("scheduler: close gives a thread that hangs up, and every request ends
 
 TEST_CASE("scheduler: a request that runs in a thread that hangs ends with its engine") {
     test_engine engine;
-    engine.model->allow(1);
+    engine.model->allow(2);
     const auto wanted =
         engine.submit(make_prompt(1, 3), 50, [](request& r) { r.capture = make_plan(); });
     consumer taker(wanted);

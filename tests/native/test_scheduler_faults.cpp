@@ -305,7 +305,7 @@ TEST_CASE("scheduler: a request that ends for want of memory leaves its slot to 
 TEST_CASE("scheduler: a cancellation that meets the last token tells what the request cost") {
     auto options = fake_options{};
     test_engine engine(options);
-    engine.model->allow(1);
+    engine.model->allow(2);
     const auto wanted = engine.submit(make_prompt(1, 5), 2);
     REQUIRE(engine.model->wait_held());  // in the decode that gives the last token
     engine.sched->cancel(wanted);

@@ -187,13 +187,13 @@ TEST_CASE("scheduler: a running text and a long prompt take turns") {
     engine.model->allow(0);
     const auto running = engine.submit(make_prompt(1, 5), 40, [](request& r) { r.run_ahead = 40; });
     REQUIRE(engine.model->wait_held());
-    const auto prompt = make_prompt(2, 80);
+    const auto prompt = make_prompt(2, 81);
     const auto late = engine.submit(prompt, 2);
     engine.model->allow_all();
     CHECK(consumer(late).rest() == continuation(prompt, 2));
     CHECK(consumer(running).rest() == continuation(make_prompt(1, 5), 40));
     const auto batches = engine.model->decodes();
-    // First the short prompt, then ten chunks of the long one, each next to one token of the text.
+    // First the short prompt, then ten full chunks of the long one, each next to one token of the text.
     for (std::size_t i = 2; i <= 20; ++i) {
         CAPTURE(i);
         const bool is_chunk = batches[i].size() == 8;
@@ -231,14 +231,15 @@ TEST_CASE("scheduler: prompts that arrive one after the other leave no running t
     }
 }
 
-// Prompts of these lengths arrive together; the sizes of the steps until all texts have begun.
+// Prompts of these lengths arrive together; the sizes of their chunks. The last token of each goes
+// on its own, as the first of its text.
 std::vector<std::size_t> steps_of_prompts(const std::vector<int>& lengths,
                                           const std::function<void(std::size_t, request&)>& change,
                                           int n_chunk = 64) {
     const auto n_slots = static_cast<int>(lengths.size());
     test_engine engine({.n_slots = n_slots, .n_ctx = 4096, .n_chunk = n_chunk});
     engine.model->allow(0);
-    consumer blocker(engine.submit(make_prompt(90, 2), 1, [](request& r) { r.wanted_slot = 0; }));
+    consumer blocker(engine.submit(make_prompt(90, 1), 1, [](request& r) { r.wanted_slot = 0; }));
     REQUIRE(engine.model->wait_held());
     std::vector<consumer> takers;
     std::vector<lora_scales> scales(lengths.size());
@@ -260,27 +261,26 @@ std::vector<std::size_t> steps_of_prompts(const std::vector<int>& lengths,
     for (const auto& batch : engine.model->decodes()) {
         if (batch.size() > 1 && batch[0].slot == batch[1].slot) sizes.push_back(batch.size());
     }
-    sizes.erase(sizes.begin());  // the blocker's
     return sizes;
 }
 
 TEST_CASE("scheduler: prompts that arrive together go through the model together") {
     using sizes = std::vector<std::size_t>;
     const auto plain = [](std::size_t, request&) {};
-    CHECK(steps_of_prompts({32, 32, 32, 32}, plain, 128) == sizes{128});
-    CHECK(steps_of_prompts({40, 40}, plain) == sizes{64, 16});
+    CHECK(steps_of_prompts({33, 33, 33, 33}, plain, 128) == sizes{128});
+    CHECK(steps_of_prompts({41, 41}, plain) == sizes{64, 16});
     // The rest of the longer ones is a step of theirs.
-    CHECK(steps_of_prompts({5, 20, 20}, plain) == sizes{15, 30});
+    CHECK(steps_of_prompts({6, 21, 21}, plain) == sizes{15, 30});
     // With too little of each in a step, they come one after the other.
-    CHECK(steps_of_prompts({60, 60, 60}, plain, 64) == sizes{64, 56, 60});
+    CHECK(steps_of_prompts({61, 61, 61}, plain, 64) == sizes{64, 56, 60});
     // Together too long: the first one does not wait for the other.
-    const auto steps = steps_of_prompts({1500, 1500}, plain, 2048);
+    const auto steps = steps_of_prompts({1501, 1501}, plain, 2048);
     CHECK(steps.at(0) == 1500);
     CHECK(steps.at(1) == 128);
-    CHECK(steps_of_prompts({20, 20}, [](std::size_t i, request& r) {
+    CHECK(steps_of_prompts({21, 21}, [](std::size_t i, request& r) {
               if (i == 1) r.capture = make_plan();
           }) == sizes{20, 20});
-    CHECK(steps_of_prompts({20, 20}, [](std::size_t i, request& r) {
+    CHECK(steps_of_prompts({21, 21}, [](std::size_t i, request& r) {
               r.lora = {i == 0 ? 1.0f : 0.5f};
           }) == sizes{20, 20});
 }
@@ -330,8 +330,12 @@ TEST_CASE("scheduler: a paused slot in the middle makes two steps of the others"
 TEST_CASE(
     "scheduler: a request behind slots that all wait for their consumers is told whom, once") {
     test_engine engine(four_slots());
-    const auto all = submit_four(engine, 5, 20, [](request& r) { r.run_ahead = 1; });
-    engine.settled_decodes(4);
+    // Steered ones, which are never parked.
+    const auto all = submit_four(engine, 5, 20, [](request& r) {
+        r.is_steered = true;
+        r.wanted_slot = r.prompt[0] / 1000 - 1;
+    });
+    engine.pass_round();
     const auto prompt = make_prompt(9, 5);
     const auto late = engine.submit(prompt, 3);
     engine.pass_round();
@@ -359,8 +363,10 @@ TEST_CASE(
 
 TEST_CASE("scheduler: nobody is told of a stall while a slot can go on") {
     test_engine engine(four_slots());
-    auto all =
-        submit_four(engine, 5, 20, [](request& r) { r.run_ahead = r.prompt[0] == 3000 ? 200 : 1; });
+    auto all = submit_four(engine, 5, 20, [](request& r) {
+        r.run_ahead = 200;
+        r.is_steered = r.prompt[0] != 3000;
+    });
     const auto late = engine.submit(make_prompt(9, 5), 3);
     consumer taker(late);
     CHECK(taker.rest().size() == 3);

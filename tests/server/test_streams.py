@@ -204,6 +204,41 @@ def read_all_chunks(sock: socket.socket) -> bytes:
 
 
 @pytest.fixture(scope="module")
+def one_slot() -> Iterator[Served]:
+    with serving_toy(Settings(n_slots=1, n_ctx=8192)) as served:
+        yield served
+
+
+@STALLS
+def test_client_that_does_not_read_holds_up_nobody_at_one_slot(one_slot: Served, stall: Any):
+    # 21 MB of rows, which no socket buffers: without its client the run cannot end.
+    n_tokens = 500
+    n_parkings = one_slot.engine.stats().n_parkings
+    with stall(one_slot, {**ROWS, "max_tokens": n_tokens}, "stalled") as sock:
+        run = one_slot.wait_run()
+        with one_slot.client() as client:
+            for n in (30, 1, 5):
+                reply = client.post("/toy/generate", json={**BARE, "max_tokens": n})
+                assert len(reply.json()["ids"]) == n
+        stats = one_slot.engine.stats()
+        assert stats.n_parkings > n_parkings
+        assert run.n_tokens < n_tokens
+        raw = read_to_done(sock)
+    assert raw.count(b'"type":"token"') == n_tokens
+
+
+def read_to_done(sock: socket.socket) -> bytes:
+    got, mark = bytearray(), b'"type":"done"'
+    n_seen = 0
+    while got.find(mark, max(0, n_seen - len(mark))) < 0:
+        n_seen = len(got)
+        part = sock.recv(2**20)
+        assert part
+        got += part
+    return bytes(got)
+
+
+@pytest.fixture(scope="module")
 def impatient() -> Iterator[Served]:
     with serving_toy(Settings(n_slots=2, n_ctx=8192, idle_timeout_s=0.5)) as served:
         yield served

@@ -271,14 +271,11 @@ class ModelCheck:
         # The same tokens in most runs: the stock build runs once for all of them.
         key = tuple(ids[:-1]) if ids else None
         if key not in self._stock:
-            self._stock[key] = stock.read_rows(
-                self.path,
-                self.prompt,
-                n_predict=max(len(ids), 1),
-                forced_ids=ids,
-                kv_type=self.kv_type,
-                n_ctx=N_CTX,
-                rows="last" if ids else "all",
+            options: dict[str, Any] = {"kv_type": self.kv_type, "n_ctx": N_CTX}
+            self._stock[key] = (
+                stock.read_generation(self.path, self.prompt, ids, **options)
+                if ids
+                else stock.read_rows(self.path, self.prompt, rows="all", **options)
             )
         return self._stock[key]
 

@@ -163,6 +163,15 @@ def read_rows(
         return _parse(out)
 
 
+def read_generation(model: Path, prompt: Sequence[int], ids: Sequence[int], **options: Any) -> Run:
+    """`read_rows` of *ids* after *prompt*, whose last token is decoded on its own, as in kqview."""
+    if len(prompt) == 1:
+        return read_rows(model, prompt, n_predict=len(ids), forced_ids=ids, **options)
+    forced = [prompt[-1], *ids]
+    run = read_rows(model, prompt[:-1], n_predict=len(forced), forced_ids=forced, **options)
+    return Run(run.steps[1:], run.tokens[1:], run.logits[1:], run.meta)
+
+
 def _parse(out: Path) -> Run:
     meta: dict[str, Any] = json.loads((out / "meta.json").read_text())
     flat = {

@@ -58,6 +58,10 @@ def _n_busy(stats: EngineStats) -> int:
 # name -> (help, value of the engine that is loaded); 0 without one.
 _GAUGES: Final[Mapping[str, tuple[str, Callable[[EngineStats], float]]]] = {
     "kqview_queued_generations": ("Generations that wait for a slot.", lambda s: s.n_queued),
+    "kqview_parked_generations": (
+        "Generations whose slot went to others because their client reads slowly.",
+        lambda s: s.n_parked,
+    ),
     "kqview_attention_leased_bytes": (
         "Bytes of attention that views hold.",
         lambda s: s.pool.leased_bytes,

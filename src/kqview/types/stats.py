@@ -169,7 +169,10 @@ class EngineStats:
         graph_reuses: Decodes that ran on an existing graph.
         graph_nodes_added: Nodes that capture added to the newest graph; 0 without capture.
         attended_layers: Layers whose attention kqview computes, see ``attention_kernel`` of Engine.
-        n_queued: Generations waiting for a slot at the moment.
+        n_queued: Generations waiting for their first slot at the moment.
+        n_parked: Generations parked at the moment: another one got their slot, because their
+            consumer was behind, and they go on in any slot once it has caught up.
+        n_parkings: Times that a generation was parked.
         attention_bytes: Bytes of attention handed out.
         copied_bytes: Bytes of attention copied by kqview's Python code.
         dropped_rows: Tokens that came without attention because of ``on_full="drop"``.
@@ -206,6 +209,8 @@ class EngineStats:
     graph_nodes_added: int = 0
     attended_layers: int = 0
     n_queued: int = 0
+    n_parked: int = 0
+    n_parkings: int = 0
     attention_bytes: int = 0
     copied_bytes: int = 0
     dropped_rows: int = 0
@@ -255,8 +260,8 @@ class EngineStats:
         """The change since the reading *earlier*.
 
         Counters and seconds become differences, so rates are those of the interval. Values of the
-        moment (`n_queued`, `graph_nodes_added`, `attended_layers`, `slots`, `pool`) are those of
-        this reading.
+        moment (`n_queued`, `n_parked`, `graph_nodes_added`, `attended_layers`, `slots`, `pool`) are
+        those of this reading.
         """
         grown: dict[str, Any] = {
             field.name: getattr(self, field.name) - getattr(earlier, field.name)
@@ -267,5 +272,5 @@ class EngineStats:
 
 
 _OF_THE_MOMENT: Final = frozenset(
-    {"n_queued", "graph_nodes_added", "attended_layers", "slots", "pool"}
+    {"n_queued", "n_parked", "graph_nodes_added", "attended_layers", "slots", "pool"}
 )

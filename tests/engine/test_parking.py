@@ -1,0 +1,250 @@
+"""Parking: a generation whose consumer is behind gives its slot to one whose consumer waits.
+
+What the consumers see does not change. An F32 cache without flash attention: tokens that are
+evaluated again, in another shape, differ in their last bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from kqview import Capture, errors
+from tests.support import tiny_gguf
+from tests.support.rows import random_ids
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kqview import Engine, Generation
+    from tests.engine.conftest import MakeEngine
+
+pytestmark = pytest.mark.usefixtures("backend")
+PROMPTS = [random_ids(n, seed=n) for n in (20, 31, 47)]
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attn": False}
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+SAMPLED: dict[str, Any] = {"temperature": 1.0, "top_k": 0, "seed": 5, "ignore_eos": True}
+
+
+def alone(engine: Engine, prompt: list[int], n: int, **options: Any) -> list[int]:
+    return [token.id for token in engine.generate(prompt, max_tokens=n, **options)]
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED, SAMPLED | {"deterministic": True}])
+@pytest.mark.parametrize("run_ahead", [0, 1, 8])
+def test_generations_taken_in_turn_in_one_slot_have_the_tokens_of_each_alone(
+    make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any], run_ahead: int
+) -> None:
+    want = [alone(make_engine(tiny_llama, **EXACT), one, 40, **options) for one in PROMPTS]
+    engine = make_engine(tiny_llama, run_ahead=run_ahead, **EXACT)
+    generations = [engine.generate(one, max_tokens=40, **options) for one in PROMPTS]
+    found: list[list[int]] = [[], [], []]
+    for _ in range(40):
+        for taken, generation in zip(found, generations, strict=True):
+            taken.append(next(generation).id)
+    assert found == want
+    for generation, prompt in zip(generations, PROMPTS, strict=True):
+        assert next(generation, None) is None
+        usage = generation.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), 40)
+    assert engine.stats().n_parkings >= 3
+    assert engine.stats().n_requests == 3
+
+
+def test_abandoned_generation_does_not_jam_the_engine(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, **EXACT)
+    abandoned = engine.generate(PROMPTS[0], max_tokens=400, **GREEDY)
+    first = next(abandoned).id
+    for prompt in PROMPTS[1:]:
+        assert len(alone(engine, prompt, 20, **GREEDY)) == 20
+    assert abandoned.finish_reason is None
+    assert engine.stats().n_parked == 1  # its consumer has not come back
+    assert [first, *(next(abandoned).id for _ in range(30))] == alone(
+        make_engine(tiny_llama, **EXACT), PROMPTS[0], 31, **GREEDY
+    )
+    abandoned.close()
+
+
+def test_rows_logits_and_logprobs_go_on_where_they_were(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    options: dict[str, Any] = {
+        "max_tokens": 30, "capture": Capture("probs", vocab_logits=True), "top_logprobs": 2,
+        **GREEDY,
+    }  # fmt: skip
+    want = list(make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], **options))
+    engine = make_engine(tiny_llama, **EXACT)
+    generation = engine.generate(PROMPTS[0], **options)
+    found = []
+    for token in generation:
+        found.append(token)
+        if token.index % 9 == 4:
+            alone(engine, PROMPTS[1], 12, **GREEDY)
+    assert engine.stats().n_parkings >= 2
+    for one, other in zip(found, want, strict=True):
+        assert one.id == other.id
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert one.column_ids == other.column_ids
+        np.testing.assert_allclose(one.rows, other.rows, atol=1e-5)
+        np.testing.assert_allclose(one.logits, other.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize("taken_between", [0, 1])
+def test_blocks_of_a_prompt_go_on_where_they_were(
+    make_engine: MakeEngine, tiny_llama: Path, taken_between: int
+) -> None:
+    prompt = random_ids(100)
+    engine = make_engine(tiny_llama, n_ubatch=16, **EXACT)
+    want = make_engine(tiny_llama, n_ubatch=16, **EXACT).attend(prompt).array()
+    rows = engine.attend(prompt)
+    blocks = [next(rows)]
+    blocks += [next(rows) for _ in range(taken_between)]
+    alone(engine, PROMPTS[1], 5, **GREEDY)
+    assert engine.stats().n_parked == 1
+    blocks += rows
+    found = np.concatenate([np.asarray(block.rows) for block in blocks], axis=2)
+    np.testing.assert_allclose(found, want, atol=1e-5)
+
+
+def test_grammar_and_penalties_go_on_where_they_were(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    options: dict[str, Any] = {
+        "temperature": 1.0, "seed": 3, "repeat_penalty": 1.3, "grammar": 'root ::= [a-z ]{40}',
+    }  # fmt: skip
+    want = make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], max_tokens=60, **options)
+    engine = make_engine(tiny_llama, **EXACT)
+    found = engine.generate(PROMPTS[0], max_tokens=60, **options)
+    ids = []
+    for token in found:
+        ids.append(token.id)
+        if token.index in (3, 20):
+            alone(engine, PROMPTS[1], 10, **GREEDY)
+    assert ids == [token.id for token in want]
+    assert found.text == want.text
+    assert engine.stats().n_parkings == 2
+
+
+def test_recurrent_state_is_computed_again(make_engine: MakeEngine, tmp_path: Path) -> None:
+    model = tiny_gguf.write_mamba(tmp_path / "mamba.gguf")
+    want = alone(make_engine(model), PROMPTS[0], 20, **GREEDY)
+    engine = make_engine(model)
+    generation = engine.generate(PROMPTS[0], max_tokens=20, **GREEDY)
+    ids = []
+    for token in generation:
+        ids.append(token.id)
+        if token.index in (4, 11):
+            alone(engine, PROMPTS[1], 3, **GREEDY)
+    assert ids == want
+
+
+def test_nobody_is_parked_for_one_whose_consumer_does_not_wait(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    holder = engine.generate(PROMPTS[0], max_tokens=100, **GREEDY)
+    next(holder)
+    queued = engine.generate(PROMPTS[1], max_tokens=3, **GREEDY)
+    for _ in range(40):
+        next(holder)
+    assert (queued.slot, engine.stats().n_queued, engine.stats().n_parked) == (None, 1, 0)
+    # It is the first of those that wait.
+    assert len(alone(engine, PROMPTS[2], 3, **GREEDY)) == 3
+    assert queued.slot == 0
+    assert len(list(queued)) == 3
+
+
+def test_one_whose_cache_is_approximate_keeps_its_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=64)
+    holder = engine.generate(PROMPTS[0], max_tokens=200, context_shift=True, **GREEDY)
+    while not next(holder).discarded:
+        pass
+    with pytest.raises(errors.BusyError):
+        alone(engine, PROMPTS[1], 3, **GREEDY)
+    assert engine.stats().n_parkings == 0
+    holder.close()
+
+
+def test_rows_ahead_of_parked_ones_leave_half_of_the_budget(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, attention_budget_bytes=2**17)
+    capture = Capture("probs", on_full="wait", wait_s=60)
+    options: dict[str, Any] = {"max_tokens": 60, "capture": capture, **GREEDY}
+    holders: list[Generation] = []
+    with contextlib.suppress(errors.BusyError):
+        while len(holders) < 60:
+            holders.append(engine.generate(PROMPTS[0], **options))
+            next(holders[-1])
+    assert 3 < len(holders) < 60
+    pool = engine.stats().pool
+    assert pool.leased_bytes <= pool.budget_bytes
+    holders.pop().close()
+    assert all(sum(1 for _ in holder) == 59 for holder in holders)
+
+
+# ---- ends of parked ones
+
+
+def parked(engine: Engine) -> Generation:
+    """A generation that has lost its slot after its first token."""
+    generation = engine.generate(PROMPTS[0], max_tokens=300, **GREEDY)
+    next(generation)
+    alone(engine, PROMPTS[1], 2, **GREEDY)
+    assert engine.stats().n_parked == 1
+    return generation
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "drop"])
+def test_parked_generation_can_be_cancelled(
+    make_engine: MakeEngine, tiny_llama: Path, how: str
+) -> None:
+    engine = make_engine(tiny_llama)
+    generation = parked(engine)
+    if how == "drop":
+        del generation
+    else:
+        getattr(generation, how)()
+        assert list(generation) == []
+        assert generation.finish_reason == "cancelled"
+        assert generation.usage.completion_tokens >= 1
+    assert engine.generations == ()
+    assert len(alone(engine, PROMPTS[2], 5, **GREEDY)) == 5
+    assert engine.stats().n_cancelled == 1
+
+
+def test_closing_the_engine_ends_a_parked_generation(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    generation = parked(engine)
+    engine.close()
+    with pytest.raises(errors.ClosedError):
+        list(generation)
+    assert generation.finish_reason == "error"
+
+
+async def test_tasks_that_read_at_different_speeds_share_one_slot(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    want = [alone(make_engine(tiny_llama, **EXACT), one, 25, **GREEDY) for one in PROMPTS]
+    engine = make_engine(tiny_llama, **EXACT)
+
+    async def read(prompt: list[int], pause: int) -> list[int]:
+        ids: list[int] = []
+        async for token in engine.generate(prompt, max_tokens=25, **GREEDY):
+            ids.append(token.id)
+            for _ in range(pause):
+                await asyncio.sleep(0)
+        return ids
+
+    found = await asyncio.gather(*(read(one, i * 40) for i, one in enumerate(PROMPTS)))
+    assert found == want
