@@ -359,29 +359,38 @@ std::function<bool(const request&)> engine_loop::may_displace() const {
 // one with the highest priority, then the one that has waited longest. False: there is none.
 bool engine_loop::make_way() {
     if (!slots_.has_behind() || (queue_.n_waiting() == 0 && parked_.size() == 0)) return false;
-    const auto has_slot = [this](const request& one) {
-        // One that a slot is free for came after admit(), and rung the doorbell.
-        if (!one.box->is_starving() || slots_.can_admit(one)) return false;
-        const auto* const found = slots_.parkable_for(one);
-        return found && out_.n_on_the_way(found->active) == 0;
+    const auto slot_for = [this](const request& one) -> slot* {
+        // One that a slot is free for came after admit(), and rang the doorbell.
+        if (!one.box->is_starving() || slots_.can_admit(one)) return nullptr;
+        auto* const found = slots_.parkable_for(one);
+        return found && out_.n_on_the_way(found->active) == 0 ? found : nullptr;
     };
-    const auto may_displace = this->may_displace();
-    const auto queued = queue_.first_waiting(
-        [&](const request& one) { return has_slot(one) && may_displace(one); });
-    const auto returning =
-        parked_.first([&](const parked_request& one) { return has_slot(*one.of); });
+    slot *for_queued = nullptr, *for_returning = nullptr;
+    const auto queued =
+        queue_.first_waiting([&, may_displace = may_displace()](const request& one) {
+            return may_displace(one) && (for_queued = slot_for(one)) != nullptr;
+        });
+    const auto returning = parked_.first([&](const parked_request& one) {
+        auto* const found = slot_for(*one.of);
+        if (found) for_returning = found;
+        return found != nullptr;
+    });
     if (!queued && !returning) return false;
     const bool is_queued = !returning || (queued && queued->comes_before(*returning));
     const auto& wanted = is_queued ? queued : returning;
+    auto& freed = is_queued ? *for_queued : *for_returning;
     std::optional<error> failure;
     try {
-        park(*slots_.parkable_for(*wanted));
+        park(freed);
     } catch (...) {
         failure = failure_of_request();
     }
-    if (is_queued && queue_.take(wanted)) {  // not cancelled just now
+    if (is_queued && queue_.take(wanted)) {
         failure ? fail(*wanted, *failure) : start(wanted);
-    } else if (!is_queued) {
+    } else if (is_queued) {
+        // It was cancelled just now. No request's slot is this one any more, so nobody may read it.
+        if (!failure) freed.cache.clear();
+    } else {
         auto one = std::move(*parked_.take(wanted));
         failure ? out_.end_parked(one, finish_reason::error, std::move(failure))
                 : go_on(std::move(one));
@@ -408,7 +417,7 @@ void engine_loop::park(slot& target) {
 void engine_loop::tell_stalled() {
     const auto may_displace = this->may_displace();
     const auto tell = [&](request& wanted, bool is_queued) {
-        // Its consumer has begun to wait since make_way(), and rung the doorbell.
+        // Its consumer has begun to wait since make_way(), and rang the doorbell.
         if (slots_.parkable_for(wanted) && (!is_queued || may_displace(wanted))) return;
         const auto holders = slots_.stalled_on(wanted);
         if (!holders.empty()) wanted.box->stall(holders);
