@@ -183,21 +183,10 @@ public:
         wait_settled(*wanted->box);
     }
 
-<<<<<<< HEAD
-    // Returns when the engine thread went through one whole round of its loop, so that what it
-    // could do it has begun to do. The round lies between two cancellations of nothing; the
-    // second is not made before the engine is done with its commands, or one look could take both.
-    void pass_round() {
-        cancel_nothing();
-        while (sched->health().phase == engine_phase::ordering) std::this_thread::yield();
-        cancel_nothing();
-=======
     // Returns when the engine thread can do no more: it has carried out the cancellation of nothing
     // and gone to sleep after it.
     void pass_round() {
-        const auto nothing = std::make_shared<request>();
-        nothing->box = std::make_shared<mailbox>(std::make_shared<doorbell>());
-        cancel(nothing);
+        cancel_nothing();
         const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(20);
         for (;;) {
             const auto phase = sched->health().phase;
@@ -206,7 +195,6 @@ public:
                 throw std::runtime_error("the engine thread does not come to rest");
             std::this_thread::sleep_for(std::chrono::microseconds(20));
         }
->>>>>>> a6ce183 (Parking: a generation whose consumer is behind leaves its slot to one that waits; equal requests, equal answers; deterministic=True)
     }
 
     // Waits for `n` decodes; then how many there are when the engine can do no more.
