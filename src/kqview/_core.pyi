@@ -165,6 +165,8 @@ class RequestOptions:
     priority: int
     cache_prompt: bool
     """Whether tokens of the prompt may come from a cache."""
+    is_alone: bool
+    """Whether it shares no step with other requests."""
     n_reuse_min: int
     """Shortest run of tokens that a shift reuses; 0 turns shifts off."""
     n_discard: int
@@ -400,6 +402,8 @@ class EngineStats:
     graph_reuses: Final[int]
     graph_nodes_added: Final[int]
     n_queued: Final[int]
+    n_parked: Final[int]
+    n_parkings: Final[int]
     attention_bytes: Final[int]
     copied_bytes: Final[int]
     dropped_rows: Final[int]
