@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from console import ProgressLine
+    from report import Row
     from settings import Settings
 
     from kqview.bench.records import LeftOut
@@ -126,7 +127,7 @@ def request_ms(port: int, settings: Settings) -> float:
         return (settings.now_s() - start_s) * 1e3 / N_REQUESTS
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Row | LeftOut]:
     """Measure the row, if it is chosen."""
     for name in settings.chosen(WEIGHTS):
         yield attempt(name, _measure, settings, line)

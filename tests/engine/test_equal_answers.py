@@ -62,7 +62,7 @@ def test_cold_and_warm_requests_have_equal_texts(
     engine = make_engine(tiny_llama, kv_type=kv_type, n_slots=4)
     cold = answers(engine, how, cache_prompt=False)
     assert answers(engine, how, cache_prompt=False) == cold
-    warm = []
+    warm: list[list[int]] = []
     for i in range(N_REQUESTS):
         prompt = random_ids(5 + 3 * i, seed=i)
         options: dict[str, Any] = {"max_tokens": 12, "seed": i, "ignore_eos": True, **how}

@@ -20,7 +20,7 @@ from tests.support.rows import random_ids
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from kqview import Engine, Generation
+    from kqview import Engine, Generation, Token
     from tests.engine.conftest import MakeEngine
 
 pytestmark = pytest.mark.usefixtures("backend")
@@ -81,7 +81,7 @@ def test_rows_logits_and_logprobs_go_on_where_they_were(
     want = list(make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], **options))
     engine = make_engine(tiny_llama, **EXACT)
     generation = engine.generate(PROMPTS[0], **options)
-    found = []
+    found: list[Token] = []
     for token in generation:
         found.append(token)
         if token.index % 9 == 4:
@@ -92,6 +92,8 @@ def test_rows_logits_and_logprobs_go_on_where_they_were(
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
         assert one.column_ids == other.column_ids
         np.testing.assert_allclose(one.rows, other.rows, atol=1e-5)
+        assert one.logits is not None
+        assert other.logits is not None
         np.testing.assert_allclose(one.logits, other.logits, atol=1e-3)
 
 
@@ -121,7 +123,7 @@ def test_grammar_and_penalties_go_on_where_they_were(
     want = make_engine(tiny_llama, **EXACT).generate(PROMPTS[0], max_tokens=60, **options)
     engine = make_engine(tiny_llama, **EXACT)
     found = engine.generate(PROMPTS[0], max_tokens=60, **options)
-    ids = []
+    ids: list[int] = []
     for token in found:
         ids.append(token.id)
         if token.index in (3, 20):
@@ -136,7 +138,7 @@ def test_recurrent_state_is_computed_again(make_engine: MakeEngine, tmp_path: Pa
     want = alone(make_engine(model), PROMPTS[0], 20, **GREEDY)
     engine = make_engine(model)
     generation = engine.generate(PROMPTS[0], max_tokens=20, **GREEDY)
-    ids = []
+    ids: list[int] = []
     for token in generation:
         ids.append(token.id)
         if token.index in (4, 11):
