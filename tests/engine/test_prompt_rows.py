@@ -10,7 +10,7 @@ import pytest
 
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.rows import KINDS, Kind, has_device, random_ids, reference_of, same_rows
+from tests.support.rows import KINDS, Kind, has_device, random_ids, reference_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -155,13 +155,13 @@ def test_generation_hands_out_prompt_rows_and_the_same_tokens(
     blocks = list(generation.prompt_attention)
     tokens = list(generation)
     assert [t.id for t in tokens] == [t.id for t in plain]
+    # With its rows, the prompt's last token is evaluated together with the others.
+    for one, other in zip(tokens, plain, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(one.attention), np.asarray(other.attention), atol=2e-3
+        )
     if has_device():  # their product of many rows sums in another order than that of one
-        for one, other in zip(tokens, plain, strict=True):
-            np.testing.assert_allclose(
-                np.asarray(one.attention), np.asarray(other.attention), atol=1e-6
-            )
         return
-    assert same_rows(tokens, plain)
     assert blocks[-1].start + blocks[-1].n_rows == len(PROMPT)
     np.testing.assert_array_equal(blocks[-1].rows[:, :, -1], tokens[0].attention)  # type: ignore[index]
     whole = np.concatenate([np.asarray(block.rows) for block in blocks], axis=2)

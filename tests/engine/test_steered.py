@@ -183,12 +183,14 @@ def test_forced_chunk_is_bit_equal_where_the_steps_are(
     if (
         write is tiny_gguf.write_mamba
     ):  # its state cannot drop a tail: the slot has evaluated everything again
+        # A request of its own evaluates the last token on its own.
         wanted = fresh(engine, [*PROMPT, 5, 6, 7], None)[0]
-    else:
-        again = Passes(engine, PROMPT)
-        again.next().answer(ids=[5, 6, 7])
-        wanted = again.next().logits
-        again.close()
+        np.testing.assert_allclose(rolled_back, wanted, atol=1e-5)
+        return
+    again = Passes(engine, PROMPT)
+    again.next().answer(ids=[5, 6, 7])
+    wanted = again.next().logits
+    again.close()
     np.testing.assert_array_equal(rolled_back, wanted)
 
 
