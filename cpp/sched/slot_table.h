@@ -91,7 +91,8 @@ struct request_progress {
 };
 
 struct slot : request_progress {
-    slot(slot_id id, runner& model, std::mutex& readers) : cache(id, model, readers) {}
+    slot(slot_id id, runner& model, std::mutex& readers)
+        : cache(id, model, readers), is_causal(model.is_causal()) {}
 
     slot_id id() const { return cache.id(); }
     // The ids to evaluate in chunks: the prompt, or a text that takes its place.
@@ -99,10 +100,12 @@ struct slot : request_progress {
     // How many of them are evaluated in chunks. The last one, from whose logits a token is sampled,
     // goes on its own like a generated token, with those of other slots: its logits are then the
     // same however many tokens came from a cache. Not if its row is one of a chunk's prompt rows,
-    // and not if it ends what the consumer of a steered request has appended.
+    // nor if it ends what the consumer of a steered request has appended, nor if the tokens before
+    // see it.
     std::size_t n_in_chunks() const {
         const bool has_last =
-            text.empty() ? active->only_attends || active->n_prompt_rows > 0 : active->is_steered;
+            !is_causal ||
+            (text.empty() ? active->only_attends || active->n_prompt_rows > 0 : active->is_steered);
         return prompt().size() - (has_last || prompt().empty() ? 0 : 1);
     }
     // True if some of them are still to be evaluated in chunks. A slot that made room may hold fewer
@@ -120,6 +123,7 @@ struct slot : request_progress {
     bool has_rows() const { return rows.block || prompt_rows.block; }
 
     slot_cache cache;
+    const bool is_causal;
     std::atomic<slot_state> state{slot_state::idle};
     std::shared_ptr<request> active;  // null exactly while the slot is idle
 

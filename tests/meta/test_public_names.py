@@ -56,6 +56,7 @@ GENERATE_DEFAULTS = {
     "reuse": "exact",
     "reuse_min_tokens": 16,
     "cache_prompt": True,
+    "deterministic": False,
     "context_shift": False,
     "n_keep": 0,
     "n_discard": None,
