@@ -35,6 +35,7 @@ void delivery::put(slot& target, picked_token picked) {
     ++counters_.n_tokens;
     ++target.usage.completion_tokens;
     target.text.clear();  // the cache holds all of it
+    if (target.evaluated == clock::time_point{}) target.evaluated = clock::now();
     const auto transfer = target.transfer;
     token_event token{picked.id, picked.logprob, std::move(picked.top),
                       std::exchange(target.rows, {}), target.last.n_discarded};

@@ -27,13 +27,13 @@ const error no_memory_for_work(errc::out_of_memory, "no memory left; the slot ho
 
 engine_loop::engine_loop(runner& model, std::shared_ptr<block_pool> pool,
                          std::shared_ptr<heartbeat> heart, std::shared_ptr<doorbell> bell,
-                         command_queue& queue)
+                         command_queue& queue, std::chrono::milliseconds least_turn)
     : model_(model),
       pool_(std::move(pool)),
       heart_(std::move(heart)),
       bell_(std::move(bell)),
       queue_(queue),
-      slots_(model),
+      slots_(model, least_turn),
       lane_(2 * static_cast<std::size_t>(model.n_slots()), bell_),
       out_(model, slots_, lane_, counters_),
       batch_(model, *pool_, slots_, out_, counters_) {}
@@ -359,10 +359,10 @@ std::function<bool(const request&)> engine_loop::may_displace() const {
 // one with the highest priority, then the one that has waited longest. False: there is none.
 bool engine_loop::make_way() {
     if (!slots_.has_behind() || (queue_.n_waiting() == 0 && parked_.size() == 0)) return false;
-    const auto slot_for = [this](const request& one) -> slot* {
+    const auto slot_for = [this, now = clock::now()](const request& one) -> slot* {
         // One that a slot is free for came after admit(), and rang the doorbell.
         if (!one.box->is_starving() || slots_.can_admit(one)) return nullptr;
-        auto* const found = slots_.parkable_for(one);
+        auto* const found = slots_.parkable_for(one, now);
         return found && out_.n_on_the_way(found->active) == 0 ? found : nullptr;
     };
     slot *for_queued = nullptr, *for_returning = nullptr;
@@ -417,8 +417,10 @@ void engine_loop::park(slot& target) {
 void engine_loop::tell_stalled() {
     const auto may_displace = this->may_displace();
     const auto tell = [&](request& wanted, bool is_queued) {
-        // Its consumer has begun to wait since make_way(), and rang the doorbell.
-        if (slots_.parkable_for(wanted) && (!is_queued || may_displace(wanted))) return;
+        // Its consumer has begun to wait since make_way(), and rang the doorbell; or somebody's turn
+        // ends soon.
+        const bool will_have_slot = slots_.parkable_for(wanted, clock::time_point::max());
+        if (will_have_slot && (!is_queued || may_displace(wanted))) return;
         const auto holders = slots_.stalled_on(wanted);
         if (!holders.empty()) wanted.box->stall(holders);
     };
@@ -435,7 +437,9 @@ std::optional<engine_loop::clock::time_point> engine_loop::next_deadline() const
     for (const auto& one : slots_) {
         if (one.deadline) first = std::min(first.value_or(*one.deadline), *one.deadline);
     }
-    return first;
+    if (queue_.n_waiting() == 0 && parked_.size() == 0) return first;
+    const auto turn = slots_.next_turn(clock::now());
+    return first && turn ? std::min(first, turn) : std::max(first, turn);
 }
 
 }  // namespace kqview

@@ -29,7 +29,8 @@ public:
     using clock = std::chrono::steady_clock;
 
     engine_loop(runner& model, std::shared_ptr<block_pool> pool, std::shared_ptr<heartbeat> heart,
-                std::shared_ptr<doorbell> bell, command_queue& queue);
+                std::shared_ptr<doorbell> bell, command_queue& queue,
+                std::chrono::milliseconds least_turn);
 
     // Returns once the queue is closed and every request has ended.
     void run();

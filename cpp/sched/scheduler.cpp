@@ -24,11 +24,11 @@ void block_signals() {
 }  // namespace
 
 scheduler::scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
-                     int n_queue_max)
+                     int n_queue_max, std::chrono::milliseconds least_turn)
     : pool_(std::move(pool)),
       runner_(std::move(model)),
       queue_(std::make_unique<command_queue>(bell_, static_cast<std::size_t>(n_queue_max))),
-      loop_(std::make_unique<engine_loop>(*runner_, pool_, heart_, bell_, *queue_)),
+      loop_(std::make_unique<engine_loop>(*runner_, pool_, heart_, bell_, *queue_, least_turn)),
       n_slots_(runner_->n_slots()) {
     // A forked child drops views too, where the doorbell's lock may be locked forever.
     pool_->set_release_listener([bell = bell_, fork = fork_] {

@@ -29,9 +29,12 @@ namespace kqview {
 
 class scheduler {
 public:
+    // Of two consumers that take turns in a slot; see slot_table.
+    static constexpr std::chrono::milliseconds default_turn{10};
+
     // At most `n_queue_max` requests wait for a slot.
     scheduler(std::unique_ptr<runner> model, std::shared_ptr<block_pool> pool,
-              int n_queue_max = 1024);
+              int n_queue_max = 1024, std::chrono::milliseconds least_turn = default_turn);
     ~scheduler();
     scheduler(const scheduler&) = delete;
     scheduler& operator=(const scheduler&) = delete;

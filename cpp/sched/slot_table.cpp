@@ -29,7 +29,8 @@ std::size_t n_usable(const request& wanted) {
 
 }  // namespace
 
-slot_table::slot_table(runner& model) : model_(model) {
+slot_table::slot_table(runner& model, std::chrono::milliseconds least_turn)
+    : model_(model), least_turn_(least_turn) {
     for (slot_id id = 0; id < model.n_slots(); ++id) slots_.emplace_back(id, model, mutex_);
 }
 
@@ -93,6 +94,8 @@ slot_table::seat slot_table::admit(const std::shared_ptr<request>& wanted) {
 
 void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
     target.last = {wanted->id, wanted->prompt.size(), wanted->n_keep, 0};
+    target.given = std::chrono::steady_clock::now();
+    target.evaluated = {};
     {
         const std::lock_guard lock(mutex_);
         target.active = wanted;
@@ -244,13 +247,29 @@ bool slot_table::has_behind() const {
                        [](const slot& one) { return one.state == slot_state::paused; });
 }
 
-slot* slot_table::parkable_for(const request& wanted) {
+slot_table::time_point slot_table::end_of_turn(const slot& one) const {
+    const bool is_evaluated = one.evaluated != time_point{};
+    const auto begin = is_evaluated ? one.evaluated : one.given;
+    return begin + std::max<time_point::duration>(least_turn_, begin - one.given);
+}
+
+std::optional<slot_table::time_point> slot_table::next_turn(time_point now) const {
+    std::optional<time_point> next;
+    for (const auto& one : slots_) {
+        if (one.state != slot_state::paused) continue;
+        const auto end = end_of_turn(one);
+        if (end > now) next = std::min(next.value_or(end), end);
+    }
+    return next;
+}
+
+slot* slot_table::parkable_for(const request& wanted, time_point now) {
     slot* found = nullptr;
     for (auto& one : slots_) {
         if (one.state != slot_state::paused || !may_run_in(one, wanted)) continue;
         const bool is_reproducible =
             one.last.n_discarded == 0 && one.cache.n_exact() >= one.cache.size();
-        if (one.active->is_steered || !is_reproducible) continue;
+        if (one.active->is_steered || !is_reproducible || end_of_turn(one) > now) continue;
         if (one.active->box->has_room(n_ahead(one))) continue;  // it has caught up meanwhile
         if (!found || one.active->priority < found->active->priority) found = &one;
     }

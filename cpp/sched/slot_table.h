@@ -135,6 +135,8 @@ struct slot : request_progress {
     captured_rows prompt_rows;
     transfer_id transfer = 0;            // transfer that carries them; 0: they are there
     std::optional<time_point> deadline;  // for a block, or for the picker
+    time_point given;                    // when the request got this slot
+    time_point evaluated;                // its first token there; zero before
     // Another slot that has, or will have, more of the prompt than this one: its cache is copied.
     struct fork_plan {
         slot_id source;
@@ -162,7 +164,10 @@ struct slot_view {
 
 class slot_table {
 public:
-    explicit slot_table(runner& model);
+    using time_point = std::chrono::steady_clock::time_point;
+
+    // `least_turn`: how long a request that is evaluated keeps its slot before it may be parked.
+    slot_table(runner& model, std::chrono::milliseconds least_turn);
 
     std::size_t size() const { return slots_.size(); }
     slot& operator[](std::size_t i) { return slots_[i]; }
@@ -218,8 +223,12 @@ public:
     bool has_behind() const;
     // The slot of a request that can leave it to `wanted`: one whose consumer is behind; null: none.
     // Not a steered one, whose consumer has its logits. Not one whose cells a fresh evaluation would
-    // not reproduce, because tokens were discarded or shifted.
-    slot* parkable_for(const request& wanted);
+    // not reproduce, because tokens were discarded or shifted. Not before its turn is over, which
+    // lasts as long as its evaluation took, so that at most half of the time goes into evaluating
+    // texts again where more consumers than slots take turns.
+    slot* parkable_for(const request& wanted, time_point now);
+    // When the next turn ends of those that last at `now`; empty: none does.
+    std::optional<time_point> next_turn(time_point now) const;
     // The request leaves its slot. Changes nothing if it raises.
     request_progress vacate(slot& target);
     // Gives a request that has left its slot a free one, the one that holds most of its text.
@@ -244,9 +253,11 @@ private:
     const slot& at(slot_id id) const { return slots_[static_cast<std::size_t>(id)]; }
     reuse_plan plan_of(const slot& candidate, const request& wanted) const;
     void give(slot& target, const std::shared_ptr<request>& wanted);
+    time_point end_of_turn(const slot& one) const;
     void plan_fork(slot& target);
 
     runner& model_;
+    const std::chrono::milliseconds least_turn_;
     mutable std::mutex mutex_;  // guards ids, marks and active requests against other threads
     std::deque<slot> slots_;    // never moved
     bool has_released_ = false;

@@ -154,7 +154,8 @@ public:
         pool_options.allocator = std::move(allocator);
         pool_options.poison = true;
         pool = block_pool::create(pool_options);
-        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue));
+        sched.reset(new scheduler(std::make_unique<fake_runner>(model), pool, n_queue,
+                                  std::chrono::milliseconds(0)));
     }
     ~test_engine() {
         model->allow_all();
