@@ -307,7 +307,8 @@ def test_interrupted_wait_ends_its_generation_and_a_handler_that_returns_does_no
     script = """
         engine = open_engine()
         want = [t.id for t in engine.generate(PROMPT, max_tokens=20, **GREEDY)]
-        holder = engine.generate(PROMPT, max_tokens=100, **GREEDY)
+        # Steered: another one would leave its slot to those that wait.
+        holder = engine.generate(PROMPT, max_tokens=100, stopping=lambda *_: False, **GREEDY)
         thread = threading.Thread(target=lambda: next(holder))
         thread.start(), thread.join()
         kept = []

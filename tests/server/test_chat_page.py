@@ -136,7 +136,8 @@ def test_conversation_by_keyboard_alone(page: Any, served: Served):
     page.keyboard.type("And then?")
     page.keyboard.press("Enter")
     expect(page.locator(".usage")).to_have_count(2)
-    # The model reads both turns, so the server keeps them.
+    # The model reads both turns, so the server keeps them: a turn once its answer has been sent.
+    served.wait_until(lambda: len(kept_messages(page, served)) == 4)
     said = [one["content"] for one in kept_messages(page, served)]
     assert said[0] == "Tom found\na red ball."
     assert said[1] == answer

@@ -71,6 +71,15 @@ def test_names_that_the_type_does_not_have_are_told():
     assert packed.unknown(raw, body) == ("top_kk",)
 
 
+def test_names_that_are_not_utf8_are_told_as_far_as_they_can_be_read():
+    raw = b'{"number": 1, "n\x8dme": 2}'
+    assert DECODER.unknown(raw, DECODER.decode(raw)) == ("n\ufffdme",)
+    packed = LenientDecoder(Body, packs=True)
+    raw = msgspec.msgpack.encode({"number": 1.0, "name": 2}).replace(b"name", b"n\x8dme")
+    with pytest.raises(msgspec.DecodeError, match="cannot be read"):
+        packed.unknown(raw, packed.decode(raw))
+
+
 def test_names_are_told_as_far_as_a_reply_repeats_them():
     raw = json.dumps({f"{i:0100}": 0 for i in range(1000)})
     names = DECODER.unknown(raw, Body())

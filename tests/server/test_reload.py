@@ -58,8 +58,8 @@ def config_of(**given: Any) -> Config:
 
 
 OTHERS = (
-    True, False, 7, 7.5, "x", "probs", "aggregated", "all", "on", "chatml", "cls", ("a.org",),
-    ("top_k=3",), ("https://a.org",), ("10.0.0.0/8",),
+    True, False, 7, 7.5, "x", "probs", "aggregated", "all", "on", "chatml", "cls", "kqview",
+    ("a.org",), ("top_k=3",), ("https://a.org",), ("10.0.0.0/8",),
 )  # fmt: skip
 
 

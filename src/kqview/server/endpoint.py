@@ -19,7 +19,15 @@ import contextlib
 import logging
 import re
 import zlib
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -752,8 +760,14 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
         TooLarge: It has too many values.
     """
     check_values(raw)
-    try:
+    with _reading():
         return decoder.decode(raw or b"{}")
+
+
+@contextlib.contextmanager
+def _reading() -> Iterator[None]:
+    try:
+        yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         named = _FIELD.search(str(error))
         raise RequestError(
@@ -765,7 +779,8 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
 def decoded_with_unknown(decoder: LenientDecoder, raw: bytes | str) -> tuple[Any, tuple[str, ...]]:
     """As `decoded`, with the names of the members that the type does not have."""
     body = decoded(decoder, raw)
-    return body, decoder.unknown(raw or b"{}", body)
+    with _reading():
+        return body, decoder.unknown(raw or b"{}", body)
 
 
 def _decoded_body(decoder: Decoder, body: Body) -> tuple[Any, tuple[str, ...]]:

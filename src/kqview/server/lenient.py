@@ -46,12 +46,18 @@ class LenientDecoder:
     def unknown(self, raw: bytes | str, value: msgspec.Struct) -> tuple[str, ...]:
         """Names of the members in *raw*, from which *value* was read, that its type does not have.
 
-        They are cut after some characters, and no more than a few dozen are named.
+        They are cut after some characters, and no more than a few dozen are named. What is not
+        UTF-8 in a name reads as U+FFFD: msgspec looks at no name that the type does not have.
+
+        Raises:
+            msgspec.DecodeError: A name in MessagePack is not UTF-8.
         """
         try:
             names = self._members.decode(raw)
-        except msgspec.DecodeError:  # half of a pair
-            names = self._members.decode(with_whole_pairs(raw))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if self._packs:
+                raise msgspec.DecodeError(f"a member's name cannot be read: {error}") from None
+            names = self._members.decode(with_whole_pairs(raw).decode("utf-8", "replace"))
         kind = type(value)
         known = {*kind.__struct_encode_fields__, kind.__struct_config__.tag_field}
         return shown_names(name for name in names if name not in known)

@@ -66,7 +66,9 @@ def test_running_request_ends_with_what_it_produced(serve: Serve, at: int):
 
 def test_request_that_waits_for_a_slot_ends(serve: Serve):
     served = serve(mia4.config(settings={"n_slots": 1}))
-    with served.engine.generate("Tom", max_tokens=400) as busy:
+    # Steered: another one would leave its slot to the request that waits.
+    held = served.engine.generate("Tom", max_tokens=400, stopping=lambda *_: False)
+    with held as busy:
         next(busy)
         with mia4.streaming(served, request_id=NAME) as frames:
             cancelled(served)
