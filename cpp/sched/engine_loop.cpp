@@ -358,23 +358,27 @@ std::function<bool(const request&)> engine_loop::may_displace() const {
 // Parks a request whose consumer is behind, if that of another one waits, which gets its slot: the
 // one with the highest priority, then the one that has waited longest. False: there is none.
 bool engine_loop::make_way() {
+    looked_for_way_ = clock::now();
     if (!slots_.has_behind() || (queue_.n_waiting() == 0 && parked_.size() == 0)) return false;
-    const auto slot_for = [this, now = clock::now()](const request& one) -> slot* {
+    const auto slot_for = [this](const request& one) -> slot* {
         // One that a slot is free for came after admit(), and rang the doorbell.
         if (!one.box->is_starving() || slots_.can_admit(one)) return nullptr;
-        auto* const found = slots_.parkable_for(one, now);
+        auto* const found = slots_.parkable_for(one, looked_for_way_);
         return found && out_.n_on_the_way(found->active) == 0 ? found : nullptr;
     };
     slot *for_queued = nullptr, *for_returning = nullptr;
-    const auto queued =
-        queue_.first_waiting([&, may_displace = may_displace()](const request& one) {
-            return may_displace(one) && (for_queued = slot_for(one)) != nullptr;
-        });
-    const auto returning = parked_.first([&](const parked_request& one) {
+    const auto may_displace = this->may_displace();
+    const auto finds_for_queued = [&](const request& one) {
+        return may_displace(one) && (for_queued = slot_for(one)) != nullptr;
+    };
+    const auto finds_for_returning = [&](const parked_request& one) {
         auto* const found = slot_for(*one.of);
         if (found) for_returning = found;
         return found != nullptr;
-    });
+    };
+    // By reference: a copy would need memory, and no request answers for it.
+    const auto queued = queue_.first_waiting(std::ref(finds_for_queued));
+    const auto returning = parked_.first(std::ref(finds_for_returning));
     if (!queued && !returning) return false;
     const bool is_queued = !returning || (queued && queued->comes_before(*returning));
     const auto& wanted = is_queued ? queued : returning;
@@ -438,7 +442,8 @@ std::optional<engine_loop::clock::time_point> engine_loop::next_deadline() const
         if (one.deadline) first = std::min(first.value_or(*one.deadline), *one.deadline);
     }
     if (queue_.n_waiting() == 0 && parked_.size() == 0) return first;
-    const auto turn = slots_.next_turn(clock::now());
+    // Those that have ended since make_way() too: it looks again at once.
+    const auto turn = slots_.next_turn(looked_for_way_);
     return first && turn ? std::min(first, turn) : std::max(first, turn);
 }
 

@@ -74,6 +74,7 @@ private:
     engine_counters counters_;
     slot_table slots_;
     parking parked_;
+    clock::time_point looked_for_way_;  // when make_way() last began
     sampler_lane lane_;
     delivery out_;
     batch_builder batch_;

@@ -227,7 +227,7 @@ public:
     // lasts as long as its evaluation took, so that at most half of the time goes into evaluating
     // texts again where more consumers than slots take turns.
     slot* parkable_for(const request& wanted, time_point now);
-    // When the next turn ends of those that last at `now`; empty: none does.
+    // When the next turn ends of those that lasted at `now`; empty: none did.
     std::optional<time_point> next_turn(time_point now) const;
     // The request leaves its slot. Changes nothing if it raises.
     request_progress vacate(slot& target);
