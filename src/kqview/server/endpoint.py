@@ -23,8 +23,8 @@ from collections.abc import (
     AsyncGenerator,
     Awaitable,
     Callable,
+    Generator,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -765,7 +765,7 @@ def decoded(decoder: Decoder, raw: bytes | str) -> Any:
 
 
 @contextlib.contextmanager
-def _reading() -> Iterator[None]:
+def _reading() -> Generator[None]:
     try:
         yield
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
