@@ -15,7 +15,7 @@ from kqview.errors import ClosedError
 from kqview.server import Settings
 from kqview.server.attention import AttentionWanted
 from kqview.server.errors import ShuttingDown, TimedOut
-from kqview.server.run import GenerateRequest, Run, Step
+from kqview.server.run import GenerateRequest, Run
 from kqview.server.service import Service
 from kqview.types import Sampling
 
@@ -133,18 +133,18 @@ async def test_first_reason_for_an_end_is_kept(engine: Engine):
 
 async def test_end_reaches_a_run_that_waits_for_a_slot(engine: Engine):
     service = Service(engine, Settings())
-    runs = [await service.start(request(request_id=str(i))) for i in range(3)]
-    async with runs[0], runs[1], runs[2], asyncio.timeout(WITHIN_S):
-        # Each in a task of its own, as in a server: who takes from all could wait for himself.
-        await asyncio.gather(*(asyncio.create_task(anext_step(run)) for run in runs[:2]))
-        asyncio.get_running_loop().call_later(0.05, runs[2].end, TimedOut("late"))
+    # Steered: other generations would leave their slots to the one that waits.
+    held = [engine.generate("Tom", max_tokens=400, stopping=lambda *_: False) for _ in "ab"]
+    for generation in held:
+        await asyncio.to_thread(next, generation)
+    run = await service.start(request())
+    async with run, asyncio.timeout(WITHIN_S):
+        asyncio.get_running_loop().call_later(0.05, run.end, TimedOut("late"))
         with pytest.raises(TimedOut):
-            await anext(runs[2])
+            await anext(run)
+    for generation in held:
+        await asyncio.to_thread(generation.close)
     assert busy(engine) == 0
-
-
-async def anext_step(run: Run) -> Step:
-    return await anext(run)
 
 
 async def test_error_of_the_engine_is_raised_and_kept(engine: Engine):
