@@ -113,11 +113,11 @@ def _tool(program: str, settings: Settings, file: Path) -> tuple[float, float]:
 
 
 def _logged_at_s(words: str, output: str) -> float:
-    """Seconds of the log line that has *words*: it begins with minutes.seconds.ms.us."""
-    found = re.search(rf"^(\d+)\.(\d+)\.(\d+)\.(\d+) .*{re.escape(words)}", output, re.MULTILINE)
+    """Seconds of the log entry *words*. It begins with minutes.seconds.ms.us, not always a line."""
+    found = re.search(rf"(\d+)\.(\d\d)\.(\d{{3}})\.(\d{{3}}) \w (perplexity: )?{words}", output)
     if found is None:
-        raise ValueError(f"llama-perplexity has no line {words!r} with a time: {output[-500:]}")
-    minutes, seconds, ms, us = (int(group) for group in found.groups())
+        raise ValueError(f"llama-perplexity has no entry {words!r} with a time: {output[-500:]}")
+    minutes, seconds, ms, us = (int(group) for group in found.groups()[:4])
     return minutes * 60 + seconds + ms * 1e-3 + us * 1e-6
 
 
