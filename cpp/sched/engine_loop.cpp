@@ -421,8 +421,8 @@ void engine_loop::park(slot& target) {
 void engine_loop::tell_stalled() {
     const auto may_displace = this->may_displace();
     const auto tell = [&](request& wanted, bool is_queued) {
-        // Its consumer has begun to wait since make_way(), and rang the doorbell; or somebody's turn
-        // ends soon.
+        // Its consumer has begun to wait since make_way(), and rang the doorbell; or somebody's
+        // turn ends soon.
         const bool will_have_slot = slots_.parkable_for(wanted, clock::time_point::max());
         if (will_have_slot && (!is_queued || may_displace(wanted))) return;
         const auto holders = slots_.stalled_on(wanted);

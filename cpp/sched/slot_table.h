@@ -73,8 +73,8 @@ inline void change(std::atomic<slot_state>& state, slot_state to) {
     state.store(to, std::memory_order_relaxed);
 }
 
-// What an admitted request has come to. It goes along when the request is parked, and to the slot in
-// which the request goes on.
+// What an admitted request has come to. It goes along when the request is parked, and to the slot
+// in which the request goes on.
 struct request_progress {
     using time_point = std::chrono::steady_clock::time_point;
 
@@ -108,8 +108,8 @@ struct slot : request_progress {
             (text.empty() ? active->only_attends || active->n_prompt_rows > 0 : active->is_steered);
         return prompt().size() - (has_last || prompt().empty() ? 0 : 1);
     }
-    // True if some of them are still to be evaluated in chunks. A slot that made room may hold fewer
-    // tokens than its prompt had.
+    // True if some of them are still to be evaluated in chunks. A slot that made room may hold
+    // fewer tokens than its prompt had.
     bool is_in_prompt() const {
         if (!active) return false;
         if (!text.empty()) return cache.size() + 1 < text.size();
@@ -221,11 +221,11 @@ public:
 
     // Whether a request is in its slot whose consumer is behind.
     bool has_behind() const;
-    // The slot of a request that can leave it to `wanted`: one whose consumer is behind; null: none.
-    // Not a steered one, whose consumer has its logits. Not one whose cells a fresh evaluation would
-    // not reproduce, because tokens were discarded or shifted. Not before its turn is over, which
-    // lasts as long as its evaluation took, so that at most half of the time goes into evaluating
-    // texts again where more consumers than slots take turns.
+    // The slot of a request that can leave it to `wanted`: one whose consumer is behind; null:
+    // none. Not a steered one, whose consumer has its logits. Not one whose cells a fresh
+    // evaluation would not reproduce, because tokens were discarded or shifted. Not before its turn
+    // is over, which lasts as long as its evaluation took, so that at most half of the time goes
+    // into evaluating texts again where more consumers than slots take turns.
     slot* parkable_for(const request& wanted, time_point now);
     // When the next turn ends of those that lasted at `now`; empty: none did.
     std::optional<time_point> next_turn(time_point now) const;

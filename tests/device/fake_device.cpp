@@ -115,8 +115,8 @@ struct mark {
     }
 };
 
-// What CUDA records of a node the first time, and RPC sends: later computes of a graph with the same
-// uid use it unseen.
+// What CUDA records of a node the first time, and RPC sends: later computes of a graph with the
+// same uid use it unseen.
 struct recorded_node {
     ggml_op op;
     std::array<std::int64_t, GGML_MAX_DIMS> ne;

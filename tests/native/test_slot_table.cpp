@@ -193,7 +193,8 @@ TEST_CASE("scheduler: a running text and a long prompt take turns") {
     CHECK(consumer(late).rest() == continuation(prompt, 2));
     CHECK(consumer(running).rest() == continuation(make_prompt(1, 5), 40));
     const auto batches = engine.model->decodes();
-    // First the short prompt, then ten full chunks of the long one, each next to one token of the text.
+    // First the short prompt, then ten full chunks of the long one, each next to one token of the
+    // text.
     for (std::size_t i = 2; i <= 20; ++i) {
         CAPTURE(i);
         const bool is_chunk = batches[i].size() == 8;

@@ -248,7 +248,8 @@ std::string device_tap::add(const attention_sites& attention,
 }
 
 // Not with windows, whose masks only llama.cpp knows, nor with a prompt's rows, whose queries would
-// be as large as rows. Without streams nothing runs beside anything. All layers of a device or none.
+// be as large as rows. Without streams nothing runs beside anything. All layers of a device or
+// none.
 bool device_tap::goes_beside(const graph_plan& plan, const path& on) const {
     if (!options_.is_beside || options_.has_window || plan.wants_prompt()) return false;
     if (!on.way.is_async()) return false;

@@ -1,5 +1,5 @@
-// Makes the views of attention in this page answer to pointer and keys; see html.py for their parts.
-// A page may run this once for each view: a view that is live is left alone.
+// Makes the views of attention in this page answer to pointer and keys; see html.py for their
+// parts. A page may run this once for each view: a view that is live is left alone.
 (() => {
   const N_LISTED = 8;
   const N_HEATS = 10;

@@ -1,5 +1,5 @@
-// The routes of openapi.json as a page: what each field means, its type, default and an example; and
-// the messages of streams and WebSockets, drawn between client and server in their order.
+// The routes of openapi.json as a page: what each field means, its type, default and an example;
+// and the messages of streams and WebSockets, drawn between client and server in their order.
 
 import { element } from "./dom.js";
 

@@ -86,7 +86,8 @@ async function generate(event) {
       add_special_tokens: true,
     }).then((reply) => reply.json());
     if (tokens.length > longest) {
-      // The server would leave out its beginning, and columns would be other tokens than those shown.
+      // The server would leave out its beginning, and columns would be other tokens than those
+      // shown.
       throw new Error(`The prompt has ${tokens.length} tokens, the limit is ${longest}; shorten it.`);
     }
     view.begin(tokens.map(({ text }) => text));
