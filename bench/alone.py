@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import zlib
 from typing import TYPE_CHECKING, Final
 
 from console import attempt, main
@@ -52,7 +53,8 @@ QUICK_SHARE = 16  # a quick run has this much less context
 
 def program() -> Path:
     """The program, built where it is not there yet."""
-    folder = cache_root() / "attend-speed"
+    # A build folder belongs to one tree.
+    folder = cache_root() / f"attend-speed-{zlib.crc32(str(ROOT).encode()):08x}"
     configure = [
         "cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder),
         "-DKQVIEW_SANITIZE=none", f"-DKQVIEW_LLAMA_CPP_DIR={source_path(None)}",
