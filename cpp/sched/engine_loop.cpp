@@ -44,8 +44,7 @@ void engine_loop::run() {
             if (!take_commands()) break;
             admit();
             const bool has_stepped = step();
-            if (make_way() || has_stepped) continue;
-            tell_stalled();
+            if (make_way() || has_stepped || !tell_stalled()) continue;
         } catch (...) {
             // Memory ran out outside any request: ending all requests frees what they hold.
             out_.fail_all(running_failure("engine", errc::internal, no_memory_error));
@@ -417,8 +416,10 @@ void engine_loop::park(slot& target) {
 // ---- wait
 
 // If every slot waits for its consumer, and none can be freed, that consumer may be the very thread
-// that waits here for a request without a slot. Only the consumers can know.
-void engine_loop::tell_stalled() {
+// that waits here for a request without a slot. Only the consumers can know. False: one has begun to
+// wait since this round began; what it did just before that may free a slot in the next one.
+bool engine_loop::tell_stalled() {
+    bool has_told_all = true;
     const auto may_displace = this->may_displace();
     const auto tell = [&](request& wanted, bool is_queued) {
         // Its consumer has begun to wait since make_way(), and rang the doorbell; or somebody's
@@ -426,7 +427,7 @@ void engine_loop::tell_stalled() {
         const bool will_have_slot = slots_.parkable_for(wanted, clock::time_point::max());
         if (will_have_slot && (!is_queued || may_displace(wanted))) return;
         const auto holders = slots_.stalled_on(wanted);
-        if (!holders.empty()) wanted.box->stall(holders);
+        if (!holders.empty() && !wanted.box->stall(holders)) has_told_all = false;
     };
     if (queue_.n_waiting() > 0) {
         for (const auto& wanted : queue_.waiting()) tell(*wanted, true);
@@ -434,6 +435,7 @@ void engine_loop::tell_stalled() {
     if (parked_.size() > 0) {
         for (const auto& wanted : parked_.requests()) tell(*wanted, false);
     }
+    return has_told_all;
 }
 
 std::optional<engine_loop::clock::time_point> engine_loop::next_deadline() const {

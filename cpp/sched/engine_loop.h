@@ -60,7 +60,7 @@ private:
     std::function<bool(const request&)> may_displace() const;
     bool make_way();
     void park(slot& target);
-    void tell_stalled();
+    bool tell_stalled();
     void want(const request& added);
     std::optional<clock::time_point> next_deadline() const;
     void end_queued();

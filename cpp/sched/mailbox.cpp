@@ -51,15 +51,17 @@ void mailbox::set_end(end_event end) {
     producer_ = producing::ended;
 }
 
-void mailbox::stall(const std::vector<request_id>& holders) {
+bool mailbox::stall(const std::vector<request_id>& holders) {
     const std::lock_guard lock(mutex_);
     if (waiters_.empty()) {
         engine_waits_ = true;  // arm() rings, and the engine checks again
     } else if (stall_ != holders) {
+        if (!std::exchange(is_wait_known_, true)) return false;
         stall_ = holders;
         is_stall_new_ = true;
         wake_consumer();
     }
+    return true;
 }
 
 std::size_t mailbox::n_bytes_ahead() const {
@@ -167,6 +169,7 @@ bool mailbox::cancel() {
 }
 
 void mailbox::add_waiter(std::shared_ptr<wake_handle> waiter) {
+    is_wait_known_ = false;
     if (std::find(waiters_.begin(), waiters_.end(), waiter) == waiters_.end()) {
         waiters_.push_back(std::move(waiter));
     }

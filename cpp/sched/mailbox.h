@@ -41,8 +41,9 @@ public:
 
     // Producer, while the request is queued: every slot waits for the consumers of `holders`, so
     // the request cannot start before one of them acts. A waiting consumer is notified once per
-    // distinct set.
-    void stall(const std::vector<request_id>& holders);
+    // distinct set. False: it began to wait after the producer last asked, and what it did before
+    // that, as a consumer of `holders`, may not have been seen; look again and repeat the call.
+    [[nodiscard]] bool stall(const std::vector<request_id>& holders);
 
     // Producer: bytes of the pool in rows that the consumer has not taken.
     std::size_t n_bytes_ahead() const;
@@ -109,6 +110,7 @@ private:
     std::vector<std::shared_ptr<wake_handle>> waiters_;
     std::vector<request_id> stall_;  // last reported
     bool is_stall_new_ = false;
+    bool is_wait_known_ = false;  // stall() has been called since the last waiter came
 };
 
 }  // namespace kqview

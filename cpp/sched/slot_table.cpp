@@ -348,8 +348,9 @@ std::vector<request_id> slot_table::stalled_on(const request& wanted) const {
     std::vector<request_id> holders;
     for (const auto& one : slots_) {
         if (!may_run_in(one, wanted)) continue;
-        const bool is_paused = one.state == slot_state::paused ||
-                               one.state == slot_state::steered ||
+        const bool is_behind =
+            one.state == slot_state::paused && !one.active->box->has_room(n_ahead(one));
+        const bool is_paused = is_behind || one.state == slot_state::steered ||
                                (one.state == slot_state::starved && !one.deadline);
         if (!is_paused) return {};
         holders.push_back(one.active->id);

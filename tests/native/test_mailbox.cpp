@@ -282,11 +282,13 @@ TEST_CASE("mailbox: a stall is news once for each set of holders, and again afte
     auto& box = sides.box;
     const std::vector<kqview::request_id> first{1, 2};
     const std::vector<kqview::request_id> second{1, 3};
-    box.stall(first);
+    CHECK(box.stall(first));
     CHECK(box.take_stall().empty());  // nobody waited
     CHECK_FALSE(box.arm(sides.waiter));
     CHECK(has_rung(*sides.bell));  // so that the engine looks again
-    box.stall(first);
+    CHECK_FALSE(box.stall(first));
+    CHECK_FALSE(is_signalled(*sides.waiter));  // not before the engine has looked since
+    CHECK(box.stall(first));
     CHECK(is_signalled(*sides.waiter));
     CHECK(box.arm(sides.waiter));
     CHECK(box.take_stall() == first);
@@ -294,17 +296,33 @@ TEST_CASE("mailbox: a stall is news once for each set of holders, and again afte
 
     sides.waiter->drain();
     CHECK_FALSE(box.arm(sides.waiter));
-    box.stall(first);
+    CHECK(box.stall(first));
     CHECK_FALSE(is_signalled(*sides.waiter));
-    box.stall(second);
+    CHECK_FALSE(box.stall(second));
+    CHECK(box.stall(second));
     CHECK(is_signalled(*sides.waiter));
     CHECK(box.take_stall() == second);
 
     box.forget_stall();
     CHECK_FALSE(box.arm(sides.waiter));
     CHECK(has_rung(*sides.bell));
-    box.stall(second);
+    CHECK_FALSE(box.stall(second));
+    CHECK(box.stall(second));
     CHECK(box.take_stall() == second);
+}
+
+TEST_CASE("mailbox: a stall is no news to a consumer that went away and came back") {
+    two_sides sides;
+    auto& box = sides.box;
+    const std::vector<kqview::request_id> holders{1};
+    CHECK_FALSE(box.arm(sides.waiter));
+    CHECK_FALSE(box.stall(holders));
+    box.disarm();  // it may take from `holders` here
+    CHECK_FALSE(box.arm(sides.waiter));
+    CHECK_FALSE(box.stall(holders));
+    CHECK_FALSE(is_signalled(*sides.waiter));
+    CHECK(box.stall(holders));
+    CHECK(is_signalled(*sides.waiter));
 }
 
 TEST_CASE("mailbox: a bounded stream over two threads loses, doubles and reorders nothing") {
