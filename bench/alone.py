@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import zlib
+from functools import cache
 from typing import TYPE_CHECKING, Final
 
 from console import attempt, main
@@ -51,10 +52,12 @@ WEIGHTS = {name: 15.0 for name in CASES}
 QUICK_SHARE = 16  # a quick run has this much less context
 
 
+@cache
 def program() -> Path:
-    """The program, built where it is not there yet."""
+    """The program, built where it is not there yet or its source has changed."""
     # A build folder belongs to one tree.
     folder = cache_root() / f"attend-speed-{zlib.crc32(str(ROOT).encode()):08x}"
+    print("bench: building attend_speed; a minute or more the first time", file=sys.stderr)
     configure = [
         "cmake", "-S", str(ROOT / "tests" / "native"), "-B", str(folder),
         "-DKQVIEW_SANITIZE=none", f"-DKQVIEW_LLAMA_CPP_DIR={source_path(None)}",
@@ -69,21 +72,28 @@ def program() -> Path:
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
-    """Measure the chosen cases."""
+    """Measure the chosen cases; one run has the rows of a context."""
     for name in settings.chosen(CASES):
         yield attempt(name, _measure, settings, line, name)
+    _times.cache_clear()
+
+
+@cache
+def _times(settings: Settings, n_context: int, n_layers: int) -> dict[str, list[float]]:
+    """Milliseconds of every round of each way."""
+    words = [
+        f"context={n_context}", f"layers={n_layers}", f"threads={settings.n_threads}",
+        f"rounds={settings.n_pairs}", f"cpu_clock={int(settings.clock == 'cpu')}",
+    ]  # fmt: skip
+    done = subprocess.run([program(), *words], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
 
 
 def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
     n_context, n_layers, what, against, target = CASES[name]
     n_context //= QUICK_SHARE if settings.is_quick else 1
     line.start(name, 1)
-    words = [
-        f"context={n_context}", f"layers={n_layers}", f"threads={settings.n_threads}",
-        f"rounds={settings.n_pairs}", f"cpu_clock={int(settings.clock == 'cpu')}",
-    ]  # fmt: skip
-    done = subprocess.run([program(), *words], capture_output=True, text=True, check=True)
-    times = json.loads(done.stdout)
+    times = _times(settings, n_context, n_layers)
     line.tick()
     return Timing(
         name=name,

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from models import NotHere
+from processes import end_on_sigterm
 from report import COUNT_COLUMNS, Count, Row, Timing, chosen_name, facts, save_file, to_record
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -183,6 +184,7 @@ def main(question: str | None, weights: Weights, measure: Measure, **defaults: o
     args = parser.parse_args()
     settings = settings_of(args, args.row)
     about = facts(settings)
+    end_on_sigterm()
     outcome = collect([(weights, measure)], settings, about)
     show(outcome.rows, outcome.notes)
     if settings.save and outcome.rows:

@@ -13,23 +13,21 @@ asked in turn. Rows:
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import threading
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
 from console import attempt, main
+from processes import OwnProcess
 from report import Timing
 from runs import decode_runs, open_engine
 
 from kqview import Engine
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
-    from multiprocessing.connection import Connection
-    from types import TracebackType
+    from collections.abc import Callable, Generator, Iterator
 
     from console import ProgressLine
     from report import Row
@@ -78,72 +76,36 @@ WEIGHTS = {"engines-idle": 60.0, "engines-two": 90.0, "engines-one-cpu": 120.0,
            "engines-busy": 90.0, "engines-busy-demo": 10.0}  # fmt: skip
 
 
-class Engines:
-    """The processes of one way; a context manager."""
+@contextmanager
+def processes(settings: Settings, way: Way) -> Generator[Callable[[], float]]:
+    """The processes of one way; what it yields returns the mean milliseconds a token of one run."""
+    with ExitStack() as stack:
+        opened = [
+            stack.enter_context(OwnProcess(_engines, settings, way)) for _ in range(way.n_processes)
+        ]
 
-    def __init__(self, settings: Settings, way: Way) -> None:
-        """Open the engines; prompts are evaluated before the first run."""
-        self._way = way
-        context = multiprocessing.get_context("spawn")
-        self._pipes: list[Connection] = []
-        self._processes: list[Any] = []
-        for _ in range(way.n_processes):
-            pipe, end = context.Pipe()
-            process = context.Process(target=_serve, args=(end, settings, way), daemon=True)
-            process.start()
-            end.close()
-            self._pipes.append(pipe)
-            self._processes.append(process)
-        self._answers()
+        def ms() -> float:
+            with _busy_loops() if way.is_busy else ExitStack():
+                for process in opened:
+                    process.send()
+                return sum(process.answer() for process in opened) / len(opened)
 
-    def ms(self) -> float:
-        """Mean milliseconds a token of one run, over all engines that work."""
-        with _busy_loops() if self._way.is_busy else ExitStack():
-            for pipe in self._pipes:
-                pipe.send("run")
-            answers = self._answers()
-        return sum(answers) / len(answers)
-
-    def _answers(self) -> list[float]:
-        answers = [pipe.recv() for pipe in self._pipes]
-        for answer in answers:
-            if isinstance(answer, Exception):
-                raise answer
-        return answers
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for pipe in self._pipes:
-            pipe.close()
-        for process in self._processes:
-            process.join()
+        yield ms
 
 
-def _serve(pipe: Connection, settings: Settings, way: Way) -> None:
-    try:
-        if way.on_one_cpu:
-            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-        with ExitStack() as stack:
-            engines = [stack.enter_context(_open(settings, way)) for _ in range(way.n_engines)]
-            prompt = [*range(5, 5 + N_DEMO_CONTEXT)] if way.is_demo else None
-            runs = [decode_runs(settings, one, prompt) for one in engines]
-            # What is idle has worked before: its threads have been started.
-            for one in runs:
-                one.stamps_s(2, capture=None)
-            pipe.send(0.0)
-            while pipe.recv():
-                pipe.send(_together(settings, runs[: way.n_working]))
-    except EOFError:
-        return
-    except Exception as error:  # told to whoever asks
-        pipe.send(error)
+@contextmanager
+def _engines(settings: Settings, way: Way) -> Generator[Callable[[], float]]:
+    """The engines of one process, their prompts evaluated."""
+    if way.on_one_cpu:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    with ExitStack() as stack:
+        engines = [stack.enter_context(_open(settings, way)) for _ in range(way.n_engines)]
+        prompt = [*range(5, 5 + N_DEMO_CONTEXT)] if way.is_demo else None
+        runs = [decode_runs(settings, one, prompt) for one in engines]
+        # What is idle has worked before: its threads have been started.
+        for one in runs:
+            one.stamps_s(2, capture=None)
+        yield lambda: _together(settings, runs[: way.n_working])
 
 
 def _open(settings: Settings, way: Way) -> Engine:
@@ -174,27 +136,20 @@ def _together(settings: Settings, runs: list[Any]) -> float:
 @contextmanager
 def _busy_loops() -> Generator[None]:
     """One process for each CPU that computes until the end of the block."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Semaphore(0)
-    loops = [
-        context.Process(target=_loop, args=(ready,), daemon=True) for _ in os.sched_getaffinity(0)
-    ]
-    for loop in loops:
-        loop.start()
-    for _ in loops:
-        ready.acquire()
-    try:
+    with ExitStack() as stack:
+        for _ in os.sched_getaffinity(0):
+            stack.enter_context(OwnProcess(_busy_loop))
         yield
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.join()
 
 
-def _loop(ready: Any) -> None:
-    ready.release()
-    while True:
-        pass
+@contextmanager
+def _busy_loop() -> Generator[Callable[[], float]]:
+    def spin() -> None:
+        while True:
+            pass
+
+    threading.Thread(target=spin, daemon=True).start()
+    yield lambda: 0.0
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Row | LeftOut]:
@@ -205,9 +160,8 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Row | LeftOut]:
 
 def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
     candidate, baseline, target = CASES[name]
-    with Engines(settings, candidate) as ours, Engines(settings, baseline) as theirs:
-        n_pairs = settings.pairs_for(target)
-        pairs = line.pairs(name, theirs.ms, ours.ms, n_pairs)
+    with processes(settings, candidate) as ours, processes(settings, baseline) as theirs:
+        pairs = line.pairs(name, theirs, ours, settings.pairs_for(target))
     threads = f"{settings.n_threads} threads"
     return Timing(
         name=name,

@@ -8,22 +8,21 @@ several engines in one process would slow each other down.
 
 from __future__ import annotations
 
-import multiprocessing
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from statistics import median
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final
 
+import cells
 from console import attempt, main
+from processes import OwnProcess
 from report import Timing
 from runs import decode_runs, open_engine
 
 from kqview.bench.pairs import step_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from multiprocessing.connection import Connection
-    from types import TracebackType
+    from collections.abc import Callable, Generator, Iterator
 
     from console import ProgressLine
     from settings import Settings
@@ -38,6 +37,8 @@ CASES: Final[dict[str, tuple[int, bool, float]]] = {
 }
 WEIGHTS = {name: 60.0 + n_context * 0.03 for name, (n_context, _, _) in CASES.items()}
 QUICK_SHARE = 16  # a quick run has this much less context
+# A prompt of this length takes 24 layers more than three minutes, 6 of them less than one.
+LONG_CONTEXT, LONG_SHAPE = 16384, "6x16"
 STOCK: Final = {
     "flash attention on": {"flash_attn": True, "attention_kernel": "llama.cpp"},
     "flash attention off": {"flash_attn": False, "attention_kernel": "llama.cpp"},
@@ -46,49 +47,17 @@ OURS: Final = {"flash_attn": True, "attention_kernel": "kqview"}
 N_TRIALS = 3  # by which the faster of llama.cpp's ways is chosen
 
 
-class EngineProcess:
-    """An engine in a process of its own that runs when it is asked to; a context manager."""
+@contextmanager
+def opened(settings: Settings, options: dict[str, Any]) -> Generator[Callable[[str | None], float]]:
+    """An engine behind its prompt; what it yields returns the median milliseconds of a token."""
+    with open_engine(settings, **options) as engine:
+        prompt = cells.fill(settings, engine, flash_attn=options["flash_attn"])
+        runs = decode_runs(settings, engine, prompt)
 
-    def __init__(self, settings: Settings, options: dict[str, Any]) -> None:
-        """Open it; the prompt is evaluated before the first run."""
-        context = multiprocessing.get_context("spawn")
-        self._pipe, end = context.Pipe()
-        self._process = context.Process(target=_serve, args=(end, settings, options), daemon=True)
-        self._process.start()
-        end.close()
+        def ms(capture: str | None) -> float:
+            return step_ms(runs.stamps_s(settings.n_tokens, capture=capture), settings.n_skip)
 
-    def ms(self, capture: str | None) -> float:
-        """Median milliseconds a token of one run."""
-        self._pipe.send(capture)
-        answer = self._pipe.recv()
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._pipe.close()
-        self._process.join()
-
-
-def _serve(pipe: Connection, settings: Settings, options: dict[str, Any]) -> None:
-    try:
-        with open_engine(settings, **options) as engine:
-            runs = decode_runs(settings, engine)
-            while True:
-                capture = pipe.recv()
-                pipe.send(step_ms(runs.stamps_s(settings.n_tokens, capture=capture)))
-    except EOFError:
-        return
-    except Exception as error:  # told to whoever asks
-        pipe.send(error)
+        yield ms
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
@@ -97,32 +66,41 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
         yield attempt(name, _measure, settings, line, name)
 
 
+def at_context(settings: Settings, n_context: int) -> Settings:
+    """The settings of a row at *n_context* tokens; long prompts are those of a smaller model."""
+    return replace(
+        settings,
+        n_context=n_context // (QUICK_SHARE if settings.is_quick else 1),
+        shape=LONG_SHAPE if n_context >= LONG_CONTEXT else settings.shape,
+    )
+
+
 def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
     n_context, is_stock, target = CASES[name]
-    at = replace(settings, n_context=n_context // (QUICK_SHARE if settings.is_quick else 1))
+    at = at_context(settings, n_context)
     with ExitStack() as stack:
-        ours = stack.enter_context(EngineProcess(at, OURS))
+        ours = stack.enter_context(OwnProcess(opened, at, OURS))
         if is_stock:
             ways = {
-                way: stack.enter_context(EngineProcess(at, options))
+                way: stack.enter_context(OwnProcess(opened, at, options))
                 for way, options in STOCK.items()
             }
             trials = {
-                way: median(one.ms(None) for _ in range(N_TRIALS)) for way, one in ways.items()
+                way: median(one.ask(None) for _ in range(N_TRIALS)) for way, one in ways.items()
             }
             baseline = min(trials, key=lambda way: trials[way])
             against = ways[baseline]
         else:
             baseline, against = "the same without capture", ours
-        ours.ms("logits")
+        ours.ask("logits")
         pairs = line.pairs(
-            name, lambda: against.ms(None), lambda: ours.ms("logits"), settings.n_pairs
+            name, lambda: against.ask(None), lambda: ours.ask("logits"), settings.n_pairs
         )
     return Timing(
         name=name,
         what=f"kqview's attention, logits of all heads, {at.n_context:,} tokens",
         baseline=f"llama.cpp without capture, {baseline}" if is_stock else baseline,
-        work=f"a decoded token; {settings.shape}, {settings.n_threads} threads",
+        work=f"a decoded token; {at.shape}, {settings.n_threads} threads",
         pairs=pairs,
         target=settings.target(target),
         command=f"python bench/kernel.py --row {name} {settings.flags}",

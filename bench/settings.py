@@ -31,7 +31,8 @@ class Settings:
         clock: "wall", or "cpu": time that this process computes, for machines that others use too.
             Threads that wait for each other compute as well, so it goes with one thread.
         device: "cpu", or "gpu" for all layers on the devices that the build finds.
-        shape: The model's: "24x16", or "7b" for that of Qwen2.5-7B.
+        shape: The model's: "24x16", "6x16" with a quarter of its layers for long contexts, or "7b"
+            for that of Qwen2.5-7B.
         rows: Names of the rows to measure, None for all.
         save: JSON lines file to append to, None for none.
     """
@@ -44,7 +45,7 @@ class Settings:
     n_threads: int = 1
     clock: Literal["wall", "cpu"] = "wall"
     device: Literal["cpu", "gpu"] = "cpu"
-    shape: Literal["24x16", "7b"] = "24x16"
+    shape: Literal["24x16", "6x16", "7b"] = "24x16"
     rows: frozenset[str] | None = None
     save: Path | None = None
 
@@ -118,9 +119,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--shape",
-        choices=("24x16", "7b"),
+        choices=("24x16", "6x16", "7b"),
         default="24x16",
-        help="shape of the random model; 7b: that of Qwen2.5-7B, 8 GB",
+        help="layers x heads of the random model; 7b: that of Qwen2.5-7B, 8 GB",
     )
     parser.add_argument(
         "--save",

@@ -35,6 +35,7 @@ import slow_readers
 import state
 import state_http
 from console import collect, show
+from processes import end_on_sigterm
 from report import chosen_name, facts, from_record, markdown, newest, replace_marked, save_file
 from settings import add_options, settings_of
 
@@ -93,6 +94,7 @@ def main() -> None:
         rows, notes, abouts = saved(read_records(args.source), settings.flags, names)
     else:
         about = facts(settings)
+        end_on_sigterm()
         outcome = collect(benchmarks, settings, about)
         rows, notes, abouts = outcome.rows, outcome.notes, [about]
         has_failed = outcome.has_failed

@@ -5,6 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -257,6 +261,77 @@ def test_hf_rows_without_torch_say_what_to_install(
     }
     assert not any(row.is_failure for row in rows)
     assert models.NotHere
+
+
+# ---- work in processes of its own
+
+# Prints where its process is, and then works for ever.
+OWN_PROCESS = """
+import sys, time
+from contextlib import contextmanager
+from processes import OwnProcess, end_on_sigterm
+
+@contextmanager
+def opened(is_broken):
+    if is_broken:
+        raise ValueError("it cannot be opened")
+    def work(what):
+        if what == "forever":
+            print("works", flush=True)
+            time.sleep(3600)
+        if what == "fails":
+            raise ValueError("it failed")
+        if what == "ends":
+            sys.exit(3)
+        return len(what)
+    yield work
+
+if __name__ == "__main__":
+    end_on_sigterm()
+    with OwnProcess(opened, len(sys.argv) > 2) as one:
+        assert one.ask("four") == 4
+        one.ask(sys.argv[1])
+"""
+
+
+def own_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    script = folder / "own_process.py"
+    script.write_text(OWN_PROCESS, "utf-8")
+    return subprocess.Popen(
+        [sys.executable, script, *arguments],
+        env={**os.environ, "PYTHONPATH": str(BENCH)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_process_outlives_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
+    with own_process(tmp_path, "forever") as script:
+        assert script.stdout is not None
+        assert script.stdout.readline() == "works\n"
+        script.send_signal(number)
+        # Its output ends when no process has it any more.
+        script.communicate(timeout=60)
+    assert script.returncode in (-number, 128 + number)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("fails",), "ValueError: it failed"),
+        (("ends",), "RuntimeError: a process of the benchmark ended with exit status 3"),
+        (("", "broken"), "ValueError: it cannot be opened"),
+    ],
+)
+def test_error_of_work_elsewhere_is_raised_here(
+    tmp_path: Path, arguments: tuple[str, ...], error: str
+) -> None:
+    with own_process(tmp_path, *arguments) as script:
+        _, printed = script.communicate(timeout=60)
+    assert script.returncode == 1
+    assert printed.splitlines()[-1] == error
 
 
 # ---- perf
