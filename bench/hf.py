@@ -162,7 +162,7 @@ class TransformersRuns:
             num_attention_heads=shape.n_head,
             num_key_value_heads=shape.n_head_kv,
             max_position_embeddings=shape.n_ctx_train,
-            tie_word_embeddings=settings.shape == "24x16",
+            tie_word_embeddings=settings.shape != "7b",
             attn_implementation="eager",
             dtype=getattr(torch, dtype),
         )

@@ -86,13 +86,21 @@ class LockstepRuns:
     """
 
     def __init__(
-        self, settings: Settings, engine: Engine, n_slots: int, n_context: int | None = None
+        self,
+        settings: Settings,
+        engine: Engine,
+        n_slots: int,
+        n_context: int | None = None,
+        prompts: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Bring a prompt of ``settings.n_context`` tokens, or *n_context*, into each slot."""
+        """Bring a prompt of ``settings.n_context`` tokens, or *n_context*, into each slot.
+
+        *prompts* are those to use in their place, one a slot.
+        """
         self._settings = settings
         self._engine = engine
         n_context = n_context or settings.n_context
-        self._prompts = [
+        self._prompts = prompts or [
             prompt_ids(n_context, engine.model.n_vocab, seed=i) for i in range(n_slots)
         ]
         self.stamps_s(1, None)

@@ -9,12 +9,13 @@ prompts of the same length, threads and batch sizes.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from console import attempt, main
 from models import model_path, peer
@@ -50,6 +51,22 @@ WEIGHTS = {"slots-4": 90.0, "slots-batched-bench": 90.0, "slots-server": 90.0, "
            "slots-arriving-prompt": 90.0}  # fmt: skip
 
 
+class ServerEvent(NamedTuple):
+    """An event of a stream of llama-server.
+
+    Attributes:
+        at_s: When it came.
+        n_evaluated: Tokens of the prompt that were not in the slot's cache.
+        n_tokens: Tokens of the generation so far.
+        spent_ms: Since the end of the prompt, by the server's clock.
+    """
+
+    at_s: float
+    n_evaluated: int
+    n_tokens: int
+    spent_ms: float
+
+
 class ServerRuns(Started):
     """One start of the stock llama-server on loopback, its prompts evaluated.
 
@@ -57,7 +74,15 @@ class ServerRuns(Started):
     they are for every user of that program.
     """
 
-    def __init__(self, settings: Settings, prompts: Sequence[list[int]], n_tokens: int) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        prompts: Sequence[list[int]],
+        n_tokens: int,
+        *,
+        flash_attn: bool = True,
+        more_flags: Sequence[object] = (),
+    ) -> None:
         self._prompts = prompts
         self._n_tokens = n_tokens
         self._port = free_port()
@@ -67,7 +92,7 @@ class ServerRuns(Started):
             "--threads": settings.n_threads,
             "--parallel": len(prompts),
             "--ctx-size": n_ctx * len(prompts),
-            "--flash-attn": "on",
+            "--flash-attn": "on" if flash_attn else "off",
             "--n-gpu-layers": settings.n_gpu_layers,
             "--batch-size": 2048,
             "--ubatch-size": 512,
@@ -77,6 +102,7 @@ class ServerRuns(Started):
         }
         command = [str(peer("llama-server")), "--no-kv-unified"]
         command += [str(word) for flag in flags.items() for word in flag]
+        command += [str(word) for word in more_flags]
         super().__init__(command)
 
     def __enter__(self) -> Self:
@@ -86,15 +112,19 @@ class ServerRuns(Started):
 
     def ms(self) -> float:
         """Milliseconds a token, one generation a slot, from when all have their first one on."""
-        firsts: list[float] = []
-        lasts: list[float] = []
+        runs = self.generate()
+        n_left = len(runs) * (self._n_tokens - 1)
+        first_s, last_s = max(run[0].at_s for run in runs), max(run[-1].at_s for run in runs)
+        return (last_s - first_s) * 1000.0 / n_left
+
+    def generate(self) -> list[list[ServerEvent]]:
+        """What comes of a generation in each slot, all at the same time."""
+        found: list[list[ServerEvent]] = []
         failures: list[Exception] = []
 
         def generate(i_slot: int) -> None:
             try:
-                first, last = self._stamps_s(i_slot)
-                firsts.append(first)
-                lasts.append(last)
+                found.append(self._events(i_slot))
             except Exception as error:
                 failures.append(error)
 
@@ -105,16 +135,29 @@ class ServerRuns(Started):
             thread.join()
         if failures:
             raise failures[0]
-        n_left = len(self._prompts) * (self._n_tokens - 1)
-        return (max(lasts) - max(firsts)) * 1000.0 / n_left
+        return found
 
     def is_ready(self) -> bool:
         """Whether it answers."""
         return is_healthy(self._port)
 
-    def _stamps_s(self, i_slot: int) -> tuple[float, float]:
-        """When the first and the last token of a generation in this slot came."""
+    def post(self, path: str, body: dict[str, Any]) -> http.client.HTTPResponse:
+        """The response to this request; close it.
+
+        Raises:
+            RuntimeError: Its status is not 200.
+        """
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=ANSWER_LIMIT_S)
+        # The response keeps the socket until it is closed itself.
+        with contextlib.closing(connection):
+            headers = {"Content-Type": "application/json", "Connection": "close"}
+            connection.request("POST", path, json.dumps(body), headers)
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise RuntimeError(f"llama-server: {response.status} {response.read(500)!r}")
+            return response
+
+    def _events(self, i_slot: int) -> list[ServerEvent]:
         body = {
             "prompt": self._prompts[i_slot],
             "id_slot": i_slot,
@@ -123,30 +166,22 @@ class ServerRuns(Started):
             "ignore_eos": True,
             "cache_prompt": True,
             "stream": True,
+            "timings_per_token": True,
         }
-        try:
-            connection.request(
-                "POST", "/completion", json.dumps(body), {"Content-Type": "application/json"}
-            )
-            response = connection.getresponse()
-            if response.status != http.HTTPStatus.OK:
-                raise RuntimeError(f"llama-server: {response.status} {response.read(500)!r}")
-            stamps: list[float] = []
-            n_predicted = 0
+        found: list[ServerEvent] = []
+        with self.post("/completion", body) as response:
             for line in response:
                 if not line.startswith(b"data: "):
                     continue
-                stamps.append(time.perf_counter())
-                event = json.loads(line[6:])
-                if event.get("stop"):
-                    n_predicted = event["tokens_predicted"]
-            if n_predicted != self._n_tokens:
-                raise RuntimeError(
-                    f"llama-server: {n_predicted} tokens, {self._n_tokens} were asked for"
-                )
-            return stamps[0], stamps[-1]
-        finally:
-            connection.close()
+                at_s = time.perf_counter()
+                timings = json.loads(line[6:])["timings"]
+                figures = (timings[key] for key in ("prompt_n", "predicted_n", "predicted_ms"))
+                found.append(ServerEvent(at_s, *figures))
+        if found[-1].n_tokens != self._n_tokens:
+            raise RuntimeError(
+                f"llama-server: {found[-1].n_tokens} tokens, {self._n_tokens} were asked for"
+            )
+        return found
 
 
 class SlotRuns:

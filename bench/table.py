@@ -22,6 +22,7 @@ import engines
 import eval_callback
 import hf
 import kernel
+import long_slots
 import loop
 import mods
 import prefill
@@ -54,6 +55,7 @@ BENCHMARKS = {
         prefill,
         loop,
         slots,
+        long_slots,
         mods,
         embed,
         engines,
