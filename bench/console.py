@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fnmatch
 import sys
 import traceback
 from contextlib import contextmanager
@@ -22,7 +23,15 @@ from kqview.bench.records import CELL_LEGEND, LeftOut, SweepRow, append_record, 
 from kqview.bench.sweep import is_failure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+    from collections.abc import (
+        Callable,
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
 
     # Rows of one benchmark by name, with the seconds that each takes on two cores.
     Weights = Mapping[str, float]
@@ -173,16 +182,35 @@ def show(rows: Sequence[Row], notes: Sequence[str]) -> None:
         console.print(note, highlight=False)
 
 
+def chosen_rows(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    """The *names* that one of the shell *patterns* matches, in their order.
+
+    Raises:
+        SystemExit: A pattern matches none of them; the message says which there are.
+    """
+    patterns = list(patterns)
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise SystemExit(f"bench: no row {pattern!r}; there are {', '.join(names)}")
+    return [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in patterns)]
+
+
 def main(question: str | None, weights: Weights, measure: Measure, **defaults: object) -> None:
     """Run one benchmark as a program of its own; *defaults* of options other than the shared."""
     parser = argparse.ArgumentParser(description=question)
     parser.add_argument(
-        "--row", action="append", choices=list(weights), help="this row only; may be repeated"
-    )
+        "--row", action="append", metavar="NAME",
+        help="this row only, or those of a pattern such as '*-logits'; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--list", action="store_true", help="print the names of the rows; no more")
     add_options(parser)
     parser.set_defaults(**defaults)
     args = parser.parse_args()
-    settings = settings_of(args, args.row)
+    rows = None if args.row is None else chosen_rows(args.row, weights)
+    if args.list:
+        print(*(weights if rows is None else rows), sep="\n")
+        return
+    settings = settings_of(args, rows)
     about = facts(settings)
     end_on_sigterm()
     outcome = collect([(weights, measure)], settings, about)

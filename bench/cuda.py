@@ -5,7 +5,8 @@ attention on, prompts of 1k, 4k and 16k tokens that stay in their slots. A run d
 in every slot, in lockstep; its figure is the median step. Rounds as in contexts.py: no capture, no
 capture once more, then each capture, every second round backwards. Beside it, with one slot:
 llama-bench and the eval callback of the stock build, and transformers with `output_attentions` on
-the same shape. Two rows measure only the copy to the host. cuda.sh builds everything and runs it;
+the same shape. Two rows measure only the copy to the host, and some compare both places where
+rows can be computed (cuda_rows.py). cuda.sh builds everything and runs it;
 --device cpu measures the same things on a CPU.
 """
 
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 import eval_callback
 from console import attempt, main
 from cuda_copy import COPY_CASES, measure_copies
+from cuda_rows import PLACE_CASES, measure_places
 from loop import llama_bench_ms
 from models import peer
 from report import Timing
@@ -64,14 +66,21 @@ CASES = {
         if name != "hf-attentions" or k != "16k"
     },
 }
-WEIGHTS = {**dict.fromkeys(CASES, 5.0), **dict.fromkeys(COPY_CASES, 2.0)}
+WEIGHTS = {
+    **dict.fromkeys(PLACE_CASES, 5.0),
+    **dict.fromkeys(CASES, 5.0),
+    **dict.fromkeys(COPY_CASES, 2.0),
+}
 N_REPETITIONS = 5
 MOST_ROUNDS = 5
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
     """Measure the chosen rows, one engine for each number of slots."""
-    sizes = dict(zip(SIZES, QUICK_CONTEXTS if settings.is_quick else CONTEXTS, strict=True))
+    sizes: dict[str, int] = dict(
+        zip(SIZES, QUICK_CONTEXTS if settings.is_quick else CONTEXTS, strict=True)
+    )
+    yield from measure_places(settings, line, sizes)
     for n_slots in SLOTS:
         names = [name for name in settings.chosen(CASES) if _is_own(name, n_slots)]
         if not names:

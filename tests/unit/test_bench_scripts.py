@@ -399,6 +399,41 @@ def test_every_row_of_the_issue_is_a_case_with_its_target(script: Any) -> None:
     assert own <= cuda.CASES.keys()
     assert cuda.TARGETS.keys() <= cuda.CASES.keys()
     assert {"cuda-copy", "cuda-step-to-view"} <= cuda.WEIGHTS.keys()
+    places = script("cuda_rows")
+    assert places.PLACE_TARGETS.keys() <= places.PLACE_CASES.keys() <= cuda.WEIGHTS.keys()
+
+
+def test_reading_keys_again_is_much_only_without_grouped_queries(script: Any) -> None:
+    places, wide = script("cuda_rows"), script("wide_model")
+    assert places.keys_again(wide.WIDE, 4096) == pytest.approx(0.015, abs=0.001)
+    llama_2_7b = wide.Shape(32, 32, 32, 128, 11008, 32000)
+    assert places.keys_again(llama_2_7b, 4096) == pytest.approx(0.117, abs=0.001)
+
+
+def test_rows_are_chosen_by_patterns_in_their_order(script: Any) -> None:
+    chosen = script("console").chosen_rows
+    names = ["a-1", "a-2", "b-1"]
+    assert chosen(["*-1", "a-*"], names) == names
+    assert chosen(["b-1"], names) == ["b-1"]
+    with pytest.raises(SystemExit, match=r"no row 'c-\*'; there are a-1, a-2, b-1"):
+        chosen(["a-1", "c-*"], names)
+
+
+def test_saved_rows_of_a_gpu_can_be_printed(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = script("cuda_table")
+    before = table.README.read_bytes()
+    path = tmp_path / "rows.jsonl"
+    for name in ("cuda-4k-1-logits", "cuda-1k-1-logits"):
+        append_record(path, report.to_record(timing(1.02, 20, 1.03, name), ABOUT))
+    monkeypatch.setattr("sys.argv", ["cuda_table.py", str(path), "--print"])
+    table.main()
+    printed = capsys.readouterr().out
+    assert 0 < printed.index("cuda-1k-1-logits") < printed.index("cuda-4k-1-logits")
+    assert "1.020" in printed
+    assert "no row saved: device-rows-4k-1-in-graph, " in printed
+    assert table.README.read_bytes() == before
 
 
 def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:

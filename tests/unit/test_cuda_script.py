@@ -1,0 +1,326 @@
+"""bench/cuda.sh and cuda_kit.py: what they refuse, and what they leave behind.
+
+No GPU, network or compiler: packages are wheels of a few lines, and llama.cpp's source is the files
+without which fetch.py refuses a tree. CI runs the benchmarks themselves with --device cpu --quick.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench import report
+from vendor import fetch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BENCH = Path(report.__file__).parent
+MIB = 2**20
+
+
+@pytest.fixture
+def kit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module, as the script runs it."""
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module("cuda_kit")
+
+
+@dataclass
+class Script:
+    """cuda.sh with folders of its own."""
+
+    root: Path
+    environment: dict[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def kit(self) -> Path:
+        return self.root / "kit"
+
+    @property
+    def work(self) -> Path:
+        return self.root / "work"
+
+    @property
+    def out(self) -> Path:
+        return self.root / "out"
+
+    def __call__(self, *arguments: str) -> tuple[int, str]:
+        """The exit status, and what was printed."""
+        done = subprocess.run(
+            ["bash", str(BENCH / "cuda.sh"), *arguments],
+            env={
+                **os.environ,
+                "KQVIEW_PYTHON": sys.executable,
+                "KQVIEW_CUDA_KIT": str(self.kit),
+                "KQVIEW_CUDA_WORK": str(self.work),
+                "KQVIEW_CACHE_DIR": str(self.root / "cache"),
+                "OUT": str(self.out),
+                **self.environment,
+            },
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        return done.returncode, done.stdout
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    return Script(tmp_path)
+
+
+def write_wheel(folder: Path, name: str, code: str = "") -> Path:
+    """A wheel with a module of *code* and a program, both called *name*."""
+    folder.mkdir(parents=True, exist_ok=True)
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}/__init__.py": f"def main(): print('{name} runs')\n{code}",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    path = folder / f"{name}-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        for member, text in {**files, f"{info}/RECORD": record}.items():
+            wheel.writestr(member, text)
+    return path
+
+
+def write_source(folder: Path, root: str | None = None) -> None:
+    """A packed llama.cpp, as `prepare` makes it, called *root* instead of by the lock file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = fetch.read_lock(fetch.LOCK_FILE)
+    with tarfile.open(folder / "llama.cpp.tar.gz", "w:gz") as archive:
+        for name in (*lock.required, fetch.COMPLETE_MARKER):
+            archive.addfile(tarfile.TarInfo(f"{root or lock.tree_name}/{name}"), io.BytesIO())
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("paint",), ("'paint'", "prepare, build and run")),
+        (("prepare", "table"), ("'table' of prepare", "wheels source size")),
+        (("build", "values"), ("'values' of build", "tools package peers")),
+        (("run", "wheels"), ("'wheels' of run", "values sanitize table tests architectures")),
+        (("run", "--fast"), ("'--fast'", "--help")),
+        (("run", "--row"), ("--row needs a value",)),
+        (("run", "--limit", "soon"), ("'soon'", "number of seconds")),
+        (("run", "--device", "tpu"), ("'tpu'", "gpu or cpu")),
+    ],
+)
+def test_what_the_command_line_does_not_know_is_refused_with_what_there_is(
+    script: Script, arguments: tuple[str, ...], words: tuple[str, ...]
+) -> None:
+    status, printed = script(*arguments)
+    assert status == 2
+    assert all(word in printed for word in words), printed
+    assert not script.work.exists()
+
+
+def test_row_that_no_table_has_is_refused_before_anything_is_measured(script: Script) -> None:
+    status, printed = script("run", "values", "table", "--device", "cpu", "--row", "cuda-9k-*")
+    assert status == 2
+    assert "no row 'cuda-9k-*'; there are " in printed
+    assert "cuda-16k-8-logits" in printed
+    assert "values " not in printed
+
+
+def test_plan_of_the_help_fits_a_machine_of_45_minutes_and_names_rows_that_exist(
+    script: Script, kit: Any
+) -> None:
+    rows = importlib.import_module("cuda").WEIGHTS
+    chosen_rows = importlib.import_module("console").chosen_rows
+    _, printed = script("--help")
+    calls = [line.split() for line in printed.partition("A plan")[2].splitlines()[3:8]]
+    minutes = [int(call.pop()) for call in calls]
+    assert max(minutes) < 10
+    assert sum(minutes) <= 40  # to start it takes minutes as well
+    patterns = [
+        call[i + 1].strip("'") for call in calls for i, word in enumerate(call) if word == "--row"
+    ]
+    assert set(chosen_rows(patterns, rows)) == set(rows)
+    assert all(call[-2:] == ["--limit", "570"] for call in calls)
+
+
+# ---- the kit
+
+
+def test_kit_that_is_too_big_is_refused_with_its_largest_files(script: Script) -> None:
+    script.kit.mkdir()
+    for name, size in (("browser.whl", 70 * MIB), ("small.whl", MIB)):
+        with (script.kit / name).open("wb") as file:
+            file.truncate(size)
+    status, printed = script("prepare", "size")
+    assert status == 1
+    assert "67.1 MB (64 MiB) may travel" in printed
+    assert "The largest files: browser.whl 73.4 MB, " in printed
+    assert "--without" in printed
+    status, printed = script("prepare", "size", "--fit", "100")
+    assert status == 0, printed
+    assert "may travel" in printed
+    status, printed = script("prepare", "size", "--fit", "0")
+    assert status == 0, printed
+
+
+def test_checkout_weighs_what_git_does_not_ignore(kit: Any, tmp_path: Path) -> None:
+    root = tmp_path / "checkout"
+    (root / "build" / "kit").mkdir(parents=True)
+    for name, size in (("tracked", 100), ("new", 20), ("build/kit/a.whl", 3), ("build/object", 9)):
+        (root / name).write_bytes(b"x" * size)
+    (root / ".gitignore").write_text("build\n")  # 6 bytes
+    for command in (["init", "-q"], ["add", "tracked"]):
+        subprocess.run(["git", *command], cwd=root, check=True)
+    sizes = kit.checkout_sizes(root)
+    assert {path.name: size for path, size in sizes.items()} == {
+        "tracked": 100, "new": 20, ".gitignore": 6,
+    }  # fmt: skip
+    assert kit.weigh(root / "build" / "kit", 129, root).endswith("0.0 MB (0 MiB) may travel")
+    with pytest.raises(kit.KitError, match="The largest files: tracked"):
+        kit.weigh(root / "build" / "kit", 128, root)
+
+
+def test_requirements_are_those_of_the_package_its_build_and_its_tests(kit: Any) -> None:
+    names = {kit.name_of(one) for one in kit.requirements()}
+    assert {"numpy", "typer", "pytest", "scikit-build-core", "cmake", "ninja"} <= names
+    assert not {"kqview", "playwright", "openai"} & names
+
+
+def test_extra_that_lost_a_package_is_refused(kit: Any, tmp_path: Path) -> None:
+    path = tmp_path / "pyproject.toml"
+    path.write_text(
+        "[project]\ndependencies = []\n[project.optional-dependencies]\n"
+        "test = ['hypothesis', 'gguf', 'PyTest_asyncio']\n[build-system]\nrequires = []\n"
+    )
+    with pytest.raises(kit.KitError, match="names no pytest; correct OF_TEST"):
+        kit.requirements(path)
+
+
+def test_what_is_missing_is_named_with_what_needs_it(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "outer-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: outer\nVersion: 1.0\nRequires-Dist: inner>=2\n"
+        "Requires-Dist: never; python_version < '3'\nRequires-Dist: extra; extra == 'more'\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kit.missing(["outer"]) == ["inner>=2 (for outer)"]
+    assert kit.missing(["outer>=3", "inner"]) == [
+        "outer>=3: 1.0 is here",
+        "inner",
+        "inner>=2 (for outer)",
+    ]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kit.missing(["cmake>=3.26", "ninja"]) == ["cmake>=3.26", "ninja"]
+    program = tmp_path / "cmake"
+    program.write_text("#!/bin/sh\necho cmake version 3.22.1\n")
+    program.chmod(0o755)
+    assert kit.missing(["cmake>=3.26"]) == ["cmake>=3.26: 3.22.1 is here"]
+    assert kit.missing(["cmake>=3.20"]) == []
+
+
+# ---- builds
+
+
+def test_programs_of_the_kit_survive_the_install_of_the_package(script: Script) -> None:
+    write_source(script.kit)
+    write_wheel(script.kit / "wheels", "sometool")
+    package = write_wheel(
+        script.root, "kqview", "def system_info(): return {'devices': [{'name': 'made-up'}]}\n"
+    )
+    status, printed = script(
+        "build", "tools", "package", "--device", "cpu", "--package", str(package)
+    )
+    assert status == 0, printed
+    assert (script.work / "package-site" / "bin" / "kqview").is_file()
+    done = subprocess.run(
+        [script.work / "site" / "bin" / "sometool"],
+        env={"PYTHONPATH": str(script.work / "site")},
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout == "sometool runs\n"
+    lock = fetch.read_lock(fetch.LOCK_FILE)
+    assert fetch.is_complete(script.root / "cache" / lock.tree_name, lock)
+
+
+def lose_source(kit: Path) -> None:
+    (kit / "llama.cpp.tar.gz").unlink()
+
+
+def bring_another_source(kit: Path) -> None:
+    write_source(kit, "llama.cpp-older")
+
+
+def serve_another_python(kit: Path) -> None:
+    (kit / "python").write_text("2.7\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lose_source, "no llama.cpp.tar.gz in "),
+        (bring_another_source, "another llama.cpp than"),
+        (serve_another_python, "are for Python 2.7, but "),
+    ],
+)
+def test_kit_that_does_not_serve_is_refused(
+    script: Script, spoil: Callable[[Path], None], words: str
+) -> None:
+    write_source(script.kit)
+    spoil(script.kit)
+    status, printed = script("build", "--device", "cpu")
+    assert status == 1
+    assert words in printed
+    assert "run bench/cuda.sh prepare" in printed
+    assert "package " not in printed.partition("FAIL")[0]  # nothing is built after it
+    assert not (script.work / "package.log").exists()
+
+
+def test_work_folder_of_other_sources_is_refused(script: Script, kit: Any) -> None:
+    script.work.mkdir()
+    first, *lines = ["vendor pyproject.toml", *kit.sources(["vendor", "pyproject.toml"])]
+    listing = script.work / "package.sources"
+    listing.write_text("\n".join([first, *lines]) + "\n")
+    kit.compare(listing)
+    lines[-1] = "0" * 64 + "  pyproject.toml"
+    listing.write_text("\n".join([first, *lines, "1" * 64 + "  vendor/removed.cmake"]) + "\n")
+    status, printed = script("run", "values", "--device", "cpu")
+    assert status == 1
+    assert "(pyproject.toml, vendor/removed.cmake differ)" in printed
+    assert "run bench/cuda.sh build package" in printed
+    assert not (script.work / "values.log").exists()
+
+
+def test_part_that_takes_too_long_is_cut_off_and_what_is_there_is_brought_back(
+    script: Script,
+) -> None:
+    write_source(script.kit)
+    write_wheel(script.kit / "wheels", "sometool")
+    python = script.root / "python"
+    python.write_text(
+        f'#!/bin/sh\ncase "$*" in *pip*) exec sleep 600;; esac\nexec {sys.executable} "$@"\n'
+    )
+    python.chmod(0o755)
+    script.environment["KQVIEW_PYTHON"] = str(python)
+    status, printed = script("build", "--device", "cpu", "--limit", "4")
+    assert status == 1
+    # The second where the machine was so slow that no time was left to begin.
+    assert "cut off tools" in printed or "left out tools" in printed
+    assert (script.out / "printed.txt").read_text() == printed
+    if "cut off tools" in printed:
+        with tarfile.open(script.out / "logs.tar.gz") as logs:
+            assert logs.getnames() == ["tools.log"]
