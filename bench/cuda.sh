@@ -138,6 +138,7 @@ pack_source() {
     tree=$("$python" vendor/fetch.py --print-path) || return 1
     tar -C "$(dirname "$tree")" -czf "$kit/llama.cpp.tar.gz" "$(basename "$tree")" &&
         git describe --always --dirty --exclude='*' >"$kit/commit" &&
+        "$python" bench/cuda_kit.py sources bench "${sources[@]}" >"$kit/sources" &&
         du -h "$kit/llama.cpp.tar.gz" | cut -f 1
 }
 
@@ -165,7 +166,11 @@ use_site() {
     export PATH=$work/package-site/bin:$work/site/bin:$PATH:$scripts
     [ -d "$kit" ] || return 0
     export KQVIEW_CACHE_DIR=${KQVIEW_CACHE_DIR:-$work/cache}
-    [ ! -s "$kit/commit" ] || { KQVIEW_BENCH_COMMIT=$(cat "$kit/commit") && export KQVIEW_BENCH_COMMIT; }
+    [ -s "$kit/commit" ] || return 0
+    KQVIEW_BENCH_COMMIT=$(cat "$kit/commit")
+    # The tree may be newer than the kit.
+    "$python" bench/cuda_kit.py compare "$kit/sources" 2>/dev/null || KQVIEW_BENCH_COMMIT+=-changed
+    export KQVIEW_BENCH_COMMIT
 }
 
 install_tools() {

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench import report
+from kqview.bench.pairs import Pairs
 from vendor import fetch
 
 if TYPE_CHECKING:
@@ -233,6 +236,16 @@ def test_what_is_missing_is_named_with_what_needs_it(
     assert kit.missing(["cmake>=3.20"]) == []
 
 
+def test_programs_that_are_missing_fail_the_check(kit: Any, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, kit.__file__, "missing"],
+        env={**os.environ, "PATH": str(tmp_path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "cmake>=3.26, ninja. Install them, or put them into the kit" in done.stderr
+
+
 # ---- builds
 
 
@@ -324,3 +337,38 @@ def test_part_that_takes_too_long_is_cut_off_and_what_is_there_is_brought_back(
     if "cut off tools" in printed:
         with tarfile.open(script.out / "logs.tar.gz") as logs:
             assert logs.getnames() == ["tools.log"]
+
+
+def test_table_that_is_cut_off_leaves_the_rows_that_it_had(script: Script) -> None:
+    record = report.to_record(
+        report.Timing(
+            "cuda-4k-1-logits", "logits", "no capture", "a step", Pairs([10.0] * 5, [10.25] * 5),
+            None, "python bench/cuda.py",
+        ),
+        {
+            "date": "2025-01-02T03:04:05+00:00", "cpu": "some cpu", "flags": "--threads 1",
+        },
+    )  # fmt: skip
+    measured = script.root / "measured.jsonl"
+    measured.write_text(json.dumps(record) + "\n")
+    python = script.root / "python"
+    # A benchmark that has saved a row when its time is over, on a machine with kqview.
+    python.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in\n'
+        '    "-m kqview info" | "- cpu") echo no GPU ;;\n'
+        f'    "bench/cuda.py "*) cat {measured} >>"$OUT/cuda.jsonl"; exit 124 ;;\n'
+        f'    *) exec {sys.executable} "$@" ;;\n'
+        "esac\n"
+    )
+    python.chmod(0o755)
+    script.environment["KQVIEW_PYTHON"] = str(python)
+    for n_rows in (1, 2):
+        status, printed = script("run", "table", "--device", "cpu")
+        assert status == 1
+        assert "cut off table" in printed
+        assert "1.025" in (script.out / "table.txt").read_text()
+        assert "1.025" in printed
+        # The folder is emptied between two calls; the work folder is not.
+        assert len((script.out / "cuda.jsonl").read_text().splitlines()) == n_rows
+        shutil.rmtree(script.out)
