@@ -149,6 +149,7 @@ void bind_stats(nb::module_& module) {
         .def_prop_ro("step_to_view_s", &seconds<&engine_counters::step_to_view_ns>)
         .def_prop_ro("device_copies", &count<&copy_counters::n_copies>)
         .def_prop_ro("device_copy_bytes", &count<&copy_counters::n_bytes>)
+        .def_prop_ro("device_row_bytes", &count<&copy_counters::reserved_bytes>)
         .def_prop_ro("device_copy_s", &seconds<&copy_counters::copy_ns>)
         .def_prop_ro("slots", [](const reading& now) { return now.of->sched().slots(); })
         .def_ro("pool", &reading::pool);

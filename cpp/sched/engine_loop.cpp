@@ -158,7 +158,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
     ++counters_.n_requests;
     auto [target, plan] = slots_.admit(wanted);
     try {
-        want(*wanted);
+        want(*wanted, target.id());
         slots_.take_over(target, std::move(plan));
         if (!wanted->is_steered) target.picker = std::move(wanted->picker);
     } catch (...) {
@@ -169,7 +169,7 @@ void engine_loop::start(const std::shared_ptr<request>& wanted) {
 void engine_loop::go_on(parked_request one) {
     auto& target = slots_.readmit(one.of, std::move(one.progress));
     try {
-        want(*one.of);
+        want(*one.of, target.id());
         slots_.take_over_text(target);
     } catch (...) {
         out_.fail(target, one.of);
@@ -177,17 +177,17 @@ void engine_loop::go_on(parked_request one) {
 }
 
 // Every graph gets the nodes that the running requests want.
-void engine_loop::want(const request& added) {
+void engine_loop::want(const request& added, slot_id slot) {
     // The nodes of an ended request stay until the next one arrives: alternating requests with the
     // same plan then share their graphs.
     graph_plan all;
-    const auto add = [&all](const request& one) {
-        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0);
+    const auto add = [&all](const request& one, slot_id its_slot) {
+        if (one.capture) all.add(*one.capture, one.n_prompt_rows > 0, its_slot);
     };
     for (const auto& other : slots_) {
-        if (other.active && other.active.get() != &added) add(*other.active);
+        if (other.active && other.active.get() != &added) add(*other.active, other.id());
     }
-    add(added);
+    add(added, slot);
     model_.want(all);
 }
 

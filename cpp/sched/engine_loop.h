@@ -61,7 +61,7 @@ private:
     bool make_way();
     void park(slot& target);
     bool tell_stalled();
-    void want(const request& added);
+    void want(const request& added, slot_id slot);
     std::optional<clock::time_point> next_deadline() const;
     void end_queued();
     void fail(const request& wanted, const error& failure);

@@ -79,20 +79,36 @@ bool llama_runner::is_end_of_generation(token_id id) const {
 void llama_runner::want(const graph_plan& plan) {
     unbroken("reserving a graph", [&] {
         const tap::scope scope(*tap_);
+        const auto before = tap_->wanted();
         try {
             if (!tap_->want(plan)) return;
             context_->reserve();
         } catch (const llama_abort&) {
             throw;
         } catch (...) {
-            // Running requests must not fail with the new one: back to graphs without nodes.
+            // Running requests must not fail with the new one.
             const auto why = tap_->take_failure();
-            tap_->want({});
-            context_->reserve();
+            go_back_to(before);
             if (why.empty()) throw;
             throw error(errc::unsupported_model, "capture: " + why);
         }
     });
+}
+
+// Graphs with the nodes of the requests that run or, where memory no longer suffices, without any.
+void llama_runner::go_back_to(const graph_plan& plan) {
+    tap_->want({});
+    try {
+        tap_->want(plan);
+        context_->reserve();
+        return;
+    } catch (const llama_abort&) {
+        throw;
+    } catch (...) {
+        (void)tap_->take_failure();
+    }
+    tap_->want({});
+    context_->reserve();
 }
 
 void llama_runner::use(const lora_scales& scales) {
@@ -107,7 +123,7 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
 
     return unbroken("decoding", [&] {
         const tap::scope scope(*tap_);
-        tap_->begin_step(std::move(targets));
+        tap_->begin_step(std::move(targets), tokens.front().slot);
         try {
             context_->decode(tokens, embeds);
         } catch (...) {

@@ -95,6 +95,7 @@ private:
     template <typename Call>
     auto unbroken(const char* activity, Call&& call);
     [[noreturn]] void break_down(const llama_abort& why, const char* activity);
+    void go_back_to(const graph_plan& plan);
     void publish_graphs();
     row_target target_of(std::span<const step_token> tokens, const step_rows& rows) const;
 

@@ -192,7 +192,18 @@ row_layout capture_plan::layout(int n_columns, int n_queries, bool with_output) 
     return where;
 }
 
-void graph_plan::add(const capture_plan& plan, bool with_prompt) {
+slot_range span_of(const slot_range& a, const slot_range& b) {
+    if (a.count == 0 || b.count == 0) return a.count == 0 ? b : a;
+    const int first = std::min(a.first, b.first);
+    return {first, std::max(a.end(), b.end()) - first};
+}
+
+slot_range common_of(const slot_range& a, const slot_range& b) {
+    const int first = std::max(a.first, b.first);
+    return {first, std::max(0, std::min(a.end(), b.end()) - first)};
+}
+
+void graph_plan::add(const capture_plan& plan, bool with_prompt, int slot) {
     for (const auto& rows : plan.layers()) {
         auto& one = wanted_by_layer_[rows.il];
         if (!rows.on_device) {
@@ -203,6 +214,7 @@ void graph_plan::add(const capture_plan& plan, bool with_prompt) {
     }
     for (const int il : plan.hidden()) wanted_by_layer_[il].hidden = true;
     wants_prompt_ = wants_prompt_ || (with_prompt && plan.has_device_rows());
+    if (plan.has_device_rows()) widen({slot, 1});
 }
 
 bool graph_plan::wants(int il, row_kind kind) const {

@@ -203,12 +203,34 @@ private:
     bool has_device_rows_ = false;
 };
 
+// Adjacent slots, or streams of a graph.
+struct slot_range {
+    int first = 0;
+    int count = 0;
+
+    int end() const { return first + count; }
+    bool covers(const slot_range& other) const {
+        return other.count == 0 || (first <= other.first && other.end() <= end());
+    }
+    bool operator==(const slot_range&) const = default;
+};
+// The smallest range that covers both.
+slot_range span_of(const slot_range& a, const slot_range& b);
+slot_range common_of(const slot_range& a, const slot_range& b);
+
 // The nodes a graph needs: for each layer, what to read from it. If empty, the graph gets no nodes.
 class graph_plan {
 public:
     // `with_prompt`: rows of several prompt queries are wanted. The host's kernel finds those
-    // queries at run time; for a device they are part of the graph.
-    void add(const capture_plan& plan, bool with_prompt = false);
+    // queries and the slots at run time; for a device they are part of the graph.
+    void add(const capture_plan& plan, bool with_prompt = false, int slot = 0);
+    // Whether graphs of both have the same nodes, apart from the slots that these read.
+    bool has_nodes_of(const graph_plan& other) const {
+        return wanted_by_layer_ == other.wanted_by_layer_ && wants_prompt_ == other.wants_prompt_;
+    }
+    // The slots whose rows devices compute: from the first to the last that captures.
+    const slot_range& slots() const { return slots_; }
+    void widen(const slot_range& more) { slots_ = span_of(slots_, more); }
     bool wants(int il, row_kind kind) const;
     const std::set<device_want>& device_wants(int il) const { return of(il).on_device; }
     bool wants_hidden(int il) const { return of(il).hidden; }
@@ -227,6 +249,7 @@ private:
 
     std::map<int, layer> wanted_by_layer_;
     bool wants_prompt_ = false;
+    slot_range slots_;
 };
 
 }  // namespace kqview

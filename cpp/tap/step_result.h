@@ -15,7 +15,7 @@ struct step_result {
     transfer_id transfer = 0;               // await before reading the rows; 0 = the rows are there
 };
 
-// Cost of copying attention from devices to the host; the counters only grow.
+// Cost of copying attention from devices to the host; other counters only grow.
 // Threads: the engine thread writes, any thread reads. Shared, because a reader may outlive the
 //          tap.
 struct copy_counters {
@@ -25,6 +25,9 @@ struct copy_counters {
     // copy within the device, had ended) to when it knew that they had arrived. The thread checks
     // neither before it has to, so this is an upper bound; it is exact only with `are_awaited`.
     std::atomic<std::uint64_t> copy_ns{0};
+
+    // Bytes that devices hold for rows on their way; this one falls, too.
+    std::atomic<std::size_t> reserved_bytes{0};
 
     // Set by any thread, for copy benchmarks: a step with rows on a device then ends only once they
     // are on the host.

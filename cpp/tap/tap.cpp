@@ -11,7 +11,10 @@ namespace kqview {
 
 namespace {
 thread_local tap* current_tap = nullptr;
-}
+
+// On devices, for rows of slots that captured before.
+constexpr std::size_t spare_bytes = std::size_t{256} << 20;
+}  // namespace
 
 // The nodes added to one graph, and the plan they serve. Owns the added tensors' metadata.
 struct tap::marked_graph {
@@ -42,16 +45,22 @@ tap::scope::~scope() { current_tap = previous_; }
 tap* tap::current() noexcept { return current_tap; }
 
 bool tap::want(const graph_plan& plan) {
-    if (plan == wanted_) return false;
+    auto next = plan;
+    if (plan.has_nodes_of(wanted_)) {
+        if (wanted_.slots().covers(plan.slots())) return false;
+        next.widen(wanted_.slots());
+        if (devices_.bytes_for(next) > devices_.bytes_for(plan) + spare_bytes) next = plan;
+    }
     wanted_ = {};
     ++generation_;
     running_ = nullptr;
-    devices_.reserve(plan);
-    wanted_ = plan;
+    devices_.reserve(next);
+    wanted_ = next;
     return true;
 }
 
-void tap::begin_step(std::vector<row_target> targets) {
+void tap::begin_step(std::vector<row_target> targets, int first_slot) {
+    first_slot_ = first_slot;
     table_.targets = std::move(targets);
     table_.prepare_reductions();
     if (attends_) attend_memory_.prepare(table_.targets);
@@ -61,6 +70,7 @@ void tap::begin_step(std::vector<row_target> targets) {
 }
 
 step_result tap::end_step() {
+    first_slot_ = -1;
     step_result result;
     if (running_ && !table_.targets.empty()) {
         try {
@@ -85,7 +95,10 @@ step_result tap::end_step() {
     return result;
 }
 
-void tap::abandon_step() noexcept { table_.targets.clear(); }
+void tap::abandon_step() noexcept {
+    table_.targets.clear();
+    first_slot_ = -1;
+}
 
 bool tap::prepare(ggml_cgraph* graph) {
     ++n_graphs_built_;
@@ -163,8 +176,8 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         if (!wanted_.wants_hidden(site.il) || devices_.holds_hidden(site.il)) continue;
         placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
     }
-    failure_ = devices_.add(found.attention, found.hidden, wanted_, mark.tensors.get(), placed,
-                            mark.devices);
+    failure_ = devices_.add(found.attention, found.hidden, wanted_, first_slot_, mark.tensors.get(),
+                            placed, mark.devices);
     if (!failure_.empty()) return false;
     if (!insert_nodes(graph, placed)) {
         failure_ = "the graph has no room for " + std::to_string(placed.size()) +

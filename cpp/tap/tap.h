@@ -58,10 +58,12 @@ public:
     // What can be captured; known once llama.cpp has reserved its first graph.
     const capture_source& source() const { return source_; }
 
-    // Sets what the graphs must provide from here on. Returns true if that changed: the caller must
+    // Sets what the graphs must provide from here on; slots whose rows they provide already stay
+    // where the nodes are the same, so that texts may take turns in them. Returns true if that changed: the caller must
     // then drop llama.cpp's graphs (context::reserve) before the next decode. Raises out_of_memory
     // if a device has no room for the rows; nothing is wanted afterwards.
     bool want(const graph_plan& plan);
+    const graph_plan& wanted() const { return wanted_; }
 
     // The first device that produces rows, or null if the CPU computes all of them.
     ggml_backend_dev_t device() const { return devices_.device(); }
@@ -69,8 +71,8 @@ public:
     // The most prompt queries whose rows one step can provide.
     int n_prompt_rows() const { return devices_.n_prompt_rows(); }
 
-    // The targets of the next decode; valid until end_step.
-    void begin_step(std::vector<row_target> targets);
+    // The targets of the next decode, valid until end_step, and the first of its adjacent slots.
+    void begin_step(std::vector<row_target> targets, int first_slot);
 
     // Starts the transfer of device rows and drops the targets. Raises internal if a requested row
     // was not written: a buffer with stale content must never be handed out.
@@ -113,6 +115,7 @@ private:
     void attend_instead(const sites& found, marked_graph& mark);
 
     graph_plan wanted_;
+    int first_slot_ = -1;           // of the step; -1: between steps
     std::uint64_t generation_ = 0;  // of `wanted_`
     capture_source source_;
     bool is_discovered_ = false;

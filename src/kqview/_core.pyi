@@ -411,6 +411,7 @@ class EngineStats:
     step_to_view_s: Final[float]
     device_copies: Final[int]
     device_copy_bytes: Final[int]
+    device_row_bytes: Final[int]
     device_copy_s: Final[float]
     slots: Final[list[SlotStats]]
     pool: Final[PoolStats]

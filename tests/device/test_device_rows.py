@@ -23,7 +23,7 @@ from tests.support.reference import relative_error
 from tests.support.rows import CLOSE, KINDS, Kind, both, check_equal, random_ids, run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     from kqview import Engine
@@ -208,6 +208,99 @@ def test_rows_of_a_prompt(
     np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
     theirs, ours = (np.asarray(e.attend(prompt, CAPTURES[name], last=5).array()) for e in engines)
     np.testing.assert_allclose(ours, theirs, rtol=near, atol=near)
+
+
+def start_capturing(engine: Engine, slots: Iterable[int]) -> list[list[Token]]:
+    """Texts in all slots at once, of which those in *slots* capture; their tokens."""
+    running = [
+        engine.generate(
+            random_ids(N_PROMPT, seed=i), slot=i, max_tokens=N_TOKENS, temperature=0.0,
+            ignore_eos=True, capture="probs" if i in slots else None,
+        )
+        for i in range(len(engine.slots))
+    ]  # fmt: skip
+    taken: list[list[Token]] = [[] for _ in running]
+    for _ in range(N_TOKENS):
+        for tokens, generation in zip(taken, running, strict=True):
+            tokens.append(next(generation))
+    for generation in running:
+        generation.close()
+    return taken
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("slots", [[0], [5], [2, 3], [1, 6], [7]], ids=str)
+def test_rows_are_right_whichever_slots_capture(
+    make_engine: MakeEngine, tiny_llama: Path, slots: list[int], flash_attn: bool
+) -> None:
+    engines = both(make_engine, tiny_llama, n_slots=8, flash_attn=flash_attn)
+    # Prompts of several slots are evaluated together, by flash attention that sums V in float16.
+    limit = 1e-3 if flash_attn else CLOSE
+    for theirs, ours in zip(*(start_capturing(e, slots) for e in engines), strict=True):
+        check_equal(ours, theirs, limit)
+
+
+def test_devices_hold_rows_of_the_slots_that_capture_alone(
+    make_engine: MakeEngine, tiny_llama: Path, device_rows: DeviceRows
+) -> None:
+    # Rows of one token as a device has them, in its buffer and in two staging buffers; beside a
+    # step only in its buffer. What comes to it by slots that do not capture is small.
+    n_layer, n_head, n_ctx, n_slots = 3, 4, 2048, 8
+    row_bytes = n_layer * n_head * n_ctx * 4
+    n_copies = 1 if device_rows == "beside" else 3
+    held_bytes: dict[int, int] = {}
+    for n_capturing in (1, 2, 8):
+        engine = make_engine(
+            tiny_llama, n_gpu_layers=-1, n_slots=n_slots, n_ctx=n_ctx, flash_attn=True
+        )
+        assert engine.stats().device_row_bytes == 0
+        start_capturing(engine, range(n_capturing))
+        held_bytes[n_capturing] = engine.stats().device_row_bytes
+        engine.close()
+    least = n_copies * row_bytes
+    assert least <= held_bytes[1]
+    assert held_bytes[2] - held_bytes[1] == least
+    assert held_bytes[8] - held_bytes[1] == 7 * least
+
+
+def test_memory_for_rows_stays_for_a_like_request_and_goes_after_many_rows_of_a_prompt(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_ctx=4096, flash_attn=True)
+    prompt = random_ids(N_PROMPT)
+
+    def row_bytes(capture: str | None) -> int:
+        run(engine, prompt, 2, capture=capture)
+        return engine.stats().device_row_bytes
+
+    of_a_token = row_bytes("logits")
+    assert of_a_token == row_bytes(None) == row_bytes("logits") > 0
+    want = np.asarray(engine.attend(prompt, "logits").array())
+    of_a_prompt = engine.stats().device_row_bytes
+    assert of_a_prompt > 100 * of_a_token
+    assert row_bytes("logits") == of_a_token
+    np.testing.assert_array_equal(np.asarray(engine.attend(prompt, "logits").array()), want)
+
+
+def test_a_capture_without_room_leaves_the_captures_that_run(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    gc.collect()
+    cpu, gpu = both(make_engine, tiny_llama, n_slots=2, n_ctx=2048)
+    prompt = random_ids(N_PROMPT)
+    want = run(cpu, prompt, N_TOKENS, capture="probs")
+    first = gpu.generate(
+        prompt, slot=0, max_tokens=N_TOKENS, ignore_eos=True, capture="probs",
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=7,
+    )  # fmt: skip
+    got = [next(first)]
+    device.set(memory_bytes=device.counts()["used_bytes"])
+    with pytest.raises(OutOfMemory, match=r"FAKE\d .* MiB"):
+        gpu.generate(
+            prompt, slot=1, max_tokens=2, capture=Capture("logits", hidden=[0, 1, 2])
+        ).read()
+    got += first
+    check_equal(got, want)
 
 
 @pytest.mark.parametrize(("kind", "n_nodes"), [("logits", 1), ("scores", 2), ("probs", 2)])

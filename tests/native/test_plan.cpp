@@ -290,3 +290,25 @@ TEST_CASE("graph_plan: what devices are asked for is there once, in one order") 
     other.add(on_device(on_devices, row_reduction::mean_heads, indices{{0, 2}}));
     CHECK_FALSE(one == other);
 }
+
+TEST_CASE("graph_plan: devices compute the slots from the first to the last that captures") {
+    const auto rows = on_device(on_devices, row_reduction::none);
+    graph_plan one;
+    CHECK(one.slots().count == 0);
+    one.add(rows, false, 3);
+    CHECK(one.slots() == kqview::slot_range{3, 1});
+    graph_plan other = one;
+    other.add(rows, false, 1);
+    CHECK(other.slots() == kqview::slot_range{1, 3});
+    CHECK(other.has_nodes_of(one));
+    CHECK(other.slots().covers(one.slots()));
+    CHECK_FALSE(one.slots().covers(other.slots()));
+    CHECK_FALSE(one == other);
+    other.add(rows, true, 1);
+    CHECK_FALSE(other.has_nodes_of(one));
+    CHECK(kqview::common_of({2, 4}, {0, 3}) == kqview::slot_range{2, 1});
+    CHECK(kqview::common_of({5, 2}, {0, 3}).count == 0);
+    graph_plan on_host;  // whose kernel finds the slots of a step by itself
+    on_host.add(make(indices{{0}}, {}), false, 5);
+    CHECK(on_host.slots().count == 0);
+}

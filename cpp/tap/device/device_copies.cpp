@@ -129,7 +129,7 @@ rows_out device_copies::of(const device_part::share& share) {
     return copies;
 }
 
-// In a result, query q of head h in stream s is at ((s * n_head + h) * n_rows + q) * n_values.
+// In a result, query q of head h in its stream s is at ((s * n_head + h) * n_rows + q) * n_values.
 void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) const {
     const auto& target = table_.targets[one.i_target];
     const auto& rows = *one.rows;
@@ -138,7 +138,9 @@ void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) co
     const auto n_columns = rows.want.n_values(static_cast<std::size_t>(target.layout.n_columns));
     const auto n_queries = static_cast<std::size_t>(target.layout.n_queries);
     const int first = target.i_query - (rows.n_queries - static_cast<int>(rows.n_rows));
-    if (first < 0 || static_cast<std::size_t>(first) + n_queries > rows.n_rows) {
+    const slot_range stream{target.i_stream, 1};
+    if (first < 0 || static_cast<std::size_t>(first) + n_queries > rows.n_rows ||
+        !rows.streams.covers(stream)) {
         throw error(errc::internal, "the rows of a query are not in its step's graph");
     }
     const auto n_known = std::min(n_columns, rows.n_values);
@@ -149,7 +151,8 @@ void device_copies::add_rows(const piece& one, std::vector<row_copy>& copies) co
     for (std::size_t i = 0; i < one.n_rows; ++i) {
         const auto head = static_cast<std::size_t>(is_reduced ? 0 : one.wanted->heads[i]);
         const auto row =
-            (static_cast<std::size_t>(target.i_stream) * rows.n_head + head) * rows.n_rows +
+            (static_cast<std::size_t>(stream.first - rows.streams.first) * rows.n_head + head) *
+                rows.n_rows +
             static_cast<std::size_t>(first);
         const auto& from = one.share->beside ? one.share->way->beside() : one.share->way->results();
         add_copy(copies, {from.offset_of(rows.tensor) + row * from_stride, to, n_queries,

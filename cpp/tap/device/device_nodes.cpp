@@ -65,11 +65,23 @@ ggml_tensor* device_node_builder::contiguous(ggml_tensor* node) {
     return ggml_is_contiguous(node) ? node : add(ggml_cont(tensors_, node));
 }
 
-ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows) {
-    if (all->ne[1] == n_rows) return all;
-    const auto offset = static_cast<std::size_t>(all->ne[1] - n_rows) * all->nb[1];
-    return add(ggml_view_4d(tensors_, all, all->ne[0], n_rows, all->ne[2], all->ne[3], all->nb[1],
-                            all->nb[2], all->nb[3], offset));
+// What has one stream is shared by all.
+slot_range device_node_builder::streams_in(const ggml_tensor* all) const {
+    const slot_range whole{0, static_cast<int>(all->ne[3])};
+    return whole.count == 1 ? whole : common_of(whole, streams_);
+}
+
+ggml_tensor* device_node_builder::of_streams(ggml_tensor* all) {
+    return last_queries(all, static_cast<int>(all->ne[1]));
+}
+
+ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows,
+                                               const slot_range& streams) {
+    if (all->ne[1] == n_rows && all->ne[3] == streams.count) return all;
+    const auto offset = static_cast<std::size_t>(all->ne[1] - n_rows) * all->nb[1] +
+                        static_cast<std::size_t>(streams.first) * all->nb[3];
+    return add(ggml_view_4d(tensors_, all, all->ne[0], n_rows, all->ne[2], streams.count,
+                            all->nb[1], all->nb[2], all->nb[3], offset));
 }
 
 // F32, because some devices cannot add an F16 mask to F32 products. Shared by all layers with one
@@ -80,10 +92,12 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
     if (known) return known;
     // llama.cpp may pad the queries of a mask.
     auto* const mask = site.mask;
-    const auto offset = static_cast<std::size_t>(site.n_queries() - n_rows) * mask->nb[1];
+    const auto streams = streams_in(mask);
+    const auto offset = static_cast<std::size_t>(site.n_queries() - n_rows) * mask->nb[1] +
+                        static_cast<std::size_t>(streams.first) * mask->nb[3];
     auto* const rows =
-        add(ggml_view_4d(tensors_, mask, mask->ne[0], n_rows, mask->ne[2], mask->ne[3], mask->nb[1],
-                         mask->nb[2], mask->nb[3], offset));
+        add(ggml_view_4d(tensors_, mask, mask->ne[0], n_rows, mask->ne[2], streams.count,
+                         mask->nb[1], mask->nb[2], mask->nb[3], offset));
     known = add(mask->type == GGML_TYPE_F32 ? ggml_cont(tensors_, rows)
                                             : ggml_cast(tensors_, rows, GGML_TYPE_F32));
     return known;
@@ -91,13 +105,16 @@ ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows
 
 // For a softmax, which takes llama.cpp's own mask where that begins with the wanted queries.
 ggml_tensor* device_node_builder::softmax_mask_of(const attention_site& site, int n_rows) {
-    return n_rows == site.n_queries() ? site.mask : mask_of(site, n_rows);
+    if (!site.mask || n_rows != site.n_queries()) return mask_of(site, n_rows);
+    auto& known = narrowed_masks_[site.mask];
+    if (!known) known = of_streams(site.mask);
+    return known;
 }
 
 // K·Q of the wanted queries: recomputed with flash attention, which does not store the product.
 ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
-    auto* const product = ggml_mul_mat(tensors_, site.k, last_queries(site.q, n_rows));
+    auto* const product = ggml_mul_mat(tensors_, of_streams(site.k), last_queries(site.q, n_rows));
     ggml_prec_set_acc(product, GGML_PREC_F32);  // as llama.cpp does for its own product
     return add(product);
 }
@@ -224,6 +241,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     rows.want = want;
     if (!check(site, want.kind)) return rows;
     rows.n_queries = site.n_step_queries > 0 ? site.n_step_queries : site.n_queries();
+    rows.streams = streams_in(site.flash ? site.q : site.kq);
     auto* result = values_of(site, want.kind, n_rows);
     rows.n_values = want.n_values(static_cast<std::size_t>(result->ne[0]));
     rows.n_rows = static_cast<std::size_t>(result->ne[1]);
@@ -265,6 +283,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
     rows.want = joined.want;
     rows.n_queries = first.n_step_queries > 0 ? first.n_step_queries : first.n_queries();
+    rows.streams = streams_in(first.flash ? first.q : first.kq);
     rows.n_values = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
     rows.n_rows = static_cast<std::size_t>(joined.n_rows);
     rows.n_head = 1;
@@ -277,7 +296,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
 }
 
 ggml_tensor* device_node_builder::last_query_of(const attention_site& site) {
-    return add(ggml_cont(tensors_, last_queries(site.q, 1)));
+    return add(ggml_cont(tensors_, last_queries(site.q, 1, {0, site.n_stream})));
 }
 
 ggml_tensor* device_node_builder::hidden_of(const hidden_site& site, int n_rows) {

@@ -8,6 +8,7 @@
 #include <ggml.h>
 
 #include <cstdint>
+#include <limits>
 #include <map>
 #include <memory>
 #include <set>
@@ -33,7 +34,8 @@ struct device_rows {
     std::vector<int> layers;  // one layer, or the layers joined here
     device_want want;
     ggml_tensor* tensor = nullptr;
-    int n_queries = 0;  // per stream in the graph; the rows belong to the last ones
+    int n_queries = 0;         // per stream in the graph; the rows belong to the last ones
+    slot_range streams{0, 1};  // of the graph
     std::size_t n_values = 0;
     std::size_t n_rows = 0;
     std::size_t n_head = 0;
@@ -102,6 +104,9 @@ public:
                         const node_constants* constants, bool has_window)
         : tensors_(tensors), device_(device), constants_(constants), has_window_(has_window) {}
 
+    // The streams whose rows the following calls make; at first all.
+    void of_streams(const slot_range& streams) { streams_ = streams; }
+
     // The rows of the last `n_rows` queries. The tensor is null on failure: see failure().
     device_rows rows_of(const attention_site& site, const device_want& want, int n_rows);
 
@@ -126,7 +131,12 @@ public:
 private:
     ggml_tensor* add(ggml_tensor* node);
     ggml_tensor* contiguous(ggml_tensor* node);
-    ggml_tensor* last_queries(ggml_tensor* all, int n_rows);
+    slot_range streams_in(const ggml_tensor* all) const;
+    ggml_tensor* of_streams(ggml_tensor* all);
+    ggml_tensor* last_queries(ggml_tensor* all, int n_rows, const slot_range& streams);
+    ggml_tensor* last_queries(ggml_tensor* all, int n_rows) {
+        return last_queries(all, n_rows, streams_in(all));
+    }
     ggml_tensor* mask_of(const attention_site& site, int n_rows);
     ggml_tensor* softmax_mask_of(const attention_site& site, int n_rows);
     ggml_tensor* product_of(const attention_site& site, int n_rows);
@@ -144,9 +154,11 @@ private:
     ggml_backend_dev_t device_;
     const node_constants* constants_;
     bool has_window_;
+    slot_range streams_{0, std::numeric_limits<int>::max()};
     std::vector<ggml_tensor*> nodes_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*>
         masks_;  // F32 and contiguous, keyed by llama.cpp's mask
+    std::unordered_map<const ggml_tensor*, ggml_tensor*> narrowed_masks_;  // llama.cpp's own type
     std::string failure_;
 };
 

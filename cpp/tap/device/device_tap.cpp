@@ -115,7 +115,8 @@ void device_tap::keep_constants(const graph_plan& plan) {
     }
 }
 
-void device_tap::reserve(const graph_plan& plan) {
+// The most prompt queries of one step whose rows fit; no limit if none are wanted.
+int device_tap::n_prompt_rows_of(const graph_plan& plan) const {
     std::size_t n_row_bytes = 0;
     std::size_t n_work_bytes = 0;
     int n_least = 1;
@@ -124,36 +125,52 @@ void device_tap::reserve(const graph_plan& plan) {
         n_work_bytes = std::max(n_work_bytes, work_bytes_of_row(plan, il));
         n_least = std::max(n_least, one.n_queries_least);
     }
-    n_prompt_rows_ = std::numeric_limits<int>::max();
-    std::size_t n_rows = static_cast<std::size_t>(options_.n_slots);
-    if (plan.wants_prompt() && n_row_bytes > 0) {
-        const auto n_room =
-            std::min<std::size_t>(prompt_budget_bytes / std::max(n_row_bytes, n_work_bytes),
-                                  static_cast<std::size_t>(options_.n_chunk));
-        n_prompt_rows_ = std::max(n_least, static_cast<int>(n_room));
-        n_rows = std::max(n_rows, static_cast<std::size_t>(n_prompt_rows_));
+    if (!plan.wants_prompt() || n_row_bytes == 0) return std::numeric_limits<int>::max();
+    const auto n_room =
+        std::min<std::size_t>(prompt_budget_bytes / std::max(n_row_bytes, n_work_bytes),
+                              static_cast<std::size_t>(options_.n_chunk));
+    return std::max(n_least, static_cast<int>(n_room));
+}
+
+// Rows of a layer in one step: one for each slot that captures, or those of a prompt.
+std::size_t device_tap::n_rows_of(const graph_plan& plan) const {
+    const int n_prompt = plan.wants_prompt() ? n_prompt_rows_of(plan) : 0;
+    const bool is_limited = n_prompt < std::numeric_limits<int>::max();
+    return static_cast<std::size_t>(std::max(plan.slots().count, is_limited ? n_prompt : 0));
+}
+
+transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) const {
+    const auto n_rows = n_rows_of(plan);
+    const auto n_slots = static_cast<std::size_t>(options_.n_slots);
+    const bool is_beside = goes_beside(plan, on);
+    transfer::sizes sizes;
+    for (const auto& [il, one] : layers_) {
+        if (one.on != &on || plan.device_wants(il).empty()) continue;
+        (is_beside ? sizes.n_beside : sizes.n_results) +=
+            bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
+        if (!is_beside) continue;
+        // Queries are saved, and masks made, for all slots of a step: both are small.
+        sizes.n_queries += one.query_bytes * n_slots + slack_bytes;
+        sizes.n_beside += one.n_cells * n_slots * sizeof(float) + slack_bytes;
     }
-    for (const auto& path : paths_) {
-        const bool is_beside = goes_beside(plan, *path);
-        transfer::sizes sizes;
-        auto& n_bytes = sizes.n_results;
-        for (const auto& [il, one] : layers_) {
-            if (one.on != path.get() || plan.device_wants(il).empty()) continue;
-            (is_beside ? sizes.n_beside : sizes.n_results) +=
-                bytes_of_row(plan, il) * n_rows + 2 * plan.device_wants(il).size() * slack_bytes;
-            if (!is_beside) continue;
-            sizes.n_queries += one.query_bytes * n_rows + slack_bytes;
-            sizes.n_beside += one.n_cells * n_rows * sizeof(float) + slack_bytes;  // its mask
-        }
-        sizes.n_results += sizes.n_queries;
-        sizes.n_beside += sizes.n_queries;
-        for (const auto& [il, one] : hidden_) {
-            if (one.on != path.get() || !plan.wants_hidden(il)) continue;
-            n_bytes += static_cast<std::size_t>(options_.n_slots) * one.n_cells * sizeof(float) +
-                       slack_bytes;
-        }
-        if (n_bytes > 0) path->way.reserve(sizes);
+    sizes.n_results += sizes.n_queries;
+    sizes.n_beside += sizes.n_queries;
+    for (const auto& [il, one] : hidden_) {
+        if (one.on != &on || !plan.wants_hidden(il)) continue;
+        sizes.n_results += n_slots * one.n_cells * sizeof(float) + slack_bytes;
     }
+    return sizes;
+}
+
+std::size_t device_tap::bytes_for(const graph_plan& plan) const {
+    std::size_t n_bytes = 0;
+    for (const auto& path : paths_) n_bytes += path->way.bytes_for(sizes_of(plan, *path));
+    return n_bytes;
+}
+
+void device_tap::reserve(const graph_plan& plan) {
+    n_prompt_rows_ = n_prompt_rows_of(plan);
+    for (const auto& path : paths_) path->way.reserve(sizes_of(plan, *path));
     keep_constants(plan);
 }
 
@@ -161,7 +178,7 @@ void device_tap::reserve(const graph_plan& plan) {
 // wanted.
 int device_tap::n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const {
     if (!plan.wants_prompt()) return 1;
-    const int n_room = std::max(options_.n_slots, n_prompt_rows_) / n_stream;
+    const int n_room = std::max(plan.slots().count, n_prompt_rows_) / n_stream;
     return std::max(1, std::min(n_queries, n_room));
 }
 
@@ -202,21 +219,24 @@ struct device_tap::builders {
     std::vector<placed_node>& placed;
     device_part& part;
     bool has_window;
+    slot_range streams{};  // of the graph, whose rows are made
     std::unordered_map<const path*, device_node_builder> by_path{};
     std::unordered_map<const path*, device_node_builder> by_path_beside{};
 
     ggml_context* context_of(const device_part::share& share) const {
         return share.beside ? share.beside->tensors() : tensors;
     }
-    device_node_builder& in_graph(path& on) {
-        return by_path.try_emplace(&on, tensors, on.way.device(), &on.constants, has_window)
-            .first->second;
-    }
+    device_node_builder& in_graph(path& on) { return of(on, tensors, by_path); }
     device_node_builder& of(path& on, const device_part::share& share) {
         if (!share.beside) return in_graph(on);
-        return by_path_beside
-            .try_emplace(&on, share.beside->tensors(), on.way.device(), &on.constants, has_window)
-            .first->second;
+        return of(on, share.beside->tensors(), by_path_beside);
+    }
+    device_node_builder& of(path& on, ggml_context* context,
+                            std::unordered_map<const path*, device_node_builder>& known) const {
+        auto& builder = known.try_emplace(&on, context, on.way.device(), &on.constants, has_window)
+                            .first->second;
+        builder.of_streams(streams);
+        return builder;
     }
     void put(device_node_builder& builder, device_part::share& share, ggml_tensor* anchor) {
         if (share.beside) {
@@ -232,10 +252,21 @@ struct device_tap::builders {
 
 std::string device_tap::add(const attention_sites& attention,
                             const std::vector<hidden_site>& states, const graph_plan& plan,
-                            ggml_context* tensors, std::vector<placed_node>& placed,
+                            int first_slot, ggml_context* tensors, std::vector<placed_node>& placed,
                             device_part& part) {
     builders building{tensors, placed, part, options_.has_window};
-    auto sites = attention.sites;
+    std::vector<attention_site> sites;
+    for (const auto& site : attention.sites) {
+        if (!layers_.contains(site.il)) continue;
+        // Streams of a graph are adjacent slots. One that is reserved has all, or stands for any.
+        const int first = first_slot >= 0      ? first_slot
+                          : site.n_stream == 1 ? plan.slots().first
+                                               : 0;
+        const auto slots = common_of({first, site.n_stream}, plan.slots());
+        if (slots.count == 0) continue;
+        building.streams = {slots.first - first, slots.count};
+        sites.push_back(site);
+    }
     auto why = save_queries(sites, plan, building);
     if (why.empty()) why = add_rows(sites, plan, building);
     if (why.empty()) why = add_joined(sites, plan, building);
@@ -312,7 +343,7 @@ std::string device_tap::add_rows(const std::vector<attention_site>& sites, const
             if (want.joins_layers()) continue;
             auto& share = share_of(building.part, on.way);
             auto& builder = building.of(on, share);
-            const int n_rows = n_rows_of(plan, site.n_queries(), site.n_stream);
+            const int n_rows = n_rows_of(plan, site.n_queries(), building.streams.count);
             auto rows = builder.rows_of(site, want, n_rows);
             if (!rows.tensor) return builder.failure();
             if (!place(share, rows.tensor, why)) return why;
@@ -363,7 +394,7 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
     std::sort(joined.sites.begin(), joined.sites.end(),
               [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
-    joined.n_rows = n_rows_of(plan, first.n_queries(), first.n_stream);
+    joined.n_rows = n_rows_of(plan, first.n_queries(), building.streams.count);
     std::string why;
     std::size_t part_bytes = 0;
     for (std::size_t i = 0; i < joined.sites.size(); ++i) {

@@ -53,11 +53,15 @@ public:
     // The most prompt queries whose rows one step can provide.
     int n_prompt_rows() const { return n_prompt_rows_; }
 
-    // Creates the nodes that `plan` wants for a graph's sites. Returns the reason if one is
-    // impossible, else an empty string.
+    // Bytes that devices would hold for the rows of `plan`, all copies of them included.
+    std::size_t bytes_for(const graph_plan& plan) const;
+
+    // Creates the nodes that `plan` wants for a graph's sites, of those of its slots that are in
+    // the graph. `first_slot`: that of the step; -1: the graph is only reserved. Returns the reason
+    // if a node is impossible, else an empty string.
     std::string add(const attention_sites& attention, const std::vector<hidden_site>& states,
-                    const graph_plan& plan, ggml_context* tensors, std::vector<placed_node>& placed,
-                    device_part& part);
+                    const graph_plan& plan, int first_slot, ggml_context* tensors,
+                    std::vector<placed_node>& placed, device_part& part);
     // Upper bound of the tensors that `add` creates.
     std::size_t n_tensors_max(const graph_plan& plan) const;
 
@@ -108,6 +112,9 @@ private:
                           builders& building);
     std::string add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
                            builders& building);
+    std::size_t n_rows_of(const graph_plan& plan) const;
+    int n_prompt_rows_of(const graph_plan& plan) const;
+    transfer::sizes sizes_of(const graph_plan& plan, const path& on) const;
     int n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const;
     device_part::share& share_of(device_part& part, transfer& way);
     bool place(device_part::share& share, ggml_tensor* result, std::string& why);

@@ -9,6 +9,13 @@
 
 namespace kqview {
 
+namespace {
+
+// Kept for a plan that needs less: allocating is slow, and plans may alternate.
+constexpr std::size_t spare_bytes = std::size_t{64} << 20;
+
+}  // namespace
+
 transfer::transfer(ggml_backend_dev_t device, copy_counters& counters)
     : device_(device),
       counters_(counters),
@@ -27,11 +34,13 @@ transfer::~transfer() {
 }
 
 void transfer::release() {
+    settle();
     try {
         if (copy_stream_) ggml_backend_synchronize(copy_stream_);
-    } catch (...) {  // failed copies have ended too; await has raised their error
+    } catch (...) {  // its transfer has failed already
     }
     for (auto& one : staging_) {
+        if (one.id != 0 && one.failure) failed_.emplace_back(one.id, one.failure);
         if (one.filled) ggml_backend_event_free(one.filled);
         if (one.arrived) ggml_backend_event_free(one.arrived);
         one.filled = one.arrived = nullptr;
@@ -44,47 +53,58 @@ void transfer::release() {
     results_.release();
     beside_.release();
     sizes_ = {};
+    note_reserved(0);
+}
+
+void transfer::note_reserved(std::size_t n_bytes) {
+    counters_.reserved_bytes += n_bytes - reserved_bytes_;
+    reserved_bytes_ = n_bytes;
+}
+
+std::size_t transfer::bytes_for(const sizes& wanted) const {
+    if (!is_async_) return wanted.n_results;
+    return (staging_.size() + 1) * wanted.n_results + wanted.n_beside;
 }
 
 void transfer::allocate(device_arena& arena, std::size_t n_bytes) const {
     if (n_bytes == 0 || arena.reserve(n_bytes)) return;
     std::size_t n_free = 0, n_total = 0;
     ggml_backend_dev_memory(device_, &n_free, &n_total);
-    const auto n_copies = is_async_ ? staging_.size() + 1 : 1;
     throw error(errc::out_of_memory,
                 "attention rows on " + std::string(ggml_backend_dev_name(device_)) + " need " +
-                    size_text(n_copies * sizes_.n_results + sizes_.n_beside) + ", " +
-                    size_text(n_free) +
+                    size_text(bytes_for(sizes_)) + ", " + size_text(n_free) +
                     " are free; capture fewer layers, or lower n_ctx, n_slots or n_gpu_layers");
 }
 
 void transfer::reserve(const sizes& wanted) {
-    if (wanted.n_results <= sizes_.n_results && wanted.n_beside <= sizes_.n_beside &&
-        wanted.n_queries <= sizes_.n_queries) {
-        return;
-    }
-    const sizes larger{std::max(wanted.n_results, sizes_.n_results),
-                       std::max(wanted.n_beside, sizes_.n_beside),
-                       std::max(wanted.n_queries, sizes_.n_queries)};
+    const bool has_room = wanted.n_results <= sizes_.n_results &&
+                          wanted.n_beside <= sizes_.n_beside &&
+                          wanted.n_queries <= sizes_.n_queries;
+    if (has_room && reserved_bytes_ <= bytes_for(wanted) + spare_bytes) return;
     release();
-    sizes_ = larger;
+    if (bytes_for(wanted) == 0) return;
+    sizes_ = wanted;
     try {
-        allocate(results_, larger.n_results);
+        allocate(results_, wanted.n_results);
         if (!is_async_) {
-            fetched_.resize(larger.n_results);
+            fetched_.resize(wanted.n_results);
+            note_reserved(bytes_for(wanted));
             return;
         }
-        allocate(beside_, larger.n_beside);
+        allocate(beside_, wanted.n_beside);
         if (!copy_stream_) copy_stream_ = ggml_backend_dev_init(device_, nullptr);
         for (auto& one : staging_) {
-            allocate(one.results, larger.n_results);
+            allocate(one.results, wanted.n_results);
             one.filled = ggml_backend_event_new(device_);
             one.arrived = ggml_backend_event_new(device_);
         }
         const bool has_events =
             std::all_of(staging_.begin(), staging_.end(),
                         [](const staging& one) { return one.filled && one.arrived; });
-        if (copy_stream_ && has_events) return;
+        if (copy_stream_ && has_events) {
+            note_reserved(bytes_for(wanted));
+            return;
+        }
         throw error(errc::out_of_memory, std::string(ggml_backend_dev_name(device_)) +
                                              " gives no stream or event for copies of attention "
                                              "rows; lower n_ctx or n_gpu_layers");
@@ -159,6 +179,11 @@ void transfer::note_computed() {
 }
 
 void transfer::await(transfer_id id) {
+    if (!failed_.empty() && failed_.front().first <= id) {
+        const auto failure = failed_.front().second;
+        std::erase_if(failed_, [id](const auto& one) { return one.first <= id; });
+        std::rethrow_exception(failure);
+    }
     for (auto& one : staging_) {
         if (one.id == 0 || one.id > id) continue;
         one.id = 0;  // over, whether it succeeds or fails

@@ -18,6 +18,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "tap/device/device_arena.h"
@@ -60,7 +61,10 @@ public:
         std::size_t n_beside = 0;
         std::size_t n_queries = 0;
     };
-    // Allocates room for both. No transfer may be in flight. Raises out_of_memory with the sizes.
+    // Bytes on the device that reserve() would allocate for them.
+    std::size_t bytes_for(const sizes& wanted) const;
+    // Allocates room for both, and frees what is far more than that. Waits for transfers in flight;
+    // `await` still raises what failed. Raises out_of_memory with the sizes, and then has no room.
     void reserve(const sizes& wanted);
 
     // Starts placing the next graph's results.
@@ -103,6 +107,7 @@ private:
     void count(std::size_t n_copies, std::size_t n_bytes);
     void count(clock::duration spent);
     void allocate(device_arena& arena, std::size_t n_bytes) const;
+    void note_reserved(std::size_t n_bytes);
     void fetch(device_arena& from, const std::vector<row_copy>& copies);
 
     ggml_backend_dev_t device_;
@@ -113,6 +118,9 @@ private:
     device_arena beside_;
     std::array<staging, 2> staging_;
     sizes sizes_;
+    std::size_t reserved_bytes_ = 0;
+    // Transfers that failed before their buffers were freed, oldest first.
+    std::vector<std::pair<transfer_id, std::exception_ptr>> failed_;
     std::vector<std::byte> fetched_;  // without streams: fetched bytes before they are packed
 };
 

@@ -188,6 +188,7 @@ class EngineStats:
             device until it knew that they had arrived, counted for each device. An upper bound for
             the time of the copies, because the engine checks only when it needs the rows, after
             starting the next step.
+        device_row_bytes: Memory that devices hold at the moment for rows on their way to the host.
         slots: State of each slot at the moment.
         pool: State of the attention memory at the moment.
     """
@@ -219,6 +220,7 @@ class EngineStats:
     device_copies: int = 0
     device_copy_bytes: int = 0
     device_copy_s: float = 0.0
+    device_row_bytes: int = 0
     slots: tuple[SlotStats, ...] = ()
     pool: PoolStats = PoolStats()
 
@@ -260,8 +262,8 @@ class EngineStats:
         """The change since the reading *earlier*.
 
         Counters and seconds become differences, so rates are those of the interval. Values of the
-        moment (`n_queued`, `n_parked`, `graph_nodes_added`, `attended_layers`, `slots`, `pool`) are
-        those of this reading.
+        moment (`n_queued`, `n_parked`, `graph_nodes_added`, `attended_layers`, `device_row_bytes`,
+        `slots`, `pool`) are those of this reading.
         """
         grown: dict[str, Any] = {
             field.name: getattr(self, field.name) - getattr(earlier, field.name)
@@ -272,5 +274,8 @@ class EngineStats:
 
 
 _OF_THE_MOMENT: Final = frozenset(
-    {"n_queued", "n_parked", "graph_nodes_added", "attended_layers", "slots", "pool"}
+    {
+        *("n_queued", "n_parked", "graph_nodes_added", "attended_layers", "device_row_bytes"),
+        *("slots", "pool"),
+    }
 )
