@@ -36,10 +36,13 @@ def _engine_defaults() -> dict[str, Any]:
     return defaults
 
 
-# bench/cuda.sh sets the layers that engines of these tests have on devices; without it they have
-# Engine's default, all. Tests that start processes always use the default.
+# bench/cuda.sh and .ci/devices set the layers that engines of these tests have on devices, and
+# .ci/devices where rows of such layers are computed. Without them, and in tests that start
+# processes, these are Engine's defaults.
 if (n_gpu_layers := os.environ.get("KQVIEW_TEST_GPU_LAYERS")) is not None:
     _engine_defaults()["n_gpu_layers"] = int(n_gpu_layers)
+if (device_rows := os.environ.get("KQVIEW_TEST_DEVICE_ROWS")) is not None:
+    _engine_defaults()["device_rows"] = device_rows
 
 FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 
@@ -47,7 +50,10 @@ FETCH = Path(__file__).resolve().parents[2] / "vendor" / "fetch.py"
 def pytest_report_header() -> str:
     """Say where the engines run."""
     devices = ", ".join(device["description"] for device in system_info()["devices"])
-    return f"kqview: n_gpu_layers={_engine_defaults()['n_gpu_layers']}, devices: {devices}"
+    chosen = ", ".join(
+        f"{name}={_engine_defaults()[name]}" for name in ("n_gpu_layers", "device_rows")
+    )
+    return f"kqview: {chosen}, devices: {devices}"
 
 
 class MakeEngine(Protocol):
