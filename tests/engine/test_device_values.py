@@ -15,7 +15,15 @@ import pytest
 
 from kqview import Capture, Engine
 from tests.support.reference import relative_error
-from tests.support.rows import KINDS, forward, has_device, random_ids, reference_rows, run
+from tests.support.rows import (
+    KINDS,
+    ON_DEVICE,
+    forward,
+    has_device,
+    random_ids,
+    reference_rows,
+    run,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -28,9 +36,8 @@ if TYPE_CHECKING:
 
 N_TOKENS = 8
 N_LAST = 5  # rows of the prompt
-# Devices multiply in TF32 or round q to float16. llama.cpp's flash attention on the CPU, which
-# prompts need, sums V in float16: tests/engine/test_values.py has a reference for that.
-ON_DEVICE = 5e-3
+# llama.cpp's flash attention on the CPU, which prompts need, sums V in float16:
+# tests/engine/test_values.py has a reference for that.
 ON_CPU = {"f32": 1e-4, "f16": 2e-3, "flash": 5e-2}
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.rows import KINDS, Kind, has_device, random_ids, reference_of
+from tests.support.rows import KINDS, Kind, has_device, near, random_ids, reference_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -47,7 +47,7 @@ def check_rows(rows: np.ndarray[Any, Any], result: Result, kind: Kind, start: in
         got, exact = rows[:, :, i, :n], want[:, :, n - 1, :n]
         # A product of the first few columns may be near zero by chance: no measure of its error.
         size = np.abs(exact if n >= 8 else want[:, :, 7, :8]).max(-1, keepdims=True)
-        assert (np.abs(got - exact) / size).max() <= limit
+        assert (np.abs(got - exact) / size).max() <= near(limit)
         assert (rows[:, :, i, n:] == UNSEEN[kind]).all()
 
 
@@ -108,7 +108,7 @@ def test_last_rows_equal_the_end_of_all_rows(
         fresh = make_engine(tiny_llama, flash_attn=flash_attn, n_ubatch=32)
         rows = fresh.attend(PROMPT, last=n)
         assert (rows.start, rows.n_rows) == (max(0, 70 - n), min(n, 70))
-        np.testing.assert_allclose(rows.array(), full[:, :, -n:], atol=1e-6)
+        np.testing.assert_allclose(rows.array(), full[:, :, -n:], atol=near(1e-6))
 
 
 def test_what_the_slot_holds_is_decoded_again_only_where_rows_are_wanted(
@@ -118,10 +118,10 @@ def test_what_the_slot_holds_is_decoded_again_only_where_rows_are_wanted(
     full = attend(engine)
     assert engine.slots[0].tokens == PROMPT
     again = engine.attend(PROMPT)
-    np.testing.assert_allclose(again.array(), full, atol=1e-6)
+    np.testing.assert_allclose(again.array(), full, atol=near(1e-6))
     assert again.usage.cached_tokens == 0
     tail = engine.attend(PROMPT, last=10)
-    np.testing.assert_allclose(tail.array(), full[:, :, -10:], atol=1e-6)
+    np.testing.assert_allclose(tail.array(), full[:, :, -10:], atol=near(1e-6))
     assert tail.usage.cached_tokens == 60
     generation = engine.generate(PROMPT, max_tokens=1, **GREEDY)
     generation.read()
@@ -221,7 +221,7 @@ def test_one_block_is_a_view_and_several_are_a_counted_copy(
     chunked = make_engine(tiny_llama, n_ubatch=32, **exact)
     copied = attend(chunked)
     assert chunked.stats().copied_bytes == copied.nbytes
-    np.testing.assert_allclose(copied, whole, atol=1e-6)
+    np.testing.assert_allclose(copied, whole, atol=near(1e-6))
 
 
 def test_blocks_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path) -> None:
@@ -235,7 +235,7 @@ def test_blocks_stay_within_the_budget(make_engine: MakeEngine, tiny_llama: Path
         assert block.n_rows <= 15
         assert isinstance(block.rows, np.ndarray)
         end = block.start + block.n_rows
-        np.testing.assert_allclose(block.rows, full[:, :, block.start : end], atol=1e-6)
+        np.testing.assert_allclose(block.rows, full[:, :, block.start : end], atol=near(1e-6))
         n_rows += block.n_rows
         del block
     assert n_rows == 70

@@ -100,11 +100,23 @@ def same_rows(a: Sequence[Token], b: Sequence[Token]) -> bool:
 # ---- devices
 
 CLOSE = 2e-5  # the same product, summed in another order
+ON_DEVICE = 5e-3
+FAKE = "a device for tests"  # tests/device/fake_device.cpp
 
 
 def has_device() -> bool:
     """Can engines have layers anywhere but on the CPU? Devices round in another way."""
     return any(device["type"] in ("GPU", "IGPU") for device in system_info()["devices"])
+
+
+def near(limit: float) -> float:
+    """*limit*, an error of the CPU, or what is right for the devices that compute instead of it.
+
+    A device of the tests computes as the CPU does. GPUs multiply in TF32 or round q to float16.
+    """
+    found = [device for device in system_info()["devices"] if device["type"] in ("GPU", "IGPU")]
+    is_real = any(device["description"] != FAKE for device in found)
+    return max(limit, ON_DEVICE) if is_real else limit
 
 
 def both(make_engine: MakeEngine, model: Path, **options: Any) -> tuple[Engine, Engine]:
