@@ -404,6 +404,9 @@ void bind_generation(nb::module_& module) {
         .def_prop_ro(
             "slot", [](const generation_handle& self) { return self.wanted->slot.load(); },
             "Slot index; -1 while the request is queued.")
+        .def_prop_ro(
+            "n_cached", [](const generation_handle& self) { return self.wanted->n_cached.load(); },
+            "Prompt tokens that came from a cache; final before the first event.")
         .def("next", &next_item, nb::arg("wait_s") = nb::none(), nb::arg("goes_on") = false,
              nb::sig("def next(self, wait_s: float | None = None, goes_on: bool = False) "
                      "-> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent"),

@@ -134,7 +134,8 @@ struct request : request_options {
     std::unique_ptr<token_picker> picker;
     std::chrono::duration<double> pick_limit{20.0};  // wall-clock, per token of a slow picker
     std::shared_ptr<mailbox> box;
-    std::atomic<slot_id> slot{-1};  // set at admission; -1 again while it is parked
+    std::atomic<slot_id> slot{-1};  // set once it is cut down for it; -1 while parked
+    std::atomic<int> n_cached{0};  // its prompt's tokens from a cache; final before its first event
     // Since when it waits for a slot; of the engine thread once it is submitted.
     std::chrono::steady_clock::time_point waits_since;
 

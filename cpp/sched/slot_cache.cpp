@@ -76,11 +76,13 @@ void slot_cache::use(const lora_scales& scales) {
     lora_.swap(copy);
 }
 
-void slot_cache::copy_from(const slot_cache& source) {
+void slot_cache::copy_from(const slot_cache& source, std::size_t n_tokens) {
     shrink(0, all_exact);
     try {
-        auto tokens = source.tokens_;
-        model_.copy(source.id_, id_);
+        const auto first = source.tokens_.begin();
+        std::vector<token_id> tokens(first, first + static_cast<std::ptrdiff_t>(n_tokens));
+        model_.copy(source.id_, id_);  // whole
+        if (!model_.truncate(id_, static_cast<int>(n_tokens))) return clear();
         set(std::move(tokens), source.n_exact_);
     } catch (...) {
         clear();

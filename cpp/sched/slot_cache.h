@@ -56,8 +56,9 @@ public:
     // For a model that keeps nothing between requests: only the ids have to go.
     void forget() { set({}, all_exact); }
 
-    // Copies the whole cache of `source`. Empty after an error.
-    void copy_from(const slot_cache& source);
+    // Copies the first `n_tokens` of `source`; readers never see its other ones. Empty after an
+    // error, and if the cache cannot drop a tail.
+    void copy_from(const slot_cache& source, std::size_t n_tokens);
 
     // Removes ranges of tokens, which must be non-empty, ascending and disjoint. The tokens after
     // them move up and keep their computed values, but are inexact from then on. Raises

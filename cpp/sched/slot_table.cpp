@@ -102,11 +102,10 @@ void slot_table::give(slot& target, const std::shared_ptr<request>& wanted) {
         change(target.state, slot_state::prefill);
     }
     if (!target.prompt().empty()) target.pending = target.prompt().back();
-    wanted->slot.store(target.id());
 }
 
 void slot_table::take_over(slot& target, reuse_plan plan) {
-    const auto& active = *target.active;
+    auto& active = *target.active;
     auto& cache = target.cache;
     cache.use(active.lora);
     cut(plan, n_usable(active));
@@ -122,8 +121,9 @@ void slot_table::take_over(slot& target, reuse_plan plan) {
     const auto n_exact = active.n_reuse_min > 0 ? all_exact : cache.n_exact();
     cache.truncate(
         std::min({common_prefix(cache.tokens(), active.prompt), n_usable(active), n_exact}));
-    target.usage.cached_tokens = static_cast<int>(cache.size());
+    note_cached(target);
     plan_fork(target);
+    active.slot.store(target.id());
 }
 
 // ---- requests with a common prompt prefix share one evaluation
@@ -163,10 +163,14 @@ bool slot_table::await_fork(slot& target) {
     target.fork.reset();
     // The source was cancelled, and may hold something else.
     if (!is_alike || n_shared < target.cache.size() + n_fork_min) return false;
-    target.cache.copy_from(source.cache);
-    target.cache.truncate(n_shared);
-    target.usage.cached_tokens = static_cast<int>(target.cache.size());
+    target.cache.copy_from(source.cache, n_shared);
+    note_cached(target);
     return false;
+}
+
+void slot_table::note_cached(slot& target) {
+    target.usage.cached_tokens = static_cast<int>(target.cache.size());
+    target.active->n_cached.store(target.usage.cached_tokens);
 }
 
 // ---- a request runs
@@ -319,6 +323,7 @@ void slot_table::take_over_text(slot& target) {
     const auto n_wanted = static_cast<std::size_t>(std::max(1, target.n_prompt_rows));
     const auto n_most = target.active->cache_prompt ? ids.size() - n_wanted : 0;
     cache.truncate(std::min({common_prefix(cache.tokens(), ids), n_most, cache.n_exact()}));
+    target.active->slot.store(target.id());
 }
 
 void slot_table::work_on(slot_id id, const slot_work& work) {

@@ -188,6 +188,8 @@ public:
     };
     seat admit(const std::shared_ptr<request>& wanted);
     // Cuts the slot's cache down to what its request reuses, and looks for another slot to copy.
+    // Only then does the request show its slot: before, and if this raises, the slot holds what an
+    // earlier request left, which may belong to somebody else.
     void take_over(slot& target, reuse_plan plan);
     // True while the slot waits for another slot's prompt; copies that slot's cache once it is
     // there.
@@ -234,7 +236,7 @@ public:
     // Gives a request that has left its slot a free one, the one that holds most of its text.
     // Requires can_admit().
     slot& readmit(const std::shared_ptr<request>& wanted, request_progress progress);
-    // Cuts the slot's cache down to what it has of the text.
+    // Cuts the slot's cache down to what it has of the text; shows the slot as take_over() does.
     void take_over_text(slot& target);
 
     // Runs a caller's work on an idle slot. Raises busy, and what the work raises.
@@ -255,6 +257,8 @@ private:
     void give(slot& target, const std::shared_ptr<request>& wanted);
     time_point end_of_turn(const slot& one) const;
     void plan_fork(slot& target);
+    // The slot's cache is what its request's prompt has of it.
+    static void note_cached(slot& target);
 
     runner& model_;
     const std::chrono::milliseconds least_turn_;

@@ -302,6 +302,8 @@ class Generation:
     id: Final[int]
     slot: Final[int]
     """Slot index; -1 while the request is queued."""
+    n_cached: Final[int]
+    """Prompt tokens that came from a cache; final before the first event."""
     def next(
         self, wait_s: float | None = None, goes_on: bool = False
     ) -> TokenEvent | PromptEvent | ForwardEvent | EndEvent | WaitEvent:

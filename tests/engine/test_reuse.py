@@ -156,7 +156,9 @@ def test_prefix_goes_on_from_what_the_slot_holds(
     [slot] = [one for one in engine.slots if one.n_tokens]
     held = slot.tokens
     assert slot.n_exact < len(held)
-    generation = start(engine, [*held, 7], max_tokens=1, slot=slot.id, reuse="prefix")
+    generation = start(engine, [*held, 7], max_tokens=2, slot=slot.id, reuse="prefix")
+    next(generation)
+    assert generation.usage.cached_tokens == len(held)
     generation.read()
     assert generation.usage.cached_tokens == len(held)
     assert slot.n_exact < len(held)  # it stays approximate

@@ -59,6 +59,7 @@ struct fake_options {
     std::function<void(std::span<const step_token>)> on_decode = [](auto) {};
     std::function<void()> on_want = [] {};
     std::function<void()> on_copy = [] {};
+    std::function<void(slot_id)> on_truncate = [](slot_id) {};
     std::function<void(token_id)> on_pick = [](token_id) {};
     // A decode that throws leaves its tokens in the cache, as llama.cpp does after some failures.
     bool leaves_tokens = false;
@@ -278,6 +279,7 @@ public:
     bool truncate(slot_id slot, int n_keep) override {
         const uncounted_allocations guard;
         check_thread();
+        model_->options.on_truncate(slot);
         const std::lock_guard lock(model_->mutex_);
         auto& cache = cache_of(slot);
         const auto n = static_cast<std::size_t>(n_keep);

@@ -5,6 +5,7 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -219,6 +220,40 @@ TEST_CASE("scheduler: an admission that fails ends its request alone") {
         CHECK(all[i_failed].code == errc::out_of_memory);
         check_slots(engine);
     }
+}
+
+// What an earlier request left there may belong to somebody else.
+TEST_CASE("scheduler: a request whose admission fails never has the slot that it would have got") {
+    auto options = fake_options{};
+    auto fails = std::make_shared<std::atomic<bool>>(false);
+    options.on_want = [=] {
+        if (*fails) throw error(errc::out_of_memory, "fake");
+    };
+    test_engine engine(options);
+    const auto parked = engine.submit(make_prompt(1, 5), 9, [](request& r) { r.run_ahead = 0; });
+    consumer returning(parked);
+    CHECK(returning.take(1).size() == 1);
+    const auto prompt = make_prompt(2, 5);
+    consumer(engine.submit(prompt, 4)).rest();
+    REQUIRE(engine.sched->n_parked() == 1);
+    const auto held = engine.sched->tokens_of(0);
+    REQUIRE(held == prompt + continuation(prompt, 3));
+
+    *fails = true;
+    const auto refused = engine.submit(make_prompt(3, 5), 4);
+    consumer taker(refused);
+    CHECK(taker.rest().empty());
+    CHECK(taker.code() == errc::out_of_memory);
+    CHECK(refused->slot == -1);
+    CHECK(returning.rest().empty());
+    CHECK(returning.code() == errc::out_of_memory);
+    CHECK(parked->slot == -1);
+    CHECK(engine.sched->tokens_of(0) == held);
+
+    *fails = false;
+    const auto next = engine.submit(prompt, 2);
+    CHECK(consumer(next).rest() == continuation(prompt, 2));
+    CHECK(next->slot == 0);
 }
 
 TEST_CASE("scheduler: a copy of a cache that fails ends the request that wanted it") {

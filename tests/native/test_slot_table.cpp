@@ -469,7 +469,26 @@ TEST_CASE("scheduler: what an idle slot holds is copied where another slot must 
     CHECK(taker.rest() == continuation(prompt, 3));
     CHECK(wanted->slot == 1);
     CHECK(taker.usage().cached_tokens == 99);
+    CHECK(wanted->n_cached == 99);
     CHECK(engine.model->copies() == std::vector<std::pair<slot_id, slot_id>>{{0, 1}});
+}
+
+// The source may hold somebody else's answer after the prompt.
+TEST_CASE("scheduler: a slot that is copied from another never shows more than the prompt") {
+    auto options = slots(2);
+    const scheduler* sched = nullptr;
+    ids seen;
+    options.on_truncate = [&](slot_id slot) {
+        if (slot == 1 && sched) seen = sched->tokens_of(1);
+    };
+    test_engine engine(options);
+    const auto prompt = make_prompt(1, 100);
+    CHECK(consumer(engine.submit(prompt, 9)).rest().size() == 9);
+    sched = engine.sched.get();  // the engine thread is idle, and is woken by what follows
+    const auto wanted = engine.submit(prompt, 3, [](request& r) { r.wanted_slot = 1; });
+    CHECK(consumer(wanted).rest() == continuation(prompt, 3));
+    REQUIRE(engine.model->copies().size() == 1);
+    CHECK(seen.size() < prompt.size());
 }
 
 TEST_CASE("scheduler: a short common beginning is evaluated again") {

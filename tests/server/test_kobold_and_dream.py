@@ -124,7 +124,7 @@ def test_text_loses_its_front_but_keeps_its_memory(
 
 def test_lite_gets_its_answer_to_a_long_story(served: Served):
     """KoboldAI Lite's request: a plain stream, with fields that are no concern of ours."""
-    body = {
+    body: dict[str, Any] = {
         "n": 1, "max_context_length": 12_288, "max_length": 16, "rep_pen": 1.05,
         "temperature": 0.75, "top_p": 0.92, "top_k": 100, "top_a": 0, "typical": 1, "tfs": 1,
         "rep_pen_range": 360,
@@ -306,6 +306,14 @@ def test_every_attention_object_says_what_its_values_are(served: Served, values:
             assert list(rows.shape[:2]) == start["attention"]["shape"][:2]
             if values == "probs":
                 np.testing.assert_allclose(rows.sum(-1), 1, atol=1e-4)
+
+
+def test_start_event_has_the_tokens_that_the_end_says_were_cached(served: Served):
+    body = {"prompt": TEXT, "max_length": 1, "ban_eos_token": True, "start_event": True}
+    for ask in STREAMS:
+        ask(served, body)
+        start, *_, done = ask(served, body)
+        assert start["cached_tokens"] == done["cached_tokens"] > 0
 
 
 def test_start_event_comes_only_if_asked_for(served: Served):

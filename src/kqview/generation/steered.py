@@ -44,6 +44,7 @@ class _Unsubmitted:
 
     end = None
     slot = -1
+    n_cached = 0
 
     def cancel(self) -> None: ...
     def wait_settled(self) -> None: ...

@@ -464,10 +464,14 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
-        """Token counts and seconds; the engine's own figures once the generation has ended."""
+        """Token counts and seconds; the seconds are 0 until the generation has ended."""
         end = self._handle.end
         if end is None:
-            return Usage(prompt_tokens=self._context.n_prompt, completion_tokens=len(self._ids))
+            return Usage(
+                prompt_tokens=self._context.n_prompt,
+                completion_tokens=len(self._ids),
+                cached_tokens=self._handle.n_cached,
+            )
         return read_fields(Usage, end, completion_tokens=len(self._ids))
 
     @property

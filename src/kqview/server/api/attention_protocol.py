@@ -728,6 +728,7 @@ def start_event(run: Run, facts: RowFacts | None, ignored: Sequence[str]) -> Obj
         "type": "start",
         "request_id": run.label,
         "prompt_tokens": run.usage.prompt_tokens,
+        "cached_tokens": run.usage.cached_tokens,
         "prompt_ids": run.generations[0].prompt_ids,
         "seed": run.request.sampling.seed,
         **left_out(run, ignored),

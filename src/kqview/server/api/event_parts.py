@@ -121,6 +121,7 @@ class StartEvent(LeftOut, kw_only=True):
         type: Always "start".
         request_id: Label of the request, such as "r1".
         prompt_tokens: Tokens of the prompt, such as 7.
+        cached_tokens: Those of them that were in a cache, such as 0; the others were evaluated.
         prompt_ids: Their ids, such as [0, 35, 444], as they are evaluated.
         seed: The seed that is used, such as 2531011, also if the request gave none.
         attention: What the rows are, if some were asked for.
@@ -129,6 +130,7 @@ class StartEvent(LeftOut, kw_only=True):
     type: Literal["start"]
     request_id: str
     prompt_tokens: int
+    cached_tokens: int
     prompt_ids: list[int]
     seed: int
     attention: RowsDescribed | UnsetType = UNSET

@@ -402,7 +402,7 @@ _MESSAGES: Final = (
     Sample(
         "server", "With start_event: what follows",
         {
-            "type": "start", "request_id": "…", "prompt_tokens": 7,
+            "type": "start", "request_id": "…", "prompt_tokens": 7, "cached_tokens": 0,
             "prompt_ids": [0, 35, 444, 67, 268, 67, 258], "seed": 2531011, "attention": {
                 "format": "per_layer", "values": "probs", "row_sum": "1", "dtype": "float32",
                 "shape": [4, 8, None], "columns": "the prompt, then the tokens before this one",
