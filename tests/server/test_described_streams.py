@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kqview.server import events_bus
 from kqview.server.app import DIALECTS
 from kqview.server.endpoint import Upload
 from kqview.server.openapi import describe
@@ -25,6 +26,7 @@ from tests.support.serving import serving
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from kqview.server.endpoint import Operation
     from tests.support.serving import Served
@@ -144,7 +146,8 @@ REASONING: dict[str, Body] = {
     "/v1/messages": {**CHAT, **WITHIN},
     "/generate": {"prompt": "Who is Anna?", "overrides": {"max_output_tokens": 40}},
 }
-# Sent only where a marker ends the reasoning, which the configuration has to name.
+# Sent only where a marker ends the reasoning, which the configuration has to name: see
+# test_events_of_the_server_fit_their_schemas.
 UNSEEN = {"ReasoningFrame"}
 
 
@@ -260,6 +263,51 @@ def test_events_of_each_stream_fit_their_schemas(
                 comparison.check("server", streamed(client, path, REASONING[path]))
     assert comparison.unseen() <= UNSEEN
     served.wait_idle()
+
+
+def test_events_of_the_server_fit_their_schemas(described: dict[str, Any], tmp_path: Path):
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" * 16)
+    marker = {"marker": "===FINAL===", "drop_from_history": False}
+    config = mia4.config(
+        {"demo": {}, "other": {}, "broken": {"path": str(broken)}},
+        settings={"admin_keys": ["root"]},
+        llm={"reasoning_presets": {"brief": {"reasoning_max_tokens": 8}},
+             "postproc": {"reasoning": marker}},
+    )  # fmt: skip
+    heard = Comparison(described, described["paths"]["/events"]["get"]["x-events"])
+    frames = Comparison(described, described["paths"]["/generate"]["post"]["x-events"])
+    with serving(config) as served, mia4.listening(served, key="root") as events:
+
+        def hear(last: str) -> None:
+            for name, data in events:
+                heard.check("server", [(name, data)])
+                if name == last:
+                    return
+
+        preset = {"reasoning_preset": "brief"}
+        with mia4.saying("Tom asks.===FINAL===Anna."):
+            frames.check("server", mia4.generate(served, key="root", overrides=preset))
+        hear("GenerationCompleted")
+        mia4.generate(served, key="root", session_id="s", model="other")
+        hear("GenerationCompleted")
+        assert mia4.post(served, key="root", model="broken").status_code == 503
+        hear("ModelFailed")
+        with served.client(headers=mia4.headers("root")) as client:
+            assert client.post("/models/other/unload").status_code == 200
+        hear("ModelUnloaded")
+        bus = served.service.bus
+        end = events_bus.ModelUnloaded(model_id="demo", reason="admin")
+
+        def flood() -> None:
+            for _ in range(2 * events_bus.N_KEPT):
+                bus.publish(end)
+
+        with mia4.on_cancel(flood):
+            mia4.cancel(served, "x", key="root")
+        hear("Dropped")
+    assert heard.unseen() == set()
+    assert "ReasoningFrame" not in frames.unseen()
 
 
 def test_messages_that_are_shown_fit_their_schemas(described: dict[str, Any]):
