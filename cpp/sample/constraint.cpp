@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -112,6 +113,16 @@ std::string one_line(const char* message) {
     return line;
 }
 
+// Why llguidance refuses a constraint, and the remedy; follows the constraint's name.
+std::string refusal(const char* message) {
+    if (std::string_view(message).find("coerce_one_of") != std::string_view::npos) {
+        return " has a oneOf in which one value may fit several schemas, which llguidance refuses; "
+               "make the schemas exclude each other, write anyOf, or add "
+               R"("x-guidance": {"coerce_one_of": true} to the whole schema, which is the same)";
+    }
+    return " is refused by llguidance: " + one_line(message) + "; correct it";
+}
+
 }  // namespace
 
 class constraint_vocabulary {
@@ -148,8 +159,7 @@ public:
         init.log_stderr_level = 0;
         handle_.reset(library_.new_matcher(&init, kind.c_str(), text.c_str()));
         if (const char* const message = library_.matcher_get_error(handle_.get())) {
-            throw error(errc::invalid_sampling,
-                        kind_ + " is refused by llguidance: " + one_line(message) + "; correct it");
+            throw error(errc::invalid_sampling, kind_ + refusal(message));
         }
     }
 

@@ -92,6 +92,10 @@ def test_output_matches_the_regex_and_stops(
     assert generation.finish_reason == "stop"
 
 
+# An empty object fits both.
+ONE_OF: dict[str, Any] = {
+    "oneOf": [{"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab"]
+}
 LARK = """%llguidance {}
 start: ("\\n" call){1,3} END
 call: "<call>" %json {"type": "integer", "minimum": 10, "maximum": 99}
@@ -252,6 +256,7 @@ def test_text_of_a_schema_is_taken_as_it_is(random_model: Engine):
     ("options", "words"),
     [
         ({"regex": "("}, "regex is refused by llguidance.*unclosed group"),
+        ({"json_schema": ONE_OF}, "json_schema has a oneOf.*write anyOf.*coerce_one_of"),
         ({"regex": "(" * 100_000}, "regex is refused"),
         ({"regex": "(?=a)b"}, "look-around"),
         ({"regex": r"[^\s\S]"}, "matches no output"),

@@ -103,6 +103,25 @@ def test_object_has_the_properties_that_are_listed(schema: Any, good: list[str],
         assert [one for one in good if not schema_accepts(given, one)] == []
 
 
+def test_union_with_a_discriminator_has_it_in_every_value():
+    """As pydantic describes a union whose tags have defaults."""
+    tagged = {
+        name: {"type": "object", "properties": {"kind": {"const": name, "default": name}, name: {}}}
+        for name in "ab"
+    }
+    union = {
+        "oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}],
+        "discriminator": {"propertyName": "kind", "mapping": {"a": "#/$defs/a"}},
+    }
+    schema = held(json.dumps({"type": "array", "items": union, "$defs": tagged}))
+    assert schema_accepts(schema, '[{"kind":"a"},{"kind":"b","b":1}]')
+    for wrong in ('[{"a":1}]', "[{}]", '[{"kind":"a","b":1}]'):
+        assert not schema_accepts(schema, wrong)
+    for tag in (None, 1, "other"):  # which says nothing
+        given = {**union, "discriminator": {"propertyName": tag}, "$defs": tagged}
+        assert "required" not in held(json.dumps(given))
+
+
 def test_white_space_is_what_the_schema_says():
     spaced = '{ "a":\n  1 }'
     assert not schema_accepts(held(json.dumps(A)), spaced)

@@ -43,7 +43,7 @@ def check_output(option: str, path: Path | None, suffixes: Sequence[str]) -> Non
         raise RequestError(f"{shown}, a folder; name a file in it")
     suffix = path.suffix.lower()
     if suffix not in suffixes:
-        raise RequestError(f"{shown}; end it in {', '.join(suffixes)}")
+        raise RequestError(f"{shown}; end it in {' or '.join(suffixes)}")
     if not path.parent.is_dir():
         raise RequestError(f"{shown}, but there is no folder {path.parent}")
     if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):

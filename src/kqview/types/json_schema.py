@@ -259,10 +259,29 @@ class _Closing:
                     schema.setdefault(_CLOSES, True)
                 elif not _describes(schema):
                     schema["properties"] = {}
+            self._require_tag(schema)
             waiting += _inner(schema)
             if "$ref" in schema:
                 waiting.append(self._target(schema))
         return list(found.values())
+
+    def _require_tag(self, schema: dict[str, Any]) -> None:
+        """Require the property by which OpenAPI and pydantic tell the branches of a union apart.
+
+        Pydantic does not name it as required where it has a default, but reads no value without it;
+        and llguidance takes only a ``oneOf`` whose branches exclude each other.
+        """
+        tag = _object(schema, "discriminator").get("propertyName")
+        if not isinstance(tag, str):
+            return
+        for branch in _branches(schema, "oneOf"):
+            target = self._target(branch) or branch
+            required = target.get("required", [])
+            if tag in _object(target, "properties") and isinstance(required, list):
+                names = cast("list[object]", required)
+                self._spend(1 + len(names))
+                if tag not in names:
+                    target["required"] = [*names, tag]
 
     def _spend(self, n: int) -> None:
         self._n_left -= n

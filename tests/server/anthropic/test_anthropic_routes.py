@@ -74,6 +74,10 @@ def test_answer_that_the_request_begins_goes_on(demo: Served) -> None:
         ({"tool_choice": {"type": "tool"}}, "tool_choice has no name"),
         ({"temperature": "hot"}, "temperature"),
         ({"stop_sequences": "x"}, "stop_sequences"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format is refused",
+        ),
     ],
 )
 def test_request_that_cannot_work_is_refused_in_anthropics_form(

@@ -50,6 +50,10 @@ def test_reasoning_that_the_request_opens_is_a_reasoning_item(demo: Served) -> N
         ({"store": True}, "store"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "y"}}}},
+            "text.format is refused",
+        ),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "there are no tools"),
         ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),

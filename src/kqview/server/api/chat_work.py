@@ -144,7 +144,7 @@ def prepare(engine: Engine, chat: ChatRequest) -> ChatWork:
     )
     names = dict(chat.names)
     if sampling.grammar is not chat.sampling.grammar:
-        names["grammar"] = "tools" if tools else "response_format"
+        names["grammar"] = "tools" if tools else names.get("json_schema", "response_format")
     # A grammar that is not the client's own allows reasoning and its marks, or has none of it.
     may_reason = sampling is chat.sampling or is_harmony or reasoning.how != "no"
     dialogue = Dialogue(chat.messages, tools or None) if chat.options.get("mods") else None

@@ -194,7 +194,7 @@ def request_of(
     Raises:
         RequestError: Or one of its kinds: it cannot work.
     """
-    names = {"stop": "stop_sequences"}
+    names = {"stop": "stop_sequences", "json_schema": "output_config.format"}
     if reasoning_budget_of(body) is None:
         names["reasoning_budget"] = "thinking.budget_tokens"
     return with_fields(

@@ -247,7 +247,8 @@ def request_of(
         raise RequestError(f"top_logprobs is {n_top}, the limit is {_MOST_TOP}; ask for fewer")
     chat = with_fields(
         chat_of(body, request_id=request_id), body, body.attention, engine=engine,
-        settings=settings, names={"top_logprobs": "top_logprobs"}, top_logprobs=n_top,
+        settings=settings, names={"top_logprobs": "top_logprobs", "json_schema": "text.format"},
+        top_logprobs=n_top,
     )  # fmt: skip
     if body.max_output_tokens is None:
         return chat
