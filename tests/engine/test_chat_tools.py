@@ -14,6 +14,7 @@ from kqview.demo import MODEL_PATH
 from kqview.errors import InvalidSampling, RequestError
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
+from tests.support.chat_templates import HARMONY, HELLO, STOP, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -24,21 +25,6 @@ if TYPE_CHECKING:
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
 
-HELLO = [{"role": "user", "content": "Who?"}]
-LOOK_UP: dict[str, Any] = {
-    "type": "function",
-    "function": {
-        "name": "look_up",
-        "description": "Finds a word.",
-        "parameters": {
-            "type": "object",
-            "properties": {"word": {"type": "string", "maxLength": 5}},
-            "required": ["word"],
-        },
-    },
-}
-STOP = {"type": "function", "function": {"name": "stop"}}
-TOOLS = [LOOK_UP, STOP]
 ANY: dict[str, Any] = {
     "chat_template": shapes.QWEN,
     # Not asked to reason, because a random model would not end it.
@@ -47,10 +33,6 @@ ANY: dict[str, Any] = {
     "max_tokens": 700,
 }
 OPEN = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
-HARMONY = (
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
-)
 CHANNELS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|call|>")
 
 

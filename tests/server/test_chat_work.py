@@ -26,6 +26,7 @@ from kqview.server.api.chat_work import (
 from tests.support import chat_templates as shapes
 from tests.support import tiny_gguf
 from tests.support.accepting import accepts
+from tests.support.chat_templates import HARMONY, HELLO, TOOLS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,27 +34,6 @@ if TYPE_CHECKING:
 pytest.importorskip("jinja2")
 pytest.importorskip("llguidance")
 
-HELLO = [{"role": "user", "content": "Who?"}]
-TOOLS: list[dict[str, Any]] = [
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Finds a word.",
-            "parameters": {
-                "type": "object",
-                "properties": {"word": {"type": "string", "maxLength": 5}},
-                "required": ["word"],
-                "additionalProperties": False,
-            },
-        },
-    },
-    {"type": "function", "function": {"name": "stop", "parameters": {"maxProperties": 0}}},
-]
-HARMONY = (
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
-)
 BEGIN, END, ONE, ONE_END, SEP = (
     f"<\uff5ctool\u2581{words}\uff5c>"
     for words in ("calls\u2581begin", "calls\u2581end", "call\u2581begin", "call\u2581end", "sep")

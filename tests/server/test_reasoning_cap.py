@@ -25,6 +25,7 @@ from kqview.server.api.reasoning_cap import (
     cap_of,
     cap_of_texts,
 )
+from tests.support import chat_templates as shapes
 from tests.support import openai as api
 from tests.support import tiny_gguf
 from tests.support.mods import Words
@@ -238,11 +239,7 @@ CONTROLS = (
     "<think>",
     "</think>",
 )
-HARMONY = (
-    "{{ tools if tools }}"
-    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
-)
+HARMONY = "{{ tools if tools }}" + shapes.HARMONY
 THINKING = "{{ messages[0].content }}{% if add_generation_prompt %}<think>\n{% endif %}"
 
 

@@ -1,11 +1,13 @@
 """Chat templates in the shapes that published models have, written for the tests.
 
-Owns: the texts, and for each one the special tokens that it writes. Nothing of kqview.
+Owns: the texts, the special tokens that they write, and a chat with tools to fill them with.
+Nothing of kqview.
 """
 
 from __future__ import annotations
 
 from textwrap import dedent
+from typing import Any
 
 # ChatML with tools, as Qwen's: whitespace control, a default system message, the words before
 # "</think>" cut from earlier answers, tool calls and answers inside of messages.
@@ -139,3 +141,26 @@ SPECIALS = (
     *("[INST]", "[/INST]", "[TOOL_CALLS]"),
     *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
 )
+
+# The frame of gpt-oss's messages; which calls it writes is for a test to add.
+HARMONY = (
+    "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}{# <|channel|> #}"
+)
+
+# A chat to fill them with, and two tools to choose from.
+HELLO = [{"role": "user", "content": "Who?"}]
+LOOK_UP: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Finds a word.",
+        "parameters": {
+            "type": "object",
+            "properties": {"word": {"type": "string", "maxLength": 5}},
+            "required": ["word"],
+        },
+    },
+}
+STOP = {"type": "function", "function": {"name": "stop"}}
+TOOLS = [LOOK_UP, STOP]
