@@ -37,7 +37,7 @@ CASES: Final[dict[str, tuple[int, bool, float]]] = {
 }
 WEIGHTS = {name: 60.0 + n_context * 0.03 for name, (n_context, _, _) in CASES.items()}
 QUICK_SHARE = 16  # a quick run has this much less context
-# A prompt of this length takes 24 layers more than three minutes, 6 of them less than one.
+# A prompt of this length takes 24 layers more than four minutes, 6 of them about one.
 LONG_CONTEXT, LONG_SHAPE = 16384, "6x16"
 STOCK: Final = {
     "flash attention on": {"flash_attn": True, "attention_kernel": "llama.cpp"},
