@@ -2,26 +2,30 @@
 
 The stock program is kq-eval-rows of bench/peers: a callback copies rows of the `kq` tensor of every
 layer to the host, which needs flash attention off. Ours captures the logits of all heads, with
-flash attention on and off. A round is one start of kq-eval-rows, which runs without and with its
-callback, plus a prompt and a generation of ours: one pair for each row of that setting. Both take
-the last row of the prompt; in the rows "all" both take every row.
+flash attention on and off, each in a process of its own. A round is one start of kq-eval-rows,
+which runs without and with its callback, and a prompt and a generation of both of ours: one pair
+for each row. All take the last row of the prompt; in the rows "all", for which kq-eval-rows is
+started once more, all take every row.
 """
 
 from __future__ import annotations
 
 import json
 import subprocess
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from console import main
 from models import model_path, peer
+from processes import OwnProcess
 from report import Timing
 from runs import PrefillRuns, decode_runs, open_engine
 
 from kqview.bench.pairs import Pairs, quantile, step_ms
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Generator, Iterator
 
     from console import ProgressLine
     from settings import Settings
@@ -43,42 +47,43 @@ CASES = {
     "callback-decode-plain": (f"{TAP} off", CALLBACK, DECODE_TARGET),
     "callback-decode-stock": (CALLBACK, PLAIN, None),
 }
-# The rows of a setting come out of the same rounds.
-WEIGHTS = {name: 90.0 / len(CASES) for name in CASES}
-MOST_ROUNDS = 5  # each is four prompts long; 5 is the least that has a bound
+# All rows come out of the same rounds.
+WEIGHTS = {name: 160.0 / len(CASES) for name in CASES}
+MOST_ROUNDS = 5  # each is seven prompts long; 5 is the least that has a bound
+Times = dict[str, float]
 
 
 def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
-    """Measure all cases of a setting in the same rounds and yield the chosen ones."""
+    """Measure all cases in the same rounds and yield the chosen ones."""
     names = settings.chosen(CASES)
     if not names:
         return
     program = str(peer("kq-eval-rows"))
     n_rounds = min(settings.n_pairs, MOST_ROUNDS)
+    are_all_rows = any("all" in name for name in names)
     found = {name: Pairs() for name in CASES}
     for name in names[:-1]:
         line.start(name, 1)
-    line.start(names[-1], n_rounds * 2)
-    for setting in ("flash", "plain"):
-        # One engine at a time: a second one's threads and buffers would be noise to the first.
-        with open_engine(settings, flash_attn=setting == "flash") as engine:
-            prefills = PrefillRuns(settings, engine)
-            for i in range(n_rounds):
-                stock = run_stock(program, settings) if i % 2 == 0 else None
-                ours = run_ours(settings, prefills)
-                stock = stock or run_stock(program, settings)
-                without, callback = (
-                    stock_ms(settings, stock[run][0]) for run in ("plain", "callback")
-                )
-                for part in ("prefill", "decode"):
-                    found[f"callback-{part}-stock"].add(without[part], callback[part])
-                    found[f"callback-{part}-{setting}"].add(callback[part], ours[part])
-                if any("all" in name for name in names):
-                    (every_row,) = run_stock(program, settings, rows="all")["callback"]
-                    found[f"callback-all-{setting}"].add(
-                        every_row["prefill_ms"], prefills.attend_ms("logits")
-                    )
-                line.tick()
+    line.start(names[-1], n_rounds)
+    with ExitStack() as stack:
+        ours = {
+            setting: stack.enter_context(OwnProcess(_opened, settings, setting == "flash"))
+            for setting in ("flash", "plain")
+        }
+        ways: dict[str, Callable[[], Times]] = {
+            "stock": partial(_stock_times, program, settings, are_all_rows),
+            **{setting: partial(one.ask, are_all_rows) for setting, one in ours.items()},
+        }
+        for i in range(n_rounds):
+            order = list(ways) if i % 2 == 0 else list(reversed(ways))
+            times = {way: ways[way]() for way in order}
+            stock = times["stock"]
+            for setting in ours:
+                for part, ms in times[setting].items():
+                    found[f"callback-{part}-{setting}"].add(stock[part], ms)
+            for part in ("prefill", "decode"):
+                found[f"callback-{part}-stock"].add(stock[f"{part} without"], stock[part])
+            line.tick()
     for name in names:
         what, baseline, target = CASES[name]
         is_prefill = "decode" not in name
@@ -92,6 +97,31 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing]:
             target=settings.target(target),
             command=f"python bench/eval_callback.py --row {name} {settings.flags}",
         )
+
+
+@contextmanager
+def _opened(settings: Settings, flash_attn: bool) -> Generator[Callable[[bool], Times]]:
+    """An engine of ours; what it yields returns the milliseconds of each part."""
+    with open_engine(settings, flash_attn=flash_attn) as engine:
+        prefills = PrefillRuns(settings, engine)
+
+        def times(are_all_rows: bool) -> Times:
+            found = run_ours(settings, prefills)
+            return {**found, "all": prefills.attend_ms("logits")} if are_all_rows else found
+
+        yield times
+
+
+def _stock_times(program: str, settings: Settings, are_all_rows: bool) -> Times:
+    """The same of the stock program, and of its run without callback."""
+    runs = run_stock(program, settings)
+    without = stock_ms(settings, runs["plain"][0])
+    found = stock_ms(settings, runs["callback"][0])
+    found.update({f"{part} without": ms for part, ms in without.items()})
+    if are_all_rows:
+        (run,) = run_stock(program, settings, rows="all", bench="callback")["callback"]
+        found["all"] = run["prefill_ms"]
+    return found
 
 
 def run_ours(settings: Settings, prefills: PrefillRuns) -> dict[str, float]:

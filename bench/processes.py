@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from types import FrameType
 
-    # Opens the work; what it yields does it once and returns a figure.
-    Opener = Callable[..., AbstractContextManager[Callable[..., float]]]
+    # Opens the work; what it yields does it once and returns its figures.
+    Opener = Callable[..., AbstractContextManager[Callable[..., Any]]]
 
 
 class OwnProcess:
@@ -33,7 +33,7 @@ class OwnProcess:
         self._opener = opener
         self._arguments = arguments
 
-    def ask(self, *arguments: object) -> float:
+    def ask(self, *arguments: object) -> Any:
         """Do the work once with *arguments*."""
         self.send(*arguments)
         return self.answer()
@@ -42,7 +42,7 @@ class OwnProcess:
         """Begin the work; `answer` waits for it."""
         self._pipe.send(arguments)
 
-    def answer(self) -> float:
+    def answer(self) -> Any:
         """What the work returned.
 
         Raises:
@@ -87,7 +87,7 @@ def _serve(pipe: Connection, opener: Opener, arguments: tuple[Any, ...]) -> None
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         with opener(*arguments) as work:
-            pipe.send(0.0)
+            pipe.send(None)
             while True:
                 pipe.send(work(*pipe.recv()))
     except EOFError:
