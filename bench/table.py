@@ -3,8 +3,8 @@
 Runs every benchmark and rewrites the table between its markers; with --quick it only prints. With
 --from it measures nothing and takes the newest saved row of each name with the same flags, so rows
 may come from several runs, even an interrupted one. Every row names the command that measures it.
-With --of it is one benchmark, with a table of its own in README.md: rows of one table come from one
-machine.
+With --of it is one benchmark, or the few of a name in TABLES, with a table of its own in README.md:
+rows of one table come from one machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import alone
 import contexts
 import counts
+import curve
 import decode
 import embed
 import engines
@@ -63,6 +64,7 @@ BENCHMARKS = {
         hf,
         contexts,
         kernel,
+        curve,
         alone,
         state,
         state_http,
@@ -75,6 +77,8 @@ BENCHMARKS = {
         counts,
     )
 }
+# Several benchmarks that share a table of their own.
+TABLES = {"attention": ("kernel", "alone", "long_slots", "score", "eval_callback")}
 
 
 def main() -> None:
@@ -86,14 +90,19 @@ def main() -> None:
         "--from", dest="source", type=Path, metavar="FILE.jsonl",
         help="measure nothing, take the rows that --save has kept with the same flags",
     )  # fmt: skip
-    parser.add_argument("--of", choices=sorted(BENCHMARKS), help="this benchmark alone")
+    parser.add_argument(
+        "--of", choices=sorted({*BENCHMARKS, *TABLES}),
+        help="this benchmark alone, or those that share a table: "
+        + "; ".join(f"{name} is {', '.join(of)}" for name, of in TABLES.items()),
+    )  # fmt: skip
     args = parser.parse_args()
     settings = settings_of(args)
-    benchmarks = [BENCHMARKS[args.of]] if args.of else list(BENCHMARKS.values())
+    names = TABLES.get(args.of, (args.of,)) if args.of else BENCHMARKS
+    benchmarks = [BENCHMARKS[name] for name in names]
     has_failed = False
     if args.source:
-        names = [name for weights, _ in benchmarks for name in weights]
-        rows, notes, abouts = saved(read_records(args.source), settings.flags, names)
+        row_names = [name for weights, _ in benchmarks for name in weights]
+        rows, notes, abouts = saved(read_records(args.source), settings.flags, row_names)
     else:
         about = facts(settings)
         end_on_sigterm()
@@ -116,11 +125,14 @@ def main() -> None:
 def saved(
     records: Sequence[Mapping[str, Any]], flags: str, names: Sequence[str]
 ) -> tuple[list[Row], list[str], list[Mapping[str, Any]]]:
-    """Rows with *flags* in the order of *names*, notes on what is missing, and their facts."""
+    """Rows of *names* with *flags*, in this order; notes on what is missing; the rows' facts."""
+    records = [record for record in records if chosen_name(record["row"], names)]
     found, notes = newest(records, flags)
     if not found:
         known = ", ".join(f"`{words}`" for words in dict.fromkeys(r["flags"] for r in records))
-        raise SystemExit(f"bench: no row was saved with `{flags}`; there are rows with {known}")
+        raise SystemExit(
+            f"bench: none of these rows was saved with `{flags}`; there are some with {known}"
+        )
     chosen_by = {record["row"]: chosen_name(record["row"], names) for record in found}
     place = {name: i for i, name in enumerate(names)}
     found.sort(key=lambda record: place.get(chosen_by[record["row"]], len(names)))

@@ -240,8 +240,48 @@ def test_table_from_a_file_has_the_order_of_the_benchmarks(script: Any) -> None:
 
 
 def test_table_from_a_file_without_these_flags_names_those_that_are_there(script: Any) -> None:
-    with pytest.raises(SystemExit, match=r"there are rows with `--threads 2 --pairs 20`"):
+    with pytest.raises(SystemExit, match=r"there are some with `--threads 2 --pairs 20`"):
         script("table").saved([saved("a", 1)], "--threads 9", ["a"])
+
+
+def test_table_of_one_benchmark_has_its_own_rows_only(script: Any) -> None:
+    rows = [
+        report.to_record(timing(1.0, 5, None, name), saved(name, 1))
+        for name in ("decode-flash-logits", "kernel-1024-stock")
+    ]
+    found, _, abouts = script("table").saved(rows, ABOUT["flags"], ["kernel-1024-stock"])
+    assert [row.name for row in found] == ["kernel-1024-stock"]
+    assert len(abouts) == 1
+
+
+def test_every_table_of_several_benchmarks_has_its_place_in_the_readme(script: Any) -> None:
+    table = script("table")
+    readme = (BENCH / "README.md").read_text(encoding="utf-8")
+    assert table.TABLES
+    for name, benchmarks in table.TABLES.items():
+        assert set(benchmarks) <= set(table.BENCHMARKS)
+        report.replace_marked(readme, "new", f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
+
+
+def test_plot_of_the_curve_has_a_line_for_each_way(script: Any) -> None:
+    pytest.importorskip("matplotlib")
+    curve, plot = script("curve"), script("plot")
+    rows = [
+        report.to_record(timing(ratio, 5, None, f"curve-{n_context}-{way}"), ABOUT)
+        for n_context in (64, 1024)
+        for way, ratio in (("plain", 2.0), ("ours", 0.5), ("logits", 0.75))
+    ]
+    [axes] = plot.curve_plot([*rows, saved("decode-flash-logits", 1)]).axes
+    lines = {one.get_label(): one.lines[0].get_xydata().tolist() for one in axes.containers}
+    ms = {"stock": 10.0, "plain": 20.0, "ours": 5.0, "logits": 7.5}
+    assert lines == {
+        text: [[64, ms[way]], [1024, ms[way]]] for way, (_, _, text) in curve.WAYS.items()
+    }
+
+
+def test_plot_of_the_curve_without_its_rows_is_an_error(script: Any) -> None:
+    with pytest.raises(ValueError, match=r"row of bench/curve\.py"):
+        script("plot").curve_plot([saved("decode-flash-logits", 1)])
 
 
 def test_hf_rows_without_torch_say_what_to_install(
