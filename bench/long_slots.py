@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from statistics import median
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final
 
 import cells
 from console import attempt, main
@@ -58,16 +58,8 @@ class LongServerRuns(ServerRuns):
         )  # fmt: skip
         self._file = f"{cells.name(settings, flash_attn=flash_attn)}.llama-server"
 
-    def __enter__(self) -> Self:
-        super(ServerRuns, self).__enter__()
-        try:
-            self._fill()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
-
-    def _fill(self) -> None:
+    def prepare(self) -> None:
+        """Bring the cells into the slots, from the file or by evaluating the prompt."""
         file = {"filename": self._file}
         others = range(len(self._prompts))
         try:

@@ -15,7 +15,7 @@ import json
 import subprocess
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from console import attempt, main
 from models import model_path, peer
@@ -105,10 +105,9 @@ class ServerRuns(Started):
         command += [str(word) for word in more_flags]
         super().__init__(command)
 
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self.ms()  # evaluates the prompts
-        return self
+    def prepare(self) -> None:
+        """Evaluate the prompts."""
+        self.ms()
 
     def ms(self) -> float:
         """Milliseconds a token, one generation a slot, from when all have their first one on."""

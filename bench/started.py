@@ -32,16 +32,26 @@ class Started(ABC):
     def is_ready(self) -> bool:
         """Whether it answers."""
 
+    def prepare(self) -> None:  # noqa: B027  # few programs need it
+        """What has to be done once, when it answers; nothing if not overridden."""
+
     def __enter__(self) -> Self:
+        try:
+            self._wait()
+            self.prepare()
+        except BaseException:  # an interruption as well
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _wait(self) -> None:
         until = time.monotonic() + START_LIMIT_S
         while not self.is_ready():
             if self._process.poll() is not None or time.monotonic() > until:
-                self.__exit__(None, None, None)
                 self._log.seek(0)
                 end = self._log.read()[-_SHOWN_BYTES:].decode(errors="replace")
                 raise RuntimeError(f"{self._process.args!r} did not start; {end}")
             time.sleep(0.1)
-        return self
 
     def __exit__(
         self,

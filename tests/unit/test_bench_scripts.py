@@ -303,11 +303,11 @@ def test_hf_rows_without_torch_say_what_to_install(
     assert models.NotHere
 
 
-# ---- work in processes of its own
+# ---- processes that benchmarks start
 
 # Prints where its process is, and then works for ever.
 OWN_PROCESS = """
-import sys, time
+import signal, sys, time
 from contextlib import contextmanager
 from processes import OwnProcess, end_on_sigterm
 
@@ -327,6 +327,7 @@ def opened(is_broken):
     yield work
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's "&"
     end_on_sigterm()
     with OwnProcess(opened, len(sys.argv) > 2) as one:
         assert one.ask("four") == 4
@@ -334,9 +335,9 @@ if __name__ == "__main__":
 """
 
 
-def own_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    script = folder / "own_process.py"
-    script.write_text(OWN_PROCESS, "utf-8")
+def run_script(folder: Path, text: str, *arguments: str) -> subprocess.Popen[str]:
+    script = folder / "script_of_the_test.py"
+    script.write_text(text, "utf-8")
     return subprocess.Popen(
         [sys.executable, script, *arguments],
         env={**os.environ, "PYTHONPATH": str(BENCH)},
@@ -348,13 +349,44 @@ def own_process(folder: Path, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_process_outlives_the_benchmark(tmp_path: Path, number: signal.Signals) -> None:
-    with own_process(tmp_path, "forever") as script:
+    with run_script(tmp_path, OWN_PROCESS, "forever") as script:
         assert script.stdout is not None
         assert script.stdout.readline() == "works\n"
         script.send_signal(number)
         # Its output ends when no process has it any more.
         script.communicate(timeout=60)
     assert script.returncode in (-number, 128 + number)
+
+
+# Starts a program that never answers.
+STARTED = """
+import signal, sys
+from processes import end_on_sigterm
+from started import Started
+
+class Silent(Started):
+    def is_ready(self):
+        print(self._process.pid, flush=True)
+        return False
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+end_on_sigterm()
+with Silent([sys.executable, "-c", "import time; time.sleep(3600)"]):
+    pass
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_program_that_was_started_ends_with_the_benchmark(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    with run_script(tmp_path, STARTED) as script:
+        assert script.stdout is not None
+        pid = int(script.stdout.readline())
+        script.send_signal(number)
+        script.communicate(timeout=60)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +400,7 @@ def test_no_process_outlives_the_benchmark(tmp_path: Path, number: signal.Signal
 def test_error_of_work_elsewhere_is_raised_here(
     tmp_path: Path, arguments: tuple[str, ...], error: str
 ) -> None:
-    with own_process(tmp_path, *arguments) as script:
+    with run_script(tmp_path, OWN_PROCESS, *arguments) as script:
         _, printed = script.communicate(timeout=60)
     assert script.returncode == 1
     assert printed.splitlines()[-1] == error
