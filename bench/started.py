@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import socket
 import subprocess
@@ -61,8 +62,9 @@ class Started(ABC):
     ) -> None:
         self._process.terminate()
         try:
-            self._process.wait(timeout=END_LIMIT_S)
-        except subprocess.TimeoutExpired:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=END_LIMIT_S)
+        finally:  # also if the wait is interrupted
             self._process.kill()
             self._process.wait()
 
