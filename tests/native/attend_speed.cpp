@@ -27,9 +27,10 @@ using namespace kqview;
 namespace {
 
 struct shape {
-    std::map<std::string, int> numbers{
-        {"layers", 24}, {"heads", 16},  {"kv_heads", 4}, {"embd", 64},   {"context", 4096},
-        {"queries", 1}, {"streams", 1}, {"threads", 1},  {"rounds", 20}, {"cpu_clock", 0}};
+    std::map<std::string, int> numbers{{"layers", 24},   {"heads", 16},     {"kv_heads", 4},
+                                       {"embd", 64},     {"context", 4096}, {"queries", 1},
+                                       {"streams", 1},   {"threads", 1},    {"rounds", 20},
+                                       {"cpu_clock", 0}, {"stock", 1}};
     ggml_type type = GGML_TYPE_F16;
 
     int operator[](const char* name) const { return numbers.at(name); }
@@ -225,6 +226,7 @@ int main(int n_arguments, char** arguments) {
     auto *const read = g.graph_of(g.read), *const stock = g.graph_of(g.stock);
     std::map<std::string, std::function<double()>> ways{{"read", [&] { return g.ms(read); }},
                                                         {"stock", [&] { return g.ms(stock); }}};
+    if (s["stock"] == 0) ways.erase("stock");
     auto* const ours = g.ours.empty() ? nullptr : g.graph_of(g.ours);
     for (const char* const kind : {"", "logits", "probs"}) {
         if (!ours) break;

@@ -38,18 +38,12 @@ struct attended_head {
     float* values = nullptr;  // sum of exp(score - max) * value, n_embd of the values
 };
 
-// Cells that are read after a tile: fetched meanwhile, a row for each cell of the tile.
-struct next_cells {
-    const std::byte* data = nullptr;  // null: none
-    std::size_t stride_bytes = 0;
-};
-
 // A tile of one KV head. `data` of keys and values is that of the tile's first cell.
 struct cell_tile {
     key_rows keys;
     key_rows values;
     int n_cells;
-    next_cells next_keys = {};
+    next_cells next_keys = {};  // read after the tile, a row for each of its cells
     next_cells next_values = {};
 };
 

@@ -262,8 +262,8 @@ next_cells next_of(const key_rows& cells, const operand_strides& strides, int he
     const auto row_bytes = ggml_row_size(cells.type, cells.n_embd);
     const bool is_dense = work.n_head_parts == 1 && strides.head == row_bytes &&
                           strides.token == zu(work.n_heads_kv) * row_bytes;
-    if (!is_dense) return {next, strides.token};
-    return {next + zu(head_kv) * (attend_tile - 1) * row_bytes, row_bytes};
+    if (!is_dense) return {next, strides.token, row_bytes};
+    return {next + zu(head_kv) * (attend_tile - 1) * row_bytes, row_bytes, row_bytes};
 }
 
 void attend_item(const attend_op& op, const ggml_tensor* node, const division& work,

@@ -18,104 +18,123 @@ using namespace vectors;
 
 constexpr float minus_infinity = -std::numeric_limits<float>::infinity();
 
-template <int... i>
-vec add_even_odd(vec a, vec b, std::integer_sequence<int, i...>) {
-    return __builtin_shufflevector(a, b, (2 * i)...) +
-           __builtin_shufflevector(a, b, (2 * i + 1)...);
-}
+// Sums that stay in registers while products are added to them.
+constexpr int n_sums = n_registers / 2;
+static_assert(n_sums % max_heads_at_once == 0);
 
-// Horizontal sums of `lanes` vectors at once: lane i of the result is the sum of values[i]. A tree
-// of pairwise additions shares the adds and shuffles among all sums (16 with 16 lanes).
-template <int n>
-vec sum_each(const vec* values) {
-    if constexpr (n == 1) {
-        return values[0];
-    } else {
-        vec halves[n / 2];
-        for (int i = 0; i < n / 2; ++i) {
-            halves[i] = add_even_odd(values[2 * i], values[2 * i + 1],
-                                     std::make_integer_sequence<int, lanes>{});
-        }
-        return sum_each<n / 2>(halves);
-    }
-}
+// Products of a run of cells: in blocks of n_sums products, of which each head has its share.
+template <int n_heads>
+struct run_of {
+    static constexpr int block = n_sums / n_heads;  // cells
+    static constexpr int n_blocks = block < lanes ? lanes / block : 1;
+    static constexpr int n_cells = n_blocks * block;
+};
 
-// `lanes` products at once: n_heads heads x lanes / n_heads cells, all in registers.
 template <int n_heads, class cell_type>
-void dot_tile(const std::byte* keys, std::size_t stride, const float* const* q, int n_embd,
-              float* const* out, int first_column, int n_columns) {
-    constexpr int n_cells = lanes / n_heads;
-    vec sums[lanes] = {};
+[[gnu::always_inline]] inline void dot_run(const std::byte* keys, std::size_t stride,
+                                           const float* const* q, int n_embd, float* const* out) {
+    using run = run_of<n_heads>;
+    constexpr int block = run::block, n_blocks = run::n_blocks;
+    vec parts[n_heads][n_blocks];
     int i = 0;
-    for (; i + lanes <= n_embd; i += lanes) {
-        vec cell[n_cells];
-        for (int c = 0; c < n_cells; ++c) {
-            cell[c] =
-                cell_type::get(keys + static_cast<std::size_t>(c) * stride + i * cell_type::bytes);
+#pragma GCC unroll 1
+    for (int b = 0; b < n_blocks; ++b) {
+        const auto* const cells = keys + static_cast<std::size_t>(b * block) * stride;
+        vec sums[n_sums] = {};
+        for (i = 0; i + lanes <= n_embd; i += lanes) {
+            vec cell[block];
+#pragma GCC unroll 16
+            for (int c = 0; c < block; ++c)
+                cell[c] = cell_type::get(cells + static_cast<std::size_t>(c) * stride +
+                                         i * cell_type::bytes);
+#pragma GCC unroll 4
+            for (int h = 0; h < n_heads; ++h) {
+                vec query = load(q[h] + i);
+                keep_in_register(query);
+#pragma GCC unroll 16
+                for (int c = 0; c < block; ++c) sums[h * block + c] += query * cell[c];
+            }
         }
-        for (int h = 0; h < n_heads; ++h) {
-            const vec query = load(q[h] + i);
-            for (int c = 0; c < n_cells; ++c) sums[h * n_cells + c] += query * cell[c];
+        if constexpr (block < lanes) {
+#pragma GCC unroll 4
+            for (int h = 0; h < n_heads; ++h) parts[h][b] = sum_each<block>(sums + h * block);
+        } else {
+#pragma GCC unroll 4
+            for (int h = 0; h < n_heads; ++h)
+#pragma GCC unroll 4
+                for (int c = 0; c < block; c += lanes)
+                    store(out[h] + c, sum_each<lanes>(sums + h * block + c));
         }
     }
-    vec result = sum_each<lanes>(sums);
+    if constexpr (block < lanes) {
+#pragma GCC unroll 4
+        for (int h = 0; h < n_heads; ++h) store(out[h], sum_each<n_blocks, block>(parts[h]));
+    }
     for (; i < n_embd; ++i) {  // head sizes that are not a multiple of the vector width
-        for (int c = 0; c < n_cells; ++c) {
+        for (int c = 0; c < run::n_cells; ++c) {
             const float key =
                 cell_type::one(keys + static_cast<std::size_t>(c) * stride + i * cell_type::bytes);
-            for (int h = 0; h < n_heads; ++h) result[h * n_cells + c] += q[h][i] * key;
+            for (int h = 0; h < n_heads; ++h) out[h][c] += q[h][i] * key;
         }
-    }
-    float flat[lanes];
-    store(flat, result);
-    const auto n_bytes =
-        static_cast<std::size_t>(std::min(n_cells, n_columns - first_column)) * sizeof(float);
-    for (int h = 0; h < n_heads; ++h) {
-        std::memcpy(out[h] + first_column, flat + h * n_cells, n_bytes);
     }
 }
 
-// A tile of `lanes` cells against all heads, in groups of the largest remaining power of two.
+template <int n_heads, class cell_type>
+void dot_heads(const key_rows& keys, const float* const* q, int n_columns, float* const* out,
+               const next_cells& next) {
+    constexpr int n_cells = run_of<n_heads>::n_cells;
+    const float* queries[n_heads];
+    float* to[n_heads];
+    for (int h = 0; h < n_heads; ++h) queries[h] = q[h], to[h] = out[h];
+    const auto* cells = keys.data;
+    const auto stride = keys.cell_stride_bytes;
+    const int n_embd = keys.n_embd;
+    int c = 0;
+    for (; c + n_cells <= n_columns; c += n_cells, cells += n_cells * stride) {
+        for (int i = 0; i < n_cells; ++i) next.fetch(c + i);
+        dot_run<n_heads, cell_type>(cells, stride, queries, n_embd, to);
+        for (int h = 0; h < n_heads; ++h) to[h] += n_cells;
+    }
+    if (c == n_columns) return;
+    alignas(sizeof(vec)) float last[n_heads][n_cells];
+    for (int h = 0; h < n_heads; ++h) to[h] = last[h];
+    dot_run<n_heads, cell_type>(cells, stride, queries, n_embd, to);
+    for (int h = 0; h < n_heads; ++h) std::copy_n(last[h], n_columns - c, out[h] + c);
+}
+
+// Heads in groups of the largest remaining power of two; the first fetches what is read later.
 template <class cell_type>
-void dot_cells(const std::byte* keys, std::size_t stride, const float* const* q, int n_heads,
-               int n_embd, float* const* out, int first_column, int n_columns) {
+void dot_all(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
+             float* const* out, next_cells next) {
     const auto run = [&]<int n>() {
-        constexpr int step = lanes / n;
-        const int end = std::min(first_column + lanes, n_columns);
-        for (int c = first_column; c < end; c += step) {
-            dot_tile<n, cell_type>(keys + static_cast<std::size_t>(c - first_column) * stride,
-                                   stride, q, n_embd, out, c, n_columns);
-        }
+        dot_heads<n, cell_type>(keys, q, n_columns, out, next);
         q += n, out += n, n_heads -= n;
+        next = {};
     };
     while (n_heads >= 4) run.template operator()<4>();
     if (n_heads >= 2) run.template operator()<2>();
     if (n_heads >= 1) run.template operator()<1>();
 }
 
-template <class cell_type>
-void dot_all(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
-             float* const* out) {
-    for (int c = 0; c < n_columns; c += lanes) {
-        dot_cells<cell_type>(keys.data + static_cast<std::size_t>(c) * keys.cell_stride_bytes,
-                             keys.cell_stride_bytes, q, n_heads, keys.n_embd, out, c, n_columns);
-    }
-}
-
 void dot_quantised(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
-                   float* const* out, row_scratch& scratch) {
+                   float* const* out, row_scratch& scratch, const next_cells& next) {
     const auto to_float = ggml_get_type_traits(keys.type)->to_float;
     const auto n_embd = static_cast<std::size_t>(keys.n_embd);
-    scratch.cells.resize(static_cast<std::size_t>(lanes) * n_embd);
-    for (int c = 0; c < n_columns; c += lanes) {
-        for (int i = 0; i < std::min(lanes, n_columns - c); ++i) {
+    scratch.cells.resize(static_cast<std::size_t>(n_sums) * n_embd);
+    const key_rows floats{reinterpret_cast<const std::byte*>(scratch.cells.data()),
+                          n_embd * sizeof(float), GGML_TYPE_F32, keys.n_embd, n_sums};
+    for (int c = 0; c < n_columns; c += n_sums) {
+        const int n = std::min(n_sums, n_columns - c);
+        for (int i = 0; i < n; ++i) {
+            next.fetch(c + i);
             const auto* const cell =
                 keys.data + static_cast<std::size_t>(c + i) * keys.cell_stride_bytes;
             float* const to = scratch.cells.data() + static_cast<std::size_t>(i) * n_embd;
             if (!widen_quantised(keys.type, cell, keys.n_embd, to)) to_float(cell, to, keys.n_embd);
         }
-        dot_cells<f32_cells>(reinterpret_cast<const std::byte*>(scratch.cells.data()),
-                             n_embd * sizeof(float), q, n_heads, keys.n_embd, out, c, n_columns);
+        float* at[max_heads_at_once];
+        for (int h = 0; h < n_heads; ++h) at[h] = out[h] + c;
+        dot_all<f32_cells>(floats, q, n_heads, n, at, {});
     }
 }
 
@@ -128,15 +147,15 @@ float mask_at(const mask_row& mask, int column) {
 }  // namespace
 
 void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
-              float* const* out, row_scratch& scratch) {
-    // A tile reads `lanes` cells at a time: if the cache ends within the last tile, its cells go
-    // one by one.
-    const int n_tiled = keys.n_cells % lanes == 0 ? n_columns : n_columns / lanes * lanes;
+              float* const* out, row_scratch& scratch, const next_cells& next) {
+    // A block reads up to n_sums cells at a time: if the cache ends within the last one, its cells
+    // go one by one.
+    const int n_tiled = keys.n_cells % n_sums == 0 ? n_columns : n_columns / n_sums * n_sums;
     switch (keys.type) {
-        case GGML_TYPE_F16: dot_all<f16_cells>(keys, q, n_heads, n_tiled, out); break;
-        case GGML_TYPE_F32: dot_all<f32_cells>(keys, q, n_heads, n_tiled, out); break;
-        case GGML_TYPE_BF16: dot_all<bf16_cells>(keys, q, n_heads, n_tiled, out); break;
-        default: dot_quantised(keys, q, n_heads, n_columns, out, scratch); return;
+        case GGML_TYPE_F16: dot_all<f16_cells>(keys, q, n_heads, n_tiled, out, next); break;
+        case GGML_TYPE_F32: dot_all<f32_cells>(keys, q, n_heads, n_tiled, out, next); break;
+        case GGML_TYPE_BF16: dot_all<bf16_cells>(keys, q, n_heads, n_tiled, out, next); break;
+        default: return dot_quantised(keys, q, n_heads, n_columns, out, scratch, next);
     }
     if (n_tiled == n_columns) return;
     key_rows rest = keys;

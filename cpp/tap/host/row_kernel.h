@@ -24,6 +24,20 @@ struct key_rows {
     int n_cells;  // readable cells, at least as many as requested columns
 };
 
+// Cells that are read later, fetched from memory meanwhile: a row of bytes for each cell of a product.
+// All at once would fill the queue of outstanding misses and wait for it.
+struct next_cells {
+    const std::byte* data = nullptr;
+    std::size_t stride_bytes = 0;
+    std::size_t row_bytes = 0;  // 0: none
+
+    void fetch(int cell) const {
+        constexpr std::size_t line_bytes = 64;
+        const auto* const row = data + static_cast<std::size_t>(cell) * stride_bytes;
+        for (std::size_t i = 0; i < row_bytes; i += line_bytes) __builtin_prefetch(row + i, 0, 2);
+    }
+};
+
 // Working memory of one compute thread; grows, never shrinks.
 struct row_scratch {
     std::vector<float> rows;   // results to convert or reduce before they are written
@@ -38,7 +52,7 @@ struct row_scratch {
 
 // out[h][c] = sum over n_embd of keys[c] * q[h], c < n_columns, h < n_heads <= max_heads_at_once.
 void dot_rows(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
-              float* const* out, row_scratch& scratch);
+              float* const* out, row_scratch& scratch, const next_cells& next = {});
 void dot_rows_scalar(const key_rows& keys, const float* const* q, int n_heads, int n_columns,
                      float* const* out);
 

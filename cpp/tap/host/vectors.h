@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -41,7 +42,26 @@ inline vec load(const float* from) {
     return value;
 }
 
+// In all lanes. Not vec{} + value, which is an addition: it would turn -0 into 0.
+inline vec spread(float value) { return value - vec{}; }
+
+// Has gcc load a value once that it would otherwise load again for each product.
+inline void keep_in_register([[maybe_unused]] vec& value) {
+#if defined(__x86_64__)
+    asm("" : "+v"(value));
+#elif defined(__aarch64__)
+    asm("" : "+w"(value));
+#endif
+}
+
 inline void store(float* to, vec value) { std::memcpy(to, &value, sizeof value); }
+
+// Whether instructions convert half precision; without, each value takes a few.
+#if defined(__F16C__) || (defined(__ARM_NEON) && defined(__aarch64__))
+constexpr bool converts_f16 = true;
+#else
+constexpr bool converts_f16 = false;
+#endif
 
 inline vec load_f16(const std::byte* from) {
 #if defined(__AVX512F__)
@@ -98,15 +118,61 @@ struct bf16_cells {
     }
 };
 
-// Four floats, repeated in every group of four lanes.
-inline vec repeat_quad(const float* from) {
-#if defined(__AVX512F__)
-    return reinterpret_cast<vec>(_mm512_maskz_broadcast_f32x4(0xFFFF, _mm_loadu_ps(from)));
-#elif defined(__AVX__)
-    return reinterpret_cast<vec>(_mm256_broadcast_ps(reinterpret_cast<const __m128*>(from)));
-#else
-    return load(from);
-#endif
+// Two vectors hold n_sums sums each, of which lanes / n_sums lanes are still to be added. Which lane
+// of the two becomes the i-th of a vector with twice the sums, and, `is_upper`, of the one to add to
+// it. Lanes are paired within groups of four first, where moving them costs least, then groups.
+constexpr int index_of_addend(int i, int n_sums, bool is_upper) {
+    const int group = i / 4, element = i % 4;
+    const int upper = is_upper ? 1 : 0;
+    if (n_sums == 1) return 4 * group + element / 2 + 2 * upper + element % 2 * lanes;
+    if (n_sums == 2) return 4 * group + element % 2 + 2 * upper + element / 2 * lanes;
+    constexpr int n_groups = lanes / 4, n_half = n_groups / 2;
+    const int from = group / (n_groups > 1 ? n_half : 1) * lanes;
+    const int rank = n_half > 0 ? group % n_half : 0;
+    return from + 4 * (2 * n_sums < lanes ? rank + n_half * upper : 2 * rank + upper) + element;
+}
+
+template <int n_sums, int... i>
+[[gnu::always_inline]] inline vec add_halves(vec a, vec b, std::integer_sequence<int, i...>) {
+    return __builtin_shufflevector(a, b, index_of_addend(i, n_sums, false)...) +
+           __builtin_shufflevector(a, b, index_of_addend(i, n_sums, true)...);
+}
+
+// Adds n vectors, in each of which n_sums sums are spread over lanes, into one in which n * n_sums
+// are: with n * n_sums == lanes, lane i is the i-th sum. The order of addition is that of every i.
+template <int n, int n_sums = 1>
+[[gnu::always_inline]] inline vec sum_each(const vec* values) {
+    if constexpr (n == 1) {
+        return values[0];
+    } else {
+        vec halves[n / 2];
+#pragma GCC unroll 8
+        for (int i = 0; i < n / 2; ++i) {
+            halves[i] = add_halves<n_sums>(values[2 * i], values[2 * i + 1],
+                                           std::make_integer_sequence<int, lanes>{});
+        }
+        return sum_each<n / 2, 2 * n_sums>(halves);
+    }
+}
+
+// All lanes joined into one: neighbours first at the distance of half a vector, then of a quarter...
+template <int distance = lanes / 2, class join_type>
+[[gnu::always_inline]] inline float fold(vec value, const join_type& join) {
+    if constexpr (distance == 0) {
+        return value[0];
+    } else {
+        const auto moved = [&]<int... i>(std::integer_sequence<int, i...>) {
+            return __builtin_shufflevector(value, value, (i ^ distance)...);
+        }(std::make_integer_sequence<int, lanes>{});
+        return fold<distance / 2>(join(value, moved), join);
+    }
+}
+
+inline float sum_of(vec value) {
+    return fold(value, [](vec a, vec b) { return a + b; });
+}
+inline float largest_of(vec value) {
+    return fold(value, [](vec a, vec b) { return a > b ? a : b; });
 }
 
 // Copies n floats past the processor's caches, whole lines at least: what is not read soon need not
