@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 pytest.importorskip("typer")
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 import kqview
@@ -359,3 +361,54 @@ def test_chat_takes_a_template_of_a_file(demo: Engine, tmp_path: Path) -> None:
     assert (
         run("chat", *words).stdout == demo.generate(ids, temperature=0, max_tokens=8).read() + "\n"
     )
+
+
+# ---- readers that leave
+
+COMMANDS: Any = get_command(app)
+
+
+def status_without_reader(monkeypatch: pytest.MonkeyPatch, *words: str) -> object:
+    """Exit status of a command whose reader has gone before it writes its first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        with pytest.raises(SystemExit) as ended:
+            app(list(words), prog_name="kqview")
+    return ended.value.code
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--version",),
+        ("--help",),
+        *((name, "--help") for name in COMMANDS.commands),
+        ("info",),
+        ("info", "--json"),
+        ("config", "show"),
+        *(
+            (name, "--demo", *options)
+            for name, *options in (
+                ("info",),
+                ("tokenize", TEXT),
+                ("attend", TEXT, *ONE),
+                ("attend", TEXT, "--json", *ONE),
+                ("embed", TEXT, *ONE),
+                ("score", TEXT, *ONE),
+                ("generate", TEXT, "-n", "2", *ONE),
+                ("chat", "Who?", "-n", "2", *ONE),
+                ("bench", "--quick", "--pairs", "1", "--tokens", "6", "--contexts", "16",
+                 "--captures", "probs", "--flash-attn", "on", "--threads", "1"),
+            )
+        ),
+        ("demo", "--runs", "1"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_reader_that_has_gone_ends_every_command_quietly(
+    words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert status_without_reader(monkeypatch, *words) == 141
+    assert "rror" not in capfd.readouterr().err

@@ -75,6 +75,12 @@ class ErrorReportingGroup(TyperGroup):
         """Run the program; help and usage errors, which come before `invoke`, are written here."""
         try:
             return super().main(*args, **options)
+        except SystemExit as ended:
+            # rich and typer end the program themselves, with status 1, where a reader has gone.
+            if not isinstance(ended.__context__, BrokenPipeError):
+                raise
+            discard_stdout()
+            sys.exit(_BROKEN_PIPE)
         except OSError as error:
             _print_error(error)
             discard_stdout()
