@@ -48,7 +48,7 @@ TEXTS: Final = {
     "read": "reading K and V once",
     "stock": "llama.cpp's flash attention",
 }
-WEIGHTS = {name: 15.0 for name in CASES}
+WEIGHTS = {name: 3.0 for name in CASES}
 QUICK_SHARE = 16  # a quick run has this much less context
 
 

@@ -127,6 +127,12 @@ def collect(
         for name, weight in rows.items()
         if settings.chosen([name])
     }
+    if not settings.is_quick:
+        minutes = sum(weights.values()) / 60
+        print(
+            f"bench: {len(weights)} rows, about {minutes:.0f} minutes on 2 cores with 20 pairs",
+            file=sys.stderr,
+        )
     outcome = Outcome()
     with progress_line(weights) as line:
         for rows, measure in benchmarks:

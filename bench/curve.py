@@ -47,7 +47,7 @@ CASES: Final = {
     for way in WAYS
     if way != BASELINE
 }
-WEIGHTS = {name: 3.0 + n_context * 6e-4 for name, (n_context, _) in CASES.items()}
+WEIGHTS = {name: 1.0 + n_context * 4e-4 for name, (n_context, _) in CASES.items()}
 
 
 @contextmanager

@@ -35,7 +35,11 @@ CASES: Final[dict[str, tuple[int, bool, float]]] = {
     for n_context, of_stock, of_own in ((1024, 1.0, 1.02), (4096, 0.75, 1.03), (16384, 0.5, 1.05))
     for is_stock, target in ((True, of_stock), (False, of_own))
 }
-WEIGHTS = {name: 60.0 + n_context * 0.03 for name, (n_context, _, _) in CASES.items()}
+# The first row of a context also evaluates its prompt, for each of the ways.
+WEIGHTS = {
+    name: 30.0 + n_context * 8e-3 if is_stock else 20.0 + n_context * 5e-4
+    for name, (n_context, is_stock, _) in CASES.items()
+}
 QUICK_SHARE = 16  # a quick run has this much less context
 # A prompt of this length takes 24 layers more than four minutes, 6 of them about one.
 LONG_CONTEXT, LONG_SHAPE = 16384, "6x16"

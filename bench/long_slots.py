@@ -42,7 +42,8 @@ CASES: Final[dict[str, tuple[int, Capture | None, float | None]]] = {
     for n_slots in (4, 16)
     for suffix, capture, target in (("", None, TARGET), ("-logits", Capture("logits"), None))
 }
-WEIGHTS = {name: 30.0 + 8.0 * n_slots for name, (n_slots, _, _) in CASES.items()}
+WEIGHTS = {"long-slots-4": 110.0, "long-slots-4-logits": 40.0, "long-slots-16": 200.0,
+           "long-slots-16-logits": 100.0}  # fmt: skip
 STOCK = {"on": True, "off": False}
 
 
