@@ -77,6 +77,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "best_of": _ONE,
     "num_return_sequences": _ONE,
     "stream": _STREAM,
+    "streaming": _STREAM,
     "streamer": _STREAM,
     # results
     "logprobs": "top_logprobs",

@@ -158,7 +158,9 @@ class _Types:
             return self.example(schema["anyOf"][0])
         if "properties" in schema:
             properties: Mapping[str, Schema] = schema["properties"]
-            needed = schema.get("required", ())
+            # A body of which nothing is required has what it is about as its first field.
+            first = [n for n, one in properties.items() if one.get("examples")][:1]
+            needed = schema.get("required") or first
             return {n: self.example(one) for n, one in properties.items() if n in needed}
         match schema.get("type"):
             case "array":
@@ -192,9 +194,13 @@ def _classes(found: Iterable[inspect.Type]) -> Iterator[type]:
                 inspect.ListType(item_type=one)
                 | inspect.VarTupleType(item_type=one)
                 | inspect.DictType(value_type=one)
-                | inspect.Metadata(type=one)
             ):
                 waiting.append(one)
+            case inspect.Metadata(type=one) as described:
+                waiting.append(one)
+                extra: Mapping[str, Any] = cast("Any", described).extra or {}
+                if "shown_as" in extra:
+                    waiting.append(inspect.type_info(extra["shown_as"]))
             case _:
                 pass
 

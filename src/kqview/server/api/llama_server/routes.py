@@ -264,6 +264,7 @@ OPERATIONS: Final[list[Operation]] = [
     _post(
         "/rerank", rerank, "Documents by how well they answer a query.", RerankBody,
         Reranked | list[TeiResult],
+        example={"query": "a red ball", "documents": ["Tom found a ball.", "It rains."]},
         also=("/reranking", "/v1/rerank", "/v1/reranking"),
     ),
     _get("/props", props, "Properties of the server and its model.", about.Props),

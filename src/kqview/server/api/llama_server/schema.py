@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from kqview.server.api.chat_message import MessageObject, ToolObject
 from kqview.server.api.event_parts import ModCall, Removed
 from kqview.server.api.llama_fields import LlamaFields, Timings
 
@@ -96,9 +97,9 @@ class TemplateBody(Struct, kw_only=True):
         chat_template_kwargs: Variables for the chat template, such as {"enable_thinking": false}.
     """
 
-    messages: list[dict[str, Any]] | None = None
+    messages: list[MessageObject] | None = None
     model: str | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: list[ToolObject] | None = None
     add_generation_prompt: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

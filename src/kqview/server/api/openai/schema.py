@@ -10,11 +10,11 @@ from msgspec import UNSET, Struct, UnsetType
 
 from kqview.server.api.attention_field import Attention
 from kqview.server.api.attention_protocol import TokenLogprob
+from kqview.server.api.chat_message import MessageObject, ToolObject
 from kqview.server.api.event_parts import ModCall, PromptAttention, TokenAttention
 from kqview.server.api.llama_fields import LlamaFields, Timings
 
 Object = dict[str, Any]
-Objects = Annotated[list[Object], msgspec.Meta(max_length=65_536)]
 
 # ---- attention that is kept
 
@@ -125,8 +125,8 @@ class ChatBody(GenerateFields, kw_only=True):
             assistant's.
     """
 
-    messages: Objects
-    tools: Annotated[list[Object], msgspec.Meta(max_length=1024)] | None = None
+    messages: Annotated[list[MessageObject], msgspec.Meta(max_length=65_536)]
+    tools: Annotated[list[ToolObject], msgspec.Meta(max_length=1024)] | None = None
     tool_choice: str | Object | None = None
     parallel_tool_calls: bool | None = None
     response_format: Object | None = None
