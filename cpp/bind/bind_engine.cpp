@@ -66,6 +66,7 @@ void bind_options(nb::module_& module) {
         .def_rw("free_memory_bytes", &engine_options::free_memory_bytes,
                 "On the host, before the weights are loaded; 0 if unknown.")
         .def_rw("attention_budget_bytes", &engine_options::attention_budget_bytes)
+        .def_rw("pinned_bytes", &engine_options::pinned_bytes)
         .def_rw("aborted_decodes", &engine_options::aborted_decodes,
                 "For tests: decodes, counted from 1, that are aborted.")
         .def_rw("poisons_blocks", &engine_options::poisons_blocks,

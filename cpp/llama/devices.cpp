@@ -119,14 +119,17 @@ std::string nvidia_compute_capability(const std::string& pci_address) {
 
 class device_host_allocator final : public host_allocator {
 public:
-    device_host_allocator(ggml_backend_buffer_type_t type,
+    device_host_allocator(ggml_backend_dev_t device, ggml_backend_buffer_type_t type,
                           std::shared_ptr<const std::atomic<bool>> is_lost)
-        : type_(type), is_lost_(std::move(is_lost)) {}
+        : device_(device), type_(type), is_lost_(std::move(is_lost)) {}
 
     void* allocate(std::size_t n_bytes, bool& is_pinned) noexcept override {
         if (*is_lost_) return nullptr;
         try {
             const llama_activity guard("allocating page-locked memory");
+            // CUDA locks pages for the current device of a thread; this makes it ours.
+            std::size_t n_free = 0, n_total = 0;
+            ggml_backend_dev_memory(device_, &n_free, &n_total);
             auto* const buffer = ggml_backend_buft_alloc_buffer(type_, n_bytes);
             if (!buffer) return nullptr;
             auto* const data = ggml_backend_buffer_get_base(buffer);
@@ -156,6 +159,7 @@ public:
     bool offers_pinned() const noexcept override { return true; }
 
 private:
+    const ggml_backend_dev_t device_;
     const ggml_backend_buffer_type_t type_;
     const std::shared_ptr<const std::atomic<bool>> is_lost_;
     std::mutex mutex_;
@@ -246,7 +250,8 @@ nvidia_driver_info nvidia_driver() { return {driver_version(), cuda_version()}; 
 std::shared_ptr<host_allocator> pinned_allocator(ggml_backend_dev_t device,
                                                  std::shared_ptr<const std::atomic<bool>> is_lost) {
     auto* const type = ggml_backend_dev_host_buffer_type(device);
-    return type ? std::make_shared<device_host_allocator>(type, std::move(is_lost)) : nullptr;
+    return type ? std::make_shared<device_host_allocator>(device, type, std::move(is_lost))
+                : nullptr;
 }
 
 }  // namespace kqview

@@ -5,9 +5,13 @@
 #include <cstring>
 #include <iterator>
 #include <new>
+#include <string>
+#include <system_error>
+#include <thread>
 #include <utility>
 
 #include "base/error.h"
+#include "base/log.h"
 
 namespace kqview {
 
@@ -36,6 +40,7 @@ std::shared_ptr<block_pool> block_pool::create(block_pool_options options) {
 block_pool::block_pool(block_pool_options options)
     : budget_bytes_(options.budget_bytes),
       pinned_limit_bytes_(options.pinned_limit_bytes),
+      pins_ahead_(options.pins_ahead),
       poison_(options.poison),
       allocator_(options.allocator ? std::move(options.allocator) : plain_allocator()),
       plain_(plain_allocator()) {}
@@ -55,11 +60,12 @@ std::size_t block_pool::class_of(std::size_t n_bytes) noexcept {
     return std::min(i_class, n_classes);
 }
 
-std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes) {
+std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes, bool* is_coming) {
     if (n_bytes == 0) {
         throw error(errc::request, "a lease of 0 bytes was asked for, at least 1 is needed");
     }
-    pool_block* block = take_block(n_bytes);
+    if (is_coming) *is_coming = false;
+    pool_block* block = take_block(n_bytes, is_coming);
     if (block == nullptr) return nullptr;
     try {
         return std::make_shared<lease>(lease::key{}, shared_from_this(), block, n_bytes);
@@ -69,41 +75,153 @@ std::shared_ptr<lease> block_pool::try_take(std::size_t n_bytes) {
     }
 }
 
-pool_block* block_pool::take_block(std::size_t n_bytes) {
+pool_block* block_pool::take_block(std::size_t n_bytes, bool* is_coming) {
     const std::size_t i_class = class_of(n_bytes);
     if (i_class == n_classes) return nullptr;
     const std::size_t capacity = class_bytes(i_class);
-    bool may_pin = allocator_->offers_pinned();
+    bool pins = false;
     block_map freed;
     {
         const std::lock_guard lock(mutex_);
         pool_block* idle = pop_idle(idle_pinned_, i_class);
         if (idle == nullptr) idle = pop_idle(idle_plain_, i_class);
-        if (idle != nullptr) return idle;
-
-        if (capacity > budget_bytes_ || stats_.leased_bytes > budget_bytes_ - capacity)
+        if (idle != nullptr) {
+            if (is_coming) order_ahead(n_bytes);
+            return idle;
+        }
+        if (is_coming && is_ordered_[i_class]) {
+            *is_coming = true;
             return nullptr;
+        }
+        if (!has_room(capacity)) {
+            // What an order takes of the budget may become free.
+            if (is_coming) *is_coming = ordered_bytes_ > 0;
+            return nullptr;
+        }
+        pins = may_pin(capacity);
+        if (pins && pins_ahead_ && is_coming && !std::exchange(has_failed_[i_class], false)) {
+            *is_coming = order(i_class, freed);
+            if (*is_coming) return nullptr;
+        }
         // The room is reserved here and filled below, outside the lock: page-locking takes
         // milliseconds, and meanwhile threads that hold the GIL drop leases.
-        may_pin = may_pin && capacity <= pinned_limit_bytes_ &&
-                  leased_pinned_bytes_ <= pinned_limit_bytes_ - capacity;
         stats_.leased_bytes += capacity;
         stats_.allocated_bytes += capacity;
-        if (may_pin) {
+        if (pins) {
             leased_pinned_bytes_ += capacity;
             stats_.pinned_bytes += capacity;
-            if (stats_.pinned_bytes > pinned_limit_bytes_) {
-                move_idle(idle_pinned_, stats_.pinned_bytes - pinned_limit_bytes_, freed);
-            }
         }
-        for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
-            if (stats_.allocated_bytes > budget_bytes_) {
-                move_idle(*lists, stats_.allocated_bytes - budget_bytes_, freed);
-            }
-        }
+        make_room(freed);
+        if (allocator_->offers_pinned() && !pins) note_unpinned(i_class, false);
     }
     freed.clear();  // before the allocation, so that the sum stays within the budget
-    return add_block(allocate_buffer(capacity, may_pin), i_class, may_pin);
+    return add_block(allocate_buffer(capacity, pins), i_class, pins);
+}
+
+// Those below are called with the lock.
+
+bool block_pool::has_room(std::size_t capacity) const noexcept {
+    return capacity <= budget_bytes_ &&
+           stats_.leased_bytes + ordered_bytes_ <= budget_bytes_ - capacity;
+}
+
+bool block_pool::may_pin(std::size_t capacity) const noexcept {
+    return allocator_->offers_pinned() && capacity <= pinned_limit_bytes_ &&
+           leased_pinned_bytes_ + ordered_bytes_ <= pinned_limit_bytes_ - capacity;
+}
+
+// Moves idle blocks out of the pool where more than the limits is allocated or about to be.
+void block_pool::make_room(block_map& freed) {
+    if (stats_.pinned_bytes > pinned_limit_bytes_) {
+        move_idle(idle_pinned_, stats_.pinned_bytes - pinned_limit_bytes_, freed);
+    }
+    for (idle_lists* lists : {&idle_plain_, &idle_pinned_}) {
+        if (stats_.allocated_bytes > budget_bytes_) {
+            move_idle(*lists, stats_.allocated_bytes - budget_bytes_, freed);
+        }
+    }
+}
+
+// False: there can be no thread to make it.
+bool block_pool::order(std::size_t i_class, block_map& freed) {
+    if (is_ordered_[i_class]) return true;
+    if (!is_making_) {
+        try {
+            // Not joined: it may hang in a driver. It ends with the last order.
+            std::thread([self = shared_from_this()] { self->make_ordered(); }).detach();
+        } catch (const std::system_error&) {
+            return false;
+        }
+        is_making_ = true;
+    }
+    const auto capacity = class_bytes(i_class);
+    is_ordered_[i_class] = true;
+    ordered_bytes_ += capacity;
+    stats_.allocated_bytes += capacity;
+    stats_.pinned_bytes += capacity;
+    make_room(freed);
+    return true;
+}
+
+// Rows grow by a column with each token: one of this size, and one for some tokens later.
+void block_pool::order_ahead(std::size_t n_bytes) {
+    if (!pins_ahead_) return;
+    for (const auto i_class : {class_of(n_bytes), class_of(n_bytes + n_bytes / 32)}) {
+        if (i_class == n_classes || idle_pinned_[i_class] || idle_plain_[i_class]) continue;
+        const auto capacity = class_bytes(i_class);
+        const bool needs_no_room =
+            has_room(capacity) && stats_.allocated_bytes + capacity <= budget_bytes_ &&
+            may_pin(capacity) && stats_.pinned_bytes + capacity <= pinned_limit_bytes_;
+        if (!needs_no_room) continue;
+        block_map none;
+        order(i_class, none);
+    }
+}
+
+void block_pool::prepare(std::size_t n_bytes) {
+    const auto i_class = class_of(n_bytes);
+    if (!pins_ahead_ || i_class == n_classes) return;
+    block_map freed;
+    const std::lock_guard lock(mutex_);
+    const bool is_there = idle_pinned_[i_class] || idle_plain_[i_class];
+    if (is_there || !has_room(class_bytes(i_class)) || !may_pin(class_bytes(i_class))) return;
+    order(i_class, freed);
+}
+
+// The pool's thread.
+void block_pool::make_ordered() noexcept {
+    std::unique_lock lock(mutex_);
+    for (;;) {
+        const auto found = std::find(is_ordered_.begin(), is_ordered_.end(), true);
+        if (found == is_ordered_.end()) break;
+        const auto i_class = static_cast<std::size_t>(found - is_ordered_.begin());
+        const auto capacity = class_bytes(i_class);
+        lock.unlock();
+        auto* const block = add_block(allocate_buffer(capacity, true), i_class, true, true);
+        lock.lock();
+        has_failed_[i_class] = block == nullptr;
+        if (block && !block->buffer.is_pinned()) note_unpinned(i_class, true);
+        call_listener(lock);
+    }
+    is_making_ = false;
+}
+
+// Tells once why copies from devices are slow from here on.
+void block_pool::note_unpinned(std::size_t i_class, bool is_refused) noexcept {
+    if (pinned_limit_bytes_ == 0 || std::exchange(has_warned_, true)) return;
+    try {
+        const auto why = is_refused
+                             ? "the system locks no more pages for a block of " +
+                                   size_text(class_bytes(i_class)) + "; raise its limit or lower "
+                             : size_text(leased_pinned_bytes_ + ordered_bytes_) +
+                                   " of pinned_bytes are in use; drop views sooner or raise ";
+        log_ring::instance().write(log_level::warning,
+                                   ("copies of attention from devices become slower, into memory "
+                                    "that is not page-locked: " +
+                                    why + "pinned_bytes (" + size_text(pinned_limit_bytes_) + ")\n")
+                                       .c_str());
+    } catch (...) {  // no memory for a message
+    }
 }
 
 // Caller holds the lock.
@@ -113,7 +231,7 @@ pool_block* block_pool::pop_idle(idle_lists& lists, std::size_t i_class) noexcep
     lists[i_class] = std::exchange(block->next_idle, nullptr);
     stats_.leased_bytes += block->buffer.size_bytes();
     if (block->buffer.is_pinned()) leased_pinned_bytes_ += block->buffer.size_bytes();
-    ++stats_.n_reused;
+    if (!std::exchange(block->is_new, false)) ++stats_.n_reused;
     count_lease();
     return block;
 }
@@ -146,8 +264,10 @@ host_buffer block_pool::allocate_buffer(std::size_t n_bytes, bool may_pin) noexc
     return buffer;
 }
 
-// Turns the reservation of take_block() into a leased block, or cancels it.
-pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned) {
+// Turns the reservation of take_block() into a leased block, that of order() into an idle one, or
+// cancels it.
+pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned,
+                                  bool is_order) {
     const std::size_t capacity = class_bytes(i_class);
     const bool has_memory = static_cast<bool>(buffer);
     const bool is_pinned = buffer.is_pinned();
@@ -155,32 +275,43 @@ pool_block* block_pool::add_block(host_buffer buffer, std::size_t i_class, bool 
     try {
         if (has_memory) {
             const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
-            added.emplace(address, pool_block{std::move(buffer), i_class, nullptr});
+            added.emplace(address, pool_block{std::move(buffer), i_class, nullptr, false});
         }
     } catch (const std::bad_alloc&) {
         added.clear();
     }
 
     const std::lock_guard lock(mutex_);
-    if (reserved_pinned) {
+    if (is_order) {
+        is_ordered_[i_class] = false;
+        ordered_bytes_ -= capacity;
+        stats_.pinned_bytes -= capacity;
+    } else if (reserved_pinned) {
         leased_pinned_bytes_ -= capacity;
         stats_.pinned_bytes -= capacity;
     }
     if (added.empty()) {
-        stats_.leased_bytes -= capacity;
+        if (!is_order) stats_.leased_bytes -= capacity;
         stats_.allocated_bytes -= capacity;
         return nullptr;
     }
     ++stats_.n_blocks;
     ++stats_.n_allocations;
     if (is_pinned) {
-        leased_pinned_bytes_ += capacity;
+        if (!is_order) leased_pinned_bytes_ += capacity;
         stats_.pinned_bytes += capacity;
     } else if (allocator_->offers_pinned()) {
         ++stats_.plain_fallbacks;
     }
-    count_lease();
-    return &blocks_.insert(added.extract(added.begin())).position->second;
+    auto* const block = &blocks_.insert(added.extract(added.begin())).position->second;
+    if (is_order) {
+        pool_block*& idle = (is_pinned ? idle_pinned_ : idle_plain_)[i_class];
+        block->next_idle = std::exchange(idle, block);
+        block->is_new = true;
+    } else {
+        count_lease();
+    }
+    return block;
 }
 
 void block_pool::count_lease() noexcept {
@@ -201,8 +332,12 @@ void block_pool::put_back(pool_block* block) noexcept {
     if (buffer.is_pinned()) leased_pinned_bytes_ -= buffer.size_bytes();
     --stats_.n_leased;
 
-    // The call is counted before the lock is dropped, and set_release_listener() waits for that
-    // count: the function is neither replaced nor destroyed during a call.
+    call_listener(lock);
+}
+
+// The call is counted before the lock is dropped, and set_release_listener() waits for that count:
+// the function is neither replaced nor destroyed during a call.
+void block_pool::call_listener(std::unique_lock<std::mutex>& lock) {
     if (!has_listener_) return;
     ++n_calling_;
     lock.unlock();

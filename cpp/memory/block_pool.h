@@ -3,6 +3,7 @@
 //          alive, so a numpy view may outlive generation, slot and Engine.
 // Threads: any thread for every member. A lease may be destroyed on any thread, with or without the
 //          GIL, and at interpreter exit.
+//          A thread of its own page-locks blocks while any are ordered, and keeps the pool alive.
 // Never:   waits for a lease; calls the allocator or the release listener under its lock.
 #pragma once
 
@@ -29,6 +30,7 @@ struct pool_block {
     host_buffer buffer;
     std::size_t i_class = 0;
     pool_block* next_idle = nullptr;  // intrusive: idle lists allocate nothing
+    bool is_new = false;              // ordered, and not leased yet
 };
 
 }  // namespace detail
@@ -63,6 +65,8 @@ struct block_pool_options {
     std::size_t budget_bytes = 0;  // all blocks, leased or idle; try_take() never exceeds it
     std::size_t pinned_limit_bytes = std::size_t{1} << 30;
     std::shared_ptr<host_allocator> allocator;  // null: plain_allocator()
+    // Page-locking takes milliseconds: true leaves it to a thread of the pool, see try_take().
+    bool pins_ahead = false;
     bool poison = false;  // fill a returned block with block_pool::poison_byte (tests)
 };
 
@@ -92,10 +96,15 @@ public:
     // Returns null if the budget or the machine has no memory left; never waits. The block is at
     // most 20 % larger than `n_bytes` (4 KiB at least), and its content is left over from the last
     // lease. Throws errc::request for 0 bytes.
-    std::shared_ptr<lease> try_take(std::size_t n_bytes);
+    // With `pins_ahead` and `is_coming`, a block that has to be page-locked first is ordered: null
+    // too, `is_coming` is set, and the release listener runs when it is there. The next one, and
+    // the next larger one in time, are ordered before they are asked for.
+    std::shared_ptr<lease> try_take(std::size_t n_bytes, bool* is_coming = nullptr);
+    // Orders a block for a coming try_take(), if none is idle.
+    void prepare(std::size_t n_bytes);
 
-    // `listener` runs after each release, on the thread that dropped the lease, possibly on several
-    // threads at once. It must be short, and must not throw, take the GIL, or set or clear the
+    // `listener` runs after each release, and when an ordered block is there, on the thread that dropped
+    // the lease or made the block, possibly on several threads at once. It must be short, and must not throw, take the GIL, or set or clear the
     // listener; it may drop leases. When either call returns, no call of the previous listener is
     // running or will follow.
     void set_release_listener(std::function<void()> listener);
@@ -124,17 +133,27 @@ private:
     static std::size_t class_of(std::size_t n_bytes) noexcept;
     static std::size_t class_bytes(std::size_t i_class) noexcept;
 
-    detail::pool_block* take_block(std::size_t n_bytes);
+    detail::pool_block* take_block(std::size_t n_bytes, bool* is_coming);
+    bool has_room(std::size_t capacity) const noexcept;
+    bool may_pin(std::size_t capacity) const noexcept;
+    void make_room(block_map& freed);
+    bool order(std::size_t i_class, block_map& freed);
+    void order_ahead(std::size_t n_bytes);
+    void make_ordered() noexcept;
+    void note_unpinned(std::size_t i_class, bool is_refused) noexcept;
+    void call_listener(std::unique_lock<std::mutex>& lock);
     detail::pool_block* pop_idle(idle_lists& lists, std::size_t i_class) noexcept;
     void move_idle(idle_lists& lists, std::size_t n_bytes, block_map& into);
     host_buffer allocate_buffer(std::size_t n_bytes, bool may_pin) noexcept;
-    detail::pool_block* add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned);
+    detail::pool_block* add_block(host_buffer buffer, std::size_t i_class, bool reserved_pinned,
+                                  bool is_order = false);
     void count_lease() noexcept;
     void put_back(detail::pool_block* block) noexcept;
 
     const fork_guard fork_;
     const std::size_t budget_bytes_;
     const std::size_t pinned_limit_bytes_;
+    const bool pins_ahead_;
     const bool poison_;
     const std::shared_ptr<host_allocator> allocator_;
     const std::shared_ptr<host_allocator> plain_;
@@ -146,6 +165,12 @@ private:
     idle_lists idle_pinned_{};
     block_pool_stats stats_;
     std::size_t leased_pinned_bytes_ = 0;
+
+    std::array<bool, n_classes> is_ordered_{};
+    std::array<bool, n_classes> has_failed_{};  // an order of this class: there is no memory
+    std::size_t ordered_bytes_ = 0;
+    bool is_making_ = false;   // the thread runs
+    bool has_warned_ = false;  // that blocks are not page-locked
 
     std::function<void()> listener_;  // replaced only while n_calling_ is 0
     bool has_listener_ = false;

@@ -325,7 +325,13 @@ bool batch_builder::take_rows(slot& target, const row_layout& layout, captured_r
     // Left over from a try in which the other block found no room.
     if (rows.block && rows.layout.size_bytes == layout.size_bytes) return true;
     rows = {};
-    auto block = pool_.try_take(layout.size_bytes);
+    bool is_coming = false;
+    auto block = pool_.try_take(layout.size_bytes, &is_coming);
+    // It is being page-locked meanwhile, and rings the doorbell when it is there.
+    if (!block && is_coming) {
+        target.deadline.reset();
+        return false;
+    }
     // A waiting consumer gives no blocks back, but it may have dropped a view after the first try.
     // A token that is still on its way to the consumer has a block that may come back too.
     const bool is_final =

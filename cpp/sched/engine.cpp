@@ -22,6 +22,8 @@ engine::engine(std::shared_ptr<model> source, const engine_options& options)
     copies_ = runner->copies();
     block_pool_options pool;
     pool.budget_bytes = options.attention_budget_bytes;
+    pool.pinned_limit_bytes = options.pinned_bytes;
+    pool.pins_ahead = true;
     pool.poison = options.poisons_blocks;
     pool.allocator = runner->host_memory();
     sched_.reset(new scheduler(std::move(runner), block_pool::create(std::move(pool))));
@@ -46,6 +48,10 @@ std::shared_ptr<request> engine::submit(request_options options) {
             filters_.make(wanted->sampling, wanted->constraint_library));
         picker->accept_prompt(wanted->prompt, wanted->is_steered);
         wanted->picker = std::move(picker);
+    }
+    if (wanted->capture && !wanted->only_attends) {
+        const auto n_columns = static_cast<int>(wanted->prompt.size());
+        sched_->pool()->prepare(wanted->capture->layout(n_columns).size_bytes);
     }
     sched_->submit(wanted);
     return wanted;

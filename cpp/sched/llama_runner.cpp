@@ -89,8 +89,8 @@ void llama_runner::want(const graph_plan& plan) {
             // Running requests must not fail with the new one.
             const auto why = tap_->take_failure();
             go_back_to(before);
-            if (why.empty()) throw;
-            throw error(errc::unsupported_model, "capture: " + why);
+            if (!why) throw;
+            throw error(*why);
         }
     });
 }
@@ -130,8 +130,8 @@ step_result llama_runner::decode(std::span<const step_token> tokens,
             tap_->abandon_step();
             // The hook that refused has the reason; llama.cpp only knows that the call failed.
             const auto why = tap_->take_failure();
-            if (why.empty()) throw;
-            throw error(errc::unsupported_model, "capture: " + why);
+            if (!why) throw;
+            throw error(*why);
         }
         publish_graphs();
         auto result = tap_->end_step();

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
 #include <utility>
 
 #include "base/error.h"
@@ -14,6 +15,8 @@ thread_local tap* current_tap = nullptr;
 
 // On devices, for rows of slots that captured before.
 constexpr std::size_t spare_bytes = std::size_t{256} << 20;
+
+error refusal(const std::string& why) { return {errc::unsupported_model, "capture: " + why}; }
 }  // namespace
 
 // The nodes added to one graph, and the plan they serve. Owns the added tensors' metadata.
@@ -148,7 +151,7 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
     for (const int il : found.attention.ambiguous) {
         for (const auto kind : kinds) {
             if (!wanted_.wants(il, kind)) continue;
-            failure_ = "two attention nodes claim layer " + std::to_string(il);
+            failure_ = refusal("two attention nodes claim layer " + std::to_string(il));
             return false;
         }
     }
@@ -176,12 +179,17 @@ bool tap::add_nodes(ggml_cgraph* graph, const sites& found, marked_graph& mark) 
         if (!wanted_.wants_hidden(site.il) || devices_.holds_hidden(site.il)) continue;
         placed.push_back({site.output, make_hidden_node(mark.tensors.get(), site, new_op())});
     }
-    failure_ = devices_.add(found.attention, found.hidden, wanted_, first_slot_, mark.tensors.get(),
-                            placed, mark.devices);
-    if (!failure_.empty()) return false;
+    try {
+        const auto why = devices_.add(found.attention, found.hidden, wanted_, first_slot_,
+                                      mark.tensors.get(), placed, mark.devices);
+        if (!why.empty()) failure_ = refusal(why);
+    } catch (const error& no_memory) {  // must not cross llama.cpp
+        failure_ = no_memory;
+    }
+    if (failure_) return false;
     if (!insert_nodes(graph, placed)) {
-        failure_ = "the graph has no room for " + std::to_string(placed.size()) +
-                   " more nodes; capture fewer layers";
+        failure_ = refusal("the graph has no room for " + std::to_string(placed.size()) +
+                           " more nodes; capture fewer layers");
         return false;
     }
     n_nodes_added_ = static_cast<int>(placed.size());
@@ -192,7 +200,7 @@ bool tap::may_compute(const ggml_cgraph* graph) {
     const auto mark = graphs_.find(graph);
     if (mark == graphs_.end() || !mark->second->is_ours) return true;  // not a graph of ours
     if (mark->second->generation == generation_) return true;
-    failure_ = "a graph of an older capture plan was about to run";
+    failure_ = refusal("a graph of an older capture plan was about to run");
     return false;
 }
 
@@ -205,7 +213,7 @@ void tap::starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph) {
     device_tap::find_backends(sched, running_->devices);
 }
 
-std::string tap::take_failure() { return std::exchange(failure_, {}); }
+std::optional<error> tap::take_failure() { return std::exchange(failure_, std::nullopt); }
 
 }  // namespace kqview
 

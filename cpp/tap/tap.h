@@ -13,10 +13,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <string>
+#include <optional>
 #include <unordered_map>
 #include <vector>
 
+#include "base/error.h"
 #include "tap/device/device_tap.h"
 #include "tap/host/attend_op.h"
 #include "tap/host/row_op.h"
@@ -95,8 +96,8 @@ public:
     bool prepare(ggml_cgraph* graph);
     bool may_compute(const ggml_cgraph* graph);
     void starts_compute(ggml_backend_sched_t sched, const ggml_cgraph* graph);
-    // Why a hook refused; empty if none did.
-    std::string take_failure();
+    // Why a hook refused; none if none did.
+    std::optional<error> take_failure();
 
     // Number of nodes added to the last prepared graph; 0 when nothing is captured.
     int n_nodes_added() const { return n_nodes_added_; }
@@ -126,7 +127,7 @@ private:
     // llama.cpp keeps a few graphs and reuses their addresses; the entry is replaced when it does.
     std::unordered_map<const ggml_cgraph*, std::unique_ptr<marked_graph>> graphs_;
     marked_graph* running_ = nullptr;  // graph of this step, if it has device rows
-    std::string failure_;
+    std::optional<error> failure_;
     int n_nodes_added_ = 0;
     std::uint64_t n_graphs_built_ = 0;
     int n_attended_ = 0;

@@ -361,6 +361,7 @@ class EngineOptions:
     free_memory_bytes: int
     """On the host, before the weights are loaded; 0 if unknown."""
     attention_budget_bytes: int
+    pinned_bytes: int
     aborted_decodes: list[int]
     """For tests: decodes, counted from 1, that are aborted."""
     poisons_blocks: bool

@@ -24,6 +24,7 @@ from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
 from kqview.engine_options import (
+    PINNED_BYTES,
     AttentionKernel,
     DeviceRows,
     EngineOptions,
@@ -268,7 +269,8 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         device_rows: Where rows of layers on devices are computed while text is generated: "in
             graph", before the step's next layer, or "beside", where possible: the step only saves
             its queries, and the rows are computed while the next step runs. The values are the
-            same. "auto" means "in graph".
+            same. "auto" means "in graph". Devices that do one thing after the other, such as those
+            of RPC servers, compute them in the graph either way; a warning is logged.
         kv_type: Type of the KV cache: "f16", "f32", "bf16", "q8_0" or another type of llama.cpp.
         swa_full: Keep the full cache of layers with a sliding window, so that every column exists.
         pooling: How `embed` turns a text into one vector: "mean", "cls" (the first token), "last",
@@ -283,6 +285,9 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             that takes a whole step.
         attention_budget_bytes: Maximum memory of all attention views together; None for a quarter
             of the machine's memory.
+        pinned_bytes: Maximum page-locked part of that memory, where layers are on devices: copies
+            from a GPU into other memory are slower and hold the engine up. A warning is logged once
+            where more is needed, or where the system locks no more; 0 locks none.
         run_ahead: Number of tokens computed before they are requested; 0 computes each on demand.
         progress: Called with the loaded fraction, 0 to 1; True prints it.
 
@@ -316,6 +321,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         rpc_servers: str | Sequence[str] | None = None,
         rpc_timeout_s: float = 300.0,
         attention_budget_bytes: int | None = None,
+        pinned_bytes: int = PINNED_BYTES,
         run_ahead: int = 8,
         progress: Callable[[float], object] | bool | None = None,
     ) -> None:
@@ -336,6 +342,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             swa_full=swa_full,
             pooling=pooling,
             attention_budget_bytes=attention_budget_bytes,
+            pinned_bytes=pinned_bytes,
         )
         if chat_template is not None:
             encode("chat_template", chat_template)

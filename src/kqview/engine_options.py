@@ -18,6 +18,8 @@ AttentionKernel = Literal["auto", "kqview", "llama.cpp"]
 DeviceRows = Literal["auto", "in graph", "beside"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
+PINNED_BYTES: Final = 2**30
+
 _POOLING: Final = get_args(Pooling)
 _KERNELS: Final = get_args(AttentionKernel)
 _DEVICE_ROWS: Final = get_args(DeviceRows)
@@ -43,6 +45,7 @@ class EngineOptions(TypedDict, total=False):
     rpc_servers: str | Sequence[str] | None
     rpc_timeout_s: float
     attention_budget_bytes: int | None
+    pinned_bytes: int
     run_ahead: int
     progress: Callable[[float], object] | bool | None
 
@@ -61,6 +64,7 @@ def context_options(
     swa_full: object = True,
     pooling: object = None,
     attention_budget_bytes: object = None,
+    pinned_bytes: object = PINNED_BYTES,
 ) -> _core.EngineOptions:
     """The options of the context; the core checks limits that depend on the model.
 
@@ -95,6 +99,7 @@ def context_options(
     options.host_memory_bytes = memory_bytes
     options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0
     options.attention_budget_bytes = whole_number("attention_budget_bytes", budget, high=INT64_MAX)
+    options.pinned_bytes = whole_number("pinned_bytes", pinned_bytes, low=0, high=INT64_MAX)
     return options
 
 

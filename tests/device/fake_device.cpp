@@ -16,7 +16,9 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -57,6 +59,10 @@ struct fake_device_settings {
     std::string abort_at;
     std::int64_t abort_in = 0;
     std::string abort_log;
+    std::int64_t fail_buffer_in = -1;  // the so many-th buffer from now on is not there; -1 = none
+    std::int64_t fail_graph_in = -1;   // the so many-th graph of llama.cpp fails
+    bool holds_pins = false;           // nothing is page-locked before this is false again
+    bool poses_as_cuda = false;        // by the name of its backend
 };
 
 struct fake_device_counts {
@@ -66,6 +72,13 @@ struct fake_device_counts {
     std::uint64_t n_copies_on_device = 0;
     std::uint64_t n_moved_graphs = 0;  // computed with another node than at first
     std::size_t used_bytes = 0;        // of all devices
+    // Graphs without a uid that ran only after llama.cpp's next graph of their device had.
+    std::uint64_t n_late_beside = 0;
+    // On streams that compute llama.cpp's graphs: what they were told to wait for, and to copy.
+    std::uint64_t n_waits = 0;
+    std::uint64_t n_copied_bytes = 0;
+    // Products of one query for which CUDA would convert all keys to F32.
+    std::uint64_t n_converted_products = 0;
 };
 
 }  // namespace
@@ -76,6 +89,7 @@ std::mutex settings_mutex;  // guards both
 fake_device_settings settings;
 fake_device_counts counts;
 std::size_t pinned_bytes = 0;
+std::condition_variable settings_changed;
 
 // ---- streams
 
@@ -145,6 +159,7 @@ struct fake_backend {
     std::shared_ptr<stream> work = std::make_shared<stream>();
     ggml_backend_t cpu = ggml_backend_cpu_init();
     std::unordered_map<std::uint64_t, std::vector<recorded_node>> recorded;  // by graph uid
+    bool is_llamas = false;  // has computed one of its graphs
 
     fake_backend() { ggml_backend_cpu_set_n_threads(cpu, 1); }
 
@@ -230,6 +245,7 @@ ggml_backend_buffer_t type_alloc(ggml_backend_buffer_type_t type, std::size_t n_
     abort_at("buffer");
     {
         const std::lock_guard lock(settings_mutex);
+        if (settings.fail_buffer_in >= 0 && settings.fail_buffer_in-- == 0) return nullptr;
         if (counts.used_bytes + n_bytes > settings.memory_bytes) return nullptr;
         counts.used_bytes += n_bytes;
     }
@@ -250,7 +266,9 @@ void free_host_buffer(ggml_backend_buffer_t buffer) {
 // As CUDA's does: plain memory where no more can be locked, and its type says so.
 ggml_backend_buffer_t host_type_alloc(ggml_backend_buffer_type_t type, std::size_t n_bytes) {
     {
-        const std::lock_guard lock(settings_mutex);
+        std::unique_lock lock(settings_mutex);
+        constexpr std::chrono::seconds longest{60};
+        settings_changed.wait_for(lock, longest, [] { return !settings.holds_pins; });
         if (pinned_bytes + n_bytes > settings.pinned_bytes)
             n_bytes |= std::size_t{1} << 63;
         else
@@ -315,6 +333,10 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
     // Vulkan's copies stay within a device.
     if (is_destinations && from->device != to->device) return false;
     auto& source = is_destinations ? of(to).work : of(from).work;
+    if (of(is_destinations ? to : from).is_llamas) {
+        const std::lock_guard lock(settings_mutex);
+        counts.n_copied_bytes += ggml_nbytes(dst);
+    }
     source->tell([a = src->data, b = dst->data, size = ggml_nbytes(dst)] {
         {
             const std::lock_guard lock(settings_mutex);
@@ -328,17 +350,41 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
 }
 void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
 
+// llama.cpp's, of its device.
+std::atomic<std::uint64_t>& n_graphs_of(ggml_backend_t backend) {
+    static std::unordered_map<ggml_backend_dev_t, std::atomic<std::uint64_t>> known;
+    const std::lock_guard lock(settings_mutex);
+    return known[ggml_backend_get_device(backend)];
+}
+
+// ggml_cuda_mul_mat of one query and F16 keys, on tensor cores: which kernels take them.
+void count_converted(const ggml_cgraph* graph) {
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        const auto* const node = graph->nodes[i];
+        if (node->op != GGML_OP_MUL_MAT || node->src[1]->ne[1] != 1) continue;
+        const auto* const k = node->src[0];
+        const bool takes_vector = k->ne[1] <= 512 || k->ne[2] * k->ne[3] == 1;
+        if (k->type != GGML_TYPE_F16 || takes_vector || k->ne[0] % 64 == 0) continue;
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_converted_products;
+    }
+}
+
 // At once, behind what the stream has to do before: llama.cpp may build the next graph in its
 // place. Graphs without a uid are none of llama.cpp's and stay where they are: late, like copies.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
+    count_converted(graph);
+    auto& n_of_device = n_graphs_of(backend);
     if (graph->uid == 0) {
-        of(backend).work->tell([cpu = of(backend).cpu, graph] {
-            {
-                const std::lock_guard lock(settings_mutex);
-                ++counts.n_graphs_beside;
-            }
-            ggml_backend_graph_compute(cpu, graph);
-        });
+        of(backend).work->tell(
+            [cpu = of(backend).cpu, graph, &n_of_device, n = n_of_device.load()] {
+                {
+                    const std::lock_guard lock(settings_mutex);
+                    ++counts.n_graphs_beside;
+                    if (n_of_device > n) ++counts.n_late_beside;
+                }
+                ggml_backend_graph_compute(cpu, graph);
+            });
         return GGML_STATUS_SUCCESS;
     }
     synchronize(backend);
@@ -349,13 +395,20 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
         const std::lock_guard lock(settings_mutex);
         ++counts.n_graphs;
         if (!is_unmoved) ++counts.n_moved_graphs;
+        if (settings.fail_graph_in >= 0 && settings.fail_graph_in-- == 0) return GGML_STATUS_FAILED;
     }
+    of(backend).is_llamas = true;
+    ++n_of_device;
     return ggml_backend_graph_compute(of(backend).cpu, graph);
 }
 void event_record(ggml_backend_t backend, ggml_backend_event_t event) {
     *static_cast<mark*>(event->context) = {of(backend).work, of(backend).work->n_told};
 }
 void event_wait(ggml_backend_t backend, ggml_backend_event_t event) {
+    if (of(backend).is_llamas) {
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_waits;
+    }
     of(backend).work->tell([here = *static_cast<mark*>(event->context)] { here.reach(); });
 }
 
@@ -446,7 +499,10 @@ ggml_backend_t device_init(ggml_backend_dev_t device, const char*) {
     return new ggml_backend{&guid, calls, device, new fake_backend};
 }
 
-const char* registry_name(ggml_backend_reg_t) { return "FAKE"; }
+const char* registry_name(ggml_backend_reg_t) {
+    const std::lock_guard lock(settings_mutex);
+    return settings.poses_as_cuda ? "CUDA" : "FAKE";
+}
 std::size_t device_count(ggml_backend_reg_t) { return n_registered; }
 ggml_backend_dev_t device_at(ggml_backend_reg_t, std::size_t i) { return &devices[i].handle; }
 
@@ -496,6 +552,7 @@ void unregister_fake_devices() {
 void set_fake_device(const fake_device_settings& wanted) {
     const std::lock_guard lock(settings_mutex);
     settings = wanted;
+    settings_changed.notify_all();
 }
 
 fake_device_counts count_fake_device() {
@@ -541,16 +598,19 @@ void bind_fake_device(nb::module_& module) {
         [](bool is_late, std::int64_t fail_copy_in, std::size_t memory_bytes,
            std::size_t pinned_bytes, std::string refused_op, double copy_s,
            bool copies_on_destination, std::int64_t offload_tokens, std::string abort_at,
-           std::int64_t abort_in, std::string abort_log) {
+           std::int64_t abort_in, std::string abort_log, std::int64_t fail_buffer_in,
+           std::int64_t fail_graph_in, bool holds_pins, bool poses_as_cuda) {
             set_fake_device({is_late, fail_copy_in, memory_bytes, pinned_bytes,
                              std::move(refused_op), copy_s, copies_on_destination, offload_tokens,
-                             std::move(abort_at), abort_in, std::move(abort_log)});
+                             std::move(abort_at), abort_in, std::move(abort_log), fail_buffer_in,
+                             fail_graph_in, holds_pins, poses_as_cuda});
         },
         nb::kw_only(), "is_late"_a = true, "fail_copy_in"_a = -1,
         "memory_bytes"_a = std::size_t{4} << 30, "pinned_bytes"_a = std::size_t{1} << 30,
         "refused_op"_a = "", "copy_s"_a = 0.0, "copies_on_destination"_a = false,
         "offload_tokens"_a = 0, "abort_at"_a = "", "abort_in"_a = 0,
-        "abort_log"_a = "unspecified launch failure");
+        "abort_log"_a = "unspecified launch failure", "fail_buffer_in"_a = -1,
+        "fail_graph_in"_a = -1, "holds_pins"_a = false, "poses_as_cuda"_a = false);
     part.def("count_moved_graph", &count_moved_graph,
              "Computes a graph three times, the last time with its result elsewhere; how many of "
              "these were counted in n_moved_graphs: 1.");
@@ -567,6 +627,10 @@ void bind_fake_device(nb::module_& module) {
         all["n_copies_on_device"] = now.n_copies_on_device;
         all["n_moved_graphs"] = now.n_moved_graphs;
         all["used_bytes"] = now.used_bytes;
+        all["n_late_beside"] = now.n_late_beside;
+        all["n_waits"] = now.n_waits;
+        all["n_copied_bytes"] = now.n_copied_bytes;
+        all["n_converted_products"] = now.n_converted_products;
         return all;
     });
 }

@@ -148,6 +148,7 @@ def test_model_without_vocabulary_takes_ids_and_refuses_text(
         ("kv_type", ["f17", "", 16, None]),
         ("run_ahead", [-1, 1.5, True, 2**40]),
         ("attention_budget_bytes", [0, -1, 1.5, 2**64]),
+        ("pinned_bytes", [-1, 1.5, 2**64, None]),
         ("progress", [1, "yes"]),
     ],
 )

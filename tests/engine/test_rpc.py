@@ -486,6 +486,23 @@ def test_plans_over_two_servers_equal_local_ones(
     assert_rows_equal(got, want, 2e-3 if capture.dtype == "float16" else 1e-5)
 
 
+def test_rows_beside_a_step_are_in_its_graph_on_a_server_and_the_log_says_so(
+    make_engine: MakeEngine, tiny_qwen2: Path, servers: list[RpcServer],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    options: dict[str, Any] = {**EXACT, "flash_attn": True, "attention_kernel": "llama.cpp"}
+    want_ids, want = rows_of(make_engine(tiny_qwen2, **options), "probs")
+    endpoint = servers[0].endpoint
+    engine = make_engine(tiny_qwen2, rpc_servers=[endpoint], device_rows="beside", **options)
+    ids, got = rows_of(engine, "probs")
+    assert ids == want_ids
+    assert_rows_equal(got, want, TOLERANCE[True])
+    assert engine.stats().graph_nodes_added > 0
+    engine.close()
+    (said,) = (line for line in caplog.messages if 'device_rows="beside"' in line)
+    assert "has no effect on RPC" in said
+
+
 def test_a_server_sends_only_what_a_reduction_leaves(
     make_engine: MakeEngine, tiny_qwen2: Path, servers: list[RpcServer]
 ) -> None:

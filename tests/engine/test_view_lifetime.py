@@ -77,7 +77,8 @@ def test_pool_is_full_again_when_views_are_dropped(
     tokens = list(generation)
     pool = engine.stats().pool
     assert pool.n_leased == 100
-    assert pool.leased_bytes == pool.allocated_bytes == pool.peak_leased_bytes
+    # Where a device has the layers, blocks are made ahead.
+    assert pool.leased_bytes == pool.peak_leased_bytes <= pool.allocated_bytes
     rng = np.random.default_rng(0)
     for n_left in range(99, -1, -1):
         tokens.pop(int(rng.integers(len(tokens))))

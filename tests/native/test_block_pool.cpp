@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -343,6 +344,129 @@ TEST_CASE("block_pool: refused page-locking falls back to plain memory") {
     CHECK_FALSE(held->is_pinned());
     CHECK(pool->stats().plain_fallbacks == 1);
     CHECK(pool->stats().pinned_bytes == 0);
+}
+
+namespace {
+
+// Page-locks only while it is let: allocate() waits before that.
+class gated_allocator final : public host_allocator {
+public:
+    void* allocate(std::size_t n_bytes, bool& is_pinned) noexcept override {
+        {
+            std::unique_lock lock(mutex_);
+            ++n_begun_;
+            changed_.notify_all();
+            changed_.wait(lock, [this] { return is_open_; });
+        }
+        void* const data = plain_->allocate(n_bytes, is_pinned);
+        is_pinned = true;
+        return data;
+    }
+    void release(void* data, std::size_t n_bytes, bool) noexcept override {
+        plain_->release(data, n_bytes, false);
+    }
+    bool offers_pinned() const noexcept override { return true; }
+
+    void open() {
+        const std::lock_guard lock(mutex_);
+        is_open_ = true;
+        changed_.notify_all();
+    }
+    void await_begun(int n) {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [&] { return n_begun_ >= n; });
+    }
+
+private:
+    const std::shared_ptr<host_allocator> plain_ = kqview::plain_allocator();
+    std::mutex mutex_;
+    std::condition_variable changed_;
+    bool is_open_ = false;
+    int n_begun_ = 0;
+};
+
+block_pool_options ahead_with(std::shared_ptr<host_allocator> allocator) {
+    block_pool_options options;
+    options.budget_bytes = 1 * mib;
+    options.allocator = std::move(allocator);
+    options.pins_ahead = true;
+    return options;
+}
+
+// Takes what is coming once it is there.
+std::shared_ptr<lease> take_when_there(block_pool& pool, std::size_t n_bytes) {
+    std::mutex mutex;
+    std::condition_variable there;
+    int n_calls = 0;
+    pool.set_release_listener([&] {
+        const std::lock_guard lock(mutex);
+        ++n_calls;
+        there.notify_all();
+    });
+    for (;;) {
+        std::unique_lock lock(mutex);
+        const int n_seen = n_calls;
+        lock.unlock();
+        bool is_coming = false;
+        auto taken = pool.try_take(n_bytes, &is_coming);
+        if (taken) {
+            pool.clear_release_listener();
+            return taken;
+        }
+        REQUIRE(is_coming);
+        lock.lock();
+        there.wait(lock, [&] { return n_calls > n_seen; });
+    }
+}
+
+}  // namespace
+
+TEST_CASE("block_pool: nobody waits while a block is page-locked ahead") {
+    const auto allocator = std::make_shared<gated_allocator>();
+    const auto pool = block_pool::create(ahead_with(allocator));
+    bool is_coming = false;
+    CHECK_FALSE(pool->try_take(16 * kib, &is_coming));
+    CHECK(is_coming);
+    allocator->await_begun(1);
+    CHECK_FALSE(pool->try_take(16 * kib, &is_coming));  // the same one is still on its way
+    CHECK(is_coming);
+    CHECK(pool->stats().pinned_bytes == 16 * kib);
+    CHECK(pool->stats().leased_bytes == 0);
+    allocator->open();
+    const auto held = take_when_there(*pool, 16 * kib);
+    CHECK(held->is_pinned());
+    CHECK(pool->stats().plain_fallbacks == 0);
+    CHECK(pool->stats().n_reused == 0);
+}
+
+TEST_CASE("block_pool: blocks are ordered within the budget and the page-locked limit") {
+    const auto allocator = std::make_shared<gated_allocator>();
+    allocator->open();
+    auto options = ahead_with(allocator);
+    options.budget_bytes = 3 * 16 * kib;
+    options.pinned_limit_bytes = 2 * 16 * kib;
+    const auto pool = block_pool::create(options);
+    std::vector<std::shared_ptr<lease>> held;
+    for (int i = 0; i < 3; ++i) held.push_back(take_when_there(*pool, 16 * kib));
+    CHECK(held[0]->is_pinned());
+    CHECK(held[1]->is_pinned());
+    CHECK_FALSE(held[2]->is_pinned());
+    bool is_coming = true;
+    CHECK_FALSE(pool->try_take(16 * kib, &is_coming));
+    CHECK_FALSE(is_coming);
+    CHECK(pool->stats().allocated_bytes == 3 * 16 * kib);
+    CHECK(pool->stats().pinned_bytes == 2 * 16 * kib);
+}
+
+TEST_CASE("block_pool: a pool may go while a block is made for it") {
+    const auto allocator = std::make_shared<gated_allocator>();
+    auto pool = block_pool::create(ahead_with(allocator));
+    pool->prepare(16 * kib);
+    allocator->await_begun(1);
+    const std::weak_ptr<block_pool> gone = pool;
+    pool.reset();
+    allocator->open();
+    while (!gone.expired()) std::this_thread::yield();
 }
 
 TEST_CASE("block_pool: poison fills a returned block and only then") {

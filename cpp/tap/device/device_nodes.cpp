@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <iterator>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -28,6 +29,14 @@ ggml_backend_buffer_t buffer_behind(const ggml_tensor* tensor, int depth) {
         if (const auto buffer = buffer_behind(source, depth - 1)) return buffer;
     }
     return nullptr;
+}
+
+constexpr std::int64_t n_wide_head = 64;
+constexpr std::int64_t n_block_cells = 512;
+
+bool is_cuda(ggml_backend_dev_t device) {
+    const auto registry = ggml_backend_dev_backend_reg(device);
+    return registry && std::string_view(ggml_backend_reg_name(registry)) == "CUDA";
 }
 
 bool is_view(const ggml_tensor* node) {
@@ -111,9 +120,46 @@ ggml_tensor* device_node_builder::softmax_mask_of(const attention_site& site, in
     return known;
 }
 
+// CUDA's kernel for F16 keys and one query takes any head size, but at most 512 cells, if there is
+// more than one KV head or stream. For more cells the next kernel wants a multiple of 64, and what
+// is left is cuBLAS, for which all keys of the layer become F32 in each step (ggml_cuda_mul_mat,
+// ggml_cuda_should_use_mmvf, ggml_cuda_should_use_mmf).
+bool device_node_builder::needs_blocks(const attention_site& site, int n_rows) const {
+    const auto* const k = site.k;
+    const bool is_half = k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16;
+    return n_rows == 1 && is_half && k->ne[0] % n_wide_head != 0 && k->ne[0] % 2 == 0 &&
+           k->ne[1] > n_block_cells && k->ne[1] % (n_block_cells / 2) == 0 && k->ne[2] > 1 &&
+           streams_in(site.q).count == 1 && k->nb[0] == ggml_type_size(k->type) && is_cuda(device_);
+}
+
+// The same product of one stream, with the cells in blocks: K as ne=[n_embd_head, n_block_cells,
+// n_blocks, n_head_kv], and for each block the same query, at a stride of 0. Nothing is copied, and
+// the result has the layout of the product.
+ggml_tensor* device_node_builder::product_by_blocks(const attention_site& site) {
+    auto* const k = site.k;
+    auto* const q = site.q;
+    const auto n_cells = k->ne[1] % n_block_cells == 0 ? n_block_cells : n_block_cells / 2;
+    const auto n_blocks = k->ne[1] / n_cells;
+    const auto stream_of = [this](const ggml_tensor* all) {
+        return static_cast<std::size_t>(streams_in(all).first) * all->nb[3];
+    };
+    auto* const blocks =
+        add(ggml_view_4d(tensors_, k, k->ne[0], n_cells, n_blocks, k->ne[2], k->nb[1],
+                         static_cast<std::size_t>(n_cells) * k->nb[1], k->nb[2], stream_of(k)));
+    auto* const last =
+        add(ggml_view_4d(tensors_, q, q->ne[0], 1, 1, q->ne[2], q->nb[1], q->nb[2], q->nb[2],
+                         static_cast<std::size_t>(q->ne[1] - 1) * q->nb[1] + stream_of(q)));
+    last->ne[2] = n_blocks;  // ggml_view_4d takes no view that is larger than its source
+    last->nb[2] = 0;
+    auto* const product = ggml_mul_mat(tensors_, blocks, last);
+    ggml_prec_set_acc(product, GGML_PREC_F32);
+    return add(ggml_reshape_4d(tensors_, add(product), k->ne[1], 1, q->ne[2], 1));
+}
+
 // K·Q of the wanted queries: recomputed with flash attention, which does not store the product.
 ggml_tensor* device_node_builder::product_of(const attention_site& site, int n_rows) {
     if (!site.flash) return contiguous(last_queries(site.kq, n_rows));
+    if (needs_blocks(site, n_rows)) return product_by_blocks(site);
     auto* const product = ggml_mul_mat(tensors_, of_streams(site.k), last_queries(site.q, n_rows));
     ggml_prec_set_acc(product, GGML_PREC_F32);  // as llama.cpp does for its own product
     return add(product);
@@ -262,6 +308,9 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     }
     if (want.type == row_type::f16) {
         result = add(ggml_cast(tensors_, result, GGML_TYPE_F16));
+    } else if (result->op == GGML_OP_RESHAPE && result == nodes_.back()) {
+        nodes_.pop_back();
+        result = result->src[0];  // of our own product: the same memory
     } else if (is_view(result) || (!site.flash && (result == site.kq || result == site.softmax))) {
         result = add(ggml_cont(tensors_, result));  // llama.cpp overwrites its own tensor
     }

@@ -140,6 +140,8 @@ private:
     ggml_tensor* mask_of(const attention_site& site, int n_rows);
     ggml_tensor* softmax_mask_of(const attention_site& site, int n_rows);
     ggml_tensor* product_of(const attention_site& site, int n_rows);
+    ggml_tensor* product_by_blocks(const attention_site& site);
+    bool needs_blocks(const attention_site& site, int n_rows) const;
     ggml_tensor* scores_of(const attention_site& site, int n_rows);
     ggml_tensor* probs_of(const attention_site& site, int n_rows);
     ggml_tensor* values_of(const attention_site& site, row_kind kind, int n_rows);

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "base/log.h"
 #include "tap/device/device_copies.h"
 
 namespace kqview {
@@ -53,7 +54,16 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
     for (const auto& one : paths_) {
         if (one->way.device() == device) return *one;
     }
-    return *paths_.emplace_back(std::make_unique<path>(device, *counters_));
+    auto& added = *paths_.emplace_back(std::make_unique<path>(device, *counters_));
+    if (options_.is_beside && !added.way.is_async()) {
+        log_ring::instance().write(
+            log_level::warning, ("device_rows=\"beside\" has no effect on " +
+                                 std::string(ggml_backend_dev_name(device)) +
+                                 ", which does one thing after the other: its rows are computed in "
+                                 "the step's graph\n")
+                                    .c_str());
+    }
+    return added;
 }
 
 void device_tap::learn(const attention_site& site) {
@@ -273,7 +283,10 @@ std::string device_tap::add(const attention_sites& attention,
     if (why.empty()) why = add_hidden(states, plan, building);
     for (auto& share : part.shares) {
         if (!why.empty() || !share.beside || share.beside->allocate()) continue;
-        why = no_room(*share.way);
+        throw error(errc::out_of_memory,
+                    std::string(ggml_backend_dev_name(share.way->device())) +
+                        " has no memory left to compute rows beside a step; capture fewer layers, "
+                        "or lower n_ctx, n_slots or n_gpu_layers");
     }
     return why;
 }

@@ -432,6 +432,7 @@ class Served:
             MODEL_PATH if path is None else path,
             progress=progress,
             attention_budget_bytes=rows_bytes,
+            pinned_bytes=s.pinned_bytes,
             lora=self._adapters() if is_own else None,
             chat_template=_template(template) if is_own else None,
             **self._options(path, given),

@@ -133,6 +133,9 @@ class Settings:
     attention_budget_bytes: int | None = _setting(
         None, "memory for attention rows; without it, a quarter of the machine's", low=0
     )
+    pinned_bytes: int = _setting(
+        2**30, "page-locked part of that, where a GPU has layers; 0 for none", low=0
+    )
 
     models_budget_bytes: int | None = _setting(
         None,
