@@ -128,11 +128,8 @@ def collect(
         if settings.chosen([name])
     }
     if not settings.is_quick:
-        minutes = sum(weights.values()) / 60
-        print(
-            f"bench: {len(weights)} rows, about {minutes:.0f} minutes on 2 cores with 20 pairs",
-            file=sys.stderr,
-        )
+        minutes = max(1, round(sum(weights.values()) / 60))
+        print(f"bench: this takes about {minutes} min on 2 cores with 20 pairs", file=sys.stderr)
     outcome = Outcome()
     with progress_line(weights) as line:
         for rows, measure in benchmarks:
