@@ -7,6 +7,7 @@ Contexts are on both sides of 768 tokens, where CUDA chooses other kernels.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,15 @@ import numpy as np
 import pytest
 
 from kqview import Capture, Engine
+from kqview.errors import UnsupportedModel
+from tests.support import tiny_gguf
 from tests.support.reference import relative_error
 from tests.support.rows import (
     KINDS,
     ON_DEVICE,
     forward,
     has_device,
+    largest_error,
     random_ids,
     reference_rows,
     run,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from kqview.types import Token
+    from tests.engine.conftest import MakeEngine
     from tests.support.reference import Result
 
 N_TOKENS = 8
@@ -130,3 +135,26 @@ def test_what_devices_choose_and_reduce_is_that_of_the_reference(
         # A mean of values of both signs may be near zero: its error is that of its terms.
         error = np.abs(np.asarray(token.rows, np.float64) - want).max() / np.abs(whole).max()
         assert error < setup.limit + rounding, index
+
+
+def test_quantised_keys_are_captured_or_refused_in_words(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    # Heads of 32 values: a block of quantised keys.
+    model = tiny_gguf.write_model(tmp_path / "wide.gguf", arch="llama", n_embd=128)
+    engine = make_engine(model, kv_type="q8_0", flash_attn=True)
+    prompt = random_ids(20, seed=3)
+    plain = run(engine, prompt, 4)
+    refusal = ""
+    try:
+        tokens = run(engine, prompt, 4, capture="logits")
+    except UnsupportedModel as error:
+        refusal = str(error)
+        tokens = run(engine, prompt, 4)  # only the request with a capture ended
+    assert [token.id for token in tokens] == [token.id for token in plain]
+    if refusal:
+        assert has_device()
+        assert re.search("cannot compute MUL_MAT .* q8_0; choose kv_type f16", refusal)
+    else:
+        expected = forward(model, prompt, tokens, kv_type="f32", operand_type="f32")
+        assert largest_error(tokens, expected, "logits", prompt) < 5e-2

@@ -66,6 +66,11 @@ ggml_tensor* device_node_builder::add(ggml_tensor* node) {
     if (!is_view(node) && failure_.empty() && !ggml_backend_dev_supports_op(device_, node)) {
         failure_ = std::string(ggml_backend_dev_name(device_)) + " cannot compute " +
                    ggml_op_name(node->op) + " of this model's attention";
+        // ggml-vulkan multiplies no quantised matrix whose rows are apart, as a head's keys are.
+        if (node->src[0] && ggml_is_quantized(node->src[0]->type)) {
+            failure_ += std::string(" with keys of type ") + ggml_type_name(node->src[0]->type) +
+                        "; choose kv_type f16, or n_gpu_layers 0";
+        }
     }
     return node;
 }
