@@ -4,6 +4,7 @@
                                [-- ARGS]
     python tests/native/run.py [BUILD_DIR] --fuzz SECONDS
     python tests/native/run.py [BUILD_DIR] --soak SECONDS [--seed N]
+    python tests/native/run.py [BUILD_DIR] --arm [-- ARGS]
 
 Needs cmake, a C++20 compiler and doctest's header; nothing of llama.cpp or Python's headers.
 ``--kernel`` adds the tests of the row kernel, once for each vector width, which need ggml from
@@ -15,6 +16,8 @@ instead, guided by coverage, under ASan and UBSan, and shares its seconds betwee
 each says how many inputs there were.
 ``--soak`` runs the scheduler under random requests, cancellations, orders and faults for that long,
 once a sanitizer, and nothing else; a line says what came about and the seed of the choices.
+``--arm`` runs the tests of the row kernel alone, compiled for 64-bit ARM, in qemu: NEON code has no
+other test. Needs g++-aarch64-linux-gnu and qemu-user; takes minutes.
 ARGS go to doctest, e.g. ``-tc='block_pool: lease*'``. One line a variant and program,
 ``native: N passed, M failed (address)``; the exit status is 0 only if every variant built, ran and
 passed without a sanitizer's report.
@@ -38,6 +41,8 @@ FETCH = SOURCE_DIR.parents[1] / "vendor" / "fetch.py"
 FUZZERS = ("fuzz_ses1", "fuzz_gguf")
 KERNEL_PROGRAMS = "kernel_tests_*"
 GRAMMAR_PROGRAM = "grammar_tests"
+ARM_PROGRAM = "kernel_tests_armv8-a"
+ARM_TOOLS = "aarch64-linux-gnu"
 BUILD_LIMIT_S = 1800
 RUN_LIMIT_S = 600
 FIGURES = re.compile(r"^(?:row_kernel|soak): .*", re.MULTILINE)
@@ -83,6 +88,7 @@ def build(
     llama_dir: str,
     target: str = "all",
     grammar_dir: str = "",
+    definitions: tuple[str, ...] = (),
 ) -> str | None:
     """Configure and build one variant; return the output if that failed, else None."""
     configure = [
@@ -94,6 +100,7 @@ def build(
         f"-DKQVIEW_SANITIZE={sanitizer}",
         f"-DKQVIEW_LLAMA_CPP_DIR={llama_dir}",
         f"-DKQVIEW_GRAMMAR_PEER_DIR={grammar_dir}",
+        *definitions,
     ]
     if doctest_dir := os.environ.get("KQVIEW_DOCTEST_DIR"):
         configure.append(f"-DKQVIEW_DOCTEST_DIR={doctest_dir}")
@@ -111,9 +118,10 @@ def run_program(
     arguments: list[str],
     extra_s: int = 0,
     variables: dict[str, str] | None = None,
+    runner: tuple[str, ...] = (),
 ) -> bool:
     """Run one test program, print its result line, and return whether all of it passed."""
-    command = [str(program), *arguments]
+    command = [*runner, str(program), *arguments]
     limit_s = RUN_LIMIT_S + extra_s
     status, output = run_command(command, limit_s, variables)
     if status != 0 and TSAN_LAYOUT_ERROR in output and shutil.which("setarch"):
@@ -156,6 +164,23 @@ def run_variant(
     return all(results)
 
 
+def run_arm(build_dir: Path, jobs: int, llama_dir: str, arguments: list[str]) -> bool:
+    """Build the tests of the row kernel for 64-bit ARM and run them in qemu; return the result."""
+    definitions = (
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
+        f"-DCMAKE_C_COMPILER={ARM_TOOLS}-gcc",
+        f"-DCMAKE_CXX_COMPILER={ARM_TOOLS}-g++",
+    )
+    failure = build(build_dir, "none", jobs, llama_dir, ARM_PROGRAM, definitions=definitions)
+    if failure is not None:
+        print(failure)
+        return False
+    qemu = ("qemu-aarch64", "-L", f"/usr/{ARM_TOOLS}")
+    only_values = ["-tce=*faster than its scalar twin", *arguments]  # qemu's speed says nothing
+    return run_program(build_dir / ARM_PROGRAM, "arm, in qemu", only_values, runner=qemu)
+
+
 def run_fuzz(build_dir: Path, jobs: int, limit_s: int) -> bool:
     """Build the fuzzers, run them for *limit_s* seconds in all; return whether all is well."""
     failure = build(build_dir, "address", jobs, "", "fuzzers")
@@ -196,6 +221,7 @@ def main() -> int:
     parser.add_argument("--sanitize", nargs="+", choices=SANITIZERS, default=["address", "thread"])
     parser.add_argument("--kernel", action="store_true", help="also the tests of the row kernel")
     parser.add_argument("--grammar", action="store_true", help="also the comparison of grammars")
+    parser.add_argument("--arm", action="store_true", help="the row kernel's in qemu, nothing else")
     parser.add_argument("--jobs", type=int, default=2, help="compiler processes (default: 2)")
     parser.add_argument("--fuzz", type=int, metavar="SECONDS", help="the fuzzers, nothing else")
     parser.add_argument("--soak", type=int, metavar="SECONDS", help="the soak test, nothing else")
@@ -214,12 +240,15 @@ def main() -> int:
         ]
         return 0 if all(done) else 1
     llama_dir = ""
-    if options.kernel or options.grammar:
+    if options.kernel or options.grammar or options.arm:
         status, output = run_command([sys.executable, str(FETCH), "--print-path"], BUILD_LIMIT_S)
         if status != 0:
             print(output)
             return 1
         llama_dir = output.strip().splitlines()[-1]
+    if options.arm:
+        is_good = run_arm(options.build_dir / "arm", options.jobs, llama_dir, doctest_arguments)
+        return 0 if is_good else 1
     results = [
         run_variant(
             options.build_dir / sanitizer,
