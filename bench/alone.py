@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from kqview.bench.records import LeftOut
 
+SMALL_PAGES: Final = "ours, small pages"
 # name -> (tokens of context, layers, what, against, target)
 CASES: Final[dict[str, tuple[int, int, str, str, float | None]]] = {
     f"alone-{n_context}-{name}": (n_context, n_layers, what, against, target)
@@ -39,12 +40,14 @@ CASES: Final[dict[str, tuple[int, int, str, str, float | None]]] = {
         ("logits", "ours, logits", "ours", None),
         ("probs", "ours, probs", "ours", None),
         ("stock", "ours", "stock", None),
+        ("pages", "ours", SMALL_PAGES, None),
     )
 }
 TEXTS: Final = {
     "ours": "kqview's attention",
     "ours, logits": "kqview's attention, logits of all heads",
     "ours, probs": "kqview's attention, probs of all heads",
+    SMALL_PAGES: "kqview's attention, K and V in pages of 4 KiB",
     "read": "reading K and V once",
     "stock": "llama.cpp's flash attention",
 }
@@ -79,11 +82,14 @@ def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut
 
 
 @cache
-def _times(settings: Settings, n_context: int, n_layers: int) -> dict[str, list[float]]:
+def _times(
+    settings: Settings, n_context: int, n_layers: int, *, has_small_pages: bool
+) -> dict[str, list[float]]:
     """Milliseconds of every round of each way."""
     words = [
         f"context={n_context}", f"layers={n_layers}", f"threads={settings.n_threads}",
         f"rounds={settings.n_pairs}", f"cpu_clock={int(settings.clock == 'cpu')}",
+        f"small_pages={int(has_small_pages)}",
     ]  # fmt: skip
     done = subprocess.run([program(), *words], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -93,7 +99,9 @@ def _measure(settings: Settings, line: ProgressLine, name: str) -> Timing:
     n_context, n_layers, what, against, target = CASES[name]
     n_context //= QUICK_SHARE if settings.is_quick else 1
     line.start(name, 1)
-    times = _times(settings, n_context, n_layers)
+    # Twice the memory: other rows are measured without it.
+    has_small_pages = against == SMALL_PAGES
+    times = _times(settings, n_context, n_layers, has_small_pages=has_small_pages)
     line.tick()
     return Timing(
         name=name,

@@ -34,3 +34,4 @@ def device(_registered: None) -> Iterator[Any]:
     FAKE_DEVICE.set()
     # What CUDA has recorded, and RPC sent, of a graph stays true while llama.cpp reuses it.
     assert FAKE_DEVICE.counts()["n_moved_graphs"] == 0
+    assert FAKE_DEVICE.counts()["n_freed_in_use"] == 0

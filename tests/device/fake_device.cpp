@@ -24,6 +24,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
@@ -79,6 +80,7 @@ struct fake_device_counts {
     std::uint64_t n_copied_bytes = 0;
     // Products of one query for which CUDA would convert all keys to F32.
     std::uint64_t n_converted_products = 0;
+    std::uint64_t n_freed_in_use = 0;  // buffers freed before a stream was done with them
 };
 
 }  // namespace
@@ -90,6 +92,8 @@ fake_device_settings settings;
 fake_device_counts counts;
 std::size_t pinned_bytes = 0;
 std::condition_variable settings_changed;
+// What graphs that have not run yet read and write, by the number of the graph.
+std::map<std::uint64_t, std::vector<const void*>> unfinished;
 
 // ---- streams
 
@@ -213,6 +217,13 @@ void free_buffer(ggml_backend_buffer_t buffer) {
     {
         const std::lock_guard lock(settings_mutex);
         counts.used_bytes -= buffer->size;
+        const auto begin = reinterpret_cast<std::uintptr_t>(buffer->context);
+        const bool is_in_use = std::any_of(unfinished.begin(), unfinished.end(), [&](auto& graph) {
+            return std::any_of(graph.second.begin(), graph.second.end(), [&](const void* data) {
+                return reinterpret_cast<std::uintptr_t>(data) - begin < buffer->size;
+            });
+        });
+        if (is_in_use) ++counts.n_freed_in_use;
     }
     ::operator delete(buffer->context, std::align_val_t{128});
 }
@@ -370,21 +381,40 @@ void count_converted(const ggml_cgraph* graph) {
     }
 }
 
+// Notes what the graph reads and writes for as long as what is returned lives.
+std::shared_ptr<void> note_unfinished(const ggml_cgraph* graph) {
+    std::vector<const void*> data;
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        data.push_back(graph->nodes[i]->data);
+        for (const auto* const source : graph->nodes[i]->src) {
+            if (source) data.push_back(source->data);
+        }
+    }
+    const std::lock_guard lock(settings_mutex);
+    static std::uint64_t n_noted = 0;
+    unfinished.emplace(++n_noted, std::move(data));
+    return {nullptr, [n = n_noted](void*) {
+                const std::lock_guard last_lock(settings_mutex);
+                unfinished.erase(n);
+            }};
+}
+
 // At once, behind what the stream has to do before: llama.cpp may build the next graph in its
 // place. Graphs without a uid are none of llama.cpp's and stay where they are: late, like copies.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     count_converted(graph);
     auto& n_of_device = n_graphs_of(backend);
     if (graph->uid == 0) {
-        of(backend).work->tell(
-            [cpu = of(backend).cpu, graph, &n_of_device, n = n_of_device.load()] {
-                {
-                    const std::lock_guard lock(settings_mutex);
-                    ++counts.n_graphs_beside;
-                    if (n_of_device > n) ++counts.n_late_beside;
-                }
-                ggml_backend_graph_compute(cpu, graph);
-            });
+        of(backend).work->tell([cpu = of(backend).cpu, graph, use = note_unfinished(graph),
+                                &n_of_device, n = n_of_device.load()]() mutable {
+            {
+                const std::lock_guard lock(settings_mutex);
+                ++counts.n_graphs_beside;
+                if (n_of_device > n) ++counts.n_late_beside;
+            }
+            ggml_backend_graph_compute(cpu, graph);
+            use.reset();
+        });
         return GGML_STATUS_SUCCESS;
     }
     synchronize(backend);
@@ -560,30 +590,54 @@ fake_device_counts count_fake_device() {
     return counts;
 }
 
+// A graph of one node on a device of its own stream.
+struct small_graph {
+    small_graph() {
+        ggml_backend_tensor_alloc(buffer, from, base);
+        ggml_backend_tensor_alloc(buffer, to, base + 128);
+        ggml_build_forward_expand(graph, to);
+    }
+    ~small_graph() {
+        if (buffer) ggml_backend_buffer_free(buffer);
+        backend_free(backend);
+        ggml_free(tensors);
+    }
+    small_graph(const small_graph&) = delete;
+    small_graph& operator=(const small_graph&) = delete;
+
+    ggml_backend_t backend = device_init(&devices.front().handle, nullptr);
+    ggml_context* tensors =
+        ggml_init({8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true});
+    ggml_backend_buffer_t buffer = type_alloc(&devices.front().type, 1024);
+    char* base = static_cast<char*>(get_base(buffer));
+    ggml_tensor* from = ggml_new_tensor_1d(tensors, GGML_TYPE_F32, 4);
+    ggml_tensor* to = ggml_scale(tensors, from, 2.0f);
+    ggml_cgraph* graph = ggml_new_graph(tensors);
+};
+
 // How many of two computes of one graph count as moved, where the second has its result elsewhere.
 std::uint64_t count_moved_graph() {
     const auto before = count_fake_device().n_moved_graphs;
-    auto* const device = &devices.front().handle;
-    auto* const backend = device_init(device, nullptr);
-    auto* const tensors =
-        ggml_init({8 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true});
-    auto* const buffer = type_alloc(&devices.front().type, 1024);
-    auto* const base = static_cast<char*>(get_base(buffer));
-    auto* const from = ggml_new_tensor_1d(tensors, GGML_TYPE_F32, 4);
-    auto* const to = ggml_scale(tensors, from, 2.0f);
-    ggml_backend_tensor_alloc(buffer, from, base);
-    ggml_backend_tensor_alloc(buffer, to, base + 128);
-    auto* const graph = ggml_new_graph(tensors);
-    ggml_build_forward_expand(graph, to);
-    graph->uid = ggml_graph_next_uid();
+    small_graph one;
+    one.graph->uid = ggml_graph_next_uid();
     for (const int at : {128, 128, 256}) {
-        to->data = base + at;
-        graph_compute(backend, graph);
+        one.to->data = one.base + at;
+        graph_compute(one.backend, one.graph);
     }
-    ggml_backend_buffer_free(buffer);
-    ggml_free(tensors);
-    backend_free(backend);
     return count_fake_device().n_moved_graphs - before;
+}
+
+// How many buffers count as freed in use, where a graph has run and where another one has not.
+std::uint64_t count_freed_in_use() {
+    const auto before = count_fake_device().n_freed_in_use;
+    for (const bool has_run : {true, false}) {
+        small_graph one;
+        graph_compute(one.backend, one.graph);
+        if (has_run) synchronize(one.backend);
+        ggml_backend_buffer_free(std::exchange(one.buffer, nullptr));
+        of(one.backend).work->queue.clear();
+    }
+    return count_fake_device().n_freed_in_use - before;
 }
 
 void bind_fake_device(nb::module_& module) {
@@ -614,9 +668,12 @@ void bind_fake_device(nb::module_& module) {
     part.def("count_moved_graph", &count_moved_graph,
              "Computes a graph three times, the last time with its result elsewhere; how many of "
              "these were counted in n_moved_graphs: 1.");
-    part.def("forget_moved_graphs", [] {
+    part.def("count_freed_in_use", &count_freed_in_use,
+             "Frees the memory of a graph that has run and of one that has not; how many of these "
+             "were counted in n_freed_in_use: 1.");
+    part.def("forget_faults", [] {
         const std::lock_guard lock(settings_mutex);
-        counts.n_moved_graphs = 0;
+        counts.n_moved_graphs = counts.n_freed_in_use = 0;
     });
     part.def("counts", [] {
         const auto now = count_fake_device();
@@ -626,6 +683,7 @@ void bind_fake_device(nb::module_& module) {
         all["n_copies_to_host"] = now.n_copies_to_host;
         all["n_copies_on_device"] = now.n_copies_on_device;
         all["n_moved_graphs"] = now.n_moved_graphs;
+        all["n_freed_in_use"] = now.n_freed_in_use;
         all["used_bytes"] = now.used_bytes;
         all["n_late_beside"] = now.n_late_beside;
         all["n_waits"] = now.n_waits;

@@ -108,7 +108,12 @@ def test_rows_are_the_same_where_the_engine_waits_for_copies(
 
 def test_graph_that_moves_is_seen(device: Any) -> None:
     assert device.count_moved_graph() == 1
-    device.forget_moved_graphs()
+    device.forget_faults()
+
+
+def test_memory_that_is_freed_in_use_is_seen(device: Any) -> None:
+    assert device.count_freed_in_use() == 1
+    device.forget_faults()
 
 
 @pytest.mark.parametrize("n_slots", [1, 3, 4])

@@ -64,6 +64,22 @@ def make_engine(make_engine: MakeEngine, device_rows: DeviceRows) -> MakeEngine:
     return partial(make_engine, device_rows=device_rows)
 
 
+def test_an_engine_is_closed_while_rows_are_computed(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, device_rows: DeviceRows
+) -> None:
+    """Keys stay until what computes rows from them beside the step is done."""
+    before = device.counts()
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, flash_attn=True, run_ahead=4)
+    generation = engine.generate(
+        random_ids(N_PROMPT), max_tokens=40, capture=Capture("logits"), ignore_eos=True
+    )
+    next(generation)
+    engine.close()
+    after = device.counts()
+    assert (after["n_graphs_beside"] > before["n_graphs_beside"]) == (device_rows == "beside")
+    assert after["n_freed_in_use"] == before["n_freed_in_use"]
+
+
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("name", CAPTURES)
 def test_rows_equal_those_of_the_cpu(

@@ -4,6 +4,7 @@
 // Prints one JSON object with the milliseconds of every round. bench/alone.py builds and runs it.
 #include <ggml-cpu.h>
 #include <ggml.h>
+#include <sys/mman.h>
 #include <time.h>
 
 #include <algorithm>
@@ -30,7 +31,7 @@ struct shape {
     std::map<std::string, int> numbers{{"layers", 24},   {"heads", 16},     {"kv_heads", 4},
                                        {"embd", 64},     {"context", 4096}, {"queries", 1},
                                        {"streams", 1},   {"threads", 1},    {"rounds", 20},
-                                       {"cpu_clock", 0}, {"stock", 1}};
+                                       {"cpu_clock", 0}, {"stock", 1},      {"small_pages", 0}};
     ggml_type type = GGML_TYPE_F16;
 
     int operator[](const char* name) const { return numbers.at(name); }
@@ -82,16 +83,28 @@ void run_read(ggml_tensor* node, int ith, int nth, void*) {
     if (sums[0] == 1) to[0] = 1.0f;  // so that nothing is left out
 }
 
+constexpr std::size_t huge_page = 2u << 20;
+
+struct free_memory {
+    void operator()(void* memory) const { std::free(memory); }
+};
+
 struct graphs {
-    explicit graphs(const shape& of) : s(of) {
+    explicit graphs(const shape& of, bool is_huge = true) : s(of) {
         const auto n_layers = zu(s["layers"]);
         const auto n_streams = s["streams"], n_queries = s["queries"];
         const auto row = ggml_row_size(s.type, s["embd"] * s["kv_heads"]);
         const auto layer_bytes = 2 * row * zu(s.n_cells()) * zu(n_streams) +
                                  16 * zu(s["embd"] * s["heads"] * n_queries * n_streams) + 65536;
         const auto mask_bytes = 2 * zu(s.n_cells()) * zu(n_queries * n_streams);
-        context.reset(
-            ggml_init({(n_layers + 1) * layer_bytes + mask_bytes + (64 << 20), nullptr, false}));
+        const auto n_bytes =
+            ((n_layers + 1) * layer_bytes + mask_bytes + (64 << 20)) / huge_page * huge_page;
+        arena.reset(std::aligned_alloc(huge_page, n_bytes));
+#ifdef MADV_HUGEPAGE
+        // As a cache's (cpp/llama/huge_pages.cpp).
+        (void)::madvise(arena.get(), n_bytes, is_huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+#endif
+        context.reset(ggml_init({n_bytes, arena.get(), false}));
         auto* const g = context.get();
         std::vector<float> noise(1 << 20);
         std::mt19937 source(1);
@@ -200,6 +213,7 @@ struct graphs {
     }
 
     shape s;
+    std::unique_ptr<void, free_memory> arena;  // of the context
     std::unique_ptr<ggml_context, decltype(&ggml_free)> context{nullptr, ggml_free};
     std::unique_ptr<ggml_threadpool, decltype(&ggml_threadpool_free)> pool{nullptr,
                                                                            ggml_threadpool_free};
@@ -233,6 +247,14 @@ int main(int n_arguments, char** arguments) {
         ways[*kind ? std::string("ours, ") + kind : "ours"] = [&g, ours, kind] {
             g.capture(*kind ? kind : nullptr);
             return g.ms(ours);
+        };
+    }
+    // The same in pages of 4 KiB.
+    std::unique_ptr<graphs> small;
+    if (ours && s["small_pages"] != 0) {
+        small = std::make_unique<graphs>(s, false);
+        ways["ours, small pages"] = [&g = *small, graph = small->graph_of(small->ours)] {
+            return g.ms(graph);
         };
     }
     std::map<std::string, std::vector<double>> times;
