@@ -6,7 +6,6 @@
 #include <iterator>
 #include <new>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -149,7 +148,7 @@ bool block_pool::order(std::size_t i_class, block_map& freed) {
         try {
             // Not joined: it may hang in a driver. It ends with the last order.
             std::thread([self = shared_from_this()] { self->make_ordered(); }).detach();
-        } catch (const std::system_error&) {
+        } catch (...) {  // no thread, or no memory for one
             return false;
         }
         is_making_ = true;

@@ -103,10 +103,10 @@ public:
     // Orders a block for a coming try_take(), if none is idle.
     void prepare(std::size_t n_bytes);
 
-    // `listener` runs after each release, and when an ordered block is there, on the thread that dropped
-    // the lease or made the block, possibly on several threads at once. It must be short, and must not throw, take the GIL, or set or clear the
-    // listener; it may drop leases. When either call returns, no call of the previous listener is
-    // running or will follow.
+    // `listener` runs after each release, on the thread that dropped the lease, and when an ordered
+    // block is there, on the one that made it; possibly on several threads at once. It must be
+    // short, and must not throw, take the GIL, or set or clear the listener; it may drop leases.
+    // When either call returns, no call of the previous listener is running or will follow.
     void set_release_listener(std::function<void()> listener);
     void clear_release_listener();
 

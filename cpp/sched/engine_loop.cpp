@@ -416,8 +416,8 @@ void engine_loop::park(slot& target) {
 // ---- wait
 
 // If every slot waits for its consumer, and none can be freed, that consumer may be the very thread
-// that waits here for a request without a slot. Only the consumers can know. False: one has begun to
-// wait since this round began; what it did just before that may free a slot in the next one.
+// that waits here for a request without a slot. Only the consumers can know. False: one has begun
+// to wait since this round began; what it did just before that may free a slot in the next one.
 bool engine_loop::tell_stalled() {
     bool has_told_all = true;
     const auto may_displace = this->may_displace();

@@ -60,9 +60,10 @@ public:
     const capture_source& source() const { return source_; }
 
     // Sets what the graphs must provide from here on; slots whose rows they provide already stay
-    // where the nodes are the same, so that texts may take turns in them. Returns true if that changed: the caller must
-    // then drop llama.cpp's graphs (context::reserve) before the next decode. Raises out_of_memory
-    // if a device has no room for the rows; nothing is wanted afterwards.
+    // where the nodes are the same, so that texts may take turns in them. Returns true if that
+    // changed: the caller must then drop llama.cpp's graphs (context::reserve) before the next
+    // decode. Raises out_of_memory if a device has no room for the rows; nothing is wanted
+    // afterwards.
     bool want(const graph_plan& plan);
     const graph_plan& wanted() const { return wanted_; }
 

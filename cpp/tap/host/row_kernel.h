@@ -24,8 +24,8 @@ struct key_rows {
     int n_cells;  // readable cells, at least as many as requested columns
 };
 
-// Cells that are read later, fetched from memory meanwhile: a row of bytes for each cell of a product.
-// All at once would fill the queue of outstanding misses and wait for it.
+// Cells that are read later, fetched from memory meanwhile: a row of bytes for each cell of a
+// product. All at once would fill the queue of outstanding misses and wait for it.
 struct next_cells {
     const std::byte* data = nullptr;
     std::size_t stride_bytes = 0;

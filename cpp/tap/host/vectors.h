@@ -118,9 +118,10 @@ struct bf16_cells {
     }
 };
 
-// Two vectors hold n_sums sums each, of which lanes / n_sums lanes are still to be added. Which lane
-// of the two becomes the i-th of a vector with twice the sums, and, `is_upper`, of the one to add to
-// it. Lanes are paired within groups of four first, where moving them costs least, then groups.
+// Two vectors hold n_sums sums each, of which lanes / n_sums lanes are still to be added. Which
+// lane of the two becomes the i-th of a vector with twice the sums, and, `is_upper`, of the one to
+// add to it. Lanes are paired within groups of four first, where moving them costs least, then
+// groups.
 constexpr int index_of_addend(int i, int n_sums, bool is_upper) {
     const int group = i / 4, element = i % 4;
     const int upper = is_upper ? 1 : 0;
@@ -155,7 +156,8 @@ template <int n, int n_sums = 1>
     }
 }
 
-// All lanes joined into one: neighbours first at the distance of half a vector, then of a quarter...
+// All lanes joined into one: neighbours first at the distance of half a vector, then of a
+// quarter...
 template <int distance = lanes / 2, class join_type>
 [[gnu::always_inline]] inline float fold(vec value, const join_type& join) {
     if constexpr (distance == 0) {
