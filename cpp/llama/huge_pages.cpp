@@ -1,6 +1,6 @@
 // Huge pages for caches on the host. A decoded token reads all keys and values once, in the order
 // of memory, and with pages of 4 KiB it waits at every one of them: with pages of 2 MiB the same
-// reading takes 0.7 times as long (bench/NOTES.md).
+// attention takes about 0.8 times as long (bench/alone.py).
 //
 // vendor/llama.cmake calls this where llama.cpp clears a new cache, which is the first time that
 // its memory is touched, so that Linux gives it out in huge pages from the start. A hint: what the
