@@ -50,6 +50,7 @@ void transfer::release() {
         one.failure = nullptr;
         one.ready.reset();
     }
+    ran_beside_.reset();
     results_.release();
     beside_.release();
     sizes_ = {};
@@ -138,6 +139,13 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     const auto parity = id % staging_.size();
     auto& stage = staging_[parity];
     if (stage.id != 0) await(stage.id);
+    if (work.graph && ran_beside_ != work.graph) {
+        // A stream may remember the nodes that it ran until it is waited for, as Vulkan's does to
+        // see which of the next ones overlap. What failed is told of by await().
+        settle();
+        if (ran_beside_) ggml_backend_synchronize(copy_stream_);
+        ran_beside_ = work.graph;
+    }
     // On the compute's own stream, so behind it. A copy between two backends would be queued on
     // either, as the driver likes: CUDA's is on the source's, Vulkan's on the destination's.
     ggml_backend_tensor_copy_async(compute, compute, results_.bytes(n_used),

@@ -117,6 +117,7 @@ private:
     device_arena results_;
     device_arena beside_;
     std::array<staging, 2> staging_;
+    std::shared_ptr<side_graph> ran_beside_;  // last on the copy stream
     sizes sizes_;
     std::size_t reserved_bytes_ = 0;
     // Transfers that failed before their buffers were freed, oldest first.
