@@ -83,8 +83,9 @@ endforeach()
 set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-cpu/ggml-cpu.cpp
     TARGET_DIRECTORY ggml-cpu PROPERTIES COMPILE_DEFINITIONS ggml_graph_compute=kqview_cpu_graph_compute)
 
-# What gcc compiles OpenMP to is answered by kqview's compute pool (cpp/llama/openmp.cpp), which knows
-# the directives of graphs. The other ones, in the tables for quantising to IQ2 and IQ3, are left out.
+# What gcc compiles OpenMP to is answered by kqview's compute pool (cpp/llama/openmp.cpp), which
+# knows the directives of graphs. The other ones, in the tables for quantising to IQ2 and IQ3, are
+# left out.
 if(CMAKE_C_COMPILER_ID STREQUAL "GNU")
     set(KQVIEW_COMPUTE_POOL ON)
     set_source_files_properties(${KQVIEW_LLAMA_SOURCE}/ggml/src/ggml-quants.c
