@@ -523,6 +523,12 @@ bool context::truncate(slot_id slot, std::int32_t n_keep) {
     return llama_memory_seq_rm(memory, slot, n_keep, -1);
 }
 
+void context::synchronize() {
+    const llama_activity guard("waiting for a step");
+    llama_synchronize(handle_.get());
+    model_->rpc().check();
+}
+
 void context::reserve() {
     set_embeds(false);  // a pooling graph outputs every token, this one fewer
     const llama_activity guard("reserving a graph");

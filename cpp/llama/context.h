@@ -153,6 +153,9 @@ public:
     // undefined.
     void read_state(slot_id slot, std::span<const std::byte> bytes, int n_tokens);
 
+    // Blocks until no step runs. decode() only waits for those whose logits are asked for.
+    void synchronize();
+
     // Drops every graph that llama.cpp keeps, and reserves memory for the worst case anew.
     void reserve();
 

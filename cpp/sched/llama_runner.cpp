@@ -78,10 +78,13 @@ bool llama_runner::is_end_of_generation(token_id id) const {
 
 void llama_runner::want(const graph_plan& plan) {
     unbroken("reserving a graph", [&] {
+        if (tap_->serves(plan)) return;
         const tap::scope scope(*tap_);
         const auto before = tap_->wanted();
+        // A chunk of a prompt, whose logits nobody waits for, may still run.
+        context_->synchronize();
         try {
-            if (!tap_->want(plan)) return;
+            tap_->want(plan);
             context_->reserve();
         } catch (const llama_abort&) {
             throw;

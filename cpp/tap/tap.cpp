@@ -47,10 +47,13 @@ tap::scope::scope(tap& current) noexcept : previous_(std::exchange(current_tap, 
 tap::scope::~scope() { current_tap = previous_; }
 tap* tap::current() noexcept { return current_tap; }
 
-bool tap::want(const graph_plan& plan) {
+bool tap::serves(const graph_plan& plan) const {
+    return plan.has_nodes_of(wanted_) && wanted_.slots().covers(plan.slots());
+}
+
+void tap::want(const graph_plan& plan) {
     auto next = plan;
     if (plan.has_nodes_of(wanted_)) {
-        if (wanted_.slots().covers(plan.slots())) return false;
         next.widen(wanted_.slots());
         if (devices_.bytes_for(next) > devices_.bytes_for(plan) + spare_bytes) next = plan;
     }
@@ -59,7 +62,6 @@ bool tap::want(const graph_plan& plan) {
     running_ = nullptr;
     devices_.reserve(next);
     wanted_ = next;
-    return true;
 }
 
 void tap::begin_step(std::vector<row_target> targets, int first_slot) {

@@ -59,12 +59,14 @@ public:
     // What can be captured; known once llama.cpp has reserved its first graph.
     const capture_source& source() const { return source_; }
 
+    // Whether the graphs provide all that `plan` asks for, with no other nodes.
+    bool serves(const graph_plan& plan) const;
     // Sets what the graphs must provide from here on; slots whose rows they provide already stay
-    // where the nodes are the same, so that texts may take turns in them. Returns true if that
-    // changed: the caller must then drop llama.cpp's graphs (context::reserve) before the next
-    // decode. Raises out_of_memory if a device has no room for the rows; nothing is wanted
-    // afterwards.
-    bool want(const graph_plan& plan);
+    // where the nodes are the same, so that texts may take turns in them. Memory of devices that
+    // the earlier graphs write to is freed, so no step may be running (context::synchronize), and
+    // llama.cpp's graphs must be dropped before the next decode (context::reserve). Raises
+    // out_of_memory if a device has no room for the rows; nothing is wanted afterwards.
+    void want(const graph_plan& plan);
     const graph_plan& wanted() const { return wanted_; }
 
     // The first device that produces rows, or null if the CPU computes all of them.

@@ -24,6 +24,7 @@
 #include <cstring>
 #include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -73,7 +74,7 @@ struct fake_device_counts {
     std::uint64_t n_copies_on_device = 0;
     std::uint64_t n_moved_graphs = 0;  // computed with another node than at first
     std::size_t used_bytes = 0;        // of all devices
-    // Graphs without a uid that ran only after llama.cpp's next graph of their device had.
+    // Graphs without a uid that ran only after their device was told llama.cpp's next graph.
     std::uint64_t n_late_beside = 0;
     // On streams that compute llama.cpp's graphs: what they were told to wait for, and to copy.
     std::uint64_t n_waits = 0;
@@ -298,10 +299,12 @@ ggml_backend_buffer_t host_type_alloc(ggml_backend_buffer_type_t type, std::size
 
 // ---- backends
 
+void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
 const char* backend_name(ggml_backend_t backend) {
     return ggml_backend_dev_name(ggml_backend_get_device(backend));
 }
 void backend_free(ggml_backend_t backend) {
+    synchronize(backend);
     ggml_backend_free(of(backend).cpu);
     delete &of(backend);
     delete backend;
@@ -359,9 +362,7 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
     of(to).work->tell([here = mark{source, source->n_told}] { here.reach(); });
     return true;
 }
-void synchronize(ggml_backend_t backend) { of(backend).work->run_until(of(backend).work->n_told); }
-
-// llama.cpp's, of its device.
+// llama.cpp's, which its device was told to compute.
 std::atomic<std::uint64_t>& n_graphs_of(ggml_backend_t backend) {
     static std::unordered_map<ggml_backend_dev_t, std::atomic<std::uint64_t>> known;
     const std::lock_guard lock(settings_mutex);
@@ -399,14 +400,56 @@ std::shared_ptr<void> note_unfinished(const ggml_cgraph* graph) {
             }};
 }
 
-// At once, behind what the stream has to do before: llama.cpp may build the next graph in its
-// place. Graphs without a uid are none of llama.cpp's and stay where they are: late, like copies.
+// A graph as a backend records it when it is told: llama.cpp may build the next one in its place
+// before this one has run. What other graphs compute for it is memory alone.
+class kept_graph {
+public:
+    explicit kept_graph(const ggml_cgraph* graph) {
+        for (int i = 0; i < graph->n_nodes; ++i) known_[graph->nodes[i]] = keep(*graph->nodes[i]);
+        for (int i = 0; i < graph->n_nodes; ++i) {
+            auto* const node = known_.at(graph->nodes[i]);
+            for (auto*& source : node->src) source = of_memory(source);
+            node->view_src = of_memory(node->view_src);
+        }
+        context_.reset(ggml_init({ggml_graph_overhead_custom(n_tensors(), false), nullptr, true}));
+        graph_ = ggml_new_graph_custom(context_.get(), n_tensors(), false);
+        for (int i = 0; i < graph->n_nodes; ++i) {
+            ggml_build_forward_expand(graph_, known_.at(graph->nodes[i]));
+        }
+    }
+
+    ggml_cgraph* get() const { return graph_; }
+
+private:
+    ggml_tensor* keep(const ggml_tensor& tensor) { return &tensors_.emplace_back(tensor); }
+    ggml_tensor* of_memory(const ggml_tensor* tensor) {
+        if (!tensor) return nullptr;
+        auto& copy = known_[tensor];
+        if (!copy) {
+            copy = keep(*tensor);
+            copy->op = GGML_OP_NONE;
+            std::fill(std::begin(copy->src), std::end(copy->src), nullptr);
+            copy->view_src = nullptr;
+        }
+        return copy;
+    }
+    std::size_t n_tensors() const { return 2 * tensors_.size(); }
+
+    std::deque<ggml_tensor> tensors_;
+    std::unordered_map<const ggml_tensor*, ggml_tensor*> known_;
+    std::unique_ptr<ggml_context, decltype(&ggml_free)> context_{nullptr, ggml_free};
+    ggml_cgraph* graph_ = nullptr;
+};
+
+// Late, like copies. Graphs without a uid are none of llama.cpp's and have to stay as they are until
+// they have run: Vulkan reads their nodes.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     count_converted(graph);
+    auto& own = of(backend);
     auto& n_of_device = n_graphs_of(backend);
     if (graph->uid == 0) {
-        of(backend).work->tell([cpu = of(backend).cpu, graph, use = note_unfinished(graph),
-                                &n_of_device, n = n_of_device.load()]() mutable {
+        own.work->tell([cpu = own.cpu, graph, use = note_unfinished(graph), &n_of_device,
+                        n = n_of_device.load()]() mutable {
             {
                 const std::lock_guard lock(settings_mutex);
                 ++counts.n_graphs_beside;
@@ -417,19 +460,23 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
         });
         return GGML_STATUS_SUCCESS;
     }
-    synchronize(backend);
     abort_at("graph");
     if (is_to_abort_at("thread")) std::thread([] { abort_at("thread"); }).join();
-    const bool is_unmoved = of(backend).is_unmoved(graph);
+    const bool is_unmoved = own.is_unmoved(graph);
     {
         const std::lock_guard lock(settings_mutex);
         ++counts.n_graphs;
         if (!is_unmoved) ++counts.n_moved_graphs;
         if (settings.fail_graph_in >= 0 && settings.fail_graph_in-- == 0) return GGML_STATUS_FAILED;
     }
-    of(backend).is_llamas = true;
+    own.is_llamas = true;
     ++n_of_device;
-    return ggml_backend_graph_compute(of(backend).cpu, graph);
+    own.work->tell([cpu = own.cpu, kept = std::make_shared<kept_graph>(graph),
+                    use = note_unfinished(graph)]() mutable {
+        ggml_backend_graph_compute(cpu, kept->get());
+        use.reset();
+    });
+    return GGML_STATUS_SUCCESS;
 }
 void event_record(ggml_backend_t backend, ggml_backend_event_t event) {
     *static_cast<mark*>(event->context) = {of(backend).work, of(backend).work->n_told};
@@ -598,8 +645,8 @@ struct small_graph {
         ggml_build_forward_expand(graph, to);
     }
     ~small_graph() {
-        if (buffer) ggml_backend_buffer_free(buffer);
         backend_free(backend);
+        if (buffer) ggml_backend_buffer_free(buffer);
         ggml_free(tensors);
     }
     small_graph(const small_graph&) = delete;

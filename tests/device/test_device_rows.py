@@ -80,6 +80,20 @@ def test_an_engine_is_closed_while_rows_are_computed(
     assert after["n_freed_in_use"] == before["n_freed_in_use"]
 
 
+def test_a_request_that_needs_more_room_frees_nothing_that_a_step_writes_to(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    """The step may be a part of a prompt, which nobody waits for: it still runs."""
+    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=3, n_ubatch=16)
+    before = device.counts()["n_freed_in_use"]
+    running = [
+        engine.generate(random_ids(40, seed=i), slot=i, max_tokens=2, capture=Capture(kind))
+        for i, kind in enumerate(("logits", "scores", "probs"))
+    ]
+    assert all(len(list(generation)) == 2 for generation in running)
+    assert device.counts()["n_freed_in_use"] == before
+
+
 @pytest.mark.parametrize("flash_attn", [False, True])
 @pytest.mark.parametrize("name", CAPTURES)
 def test_rows_equal_those_of_the_cpu(

@@ -137,6 +137,19 @@ def test_what_devices_choose_and_reduce_is_that_of_the_reference(
         assert error < setup.limit + rounding, index
 
 
+def test_rows_reach_memory_that_is_not_page_locked(
+    make_engine: MakeEngine, tiny_qwen2: Path
+) -> None:
+    # A copy into such memory may be made at once, or put in place by the driver later.
+    engine = make_engine(tiny_qwen2, n_ctx=1024, flash_attn=True, kv_type="f32", pinned_bytes=0)
+    limit = ON_DEVICE if has_device() else ON_CPU["flash"]
+    prompt = random_ids(40, seed=3)
+    tokens = run(engine, prompt, N_TOKENS, capture="logits")
+    assert engine.stats().pool.pinned_bytes == 0
+    expected = forward(tiny_qwen2, prompt, tokens, kv_type="f32", operand_type="f32")
+    assert largest_error(tokens, expected, "logits", prompt) < limit
+
+
 def test_quantised_keys_are_captured_or_refused_in_words(
     make_engine: MakeEngine, tmp_path: Path
 ) -> None:
