@@ -457,7 +457,7 @@ def run(model: Path, **environment: str) -> dict[tuple[str, str], float | str]:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(model), json.dumps(KV_TYPES),
          json.dumps(OPERATIONS)],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=600, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(kqview.__file__).parents[1]), **environment},
     )  # fmt: skip
     assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
