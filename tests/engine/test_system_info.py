@@ -10,6 +10,7 @@ import pytest
 import kqview
 from kqview import Engine, _core, errors
 from kqview.machine import default_threads
+from tests.engine.conftest import fake_devices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,6 +44,15 @@ def test_engine_on_the_host_captures_without_a_copy(
     assert info["capture"] == "zero-copy"
     assert info["zero_copy"] is True
     assert info.keys() >= kqview.system_info().keys()
+
+
+def test_engine_on_devices_says_that_rows_are_copied(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    with fake_devices(), make_engine(tiny_llama) as engine:
+        info = engine.system_info()
+    assert info["capture"] == "pinned"
+    assert info["zero_copy"] is False
 
 
 def test_device_without_room_is_refused_before_anything_is_loaded(

@@ -133,7 +133,10 @@ class FakeEngine:
         return EngineStats()
 
     def system_info(self) -> dict[str, Any]:
-        return {"kqview_version": "0", "llama_cpp_commit": "0c1e570", "n_threads": 2}
+        return {
+            "kqview_version": "0", "llama_cpp_commit": "0c1e570", "n_threads": 2,
+            "capture": "pinned" if self.options.get("n_gpu_layers") else "zero-copy",
+        }  # fmt: skip
 
     def __enter__(self) -> Self:
         return self
@@ -435,6 +438,27 @@ def test_info_table_shows_the_model_and_the_metadata_if_asked(engine_class: type
     assert "general.name" in run("info", "m", "--metadata").stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "n_layers", "path"), [((), 0, "zero-copy"), (("--ngl", "-1"), -1, "pinned")]
+)
+def test_info_shows_how_attention_of_the_asked_layers_arrives(
+    engine_class: type[FakeEngine], options: tuple[str, ...], n_layers: int, path: str
+):
+    text = run("info", "m", *options).stdout
+    assert engine_class.made[0].options["n_gpu_layers"] == n_layers
+    assert re.search(f"capture with --ngl {n_layers} +{path}", text)
+
+
+def test_info_names_its_own_option_where_layers_do_not_fit(
+    engine_class: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
+):
+    failure = errors.OutOfMemory("CUDA0 needs 9 GiB; lower n_gpu_layers to about 20")
+    monkeypatch.setattr(engine_class, "load_failure", failure)
+    result = run("info", "m", "-ngl", "-1")
+    assert result.exit_code == 4
+    assert "lower --ngl to about 20" in result.stderr
+
+
 @pytest.mark.parametrize("kind", ["probs", "scores", "logits"])
 def test_demo_draws_a_line_a_token_and_measures_both_ways(
     engine_class: type[FakeEngine], kind: str
@@ -579,18 +603,43 @@ def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest
     assert gpu.split()[-2:] == ["9.0", "pinned"]
 
 
-def test_info_without_driver_or_cuda_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_info_of_a_build_for_cpus_says_so(monkeypatch: pytest.MonkeyPatch):
+    changes = {"cuda_version": None, "nvidia_driver": None, "nvidia_driver_cuda": None}
+    backends: dict[str, Any] = {
+        "backends": ["RPC", "CPU"],
+        "backend_features": {"RPC": {}, "CPU": {}},
+    }
+    text = show_info(monkeypatch, is_portable=True, devices=[CPU], **changes, **backends)
+    assert "any x86-64-v3 or ARMv8 machine; no GPU\n" in re.sub(" +\n", "\n", text)
+    assert "NVIDIA" not in text
+    assert "compute capability" not in text
+    assert "found no GPU" not in text
+
+
+@pytest.mark.parametrize("has_device", [True, False])
+def test_info_of_a_build_for_gpus_says_where_none_is_found(
+    monkeypatch: pytest.MonkeyPatch, has_device: bool
+):
+    radeon = {**GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None}
     text = show_info(
         monkeypatch,
         cuda_version=None,
         nvidia_driver=None,
         nvidia_driver_cuda=None,
-        is_portable=True,
-        devices=[CPU],
+        backends=["Vulkan", "RPC", "CPU"],
+        backend_features={"Vulkan": {}, "RPC": {}, "CPU": {}},
+        devices=[radeon, CPU] if has_device else [CPU],
     )
-    assert "any x86-64-v3 or ARMv8 machine; no CUDA" in text
+    assert "this kind of CPU; Vulkan" in text
+    assert "NVIDIA" not in text
+    assert ("Vulkan found no GPU: models run on the CPU." in text) == (not has_device)
+
+
+def test_info_of_a_cuda_build_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch):
+    text = show_info(monkeypatch, nvidia_driver=None, nvidia_driver_cuda=None, devices=[CPU])
     (driver,) = [line for line in text.splitlines() if "NVIDIA driver" in line]
     assert driver.split()[-1] == "none"
+    assert "CUDA found no GPU" in text
 
 
 def test_info_shows_a_device_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch):

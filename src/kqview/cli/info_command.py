@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -12,10 +12,12 @@ from rich.text import Text
 
 from kqview.cli.option_groups import with_groups
 from kqview.cli.options import (
+    GpuLayersOption,
     JsonOption,
     ModelChoice,
     PromptChoice,
     SpecialOption,
+    naming_options,
     open_engine,
 )
 from kqview.errors import RequestError
@@ -34,6 +36,7 @@ def info(
     metadata: Annotated[
         bool, typer.Option("--metadata", help="Show the metadata of the file as well.")
     ] = False,
+    ngl: GpuLayersOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Show this build and its devices; or the shape, vocabulary and capture size of a model.
@@ -42,6 +45,7 @@ def info(
 
     - `kqview info`
     - `kqview info model.gguf`
+    - `kqview info model.gguf --ngl -1`
     - `kqview info --demo --json`
     """
     from kqview import Capture
@@ -52,7 +56,7 @@ def info(
         _show_system(as_json=as_json)
         return
     model = source.resolve_alone()
-    with open_engine(model, n_ctx=256, n_gpu_layers=0) as engine:
+    with naming_options(), open_engine(model, n_ctx=256, n_gpu_layers=ngl) as engine:
         facts = engine.model
         system = engine.system_info()
         kernel = engine.attention_kernel
@@ -73,6 +77,7 @@ def info(
         f"bytes per token at {_N_CONTEXT}", Text(f"{capture_bytes:,} (every layer and head)")
     )
     table.add_row("attention on the CPU", Text(kernel))
+    table.add_row(f"capture with --ngl {ngl}", Text(str(system["capture"])))
     table.add_row("llama.cpp", Text(str(system["llama_cpp_commit"])))
     table.add_row("threads", Text(str(system["n_threads"])))
     if metadata:
@@ -128,44 +133,55 @@ def _show_system(*, as_json: bool) -> None:
         about.add_row(name, Text(value))
     console.print(about)
     console.print()
-    devices = Table(
-        "device", "type", "description", "memory free", "compute capability", "capture", box=None
-    )
-    for device in info["devices"]:
-        devices.add_row(*(Text(cell) for cell in _device_cells(device)))
-    console.print(devices)
+    console.print(_device_table(info["devices"]))
+    backends = _gpu_backends(info)
+    if backends and not any(device["type"] in ("GPU", "IGPU") for device in info["devices"]):
+        console.print(f"{backends} found no GPU: models run on the CPU.")
+
+
+def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("device", "type", "description", "memory free", box=None)
+    has_capability = any(device["compute_capability"] for device in devices)
+    if has_capability:
+        table.add_column("compute capability")
+    table.add_column("capture")
+    for device in devices:
+        total = device["memory_total_bytes"]
+        memory = f"{device['memory_free_bytes'] / _GIB:.1f} of {total / _GIB:.1f} GiB"
+        cells = [
+            *(device[name] for name in ("name", "type", "description")),
+            memory if total else "unknown",
+            *([device["compute_capability"] or ""] if has_capability else []),
+            device["capture"],
+        ]
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _gpu_backends(info: Mapping[str, Any]) -> str:
+    # Others, such as Vulkan, ROCm (of HIP) and MTL (of Metal), compute on GPUs.
+    return ", ".join(name for name in info["backends"] if name not in ("CPU", "BLAS", "RPC"))
 
 
 def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    cuda = "no CUDA"
+    gpu = _gpu_backends(info) or "no GPU"
     if info["cuda_version"] is not None:
-        cuda = f"CUDA {info['cuda_version']} for {info['cuda_architectures']}"
+        gpu = f"CUDA {info['cuda_version']} for {info['cuda_architectures']}"
     cpu = "any x86-64-v3 or ARMv8 machine" if info["is_portable"] else "this kind of CPU"
-    driver = info["nvidia_driver"] or "none"
-    if info["nvidia_driver_cuda"] is not None:
-        driver = f"{info['nvidia_driver'] or 'unknown'}, runs CUDA {info['nvidia_driver_cuda']}"
     rows = [
         ("kqview", info["kqview_version"]),
         ("llama.cpp", info["llama_cpp_commit"]),
-        ("built for", f"{cpu}; {cuda}"),
+        ("built for", f"{cpu}; {gpu}"),
     ]
     for backend in info["backends"]:
         flags = " ".join(f"{k}={v}" for k, v in info["backend_features"][backend].items())
         rows.append((f"backend {backend}", flags))
-    return [*rows, ("NVIDIA driver", driver), ("threads", str(info["n_threads_default"]))]
-
-
-def _device_cells(device: Mapping[str, Any]) -> list[str]:
-    total = device["memory_total_bytes"]
-    memory = f"{device['memory_free_bytes'] / _GIB:.1f} of {total / _GIB:.1f} GiB"
-    return [
-        device["name"],
-        device["type"],
-        device["description"],
-        memory if total else "unknown",
-        device["compute_capability"] or "",
-        device["capture"],
-    ]
+    driver = info["nvidia_driver"]
+    if info["nvidia_driver_cuda"] is not None:
+        driver = f"{driver or 'unknown'}, runs CUDA {info['nvidia_driver_cuda']}"
+    if driver or info["cuda_version"] is not None:
+        rows.append(("NVIDIA driver", driver or "none"))
+    return [*rows, ("threads", str(info["n_threads_default"]))]
 
 
 # ---- tokens
