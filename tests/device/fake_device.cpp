@@ -536,6 +536,10 @@ bool device_supports_op(ggml_backend_dev_t, const ggml_tensor* op) {
     {
         const std::lock_guard lock(settings_mutex);
         if (settings.refused_op == ggml_op_name(op->op)) return false;
+        // Vulkan repeats no matrix over the fourth dimension, CUDA does.
+        const bool is_repeated =
+            op->op == GGML_OP_MUL_MAT && op->src[0]->ne[3] != op->src[1]->ne[3];
+        if (is_repeated && !settings.poses_as_cuda) return false;
     }
     return ggml_backend_dev_supports_op(ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU), op);
 }

@@ -18,6 +18,7 @@ from tests.support.rows import (
     Kind,
     forward,
     has_device,
+    has_real_device,
     largest_error,
     near,
     random_ids,
@@ -312,7 +313,9 @@ def test_the_k_largest_of_reduced_rows(
     top = reduced_tokens(make_engine, tiny_llama, Capture("probs", reduce=reduce, top_k=4))
     for whole, token in zip(reduced, top, strict=True):
         values, positions = largest(whole.attention, 4)
-        np.testing.assert_array_equal(token.attention, values)
+        # Where layers are joined on a device, and where on the host, sums have another order.
+        error = 1e-6 if has_real_device() else 0
+        np.testing.assert_allclose(token.attention, values, rtol=error, atol=0)
         np.testing.assert_array_equal(token.attention_positions, positions)
 
 
@@ -327,9 +330,9 @@ def test_the_k_largest_of_prompt_rows(make_engine: MakeEngine, tiny_llama: Path)
         assert isinstance(values, np.ndarray)
         assert values.shape == positions.shape == (3, 4, 40, 3)  # type: ignore[union-attr]
         want, _ = largest(full, 3)
-        np.testing.assert_allclose(values, want, atol=1e-6)
+        np.testing.assert_allclose(values, want, atol=near(1e-6))
         seen = np.take_along_axis(full, np.asarray(positions, np.int64), -1)
-        np.testing.assert_allclose(seen, want, atol=1e-6)
+        np.testing.assert_allclose(seen, want, atol=near(1e-6))
 
 
 def test_positions_need_top_k(make_engine: MakeEngine, tiny_llama: Path) -> None:

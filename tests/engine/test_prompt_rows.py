@@ -10,7 +10,7 @@ import pytest
 
 from kqview import Capture, errors
 from tests.support import tiny_gguf
-from tests.support.rows import KINDS, Kind, has_device, near, random_ids, reference_of
+from tests.support.rows import KINDS, Kind, forward_ids, has_device, near, random_ids
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -68,7 +68,7 @@ def test_rows_of_every_position_equal_reference(
     is_short = n_ubatch < 64
     is_exact = not flash_attn or (is_short and engine.attention_kernel == "kqview")
     sums_f16 = is_short and not is_exact
-    result = reference_of(model).forward(PROMPT, angle_type="f32", flash_attn=sums_f16)
+    result = forward_ids(model, PROMPT, flash_attn=sums_f16)
     for block in blocks:
         assert isinstance(block.rows, np.ndarray)
         assert block.rows.shape == (3, 4, block.n_rows, 70)
@@ -83,7 +83,7 @@ def test_threads_share_the_rows(
         tiny_llama, kv_type="f32", flash_attn=flash_attn, n_threads=n_threads, n_ubatch=33
     )
     is_exact = not flash_attn or engine.attention_kernel == "kqview"
-    result = reference_of(tiny_llama).forward(PROMPT, angle_type="f32", flash_attn=not is_exact)
+    result = forward_ids(tiny_llama, PROMPT, flash_attn=not is_exact)
     # On this model, of sharp attention, F16 sums of V are seen in the layers above.
     check_rows(attend(engine, "scores"), result, "scores", 0, 1e-5 if is_exact else 5e-3)
 

@@ -54,7 +54,11 @@ def sequence_of(prompt: Sequence[int], tokens: Sequence[Token]) -> list[int]:
 
 def forward(model: Path, prompt: Sequence[int], tokens: Sequence[Token], **options: Any) -> Result:
     """The float64 reference of the sequence that *tokens* were generated in."""
-    ids = sequence_of(prompt, tokens)
+    return forward_ids(model, sequence_of(prompt, tokens), **options)
+
+
+def forward_ids(model: Path, ids: Sequence[int], **options: Any) -> Result:
+    """The float64 reference of *ids*, with flash attention as where the layers are."""
     if options.get("flash_attn") and has_real_device():
         # Keys and values enter as float16 there too; the sums are no CPU's.
         options = {**options, "flash_attn": False, "exact_from": None, "kv_type": "f16"}

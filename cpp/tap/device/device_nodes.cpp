@@ -33,6 +33,7 @@ ggml_backend_buffer_t buffer_behind(const ggml_tensor* tensor, int depth) {
 
 constexpr std::int64_t n_wide_head = 64;
 constexpr std::int64_t n_block_cells = 512;
+constexpr std::int64_t largest_grid = 65535;  // of CUDA and Vulkan, in the second dimension
 
 bool is_cuda(ggml_backend_dev_t device) {
     const auto registry = ggml_backend_dev_backend_reg(device);
@@ -239,8 +240,12 @@ ggml_tensor* device_node_builder::summed(ggml_tensor* probs,
         return probs;
     }
     const auto [n_rows, n_head, n_stream] = std::array{probs->ne[1], probs->ne[2], probs->ne[3]};
+    // In the third dimension: ggml-vulkan repeats no matrix over the fourth.
+    const auto n_all = n_rows * n_head * n_stream;
     auto* const rows =
-        add(ggml_reshape_4d(tensors_, probs, probs->ne[0], 1, n_rows, n_head * n_stream));
+        n_all <= largest_grid
+            ? add(ggml_reshape_3d(tensors_, probs, probs->ne[0], 1, n_all))
+            : add(ggml_reshape_4d(tensors_, probs, probs->ne[0], 1, n_rows, n_head * n_stream));
     auto* const of_cells =
         add(ggml_view_2d(tensors_, matrix, probs->ne[0], matrix->ne[1], matrix->nb[1], 0));
     auto* const sums = ggml_mul_mat(tensors_, of_cells, rows);
