@@ -1,9 +1,11 @@
-"""Checks of arguments: texts, numbers, seconds and token ids. Knows only the errors."""
+"""Checks of arguments: texts, paths, numbers, seconds and token ids. Knows only the errors."""
 
 import math
 import operator
+import os
 from collections.abc import Iterable
 from numbers import Real
+from pathlib import Path
 from typing import Final, cast
 
 from kqview.errors import InvalidToken, RequestError, shown
@@ -24,6 +26,25 @@ def encode(name: str, text: str, error: type[RequestError] = RequestError) -> by
             "its source with errors='replace'",
             parameter=parameter_of(name),
         ) from None
+
+
+def to_path(name: str, value: object) -> Path:
+    """*value*, the argument *name*, as a path; "~" at its start is the home folder."""
+    if not isinstance(value, str | bytes | os.PathLike):
+        raise invalid(name, "a path", shown(value))
+    path = os.path.expanduser(os.fsdecode(cast("str | bytes | os.PathLike[str]", value)))
+    if not path:
+        raise RequestError(f"{name} is empty; pass the path of a file", parameter=name)
+    if "\0" in path:
+        raise RequestError(
+            f"{name} is {shown(path)}, which contains a null byte; pass another path",
+            parameter=name,
+        )
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:  # bytes of a file name that are not UTF-8 have surrogates of 8 bits
+        encode(name, path)
+    return Path(path)
 
 
 def whole_number(name: str, value: object, low: int = 1, high: int = INT32_MAX) -> int:

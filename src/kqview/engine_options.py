@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Literal, TypedDict, cast, get_args
 
 from kqview import _core
-from kqview.arguments import INT64_MAX, encode, invalid, whole_number
-from kqview.errors import RequestError, shown
+from kqview.arguments import INT64_MAX, encode, invalid, to_path, whole_number
+from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
 
@@ -107,8 +107,8 @@ def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.
     """The options of loading the model.
 
     Raises:
-        RequestError: The path contains a null byte or characters that UTF-8 cannot express, or
-            *n_gpu_layers* is out of range.
+        RequestError: *model* is no path, is empty, contains a null byte or characters that UTF-8
+            cannot express, or *n_gpu_layers* is out of range.
     """
     options = _core.ModelOptions()
     options.path = _path("model", model)
@@ -162,17 +162,12 @@ def _lora_adapter(item: object) -> tuple[str, float]:
     if number is None:
         limits = f"a scale from -{SCALE_MAX:g} to {SCALE_MAX:g}"
         raise invalid("lora", f"given with {limits}", got)
-    return _path("lora", cast("str | os.PathLike[str]", path)), number
+    return _path("lora", cast("object", path)), number
 
 
-def _path(name: str, value: str | os.PathLike[str]) -> str:
-    path = os.fsdecode(os.fspath(value))
+def _path(name: str, value: object) -> str:
+    path = str(to_path(name, value))
     encode(name, path)
-    if "\0" in path:
-        raise RequestError(
-            f"{name} is {shown(path)}, which contains a null byte; pass another path",
-            parameter=name,
-        )
     return path
 
 

@@ -8,30 +8,42 @@ JSON, so other programs read it without kqview:
     rows                (n_tokens, ..., n_columns), padded with 0; rows.N for layers that differ
     positions           int32, in the shape of rows; with top_k
     hidden              float32, (n_tokens, n_hidden_layers, n_embd)
+    logits              float32, (n_tokens, n_vocab)
+    logprob             float64, (n_tokens, 1)
+    top_logprobs        float64, (n_tokens, 2, k): ids, and their logprobs
+    discarded           int32, (n_tokens, 2): start and stop of Token.discarded
+    forced              bool, (n_tokens, 1)
     n_columns           int32, (n_tokens,): columns of each row without padding; -1 without a row
+    n_hidden, ...       as n_columns, of each of the other arrays
     metadata["kqview"]  JSON: schema, id, texts, capture, model, finish_reason, usage
+
+An array that no token has a value for is left out; `_COLUMNS` is the table of them. Schema 1 had
+neither the arrays from logits on nor n_hidden: each token has hidden states there, or none.
 """
 
 import importlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 from urllib.parse import quote, unquote
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError
+from kqview.arguments import encode, to_path
+from kqview.errors import InvalidCapture, KqviewError, RequestError, StateFormatError, shown
 from kqview.state.durable import WholeFile
 from kqview.types import Capture, Finished, ModelInfo, Token, Usage
 from kqview.types.token import Context, add_token
 
-SCHEMA: Final = 1
+SCHEMA: Final = 2
 SUFFIX: Final = ".safetensors"
+
+_NAME_BYTES: Final = 255  # longest name of a file on common file systems
 
 Array = NDArray[Any]
 
@@ -88,6 +100,8 @@ class Running(Protocol):
     @property
     def tokens(self) -> list[int]: ...
     @property
+    def n_removed(self) -> int: ...
+    @property
     def text(self) -> str: ...
     @property
     def finish_reason(self) -> Any: ...
@@ -95,6 +109,137 @@ class Running(Protocol):
     def usage(self) -> Usage: ...
     @property
     def model(self) -> ModelInfo: ...
+
+
+# ---- what is kept of each token
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """One value of a token, and the two arrays of a file that hold it for all tokens.
+
+    The values have any number of axes, of which only the last one may differ from token to token.
+
+    Attributes:
+        name: Array of the values, padded at the end of the last axis.
+        widths: Array of the length of that axis for each token; -1 for a token without a value.
+        take: The value of a token as an array, or a tuple of arrays; None if it has none.
+        put: Gives a token the value back.
+    """
+
+    name: str
+    widths: str
+    take: Callable[[Token], Any]
+    put: Callable[[Token, Any], None]
+
+    def written(self, tokens: Sequence[Token]) -> dict[str, Array]:
+        """The arrays of a file; none if no token has a value."""
+        values = [self.take(token) for token in tokens]
+        present = [value for value in values if value is not None]
+        widths = np.array([_width(value) for value in values], np.int32)
+        if not present:
+            return {}
+        if not isinstance(present[0], tuple):
+            return {self.name: _padded(values), self.widths: widths}
+        arrays = {
+            f"{self.name}.{i}": _padded([None if value is None else value[i] for value in values])
+            for i in range(len(present[0]))  # pyright: ignore[reportUnknownArgumentType]
+        }
+        return {**arrays, self.widths: widths}
+
+    def read(self, arrays: Mapping[str, Array]) -> "_Values | None":
+        """The values in a file; None if it has none."""
+        values = _array(arrays, self.name)
+        if values is None:
+            return None
+        first = values[0] if isinstance(values, tuple) else values
+        whole = np.full(len(first), first.shape[-1], np.int32)  # of schema 1
+        return _Values(values, arrays.get(self.widths, whole))
+
+
+def _attribute(attribute: str, name: str, widths: str) -> _Column:
+    """The column of an attribute that is an array or a tuple of them."""
+
+    def take(token: Token) -> Any:
+        return getattr(token, attribute)
+
+    def put(token: Token, value: Any) -> None:
+        setattr(token, attribute, value)
+
+    return _Column(name, widths, take, put)
+
+
+def _take_logprob(token: Token) -> Array | None:
+    return None if token.logprob is None else np.array([token.logprob])
+
+
+def _put_logprob(token: Token, value: Array) -> None:
+    token.logprob = float(value[0])
+
+
+def _take_top(token: Token) -> Array | None:
+    top = token.top_logprobs
+    return None if top is None else np.array(top, np.float64).reshape(-1, 2).T
+
+
+def _put_top(token: Token, value: Array) -> None:
+    token.top_logprobs = [(int(i), float(logprob)) for i, logprob in value.T]
+
+
+def _take_discarded(token: Token) -> Array | None:
+    gone = token.discarded
+    return np.array([gone.start, gone.stop], np.int32) if gone else None
+
+
+def _put_discarded(token: Token, value: Array) -> None:
+    token.discarded = range(int(value[0]), int(value[1]))
+
+
+def _take_forced(token: Token) -> Array | None:
+    return np.array([True]) if token.forced else None
+
+
+def _put_forced(token: Token, value: Array) -> None:
+    token.forced = bool(value[0])
+
+
+_COLUMNS: Final = (
+    _attribute("attention", "rows", "n_columns"),
+    _attribute("attention_positions", "positions", "n_columns"),
+    _attribute("hidden", "hidden", "n_hidden"),
+    _attribute("logits", "logits", "n_logits"),
+    _Column("logprob", "n_logprob", _take_logprob, _put_logprob),
+    _Column("top_logprobs", "n_top_logprobs", _take_top, _put_top),
+    _Column("discarded", "n_discarded", _take_discarded, _put_discarded),
+    _Column("forced", "n_forced", _take_forced, _put_forced),
+)
+
+
+class _Values(NamedTuple):
+    """The values of a column for all tokens.
+
+    Attributes:
+        arrays: ``(n_tokens, ..., width)``, padded; or a tuple of such arrays.
+        widths: int32 ``(n_tokens,)``: the last axis of each value; -1 for a token without one.
+    """
+
+    arrays: Array | tuple[Array, ...]
+    widths: NDArray[np.int32]
+
+    def of(self, i: int) -> Any:
+        """The value of token *i*; None if it has none."""
+        n = int(self.widths[i])
+        if n < 0:
+            return None
+        if isinstance(self.arrays, tuple):
+            return tuple(array[i, ..., :n] for array in self.arrays)
+        return self.arrays[i, ..., :n]
+
+
+def _width(value: Any) -> int:
+    if value is None:
+        return -1
+    return (value[0] if isinstance(value, tuple) else value).shape[-1]  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,12 +256,6 @@ class Saved:
         usage: Token counts and seconds.
         capture: What was captured, with its layers; None without capture.
         heads: Heads of each layer, in the order of rows.
-        rows: Attention, ``(n_tokens, n_layers, n_heads, n_columns)`` or as the capture reduced it,
-            padded with 0; a tuple with one such array per layer if these differ in heads. None
-            without attention.
-        n_columns: Columns of each token's row without the padding, ``(n_tokens,)``; -1 without.
-        positions: With ``top_k``: positions of the values. Otherwise None.
-        hidden: With ``hidden``: ``(n_tokens, n_hidden_layers, n_embd)``. Otherwise None.
         model: Name and ``architecture`` of the model, and the ``fingerprint`` of its files.
         error: What ended the generation early, as text; None if nothing did.
     """
@@ -130,13 +269,50 @@ class Saved:
     usage: Usage
     capture: Capture | None
     heads: tuple[int, ...]
-    rows: Array | tuple[Array, ...] | None
-    n_columns: NDArray[np.int32]
-    positions: Array | tuple[Array, ...] | None
-    hidden: NDArray[np.float32] | None
     model: Mapping[str, str]
     error: str | None
-    _column_texts: Mapping[int, str] = field(default_factory=dict[int, str], repr=False)
+    _values: Mapping[str, _Values] = field(repr=False)
+    _column_texts: Mapping[int, str] = field(repr=False)
+
+    @property
+    def rows(self) -> Array | tuple[Array, ...] | None:
+        """Attention, padded with 0; None without any.
+
+        ``(n_tokens, n_layers, n_heads, n_columns)`` or as the capture reduced it; a tuple with one
+        such array per layer if these differ in heads.
+        """
+        return self._arrays("rows")
+
+    @property
+    def n_columns(self) -> NDArray[np.int32]:
+        """Columns of each token's row without the padding, int32 ``(n_tokens,)``; -1 without."""
+        rows = self._values.get("rows")
+        return np.full(len(self.ids), -1, np.int32) if rows is None else rows.widths
+
+    @property
+    def positions(self) -> Array | tuple[Array, ...] | None:
+        """With ``top_k``: positions of the values, int32 in the shape of `rows`; otherwise None."""
+        return self._arrays("positions")
+
+    @property
+    def hidden(self) -> NDArray[np.float32] | None:
+        """With ``hidden``: float32 ``(n_tokens, n_hidden_layers, n_embd)``; otherwise None.
+
+        0 for tokens without, whose ``hidden`` in `tokens` is None.
+        """
+        return self._arrays("hidden")
+
+    @property
+    def logits(self) -> NDArray[np.float32] | None:
+        """With ``vocab_logits``: float32 ``(n_tokens, n_vocab)``; otherwise None.
+
+        0 for tokens without, whose ``logits`` in `tokens` are None.
+        """
+        return self._arrays("logits")
+
+    def _arrays(self, name: str) -> Any:
+        values = self._values.get(name)
+        return None if values is None else values.arrays
 
     @property
     def kind(self) -> str | None:
@@ -149,7 +325,10 @@ class Saved:
         return tuple(self.capture.layers or ()) if self.capture is not None else ()
 
     def tokens(self) -> list[Token]:
-        """The tokens as `generate` handed them out; their arrays are views of `rows`."""
+        """The tokens as `generate` handed them out; their arrays are views of those here.
+
+        ``n_removed`` is 0: tokens that mods took back are not among them.
+        """
         texts = {i: text.encode() for i, text in self._column_texts.items()}
         context = Context(self.prompt_ids, max(self.heads, default=-1) + 1, texts)
         context.ids += self.ids
@@ -158,19 +337,13 @@ class Saved:
             token = Token(token_id, self.texts[i], i, capture=self.capture)
             token._context = context  # pyright: ignore[reportPrivateUsage]
             token._n_before = context.n_prompt + i  # pyright: ignore[reportPrivateUsage]
-            n = int(self.n_columns[i])
-            if n >= 0:
-                token.attention = _row_of(self.rows, i, n)
-                token.attention_positions = _row_of(self.positions, i, n)
-            token.hidden = None if self.hidden is None else self.hidden[i]
+            for column in _COLUMNS:
+                values = self._values.get(column.name)
+                value = None if values is None else values.of(i)
+                if value is not None:
+                    column.put(token, value)
             made.append(token)
         return made
-
-
-def _row_of(arrays: Any, i: int, n: int) -> Any:
-    if isinstance(arrays, tuple):
-        return tuple(_row_of(layer, i, n) for layer in arrays)  # pyright: ignore[reportUnknownVariableType]
-    return None if arrays is None else arrays[i, ..., :n]
 
 
 # ---- writing
@@ -181,7 +354,10 @@ def save(
     generation: Running | Finished,
     tokens: Sequence[Token] | None = None,
 ) -> Path:
-    """Save a generation with its attention; needs safetensors.
+    """Save a generation with all arrays and logprobs of its tokens; needs safetensors.
+
+    Not saved: the rows of the prompt (``prompt_attention``), the trace, and the parts of a chat's
+    reply, which are made from the text.
 
     Args:
         path: A file ending in ".safetensors", which is replaced; or a folder, made if it is
@@ -194,45 +370,89 @@ def save(
         The file. It appears complete or not at all, even if the machine stops midway.
 
     Raises:
-        RequestError: Tokens of the generation were taken already and are not in *tokens*.
+        RequestError: Tokens of the generation were taken already and are not in *tokens*, or
+            *tokens* has those of another one. *path* ends in another suffix, or is a folder and
+            the generation's id is no name of a file. No token is taken then.
         KqviewError: safetensors is not installed. Also what iterating the generation raises.
         OSError: The file cannot be written; an old file stays.
     """
     safetensors = require_safetensors("save")
     error = None
+    name = generation.id if isinstance(generation, Finished) else generation.request_id
+    target = _target(path, name)
     if isinstance(generation, Finished):
-        name, tokens = generation.id, generation.tokens
+        tokens = generation.tokens
         error = None if generation.error is None else str(generation.error)
     else:
-        name, tokens = generation.request_id, _tokens_of(generation, tokens)
+        tokens = _tokens_of(generation, tokens)
     arrays, metadata = _content(name, tokens, generation, error)
-    target = Path(path)
-    if target.suffix != SUFFIX:
-        target.mkdir(parents=True, exist_ok=True)
-        target = target / file_name(name)
-    data = safetensors.save(arrays, {"kqview": json.dumps(metadata, ensure_ascii=False)})
+    target.parent.mkdir(parents=True, exist_ok=True)
+    data = safetensors.save(arrays, {"kqview": json.dumps(metadata)})
     with WholeFile(target) as file:
         file.stream.write(data)
     return target
 
 
+def _target(path: str | os.PathLike[str], name: str) -> Path:
+    """The file for the generation *name*."""
+    target = to_path("path", path)
+    if target.suffix == SUFFIX and not target.is_dir():
+        return target
+    # A folder may be called "run.2", and one that exists may be called anything.
+    if target.suffix[1:2].isalpha() and not target.is_dir():
+        raise RequestError(
+            f"path ends in {target.suffix}, but a generation is saved as {SUFFIX}; use that "
+            "suffix, or make the folder first if it is one",
+            parameter="path",
+        )
+    return target / file_name(name)
+
+
 def _tokens_of(generation: Running, taken: Sequence[Token] | None) -> list[Token]:
-    tokens = list(taken or ())
-    if taken is None or generation.finish_reason is None:
-        if [token.id for token in tokens] != generation.tokens:
-            raise RequestError(
-                f"{len(generation.tokens)} tokens of {generation.request_id} were taken already; "
-                "pass them as tokens",
-                parameter="tokens",
-            )
-        for token in generation:
+    tokens = [*(taken or ())]
+    ids = generation.tokens
+    if [token.id for token in tokens] != ids:
+        # Those that mods took back may be among them.
+        tokens: list[Token] = []
+        for token in taken or ():
             add_token(tokens, token)
+        if generation.finish_reason is not None:
+            del tokens[len(tokens) - generation.n_removed :]
+    if [token.id for token in tokens] != ids or not _are_of(generation, tokens):
+        raise RequestError(
+            f"{len(ids)} tokens of {generation.request_id} were taken already; pass them as tokens"
+            if taken is None
+            else f"tokens has {len(tokens)} tokens that are not the {len(ids)} taken of "
+            f"{generation.request_id}; pass those",
+            parameter="tokens",
+        )
+    for token in generation:
+        add_token(tokens, token)
+    del tokens[len(generation.tokens) :]  # taken back at the end
     return tokens
 
 
+def _are_of(generation: Running, tokens: Sequence[Token]) -> bool:
+    """Whether *tokens* follow the prompt of *generation*."""
+    return not tokens or tokens[0].column_ids == generation.prompt_ids
+
+
 def file_name(name: str) -> str:
-    """Name of the file of a generation in a folder; `unquote` reads it back."""
-    return quote(name, safe=" ").replace(".", "%2E") + SUFFIX
+    """Name of the file of a generation in a folder; `unquote` reads it back.
+
+    Raises:
+        RequestError: *name* has surrogates, or is too long.
+    """
+    encode("the id", name)
+    quoted = quote(name, safe=" ").replace(".", "%2E") + SUFFIX
+    if len(quoted) > _NAME_BYTES:
+        raise RequestError(
+            f"the id {shown(name)} makes a file name of {len(quoted)} bytes, but at most "
+            f"{_NAME_BYTES} are possible; save to a file of your own name that ends in {SUFFIX}, "
+            "or use shorter ids",
+            parameter="path",
+        )
+    return quoted
 
 
 def _content(
@@ -242,12 +462,9 @@ def _content(
     arrays: dict[str, Array] = {
         "ids": np.array([token.id for token in tokens], np.int32),
         "prompt_ids": np.array(prompt_ids, np.int32),
-        "n_columns": np.array([_width(token) for token in tokens], np.int32),
     }
-    _add(arrays, "rows", [token.attention for token in tokens])
-    _add(arrays, "positions", [token.attention_positions for token in tokens])
-    if tokens and tokens[0].hidden is not None:
-        arrays["hidden"] = np.stack([np.asarray(token.hidden) for token in tokens])
+    for column in _COLUMNS:
+        arrays |= column.written(tokens)
     capture = next((token.capture for token in tokens if token.capture is not None), None)
     last = tokens[-1] if tokens else None
     texts = dict(zip(last.column_ids, last.column_texts, strict=True)) if last else {}
@@ -268,24 +485,6 @@ def _content(
             "fingerprint": generation.fingerprint(),
         },
     }
-
-
-def _width(token: Token) -> int:
-    rows = token.attention
-    if rows is None:
-        return -1
-    return (rows[0] if isinstance(rows, tuple) else rows).shape[-1]
-
-
-def _add(arrays: dict[str, Array], name: str, values: Sequence[Any]) -> None:
-    present = [value for value in values if value is not None]
-    if not present:
-        return
-    if isinstance(present[0], tuple):
-        for i in range(len(present[0])):  # pyright: ignore[reportUnknownArgumentType]
-            arrays[f"{name}.{i}"] = _padded([None if v is None else v[i] for v in values])
-    else:
-        arrays[name] = _padded(values)
 
 
 def require_safetensors(name: str) -> Any:
@@ -317,11 +516,10 @@ def load(path: str | os.PathLike[str]) -> Saved:
         KqviewError: safetensors is not installed.
     """
     library = require_safetensors("load")
-    if Path(path).is_dir():
-        raise RequestError(
-            f"{os.fspath(path)} is a folder; use kqview.SavedFolder(path)", parameter="path"
-        )
-    data = Path(path).read_bytes()
+    file = to_path("path", path)
+    if file.is_dir():
+        raise RequestError(f"{file} is a folder; use kqview.SavedFolder(path)", parameter="path")
+    data = file.read_bytes()
     try:
         arrays: dict[str, Array] = library.load(data)
         n_header = int.from_bytes(data[:8], "little")
@@ -329,7 +527,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         metadata = json.loads(header["__metadata__"]["kqview"])
         if metadata["schema"] > SCHEMA:
             raise StateFormatError(
-                f"{os.fspath(path)} has schema {metadata['schema']}, this version reads up to "
+                f"{file} has schema {metadata['schema']}, this version reads up to "
                 f"{SCHEMA}; update kqview"
             )
         return _saved(arrays, metadata)
@@ -337,7 +535,7 @@ def load(path: str | os.PathLike[str]) -> Saved:
         raise
     except Exception as error:  # safetensors raises classes of its own for damaged files
         raise StateFormatError(
-            f"{os.fspath(path)} is not a generation that kqview.save wrote: {error}"
+            f"{file} is not a generation that kqview.save wrote: {error}"
         ) from error
 
 
@@ -356,12 +554,13 @@ def _saved(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> Saved:
         usage=Usage(**metadata["usage"]),
         capture=capture,
         heads=tuple(metadata["heads"]),
-        rows=_array(arrays, "rows"),
-        n_columns=arrays["n_columns"],
-        positions=_array(arrays, "positions"),
-        hidden=arrays.get("hidden"),
         model=metadata["model"],
         error=metadata["error"],
+        _values={
+            column.name: values
+            for column in _COLUMNS
+            if (values := column.read(arrays)) is not None
+        },
         _column_texts={int(key): text for key, text in metadata["column_texts"].items()},
     )
 
@@ -383,7 +582,7 @@ class SavedFolder(Mapping[str, Saved]):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = to_path("path", path)
 
     def __getitem__(self, id: str) -> Saved:
         try:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, cast
 
 from kqview import _core
-from kqview.arguments import invalid, whole_number
+from kqview.arguments import invalid, to_path, whole_number
 from kqview.errors import RequestError, StateMismatch, UnsupportedModel, shown
 from kqview.lora import EngineLora
 from kqview.state.files import (
@@ -221,8 +221,9 @@ class Slot:
             OSError: The file cannot be written; an old file stays.
             KqviewError: As for `save`.
         """
+        target = to_path("path", path)
         blob, marks = self.save_marked()
-        return write_state(path, blob, self._state_facts(), marks)
+        return write_state(target, blob, self._state_facts(), marks)
 
     def restore_file(self, path: str | os.PathLike[str]) -> int:
         """Restore a file that `save_file` wrote; return the size of its blob.
@@ -236,7 +237,7 @@ class Slot:
             OSError: The file cannot be read.
             KqviewError: As for `restore`.
         """
-        return self.restore_marked(*read_marked(path, self._state_facts()))
+        return self.restore_marked(*read_marked(to_path("path", path), self._state_facts()))
 
     def truncate(self, n: int) -> None:
         """Keep the first *n* tokens.

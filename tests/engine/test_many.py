@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pickle
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import kqview
-from kqview import Capture, Engine, Finished, errors
+from kqview import Capture, Engine, Finished, Token, errors
 from tests.support import tiny_gguf
 
 if TYPE_CHECKING:
@@ -167,13 +168,14 @@ def test_stack_refuses_what_has_no_common_shape(engine: Engine) -> None:
         {"top_k": 3},
         {"reduce": "mean", "hidden": [1]},
         {"spans": [(0, 2), (2, None)]},
+        {"layers": [], "vocab_logits": True},
     ],
 )
 def test_saved_generation_loads_as_it_was(
     engine: Engine, tmp_path: Path, capture: dict[str, Any]
 ) -> None:
     pytest.importorskip("safetensors")
-    result = results_of(engine, **capture)[1]
+    [_, result] = engine.map(PROMPTS[:2], capture=Capture(**capture), top_logprobs=3, **GREEDY)
     path = kqview.save(tmp_path / "one.safetensors", result)
     saved = kqview.load(path)
     assert (saved.id, saved.text, saved.finish_reason) == ("1", result.text, "length")
@@ -187,11 +189,91 @@ def test_saved_generation_loads_as_it_was(
         assert (old.id, old.text, old.index) == (new.id, new.text, new.index)
         assert (old.column_ids, old.column_texts) == (new.column_ids, new.column_texts)
         assert (old.layers, old.heads) == (new.layers, new.heads)
-        np.testing.assert_array_equal(old.rows, new.rows)
-        assert old.rows.dtype == new.rows.dtype
-        for a, b in ((old.attention_positions, new.attention_positions), (old.hidden, new.hidden)):
-            assert (a is None) == (b is None)
-            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert (old.logprob, old.top_logprobs) == (new.logprob, new.top_logprobs)
+        assert_same_arrays(old, new)
+
+
+def assert_same_arrays(old: Token, new: Token) -> None:
+    for name in ("attention", "attention_positions", "hidden", "logits"):
+        a, b = getattr(old, name), getattr(new, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+def without(tokens: list[Token], dropped: set[int]) -> list[Token]:
+    """*tokens*, of which some are as on_full="drop" leaves them."""
+    for i in dropped:
+        tokens[i].attention = tokens[i].hidden = tokens[i].logits = None
+    return tokens
+
+
+@pytest.mark.parametrize("dropped", [{0}, {2, 3}, {0, 1, 2, 3, 4}])
+def test_tokens_whose_arrays_were_dropped_are_saved_without_them(
+    engine: Engine, tmp_path: Path, dropped: set[int]
+) -> None:
+    pytest.importorskip("safetensors")
+    capture = Capture(hidden=[0, 1], vocab_logits=True, on_full="drop")
+    generation = engine.generate(PROMPTS[0], capture=capture, top_logprobs=0, **GREEDY)
+    tokens = without(list(generation), dropped)
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", generation, tokens))
+    assert (saved.n_columns < 0).nonzero()[0].tolist() == sorted(dropped)
+    for old, new in zip(tokens, saved.tokens(), strict=True):
+        assert_same_arrays(old, new)
+        assert (old.logprob, new.top_logprobs) == (new.logprob, [])
+        assert new.logprob is not None
+
+
+def test_generation_over_its_budget_is_saved(tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    capture = Capture(hidden=[0], vocab_logits=True, on_full="drop")
+    with Engine.demo(n_ctx=256, n_threads=1, attention_budget_bytes=60_000, run_ahead=0) as small:
+        generation = small.generate(
+            PROMPTS[0], max_tokens=60, ignore_eos=True, seed=1, capture=capture
+        )
+        saved = kqview.load(kqview.save(tmp_path / "x.safetensors", generation))
+    has_hidden = [token.hidden is not None for token in saved.tokens()]
+    assert len(has_hidden) == 60
+    assert has_hidden[0]
+    assert not has_hidden[-1]
+
+
+def test_forced_and_discarded_tokens_are_saved_as_such(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    forced = engine.tokenize(" red", add_special=False)
+    generation = engine.generate(
+        PROMPTS[0],
+        capture="probs",
+        forcing=lambda kept, added: forced if not (kept or added) else [],
+        **GREEDY,
+    )
+    saved = kqview.load(kqview.save(tmp_path / "x.safetensors", generation))
+    assert [token.forced for token in saved.tokens()] == [True] * len(forced) + [False] * (
+        5 - len(forced)
+    )
+    shifting = engine.generate(
+        PROMPTS[0], max_tokens=130, ignore_eos=True, context_shift=True, capture="probs"
+    )
+    tokens = list(shifting)
+    assert tokens[-1].discarded
+    saved = kqview.load(kqview.save(tmp_path / "y.safetensors", shifting, tokens))
+    for old, new in zip(tokens, saved.tokens(), strict=True):
+        assert (old.discarded, old.column_ids) == (new.discarded, new.column_ids)
+
+
+def test_file_of_schema_1_loads(engine: Engine, tmp_path: Path) -> None:
+    numpy_files = pytest.importorskip("safetensors.numpy")
+    result = results_of(engine, hidden=[1])[0]
+    path = kqview.save(tmp_path / "x.safetensors", result)
+    data = path.read_bytes()
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    metadata = {**json.loads(header["__metadata__"]["kqview"]), "schema": 1}
+    names = ("ids", "prompt_ids", "rows", "n_columns", "hidden")
+    arrays = {name: numpy_files.load(data)[name] for name in names}
+    path.write_bytes(numpy_files.save(arrays, {"kqview": json.dumps(metadata)}))
+    for old, new in zip(result.tokens, kqview.load(path).tokens(), strict=True):
+        assert_same_arrays(old, new)
 
 
 def test_layers_that_differ_in_heads_are_saved_each(
@@ -241,6 +323,57 @@ def test_generation_is_saved_with_the_tokens_that_were_taken(
     assert kqview.SavedFolder(tmp_path)[generation.request_id].ids == generation.tokens
 
 
+def test_tokens_of_another_generation_are_refused(engine: Engine, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    one, other = (engine.generate(prompt, capture="probs", **GREEDY) for prompt in PROMPTS[:2])
+    tokens, others = list(one), list(other)
+    for wrong in (others, tokens[:2], [*tokens, *tokens], []):
+        with pytest.raises(errors.RequestError, match=f"5 taken of {one.request_id}"):
+            kqview.save(tmp_path / "x.safetensors", one, wrong)
+    bare = [engine.generate([i, 7], **GREEDY, logit_bias={9: 1e9}) for i in (5, 6)]
+    same_ids = [list(generation) for generation in bare]
+    assert bare[0].tokens == bare[1].tokens
+    with pytest.raises(errors.RequestError, match="not the 5 taken"):
+        kqview.save(tmp_path / "x.safetensors", bare[0], same_ids[1])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "expected"),
+    [
+        ("run.npz", "x", r"ends in \.npz"),
+        ("run.safetensors.txt", "x", r"ends in \.txt"),
+        ("run", "\ud800", "surrogate"),
+        ("run", "ü" * 100, "file name of 612 bytes"),
+        ("run\0", "x", "null byte"),
+        ("", "x", "path is empty"),
+    ],
+)
+def test_path_that_cannot_be_saved_to_is_refused_before_a_token_is_taken(
+    engine: Engine, tmp_path: Path, path: str, name: str, expected: str
+) -> None:
+    pytest.importorskip("safetensors")
+    generation = engine.generate(PROMPTS[0], request_id=name, **GREEDY)
+    with pytest.raises(errors.RequestError, match=expected):
+        kqview.save(path and f"{tmp_path}/{path}", generation)
+    assert generation.tokens == []
+    assert list(tmp_path.iterdir()) == []
+    saved = kqview.save(tmp_path / "x.safetensors", generation)
+    assert kqview.load(saved).ids == generation.tokens != []
+
+
+def test_folder_that_exists_may_have_any_name(
+    engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("safetensors")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.npz").mkdir()
+    for name in ("run.npz", "run.2"):
+        path = kqview.save(f"~/{name}", engine.generate("a", request_id="one", **GREEDY))
+        assert path == tmp_path / name / "one.safetensors"
+        assert list(kqview.SavedFolder(f"~/{name}")) == ["one"]
+
+
 def test_damaged_and_foreign_files_are_refused(engine: Engine, tmp_path: Path) -> None:
     numpy_files = pytest.importorskip("safetensors.numpy")
     path = kqview.save(tmp_path / "x.safetensors", results_of(engine)[0])
@@ -250,7 +383,7 @@ def test_damaged_and_foreign_files_are_refused(engine: Engine, tmp_path: Path) -
         path.write_bytes(bad)
         with pytest.raises(errors.StateFormatError, match=r"x\.safetensors"):
             kqview.load(path)
-    path.write_bytes(data.replace(b'schema\\": 1', b'schema\\": 9', 1))
+    path.write_bytes(data.replace(b'schema\\": 2', b'schema\\": 9', 1))
     with pytest.raises(errors.StateFormatError, match="schema 9"):
         kqview.load(path)
     with pytest.raises(errors.RequestError, match="SavedFolder"):
