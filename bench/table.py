@@ -1,10 +1,10 @@
 """The table of README.md: what do capture and our loop cost, compared with the targets?
 
-Runs every benchmark and rewrites the table between its markers; with --quick it only prints. With
---from it measures nothing and takes the newest saved row of each name with the same flags, so rows
-may come from several runs, even an interrupted one. Every row names the command that measures it.
-With --of it is one benchmark, or the few of a name in TABLES, with a table of its own in README.md:
-rows of one table come from one machine.
+Runs every benchmark that has no table of its own and rewrites the table between its markers; with
+--quick it only prints. With --from it measures nothing and takes the newest saved row of each name
+with the same flags, so rows may come from several runs, even an interrupted one. Every row names
+the command that measures it. With --of it is one benchmark, or the few of a name in TABLES, with a
+table of its own in README.md: rows of one table come from one machine.
 """
 
 from __future__ import annotations
@@ -78,7 +78,10 @@ BENCHMARKS = {
     )
 }
 # Several benchmarks that share a table of their own.
-TABLES = {"attention": ("kernel", "alone", "long_slots", "score", "eval_callback")}
+TABLES = {
+    "basics": ("decode", "prefill", "loop", "slots", "counts"),
+    "attention": ("kernel", "alone", "long_slots", "score", "eval_callback"),
+}
 
 
 def main() -> None:
@@ -97,7 +100,7 @@ def main() -> None:
     )  # fmt: skip
     args = parser.parse_args()
     settings = settings_of(args)
-    names = TABLES.get(args.of, (args.of,)) if args.of else BENCHMARKS
+    names = TABLES.get(args.of, (args.of,)) if args.of else without_table()
     benchmarks = [BENCHMARKS[name] for name in names]
     has_failed = False
     if args.source:
@@ -120,6 +123,17 @@ def main() -> None:
         print("wrote the table in README.md")
     if has_failed:
         raise SystemExit(1)
+
+
+def without_table() -> list[str]:
+    """Benchmarks that have no table of their own in README.md."""
+    in_tables = {name for names in TABLES.values() for name in names}
+    text = README.read_text("utf-8")
+    return [
+        name
+        for name in BENCHMARKS
+        if name not in in_tables and f"<!-- {name}: begin -->" not in text
+    ]
 
 
 def saved(
