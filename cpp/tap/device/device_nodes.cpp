@@ -129,7 +129,8 @@ ggml_tensor* device_node_builder::softmax_mask_of(const attention_site& site, in
 // CUDA's kernel for F16 keys and one query takes any head size, but at most 512 cells, if there is
 // more than one KV head or stream. For more cells the next kernel wants a multiple of 64, and what
 // is left is cuBLAS, for which all keys of the layer become F32 in each step (ggml_cuda_mul_mat,
-// ggml_cuda_should_use_mmvf, ggml_cuda_should_use_mmf).
+// ggml_cuda_should_use_mmvf, ggml_cuda_should_use_mmf). On AMD's GPUs ("ROCm" and not "CUDA") the
+// first kernel takes any number of cells.
 bool device_node_builder::needs_blocks(const attention_site& site, int n_rows) const {
     const auto* const k = site.k;
     const bool is_half = k->type == GGML_TYPE_F16 || k->type == GGML_TYPE_BF16;
