@@ -7,19 +7,38 @@ import fnmatch
 import sys
 import traceback
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from models import NotHere
 from processes import end_on_sigterm
-from report import COUNT_COLUMNS, Count, Row, Timing, chosen_name, facts, save_file, to_record
+from report import (
+    COUNT_COLUMNS,
+    Count,
+    Row,
+    SoFar,
+    Timing,
+    chosen_name,
+    facts,
+    finished,
+    save_file,
+    to_record,
+)
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from settings import Settings, add_options, settings_of
 
 from kqview.bench.pairs import Pairs, alternate
-from kqview.bench.records import CELL_LEGEND, LeftOut, SweepRow, append_record, by_reason, tables
+from kqview.bench.records import (
+    CELL_LEGEND,
+    LeftOut,
+    SweepRow,
+    append_record,
+    by_reason,
+    read_records,
+    tables,
+)
 from kqview.bench.sweep import is_failure
 
 if TYPE_CHECKING:
@@ -35,7 +54,7 @@ if TYPE_CHECKING:
 
     # Rows of one benchmark by name, with the seconds that each takes on two cores.
     Weights = Mapping[str, float]
-    Measure = Callable[[Settings, "ProgressLine"], Iterator[Row | LeftOut]]
+    Measure = Callable[[Settings, "ProgressLine"], Iterator[Row | SoFar | LeftOut]]
     Benchmark = tuple[Weights, Measure]
 
 
@@ -127,7 +146,7 @@ def collect(
         for name, weight in rows.items()
         if settings.chosen([name])
     }
-    if not settings.is_quick:
+    if not settings.is_quick and settings.device == "cpu":
         minutes = max(1, round(sum(weights.values()) / 60))
         print(f"bench: this takes about {minutes} min on 2 cores with 20 pairs", file=sys.stderr)
     outcome = Outcome()
@@ -136,6 +155,10 @@ def collect(
             settled: list[str] = []
             try:
                 for row in measure(settings, line):
+                    if isinstance(row, SoFar):
+                        if settings.save:
+                            append_record(save_file(settings.save, about), to_record(row, about))
+                        continue
                     settled.append(row.name)
                     if isinstance(row, LeftOut):
                         outcome.left_out.append(row)
@@ -157,12 +180,14 @@ def show(rows: Sequence[Row], notes: Sequence[str]) -> None:
     for work in dict.fromkeys(row.work for row in timings):
         table = Table(title=work)
         table.add_column("row", no_wrap=True)
-        for column in ("ms: p10 / median / p90", "against", "ratio", "upper 95 %", "target", "met"):
+        for column in (
+            "ms: p10 / median / p90", "against", "ratio", "upper 95 %", "pairs", "target", "met",
+        ):  # fmt: skip
             table.add_column(column)
         for row in timings:
             if row.work == work:
-                _, ours, _, theirs, ratio, upper, _, target, verdict, _ = row.cells()
-                table.add_row(row.name, ours, theirs, ratio, upper, target, verdict)
+                _, ours, _, theirs, ratio, upper, n_pairs, target, verdict, _ = row.cells()
+                table.add_row(row.name, ours, theirs, ratio, upper, n_pairs, target, verdict)
         console.print(table)
     for sweep in tables([row for row in rows if isinstance(row, SweepRow)]):
         flash = "on" if sweep.flash_attn else "off"
@@ -206,6 +231,10 @@ def main(question: str | None, weights: Weights, measure: Measure, **defaults: o
         help="this row only, or those of a pattern such as '*-logits'; may be repeated",
     )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names of the rows; no more")
+    parser.add_argument(
+        "--missing", action="store_true",
+        help="leave out rows that the file of --save has from this build on this machine",
+    )  # fmt: skip
     add_options(parser)
     parser.set_defaults(**defaults)
     args = parser.parse_args()
@@ -215,10 +244,16 @@ def main(question: str | None, weights: Weights, measure: Measure, **defaults: o
         return
     settings = settings_of(args, rows)
     about = facts(settings)
+    if args.missing and settings.save and save_file(settings.save, about).is_file():
+        done = finished(read_records(save_file(settings.save, about)), about)
+        settings = replace(settings, rows=frozenset(settings.chosen(weights)) - done)
+        if not settings.rows:
+            print("nothing to measure: every row is saved")
+            return
     end_on_sigterm()
     outcome = collect([(weights, measure)], settings, about)
     show(outcome.rows, outcome.notes)
     if settings.save and outcome.rows:
         print(f"saved {save_file(settings.save, about)}")
-    if outcome.has_failed or not outcome.rows:
+    if outcome.has_failed or not (outcome.rows or args.missing):
         raise SystemExit(1)

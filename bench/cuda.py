@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import eval_callback
 from console import attempt, main
 from cuda_copy import COPY_CASES, measure_copies
-from cuda_rows import PLACE_CASES, measure_places
+from cuda_rows import PLACE_CASES, SAVED_ROUNDS, measure_places
 from loop import llama_bench_ms
 from models import peer
-from report import Timing
-from runs import LockstepRuns, open_engine
+from report import SoFar, Timing
+from runs import LockstepRuns, open_engine, view_memory
 
 from kqview import Capture
 from kqview.bench.pairs import Pairs, mean_step_ms, rounds, step_ms
@@ -75,7 +75,7 @@ N_REPETITIONS = 5
 MOST_ROUNDS = 5
 
 
-def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | LeftOut]:
+def measure(settings: Settings, line: ProgressLine) -> Iterator[Timing | SoFar | LeftOut]:
     """Measure the chosen rows, one engine for each number of slots."""
     sizes: dict[str, int] = dict(
         zip(SIZES, QUICK_CONTEXTS if settings.is_quick else CONTEXTS, strict=True)
@@ -126,7 +126,7 @@ def captures(model: ModelInfo) -> dict[str, Capture | None]:
 
 def _own_rows(
     settings: Settings, line: ProgressLine, engine: Engine, names: list[str], n_slots: int
-) -> Iterator[Timing | LeftOut]:
+) -> Iterator[Timing | SoFar | LeftOut]:
     """Rows of one context and number of slots, out of the same rounds."""
     runs = LockstepRuns(settings, engine, n_slots)
     known = captures(engine.model)
@@ -134,7 +134,8 @@ def _own_rows(
     ways["off"]()
     for name in names[:-1]:
         line.start(name, 1)
-    line.start(names[-1], settings.n_pairs)
+    n_rounds = max(settings.pairs_for(TARGETS.get(name)) for name in names)
+    line.start(names[-1], n_rounds)
     refused: dict[str, KqviewError] = {}
     for name in names:
         capture = known[CASES[name][2]]
@@ -148,12 +149,18 @@ def _own_rows(
         except KqviewError as error:
             refused[name] = error
     found = {name: Pairs() for name in names}
-    for times in rounds(ways, settings.n_pairs):
-        for name in ways.keys() - {"off"}:
+    for i, times in enumerate(rounds(ways, n_rounds), 1):
+        measured = [name for name in ways if name != "off"]
+        for name in measured:
             found[name].add(times["off"], times[name])
         line.tick()
+        if i % SAVED_ROUNDS == 0 and i < n_rounds:
+            memory = view_memory(settings, engine)
+            for name in measured:
+                yield SoFar(_timing(settings, name, found[name], refused, memory))
+    memory = view_memory(settings, engine)
     for name in names:
-        yield attempt(name, _timing, settings, name, found[name], refused)
+        yield attempt(name, _timing, settings, name, found[name], refused, memory)
 
 
 def _step(settings: Settings, runs: LockstepRuns, capture: Capture | None) -> float:
@@ -161,13 +168,14 @@ def _step(settings: Settings, runs: LockstepRuns, capture: Capture | None) -> fl
 
 
 def _timing(
-    settings: Settings, name: str, pairs: Pairs, refused: Mapping[str, KqviewError]
+    settings: Settings, name: str, pairs: Pairs, refused: Mapping[str, KqviewError], memory: str
 ) -> Timing:
     if name in refused:
         raise refused[name]
     _, n_slots, way = CASES[name]
     slots = "1 slot" if n_slots == 1 else f"{n_slots} slots"
-    return _row(settings, name, WHAT[way], "no capture", pairs, f"a step of {slots}")
+    what = WHAT[way] + ("" if way == "again" else memory)
+    return _row(settings, name, what, "no capture", pairs, f"a step of {slots}")
 
 
 def _llama_bench(settings: Settings, name: str) -> Timing:

@@ -1,43 +1,54 @@
 #!/usr/bin/env bash
 # From nothing to the table of bench/cuda.py, on a machine with a GPU that may have no network:
 #
-#   bench/cuda.sh prepare   where there is a network: wheels and llama.cpp's source, into a folder that travels.
+#   bench/cuda.sh prepare   where there is a network: puts wheels and llama.cpp's source into a folder to carry along.
 #                           Parts: wheels source size
+#   bench/cuda.sh all       on the GPU machine: builds what is not built, then measures, what matters most first.
+#                           Parts: tools package first values pinned places decode peers stock sanitize tests
 #   bench/cuda.sh build     the package and the stock programs with CUDA: 75 minutes of processor time for one
 #                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was.
 #                           Parts: tools package peers
-#   bench/cuda.sh run       parts: values sanitize table tests; and architectures, which takes longer than the others
+#   bench/cuda.sh run       measures and tests what is built. Parts: values sanitize pinned table tests; and
+#                           architectures, which takes longer than the others
 #
-# Without the name of a part all of them, architectures left out; else the named ones, in their order.
+# Without part names, all parts run except architectures; otherwise the named parts, in the order given.
 #
-#   --device gpu|cpu        cpu (build, run): the same lines without CUDA, as CI runs them
-#   --quick                 run: a small model, few tests, few pairs: does it still work? Less than a minute
+#   --device gpu|cpu        cpu (all, build, run): the same steps without CUDA, as CI runs them
+#   --quick                 all, run: a small model, few tests, few pairs: does it still work? Less than a minute
 #   --row NAME              run table: this row only, or those of a pattern; may be repeated
-#   --limit SECONDS         build, run: ends in time for a machine that ends commands after a while; what is
-#                           finished by then is kept, and the parts that were cut off are named
-#   --arch LIST             build: CUDA architectures, such as 90 or "80;90"; the GPU's own if left out
-#   --package WHEEL         build: installs this wheel of the package instead of building one
-#   --save PATH             run: JSON lines of the table, a file or a folder ($OUT/cuda.jsonl, else bench/results)
-#   --python X.Y            prepare: the Python of the other machine (3.12)
-#   --without "NAME ..."    prepare: packages that the other machine has ("cmake numpy")
-#   --fit MIB               prepare: what may travel, the checkout without ignored files counted in (64; 0 is any size)
+#   --limit SECONDS         all, build, run: stop before the machine's own time limit; what is finished is kept,
+#                           and the parts that were cut off are named. Give 30 seconds less than the machine does
+#   --resume DIR            all, build, run: DIR holds what earlier calls left in $OUT: the package and the stock
+#                           programs are unpacked, not built, if they were built from the same sources; all leaves out
+#                           rows and parts that are finished. prepare size: DIR is carried as well
+#   --arch LIST             all, build: CUDA architectures, such as 90 or "80;90"; the GPU's own if left out
+#   --package WHEEL         all, build: installs this wheel of the package instead of building one
+#   --save PATH             all, run: JSON lines of the table, a file or a folder ($OUT/cuda.jsonl, else bench/results)
+#   --python X.Y            prepare: the Python of the GPU machine (3.12)
+#   --without "NAME ..."    prepare: packages that the GPU machine has ("cmake numpy")
+#   --fit MIB               prepare: how much may be carried, the checkout without ignored files included (64; 0: any size)
 #
-# The other machine needs Python with pip, g++, nvcc and cuBLAS (toolkit or wheels, see vendor/README.md); whatever Python is
-# called there stands in KQVIEW_PYTHON. Folders: KQVIEW_CUDA_KIT (build/cuda-kit) travels, KQVIEW_CUDA_WORK (build/cuda)
-# is where all else goes. One line a part with its seconds; logs stay in the work folder. Exit status 1: a part failed or
-# was cut off. If OUT is set, that folder gets what is worth bringing back, as it comes: cuda.jsonl (the rows of this and
-# of earlier runs), table.txt, printed.txt and logs.tar.gz.
+# The GPU machine needs Python with its headers and pip, g++, nvcc and cuBLAS (toolkit or wheels, see vendor/README.md);
+# KQVIEW_PYTHON names its Python if that is not python3. The folder KQVIEW_CUDA_KIT (build/cuda-kit) is carried along;
+# KQVIEW_CUDA_WORK (build/cuda) holds everything else. One line a part with its seconds; logs stay in the work folder.
+# Exit status 1: a part failed or was cut off.
 #
-# A plan for a machine that is lent for 45 minutes, 10 a command, with 64 MiB carried; minutes are for 16 cores and a GPU
-# that decodes a token of the model in 7 ms:
+# If OUT is set, that folder gets what is worth bringing back, as it comes: cuda.jsonl (the rows of this and of earlier
+# calls; a row that is not over yet has its pairs so far), table.txt, printed.txt, logs.tar.gz, and what was built:
+# package.tar.gz.N and peers.tar.gz.N, in pieces of 15 MiB, four at most.
 #
-#   bench/cuda.sh build --arch 90 --limit 570                                                             6
-#   bench/cuda.sh run values table sanitize --row 'device-rows-*' --limit 570                             9
-#   bench/cuda.sh run table --row 'cuda-*k-1-*' --row cuda-copy --row cuda-step-to-view --limit 570       5
-#   bench/cuda.sh run table --row 'cuda-*k-8-*' --limit 570                                               8
-#   bench/cuda.sh run table --row '*-llama-bench' --row '*-callback-*' --row '*-hf-*' --limit 570         8
+# A plan for a machine that is bare at each call, takes 90 seconds to start, gives a command 10 minutes and all calls
+# together 30, with 64 MiB carried; minutes are for 16 cores and a GPU that decodes a token of the model in 7 ms. After
+# each call copy $OUT into build/cuda-back, over what is there; carry build/cuda-kit and that folder:
 #
-# The second one says where rows should be computed. In what is left of the time: run tests.
+#   bench/cuda.sh all --arch 90 --limit 570                                  9.5
+#   bench/cuda.sh all --arch 90 --limit 540 --resume build/cuda-back         9
+#   bench/cuda.sh all --arch 90 --limit 420 --resume build/cuda-back         7
+#
+# The first call builds the package (6 minutes), decides where rows should be computed, measures the main rows and
+# compares values with float64. The second one measures all other rows that need no stock program. The third one builds
+# the stock programs (6 minutes) and measures theirs; if too little time is left for that, it runs compute-sanitizer and
+# tests.
 set -uo pipefail
 exec </dev/null
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -45,14 +56,26 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 kit=$(realpath -m "${KQVIEW_CUDA_KIT:-build/cuda-kit}")
 work=$(realpath -m "${KQVIEW_CUDA_WORK:-build/cuda}")
 python=${KQVIEW_PYTHON:-python3}
-device=gpu quick=() rows=() arch='' package='' save='' limit=0
+device=gpu quick=() rows=() arch='' package='' save='' resume='' limit=0
 target_python=3.12 without='cmake numpy' fit=64
 parts=()
 has_failed=0
+is_rebuilt=''
+values_most=480 # seconds
 # What each step can do; architectures only by name.
 prepare_parts=(wheels source size)
 build_parts=(tools package peers)
-run_parts=(values sanitize table tests)
+run_parts=(values sanitize pinned table tests)
+all_parts=(tools package first values pinned places decode peers stock sanitize tests)
+# Rows of `all` by part. A later part leaves out those of an earlier one, and all are among them.
+declare -A rows_of=(
+    [first]='device-rows-4k-1-* cuda-4k-1-again cuda-4k-1-logits cuda-4k-1-10-heads'
+    [places]='device-rows-16k-1-* device-rows-4k-8-* cuda-copy cuda-step-to-view'
+    [decode]='cuda-*k-1-* cuda-*k-8-*'
+    [stock]='cuda-*-llama-bench cuda-*-callback-* cuda-*-hf-*'
+)
+# What can be brought back is limited in number and size of files; four are no pieces of a build.
+piece_mib=15 most_pieces=4
 sources=(cpp src/kqview vendor CMakeLists.txt pyproject.toml)
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore CMAKE_GENERATOR=Ninja PYTHONUNBUFFERED=1
 
@@ -63,20 +86,25 @@ refuse() { echo "cuda.sh: $*" >&2; exit 2; }
 # shellcheck disable=SC2059 # the format is ours
 line() { printf "$@" | tee -a "$work/printed.txt"; }
 
-# part NAME COMMAND...: runs it into a log of its own and prints a line; 75 means that it cannot be run here.
+# part NAME COMMAND...: runs it into a log of its own and prints a line. Exit status 75 means that it cannot be run
+# here, 76 that too little time is left for it.
 part() {
     local name=$1 log=$work/$1.log start=$SECONDS status
     shift
     if [ "$limit" -gt 0 ] && [ "$SECONDS" -ge "$limit" ]; then
         line 'left out %-9s: the limit of %d s is reached\n' "$name" "$limit"
         has_failed=1
-        return
+        return 124
     fi
     "$@" >"$log" 2>&1
     status=$?
     case $status in
         0) line 'ok     %-10s %4d s  %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$log")" ;;
         75) line 'not run %-9s %4d s  %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$log")" ;;
+        76)
+            line 'left out %-9s: %s\n' "$name" "$(tail -n 1 "$log")"
+            has_failed=1
+            ;;
         124 | 137)
             line 'cut off %-9s %4d s  what is finished is kept; %s\n' "$name" $((SECONDS - start)) "$(tail -n 1 "$log")"
             has_failed=1
@@ -88,6 +116,7 @@ part() {
             ;;
     esac
     bring_back
+    return $status
 }
 
 # within SECONDS COMMAND...: ends it after SECONDS, or sooner when the time of all parts is over; 0: no time of its own.
@@ -114,6 +143,50 @@ bring_back() {
         cp "$OUT/cuda.jsonl" "$work/"
     fi
 }
+
+# keep NAME FILE...: packs FILEs of the work folder into OUT; the last one is missing in an archive that was cut short.
+keep() {
+    local name=$1 archive=$work/$1.tar.gz n_bytes n_pieces n_others
+    shift
+    within 0 tar -C "$work" -czf "$archive" "$@" || return
+    n_bytes=$(stat -c %s "$archive")
+    n_pieces=$(((n_bytes + piece_mib * 1048576 - 1) / (piece_mib * 1048576)))
+    n_others=$(find "$OUT" -name '*.tar.gz.[0-9]' ! -name "$name.*" | wc -l)
+    if [ $((n_pieces + n_others)) -gt "$most_pieces" ]; then
+        rm "$archive"
+        echo "$name is $((n_bytes / 1000000)) MB, $n_pieces pieces, but only $((most_pieces - n_others)) more can be brought back"
+        return 75
+    fi
+    rm -f "$OUT/$name".tar.gz.[0-9]
+    split -d -a 1 -b "${piece_mib}M" "$archive" "$OUT/$name.tar.gz." && rm "$archive" &&
+        echo "$name: $((n_bytes / 1000000)) MB in $n_pieces pieces"
+}
+
+# What earlier calls brought back: what they built, if it is of these sources, and the rows and lines that they left.
+take_earlier() {
+    local name pieces
+    if [ ! -d "$resume" ]; then
+        echo "no folder $resume; --resume names the one that holds what earlier calls left in OUT"
+        return 1
+    fi
+    for name in package peers; do
+        mapfile -t pieces < <(compgen -G "$resume/$name.tar.gz.[0-9]")
+        [ ! -e "$work/$name.sources" ] && [ ${#pieces[@]} -gt 0 ] || continue
+        if cat "${pieces[@]}" | within 0 tar -C "$work" -xz && has_sources "$name"; then
+            echo "$name is here"
+        else
+            rm -f "$work/$name.sources"
+            echo "$name cannot be used: damaged, or of other sources (see above); it has to be built again"
+        fi
+    done
+    [ ! -s "$work/package.sources" ] || [ -s "$work/printed.txt" ] || [ ! -s "$resume/printed.txt" ] ||
+        cp "$resume/printed.txt" "$work/"
+    [ -s "$work/cuda.jsonl" ] || [ ! -s "$resume/cuda.jsonl" ] || cp "$resume/cuda.jsonl" "$work/"
+    return 0
+} 2>&1
+
+# has_sources NAME: was it built, and from the sources of this tree?
+has_sources() { [ -s "$work/$1.sources" ] && "$python" bench/cuda_kit.py compare "$work/$1.sources"; }
 
 # ---- prepare
 
@@ -142,7 +215,7 @@ pack_source() {
         du -h "$kit/llama.cpp.tar.gz" | cut -f 1
 }
 
-weigh() { "$python" bench/cuda_kit.py weigh "$kit" --fit "$fit"; }
+weigh() { "$python" bench/cuda_kit.py weigh "$kit" ${resume:+"$resume"} --fit "$fit"; }
 
 prepare() {
     local name
@@ -173,8 +246,14 @@ use_site() {
     export KQVIEW_BENCH_COMMIT
 }
 
+say_kit() {
+    [ -d "$kit" ] ||
+        line 'no kit: there is no folder %s; carry it, unless this machine has all that it would hold\n' "$kit"
+}
+
 install_tools() {
-    local wheels here
+    local wheels here checks=(--device "$device" --arch "$arch" --work "$work")
+    [ -z "$package" ] && ! is_kept package || checks+=(--no-build)
     if [ -d "$kit" ]; then
         here=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
         if [ -s "$kit/python" ] && [ "$here" != "$(cat "$kit/python")" ]; then
@@ -185,10 +264,15 @@ install_tools() {
         mapfile -t wheels < <(compgen -G "$kit/wheels/*.whl")
         [ ${#wheels[@]} = 0 ] || within 0 "$python" -m pip install --quiet --no-index --no-deps --no-compile \
             --upgrade --target "$work/site" "${wheels[@]}" || return
-        unpack_source || return
+        is_kept package || unpack_source || return
     fi
-    within 0 "$python" bench/cuda_kit.py missing
+    within 0 "$python" bench/cuda_kit.py missing "${checks[@]}" && return
+    [ -d "$kit" ] || echo "There is no kit here, no folder $kit: carry it"
+    return 1
 }
+
+# is_kept NAME: does this call use what is built? Only `build` alone builds once more.
+is_kept() { [ "$step$resume" != build ] && has_sources "$1" >/dev/null 2>&1; }
 
 unpack_source() {
     mkdir -p "$KQVIEW_CACHE_DIR"
@@ -209,38 +293,79 @@ cuda_defines() {
 }
 
 build_package() {
-    local options=() define
+    local options=() define start=$SECONDS
+    if is_kept package && list_devices; then return; fi
     while read -r define; do options+=(-C "cmake.define.$define"); done < <(cuda_defines)
     [ -n "$package" ] || options+=(-C build-dir="$work/package")
-    rm -f "$work/package.sources"
+    rm -f "$work"/package.{sources,seconds}
     within 0 "$python" -m pip install -v --no-build-isolation --no-deps --no-compile --upgrade \
         --target "$work/package-site" ${options[@]+"${options[@]}"} "${package:-.}" || return
+    [ -n "$package" ] || echo $((SECONDS - start)) >"$work/package.seconds"
     "$python" bench/cuda_kit.py sources "${sources[@]}" >"$work/package.sources" || return
+    list_devices
+}
+
+list_devices() {
     (cd "$work" && "$python" -c 'import kqview; print(*(d["name"] for d in kqview.system_info()["devices"]))')
 }
 
+keep_package() {
+    local files=(package-site)
+    [ ! -s "$work/package.seconds" ] || files+=(package.seconds)
+    keep package "${files[@]}" package.sources
+}
+
 build_peers() {
-    local options=() define
+    local options=() programs=(kq-eval-rows llama-bench) define folder needed
+    is_kept peers && [ -x "$work/peers/llama-bench" ] && { echo "$work/peers"; return; }
+    # They take about as long as the package; the rows after them need some time as well.
+    if [ "$limit" -gt 0 ] && [ "$step" = all ] && [ -s "$work/package.seconds" ]; then
+        needed=$(($(cat "$work/package.seconds") * 11 / 10 + 30))
+        if [ $((limit - SECONDS)) -lt "$needed" ]; then
+            echo "they take about $needed s to build, and $((limit - SECONDS)) s are left"
+            return 76
+        fi
+    fi
+    # The others are for tests, and large.
+    [ "$step" = all ] || programs+=(test-llama-archs rpc-server)
     while read -r define; do options+=(--define "$define"); done < <(cuda_defines)
-    rm -f "$work/peers" "$work/peers.sources"
-    within 0 "$python" bench/peers/build.py ${options[@]+"${options[@]}"} \
-        kq-eval-rows llama-bench test-llama-archs rpc-server >"$work/peers.part" || return
+    [ ! -d "$kit" ] || unpack_source || return
+    rm -rf "$work/peers" "$work/peers.sources"
+    folder=$(within 0 "$python" bench/peers/build.py ${options[@]+"${options[@]}"} \
+        "${programs[@]}") || return
+    mkdir "$work/peers" && (cd "$folder" && cp -r "${programs[@]/#rpc-server/ggml-rpc-server}" "$work/peers") || return
+    strip "$work/peers"/*
     "$python" bench/cuda_kit.py sources bench/peers vendor/llama.lock.toml >"$work/peers.sources" &&
-        mv "$work/peers.part" "$work/peers" && cat "$work/peers"
+        echo "$work/peers"
 }
 
 build() {
     local name
     use_site
+    say_kit
     for name in "${parts[@]}"; do
-        case $name in
-            tools) part tools install_tools ;;
-            package) part package build_package ;;
-            peers) part peers build_peers ;;
-        esac
         # Without tools a build fails in its own, longer words.
-        [ "$name $has_failed" != 'tools 1' ] || return
+        build_part "$name" || [ "$name" != tools ] || return
     done
+}
+
+# What was built in this call is brought back at once.
+build_part() {
+    local had=yes
+    is_kept "$1" || had=no
+    case $1 in
+        tools) part tools install_tools; return ;;
+        package) part package build_package ;;
+        peers) part peers build_peers ;;
+    esac || return
+    [ $had = no ] || return 0
+    [ "$1" != package ] || is_rebuilt=yes
+    [ -n "${OUT:-}" ] || return 0
+    case $1 in
+        package) part keep-package keep_package ;;
+        peers) part keep-peers keep peers peers peers.sources ;;
+    esac
+    return 0
 }
 
 # ---- run
@@ -252,6 +377,11 @@ find_device() {
     for listing in "$work"/{package,peers}.sources; do
         [ ! -f "$listing" ] || "$python" bench/cuda_kit.py compare "$listing" || return
     done
+    if [ ! -d "$work/package-site" ] && ! "$python" -c 'import kqview'; then
+        echo "nothing is built in $work, and $python has no kqview; run bench/cuda.sh all, or build first," \
+            "or name with --resume the folder with what an earlier call brought back"
+        return 1
+    fi
     "$python" -m kqview info || return 1
     "$python" - "$device" <<'PYTHON'
 import sys
@@ -262,27 +392,32 @@ sys.exit(sys.argv[1] == "gpu" and not found)
 PYTHON
 }
 
+# Only the plugins that these tests need: others of the machine may warn, slow down or change what is run. A warning of
+# its versions of packages is no failure here.
 run_pytest() {
-    KQVIEW_TEST_GPU_LAYERS=$(layers) within 480 "$python" -m pytest -q -p no:cacheprovider "$@"
+    local most=$1
+    shift
+    PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 KQVIEW_TEST_GPU_LAYERS=$(layers) within "$most" "$python" -m pytest -q \
+        -p no:cacheprovider -p pytest_asyncio.plugin -p _hypothesis_pytestplugin -W default "$@"
 }
 
 # Long prompts make other kernels run on a GPU, and take most of the time on a host.
-run_values() { run_pytest tests/engine/test_device_values.py ${quick[@]+-k "not 800"}; }
+run_values() { run_pytest "$values_most" tests/engine/test_device_values.py ${quick[@]+-k "not 800"}; }
 
 # Those of 128 models of other architectures take longer than all the rest.
 many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py)
 
 run_tests() {
     if [ ${#quick[@]} -gt 0 ]; then
-        run_pytest tests/engine/test_system_info.py tests/engine/test_tap.py -k "not every_head_shape"
+        run_pytest 480 tests/engine/test_system_info.py tests/engine/test_tap.py -k "not every_head_shape"
     else
-        run_pytest tests/engine "${many_models[@]/#/--ignore=}"
+        run_pytest 480 tests/engine "${many_models[@]/#/--ignore=}"
     fi
 }
 
 run_architectures() {
     [ ${#quick[@]} -eq 0 ] || { echo "not in a quick run"; return 75; }
-    run_pytest "${many_models[@]}"
+    run_pytest 480 "${many_models[@]}"
 }
 
 # sanitize TOOL: a short run under compute-sanitizer; what is not a GPU's runs without it.
@@ -300,20 +435,32 @@ run_pinned() {
     within 60 "$python" bench/pinned.py
 }
 
-run_table() {
-    local options=(--device "$device" --save "$save" ${quick[@]+"${quick[@]}"} ${rows[@]+"${rows[@]}"})
+# measure OPTION...: rows of the table.
+measure() {
+    local options=(--device "$device" --save "$save" ${quick[@]+"${quick[@]}"} "$@")
     # One thread where others may use the machine: two would wait for each other.
     if [ ${#quick[@]} -gt 0 ]; then options+=(--threads 1); else options+=(--tokens 64); fi
     within 0 "$python" bench/cuda.py "${options[@]}"
 }
 
-# All rows that were saved so far, those of a table that was cut off too.
-show_table() {
+# measure_part NAME: the rows of that part of `all`, but those that are saved.
+measure_part() {
+    local options=(--missing) pattern
+    read -ra patterns <<<"${rows_of[$1]}"
+    for pattern in "${patterns[@]}"; do options+=(--row "$pattern"); done
+    part "$1" measure "${options[@]}"
+    write_table "$1"
+}
+
+# write_table PART: all rows that are saved, those of a part that was cut off too, and what PART could not measure.
+write_table() {
     [ -s "$save" ] || return 0
     "$python" bench/cuda_table.py "$save" --print >"$work/table.txt" 2>&1
-    line '%s\n' "$(cat "$work/table.txt"; grep '^not measured' "$work/table.log")"
+    grep -s '^not measured' "$work/$1.log" >>"$work/table.txt"
     bring_back
 }
+
+show_table() { [ ! -s "$work/table.txt" ] || line '%s\n' "$(cat "$work/table.txt")"; }
 
 choose_results() {
     if [ -n "${OUT:-}" ]; then
@@ -327,46 +474,106 @@ choose_results() {
     case $save in *.jsonl) ;; *) save=$save/$(date -u +%F).jsonl ;; esac
 }
 
+# Rows say which build they are of.
+use_build() {
+    [ -s "$work/package.sources" ] || return 0
+    KQVIEW_BENCH_BUILD=$(sha256sum <"$work/package.sources" | cut -c 1-12)
+    export KQVIEW_BENCH_BUILD
+}
+use_peers() { [ ! -s "$work/peers.sources" ] || export KQVIEW_PEERS_DIR=$work/peers; }
+
 run() {
     local name
     [ ! -d "$work/package-site" ] || use_site
-    [ ! -s "$work/peers" ] || { KQVIEW_PEERS_DIR=$(cat "$work/peers") && export KQVIEW_PEERS_DIR; }
+    use_peers
     choose_results
-    part device find_device
-    [ $has_failed = 0 ] || return
+    part device find_device || return
+    use_build
     # Before anything else takes its time.
     [ ${#rows[@]} = 0 ] || "$python" bench/cuda.py --list "${rows[@]}" >"$work/rows.log" || exit 2
+    for name in "${parts[@]}"; do run_part "$name"; done
+}
+
+run_part() {
+    case $1 in
+        values) part values run_values ;;
+        tests) part tests run_tests ;;
+        architectures) part architectures run_architectures ;;
+        sanitize) part memcheck sanitize memcheck; part racecheck sanitize racecheck ;;
+        pinned) part pinned run_pinned ;;
+        table)
+            part table measure ${rows[@]+"${rows[@]}"}
+            write_table table
+            show_table
+            ;;
+    esac
+}
+
+# ---- all
+
+# What an earlier call finished is left out.
+everything() {
+    local name has_device=''
+    use_site
+    say_kit
+    has_sources peers >/dev/null 2>&1 || rm -f "$work/peers.sources"
+    use_peers
+    choose_results
+    values_most=240 # there are rows to measure after them
     for name in "${parts[@]}"; do
         case $name in
-            values) part values run_values ;;
-            tests) part tests run_tests ;;
-            architectures) part architectures run_architectures ;;
-            sanitize) part memcheck sanitize memcheck; part racecheck sanitize racecheck ;;
-            table) [ ${#rows[@]} -gt 0 ] || part pinned run_pinned; part table run_table; show_table ;;
+            tools | package)
+                build_part "$name" || return
+                continue
+                ;;
+            peers)
+                build_part peers
+                use_peers
+                continue
+                ;;
+        esac
+        if [ -z "$has_device" ]; then
+            part device find_device || return
+            use_build
+            has_device=1
+        fi
+        case $name in
+            first) measure_part first; show_table ;;
+            places | decode | stock) measure_part "$name" ;;
+            values | tests) was_finished "$name" || run_part "$name" ;;
+            sanitize) was_finished racecheck || run_part sanitize ;;
+            *) run_part "$name" ;;
         esac
     done
+    show_table
 }
+
+# was_finished PART: did it end well in an earlier call that had this package?
+was_finished() { [ -n "$resume" ] && [ -z "$is_rebuilt" ] && grep -q "^ok     $1 " "$work/printed.txt"; }
 
 [ $# -gt 0 ] || usage
 step=$1
+call="bench/cuda.sh $*"
 shift
 case $step in
     prepare) known=("${prepare_parts[@]}") ;;
     build) known=("${build_parts[@]}") ;;
     run) known=("${run_parts[@]}" architectures) ;;
+    all) known=("${all_parts[@]}") ;;
     -h | --help) usage ;;
-    *) refuse "no step '$step'; there are prepare, build and run (--help says more)" ;;
+    *) refuse "no step '$step'; there are prepare, all, build and run (--help says more)" ;;
 esac
 while [ $# -gt 0 ]; do
     case $1 in
         -h | --help) usage ;;
         --quick) quick=(--quick) ;;
-        --device | --row | --limit | --arch | --package | --save | --python | --without | --fit)
+        --device | --row | --limit | --resume | --arch | --package | --save | --python | --without | --fit)
             [ $# -gt 1 ] || refuse "$1 needs a value"
             case $1 in
                 --device) device=$2 ;;
                 --row) rows+=(--row "$2") ;;
                 --limit) limit=$2 ;;
+                --resume) resume=$2 ;;
                 --arch) arch=$2 ;;
                 --package) package=$2 ;;
                 --save) save=$2 ;;
@@ -387,12 +594,20 @@ done
 case $device in gpu | cpu) ;; *) refuse "--device is '$device', but can be gpu or cpu" ;; esac
 [[ $limit =~ ^[0-9]+$ ]] || refuse "--limit is '$limit', but must be a number of seconds"
 [[ $fit =~ ^[0-9]+$ ]] || refuse "--fit is '$fit', but must be a number of MiB"
+[ ${#rows[@]} = 0 ] || [ "$step" = run ] || refuse "--row goes with run table, not with $step"
 mkdir -p "$work"
-: >"$work/printed.txt"
+[ -z "$resume" ] || resume=$(realpath -m "$resume")
+earlier=''
+if [ -n "$resume" ] && [ "$step" != prepare ]; then
+    take_earlier >"$work/resume.log" || refuse "$(cat "$work/resume.log")"
+    earlier=$(grep -E ' is here$| cannot be used' "$work/resume.log")
+fi
+line '%s\n' "== $call" ${earlier:+"$earlier"}
 case $step in
     prepare) mkdir -p "$kit"; [ ${#parts[@]} -gt 0 ] || parts=("${prepare_parts[@]}"); prepare ;;
     build) [ ${#parts[@]} -gt 0 ] || parts=("${build_parts[@]}"); build ;;
     run) [ ${#parts[@]} -gt 0 ] || parts=("${run_parts[@]}"); run ;;
+    all) [ ${#parts[@]} -gt 0 ] || parts=("${all_parts[@]}"); everything ;;
 esac
 line 'took %d s\n' "$SECONDS"
 bring_back

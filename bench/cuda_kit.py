@@ -1,8 +1,8 @@
 """What travels to a machine without a network, and what that machine lacks; cuda.sh calls it.
 
 python bench/cuda_kit.py requirements       of the package, its build and what cuda.sh runs
-python bench/cuda_kit.py weigh KIT          sizes of the kit and of the checkout; do they fit?
-python bench/cuda_kit.py missing            which requirements this Python and this PATH do not meet
+python bench/cuda_kit.py weigh FOLDER...    sizes of the kit and of the checkout; do they fit?
+python bench/cuda_kit.py missing            what this machine lacks: packages, programs, CUDA
 python bench/cuda_kit.py sources PATH...    the hash of each source file, to be kept beside a build
 python bench/cuda_kit.py compare FILE       are the sources those that FILE lists?
 
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -32,6 +34,7 @@ EXTRAS = ("cli", "chat", "constraints", "save")
 OF_TEST = ("pytest", "pytest-asyncio", "hypothesis", "gguf")
 # pip's wheels of them are one way to get them; what a build needs is the program.
 PROGRAMS = {"cmake": "cmake>=3.26", "ninja": "ninja"}
+CXX_NAMES = ("c++", "g++", "clang++")
 MIB = 2**20
 N_LARGEST = 4
 
@@ -86,20 +89,21 @@ def checkout_sizes(root: Path) -> dict[Path, int]:
     return {path: path.lstat().st_size for path in paths if path.exists()}
 
 
-def weigh(kit: Path, limit_bytes: int, root: Path = ROOT) -> str:
-    """The sizes of what travels, as text; with *limit_bytes* 0 any size is fine.
+def weigh(folders: Sequence[Path], limit_bytes: int, root: Path = ROOT) -> str:
+    """The sizes of the checkout and *folders*, as text; with *limit_bytes* 0 any size is fine.
 
     Raises:
         KitError: It is more than *limit_bytes*.
     """
-    of_kit = file_sizes(kit)
-    of_checkout = checkout_sizes(root)
-    every = of_checkout | of_kit
+    every = checkout_sizes(root)
+    for folder in folders:
+        every |= file_sizes(folder)
     total = sum(every.values())
-    sizes = (
-        f"{_mb(total)}: {_mb(sum(of_kit.values()))} in {kit.name}, "
-        f"{_mb(total - sum(of_kit.values()))} in the checkout"
-    )
+    of_folders = [sum(file_sizes(folder).values()) for folder in folders]
+    parts = [
+        f"{_mb(size)} in {folder.name}" for folder, size in zip(folders, of_folders, strict=True)
+    ]
+    sizes = f"{_mb(total)}: {', '.join(parts)}, {_mb(total - sum(of_folders))} in the checkout"
     if not limit_bytes:
         return sizes
     limit = f"{_mb(limit_bytes)} ({limit_bytes // MIB} MiB)"
@@ -109,7 +113,8 @@ def weigh(kit: Path, limit_bytes: int, root: Path = ROOT) -> str:
     names = ", ".join(f"{path.name} {_mb(every[path])}" for path in largest)
     raise KitError(
         f"{sizes}; {limit} may travel. The largest files: {names}. Leave out packages that the "
-        "other machine has (--without), or say how much may travel (--fit MIB)"
+        "GPU machine has (--without) and, once everything is built, llama.cpp.tar.gz; or say how "
+        "much may travel (--fit MIB)"
     )
 
 
@@ -168,6 +173,78 @@ def program_version(name: str) -> str:
     return number[0] if number and done.returncode == 0 else ""
 
 
+def compiler_missing() -> list[str]:
+    """What a build of the package lacks of C, C++ and Python's headers; a sentence for each."""
+    found: list[str] = []
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").is_file():
+        found.append(f"no Python.h in {include}: install the headers of this Python (python3-dev)")
+    for language, names, text in (
+        ("c", (os.environ.get("CC"), "cc", "gcc", "clang"), "#include <stdlib.h>\n"),
+        ("c++", (os.environ.get("CXX"), *CXX_NAMES), "#include <concepts>\n"),
+    ):
+        if not (program := _first_program(names)):
+            known = ", ".join(name for name in names if name)
+            found.append(f"no {language.upper()} compiler ({known}): install gcc and g++")
+            continue
+        flags = ["-std=c++20"] if language == "c++" else []
+        command = [program, "-fsyntax-only", *flags, "-x", language, "-"]
+        if reason := _failure(command, text):
+            found.append(f"{program} does not compile {language.upper()}: {reason}")
+    return found
+
+
+def gpu_missing() -> list[str]:
+    """Whether there is a GPU with its driver; a sentence if not."""
+    if not shutil.which("nvidia-smi"):
+        return ["no nvidia-smi on the PATH: this machine has no NVIDIA driver, or hides it"]
+    reason = _failure(["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"])
+    return [f"nvidia-smi finds no GPU: {reason}"] if reason else []
+
+
+def toolkit_missing(work: Path, arch: str) -> list[str]:
+    """What a build with CUDA lacks: nvcc, cuBLAS, a C++ compiler that nvcc takes, CUB.
+
+    Runs the search of the build itself (vendor/cuda_find.cmake) in *work*, and the preprocessor.
+    """
+    cmake, compiler = shutil.which("cmake"), _first_program((os.environ.get("CXX"), *CXX_NAMES))
+    if not cmake or not compiler:
+        return []  # is missing itself
+    defines = {
+        "CMAKE_CXX_COMPILER": compiler, "Python_EXECUTABLE": sys.executable, "WORK_DIR": work,
+        "IS_NATIVE": "OFF" if arch else "ON",
+    }  # fmt: skip
+    search = ROOT / "tests" / "meta" / "cuda_find.cmake"
+    done = subprocess.run(
+        [cmake, *(f"-D{name}={value}" for name, value in defines.items()), "-P", str(search)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode != 0:
+        text = " ".join(done.stderr.split()).partition("(message): ")[2] or done.stderr
+        return [text.partition(" Call Stack")[0].partition(" Without GGML_CUDA=ON")[0].strip()]
+    values = dict(line.split("=", 1) for line in done.stderr.splitlines() if "=" in line)
+    command = [values["NVCC"], "-ccbin", values["CUDA_HOST_COMPILER"], "-std=c++17", "-E"]
+    probe = work / "cub.cu"
+    probe.write_text("#include <cub/cub.cuh>\n", encoding="utf-8")
+    if reason := _failure([*command, str(probe), "-o", os.devnull]):
+        return [f"{values['NVCC']} finds no cub/cub.cuh, which is part of the toolkit: {reason}"]
+    return []
+
+
+def _first_program(names: Iterable[str | None]) -> str:
+    return next((path for name in names if name and (path := shutil.which(name))), "")
+
+
+def _failure(command: Sequence[str], text: str = "") -> str:
+    """ "" if *command* succeeds, else the line of its output that says why."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        return ""
+    lines = [line.strip() for line in (done.stderr + done.stdout).splitlines() if line.strip()]
+    telling = [line for line in lines if re.search("error", line, re.IGNORECASE)]
+    return (telling or lines or [f"exit status {done.returncode}"])[0][:300]
+
+
 # ---- which sources something was built from
 
 
@@ -203,6 +280,36 @@ def compare(listing: Path, root: Path = ROOT) -> None:
     )
 
 
+def _check_machine(args: argparse.Namespace) -> str:
+    """What was found to be here, as text.
+
+    Raises:
+        KitError: Something is missing.
+    """
+    sentences: list[str] = []
+    wanted = requirements()
+    if args.no_build:
+        wanted = [one for one in wanted if name_of(one) not in PROGRAMS]
+    if packages := missing(wanted):
+        sentences.append(
+            f"missing here: {', '.join(packages)}; install them, or rerun bench/cuda.sh prepare "
+            "without excluding them (--without)"
+        )
+    checked = ["packages"]
+    if args.device == "gpu":
+        sentences += gpu_missing()
+        checked.append("GPU")
+    if not args.no_build:
+        sentences += compiler_missing()
+        checked += ["programs", "compilers"]
+        if args.device == "gpu":
+            sentences += toolkit_missing(args.work, args.arch)
+            checked.append("CUDA toolkit")
+    if sentences:
+        raise KitError(". ".join(sentences))
+    return f"all here: {', '.join(checked)}"
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -211,9 +318,13 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("requirements")
     weighing = commands.add_parser("weigh")
-    weighing.add_argument("kit", type=Path)
+    weighing.add_argument("folder", type=Path, nargs="+")
     weighing.add_argument("--fit", type=int, default=64, metavar="MIB", help="0: any size")
-    commands.add_parser("missing")
+    lacking = commands.add_parser("missing")
+    lacking.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
+    lacking.add_argument("--no-build", action="store_true", help="what runs, not what builds")
+    lacking.add_argument("--arch", default="", help="CUDA architectures; else those of the GPU")
+    lacking.add_argument("--work", type=Path, default=Path(), help="folder for small files")
     listing = commands.add_parser("sources")
     listing.add_argument("path", nargs="+")
     comparing = commands.add_parser("compare")
@@ -224,14 +335,9 @@ def main() -> None:
             case "requirements":
                 print(*requirements(), sep="\n")
             case "weigh":
-                print(weigh(args.kit, args.fit * MIB))
+                print(weigh(args.folder, args.fit * MIB))
             case "missing":
-                if lacking := missing(requirements()):
-                    raise KitError(
-                        f"missing here: {', '.join(lacking)}. Install them, or put them into the "
-                        "kit: bench/cuda.sh prepare --without with fewer names"
-                    )
-                print("every package and program is here")
+                print(_check_machine(args))
             case "sources":
                 print(" ".join(args.path), *sources(args.path), sep="\n")
             case _:

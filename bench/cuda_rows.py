@@ -6,9 +6,8 @@ backwards. Each setting is compared with no capture in its own engine, and both 
 other. "auto" should mean "beside" if that is not slower than "in graph" in any row, and meets its
 target at 4k tokens with one slot.
 
-The targets are those of grouped queries, as this shape has. Computing rows reads the keys of the
-cache once more: `keys_again` says how much of a step that is. With as many KV heads as heads the
-reading alone is 12 % at 4k tokens.
+The targets are for grouped queries, which this shape has. Computing rows reads the keys of the
+cache once more; `keys_again` says what share of a step's reads that is.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from console import attempt
 from models import NotHere
-from report import Timing
-from runs import LockstepRuns, open_engine
+from report import SoFar, Timing
+from runs import LockstepRuns, open_engine, view_memory
 
 from kqview import Capture
 from kqview.bench.pairs import Pairs, rounds, step_ms
@@ -32,8 +31,10 @@ if TYPE_CHECKING:
     from settings import Settings
     from wide_model import Shape
 
+    from kqview import Engine
     from kqview.bench.records import LeftOut
 
+SAVED_ROUNDS = 5  # rounds after which rows are saved once more, in case that the run is cut off
 WORKS = (("4k", 1), ("16k", 1), ("4k", 8))
 # What is compared: (what, baseline, candidate's way, baseline's way)
 COMPARED = {
@@ -66,7 +67,7 @@ def keys_again(shape: Shape, n_context: int) -> float:
 
 def measure_places(
     settings: Settings, line: ProgressLine, contexts: Mapping[str, int]
-) -> Iterator[Timing | LeftOut]:
+) -> Iterator[Timing | SoFar | LeftOut]:
     """Measure the chosen rows; those of one context and number of slots share their rounds."""
     for size, n_slots in WORKS:
         names = [n for n in settings.chosen(PLACE_CASES) if PLACE_CASES[n][:2] == (size, n_slots)]
@@ -77,17 +78,24 @@ def measure_places(
         line.start(names[-1], settings.n_pairs)
         own = replace(settings, n_context=contexts[size])
         times: list[dict[str, float]] = []
+        memory = ""
         refused: Exception | None = None
         try:
-            times = _rounds(own, line, n_slots)
+            for one, memory in _rounds(own, line, n_slots):
+                times.append(one)
+                if len(times) % SAVED_ROUNDS == 0 and len(times) < own.n_pairs:
+                    for name in names:
+                        yield SoFar(_timing(own, name, times, None, memory))
         except Exception as error:
             refused = error
         for name in names:
-            yield attempt(name, _timing, own, name, times, refused)
+            yield attempt(name, _timing, own, name, times, refused, memory)
 
 
-def _rounds(settings: Settings, line: ProgressLine, n_slots: int) -> list[dict[str, float]]:
-    """Times of every way, by round.
+def _rounds(
+    settings: Settings, line: ProgressLine, n_slots: int
+) -> Iterator[tuple[dict[str, float], str]]:
+    """Times of every way for each round, and the sort of memory that views were in.
 
     Raises:
         NotHere: Both engines compute rows in the graph.
@@ -96,6 +104,7 @@ def _rounds(settings: Settings, line: ProgressLine, n_slots: int) -> list[dict[s
     with ExitStack() as engines:
         ways: dict[str, Callable[[], float]] = {}
         n_nodes: dict[str, int] = {}
+        opened: list[Engine] = []
         for place in ("in graph", "beside"):
             engine = engines.enter_context(
                 open_engine(
@@ -103,6 +112,7 @@ def _rounds(settings: Settings, line: ProgressLine, n_slots: int) -> list[dict[s
                     run_ahead=8 if n_slots == 1 else 2,
                 )
             )  # fmt: skip
+            opened.append(engine)
             runs = LockstepRuns(settings, engine, n_slots)
             for way, wanted in ((place, capture), (f"{place}, off", None)):
                 ways[way] = lambda runs=runs, wanted=wanted: step_ms(
@@ -116,15 +126,18 @@ def _rounds(settings: Settings, line: ProgressLine, n_slots: int) -> list[dict[s
                 f"device_rows='beside' adds {n_nodes['beside']} nodes to a step's graph and "
                 f"'in graph' {n_nodes['in graph']}: this device computes no rows beside a step"
             )
-        found: list[dict[str, float]] = []
         for times in rounds(ways, settings.n_pairs):
-            found.append(dict(times))
             line.tick()
-        return found
+            found = dict.fromkeys(view_memory(settings, one) for one in opened)
+            yield times, "".join(found)
 
 
 def _timing(
-    settings: Settings, name: str, times: list[dict[str, float]], refused: Exception | None
+    settings: Settings,
+    name: str,
+    times: list[dict[str, float]],
+    refused: Exception | None,
+    memory: str,
 ) -> Timing:
     if refused is not None:
         raise refused
@@ -133,7 +146,7 @@ def _timing(
     slots = "1 slot" if n_slots == 1 else f"{n_slots} slots"
     return Timing(
         name=name,
-        what=f"logits, all heads, float32; {what}",
+        what=f"logits, all heads, float32; {what}{memory}",
         baseline=baseline,
         work=f"a step of {slots} at {settings.n_context} tokens; the 7B shape, Q8_0, "
         f"flash attention on, {settings.device}",

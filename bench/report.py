@@ -84,6 +84,18 @@ class Count:
         ]
 
 
+@dataclass(frozen=True)
+class SoFar:
+    """A row whose rounds are not over: saved in case that the run is cut off."""
+
+    row: Timing
+
+    @property
+    def name(self) -> str:
+        """Name of the row."""
+        return self.row.name
+
+
 TIMING_COLUMNS = (
     "kqview", "ms: p10 / median / p90", "against", "ms: p10 / median / p90", "ratio", "upper 95 %",
     "pairs", "target", "met", "command",
@@ -100,14 +112,17 @@ def facts(settings: Settings) -> dict[str, Any]:
         **machine_facts(),
         # Where the checkout came without its history, who brought it says which one it is.
         **({"kqview_commit": commit} if (commit := os.environ.get("KQVIEW_BENCH_COMMIT")) else {}),
+        **({"build": build} if (build := os.environ.get("KQVIEW_BENCH_BUILD")) else {}),
         "flags": settings.flags,
         "n_context": settings.n_context,
         "is_quick": settings.is_quick,
     }
 
 
-def to_record(row: Row, about: Mapping[str, Any]) -> dict[str, Any]:
+def to_record(row: Row | SoFar, about: Mapping[str, Any]) -> dict[str, Any]:
     """The row for JSON: the facts, every single time, and what follows from them."""
+    if isinstance(row, SoFar):
+        return {**to_record(row.row, about), "is_partial": True}
     if isinstance(row, SweepRow):
         return {**about, **row.to_record()}
     record = {"row": row.name, **about, **asdict(row)}
@@ -147,15 +162,40 @@ def newest(
 ) -> tuple[list[Mapping[str, Any]], list[str]]:
     """The newest record of each row that was measured with *flags*, and notes on the others.
 
-    Records of another processor than the newest one's are left out as well.
+    Records of another processor than the newest one's are left out as well. Of a row that was
+    always cut off it is the record with the most pairs.
     """
     same = [record for record in records if record["flags"] == flags]
     cpu = same[-1]["cpu"] if same else ""
-    kept = {record["row"]: record for record in same if record["cpu"] == cpu}
+    kept: dict[str, Mapping[str, Any]] = {}
+    for record in same:
+        if record["cpu"] == cpu and _rank(record) >= _rank(kept.get(record["row"])):
+            kept[record["row"]] = record
     notes: list[str] = []
+    if cut := [name for name, record in kept.items() if record.get("is_partial")]:
+        notes.append(f"cut off before all pairs were measured: {', '.join(cut)}")
     for reason, names in _others(records, flags, cpu, kept).items():
         notes.append(f"saved, but {reason}: {', '.join(names)}")
     return list(kept.values()), notes
+
+
+def _rank(record: Mapping[str, Any] | None) -> float:
+    """Of two records of a row the one of the higher rank counts, of equal ones the newer."""
+    if record is None:
+        return 0
+    return len(record["pairs"]["baseline_ms"]) if record.get("is_partial") else float("inf")
+
+
+def finished(records: Iterable[Mapping[str, Any]], about: Mapping[str, Any]) -> set[str]:
+    """Names of the rows that *records* has complete, of the same build, GPUs and flags."""
+    # Where cuda.sh names the build, a change of the benchmarks' files is none of the build.
+    build = "build" if "build" in about else "kqview_commit"
+    keys = ("flags", "devices", "llama_cpp_commit", build)
+    return {
+        record["row"]
+        for record in records
+        if not record.get("is_partial") and all(record.get(key) == about.get(key) for key in keys)
+    }
 
 
 def _others(

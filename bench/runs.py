@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from settings import Settings
 
 
+# What views of a GPU may take: a machine that is just starting may show little of its memory, and
+# rows of 8 slots at 16k tokens need more page-locked memory than the default.
+GPU_VIEWS = {"attention_budget_bytes": 16 * 2**30, "pinned_bytes": 8 * 2**30}
+
+
 def open_engine(
     settings: Settings, *, flash_attn: bool, weight_type: str = "Q8_0", **options: Any
 ) -> Engine:
@@ -28,9 +33,19 @@ def open_engine(
             "flash_attn": flash_attn,
             # A process clock must not count steps ahead of the consumer.
             "run_ahead": 8 if settings.clock == "wall" else 0,
+            **(GPU_VIEWS if settings.device == "gpu" else {}),
             **options,
         },
     )
+
+
+def view_memory(settings: Settings, engine: Engine) -> str:
+    """For a row's text: the sort of memory that a GPU's rows were copied to; "" on a CPU."""
+    if settings.device == "cpu":
+        return ""
+    pool = engine.stats().pool
+    is_locked = pool.pinned_bytes and not pool.plain_fallbacks
+    return "; page-locked views" if is_locked else "; views not all page-locked"
 
 
 def decode_runs(
