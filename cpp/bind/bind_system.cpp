@@ -45,6 +45,7 @@ nb::dict build_info() {
     info["kqview_version"] = KQVIEW_VERSION;
     info["llama_cpp_commit"] = KQVIEW_LLAMA_COMMIT;
     info["is_portable"] = bool(KQVIEW_PORTABLE);
+    info["gpu_backends"] = text_or_none(KQVIEW_GPU_BACKENDS);
     info["cuda_version"] = text_or_none(KQVIEW_CUDA_VERSION);
     info["cuda_architectures"] = text_or_none(KQVIEW_CUDA_ARCHITECTURES);
     nb::list backends;

@@ -173,9 +173,11 @@ def system_info() -> dict[str, Any]:
         kqview_version, llama_cpp_commit: str.
         is_portable: Whether the build runs on any x86-64-v3 or ARMv8 machine, rather than being
             made for this CPU.
+        gpu_backends: Backends for GPUs in this build, such as "CUDA,Vulkan"; None for a CPU build.
         cuda_version: CUDA toolkit of the build, such as "13.0"; None for a build without CUDA.
         cuda_architectures: Architectures of its kernels, such as "80,90"; None without CUDA.
-        backends: Names of ggml's backends; backend_features: their build flags by name.
+        backends: Names of ggml's backends that work on this machine (one without its driver does
+            not); backend_features: their build flags by name.
         devices: A dict for each: name, description, type ("CPU", "GPU", "IGPU", "ACCEL"), backend,
             memory_free_bytes, memory_total_bytes, compute_capability (such as "9.0"; None except
             for NVIDIA), capture (how attention of its layers reaches a view: "zero-copy", "pinned"

@@ -26,7 +26,11 @@ def test_system_info_names_the_build_and_its_devices() -> None:
     assert info["n_threads_default"] == default_threads()
     assert info["backends"] == list(info["backend_features"])
     assert "CPU" in info["backends"]
-    assert ("CUDA" in info["backends"]) == (info["cuda_version"] is not None)
+    gpu_backends = (info["gpu_backends"] or "").split(",")
+    assert ("CUDA" in gpu_backends) == (info["cuda_version"] is not None)
+    named = {"ROCm": "HIP", "MTL": "Metal"}
+    working = {named.get(name, name) for name in info["backends"]} - {"CPU", "BLAS", "RPC", "FAKE"}
+    assert working <= set(gpu_backends)
     assert (info["cuda_version"] is None) == (info["cuda_architectures"] is None)
     (cpu,) = [device for device in info["devices"] if device["type"] == "CPU"]
     assert cpu["capture"] == "zero-copy"

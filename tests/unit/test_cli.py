@@ -577,10 +577,18 @@ REMOTE = {**GPU, "name": "RPC0", "backend": "RPC", "memory_total_bytes": 0, "cap
           "compute_capability": None}  # fmt: skip
 BUILD_INFO: dict[str, Any] = {
     "kqview_version": "1.2.3", "llama_cpp_commit": "0c1e570", "is_portable": False,
-    "cuda_version": "13.0", "cuda_architectures": "80,90", "backends": ["CUDA", "CPU"],
+    "gpu_backends": "CUDA", "cuda_version": "13.0", "cuda_architectures": "80,90",
+    "backends": ["CUDA", "CPU"],
     "backend_features": {"CUDA": {"ARCHS": "800,900"}, "CPU": {}}, "devices": [GPU, CPU],
     "nvidia_driver": "580.1", "nvidia_driver_cuda": "13.0", "cpu_features": "",
     "n_threads_default": 2,
+}  # fmt: skip
+
+
+WITHOUT_CUDA: dict[str, Any] = {
+    "gpu_backends": None, "cuda_version": None, "cuda_architectures": None, "backends": ["CPU"],
+    "backend_features": {"CPU": {}}, "devices": [CPU], "nvidia_driver": None,
+    "nvidia_driver_cuda": None,
 }  # fmt: skip
 
 
@@ -604,16 +612,11 @@ def test_info_without_a_model_shows_build_driver_and_devices(monkeypatch: pytest
 
 
 def test_info_of_a_build_for_cpus_says_so(monkeypatch: pytest.MonkeyPatch):
-    changes = {"cuda_version": None, "nvidia_driver": None, "nvidia_driver_cuda": None}
-    backends: dict[str, Any] = {
-        "backends": ["RPC", "CPU"],
-        "backend_features": {"RPC": {}, "CPU": {}},
-    }
-    text = show_info(monkeypatch, is_portable=True, devices=[CPU], **changes, **backends)
+    text = show_info(monkeypatch, is_portable=True, **WITHOUT_CUDA)
     assert "any x86-64-v3 or ARMv8 machine; no GPU\n" in re.sub(" +\n", "\n", text)
     assert "NVIDIA" not in text
     assert "compute capability" not in text
-    assert "found no GPU" not in text
+    assert "no GPU found" not in text
 
 
 @pytest.mark.parametrize("has_device", [True, False])
@@ -621,25 +624,19 @@ def test_info_of_a_build_for_gpus_says_where_none_is_found(
     monkeypatch: pytest.MonkeyPatch, has_device: bool
 ):
     radeon = {**GPU, "name": "Vulkan0", "backend": "Vulkan", "compute_capability": None}
-    text = show_info(
-        monkeypatch,
-        cuda_version=None,
-        nvidia_driver=None,
-        nvidia_driver_cuda=None,
-        backends=["Vulkan", "RPC", "CPU"],
-        backend_features={"Vulkan": {}, "RPC": {}, "CPU": {}},
-        devices=[radeon, CPU] if has_device else [CPU],
-    )
-    assert "this kind of CPU; Vulkan" in text
+    devices = [radeon, CPU] if has_device else [CPU]
+    changes = {**WITHOUT_CUDA, "gpu_backends": "HIP,Vulkan", "devices": devices}
+    text = show_info(monkeypatch, **changes)
+    assert "this kind of CPU; HIP, Vulkan" in text
     assert "NVIDIA" not in text
-    assert ("Vulkan found no GPU: models run on the CPU." in text) == (not has_device)
+    assert ("no GPU found: models run on the CPU" in text) == (not has_device)
 
 
 def test_info_of_a_cuda_build_without_a_driver_says_so(monkeypatch: pytest.MonkeyPatch):
     text = show_info(monkeypatch, nvidia_driver=None, nvidia_driver_cuda=None, devices=[CPU])
     (driver,) = [line for line in text.splitlines() if "NVIDIA driver" in line]
     assert driver.split()[-1] == "none"
-    assert "CUDA found no GPU" in text
+    assert "no GPU found" in text
 
 
 def test_info_shows_a_device_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch):

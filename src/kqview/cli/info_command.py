@@ -134,9 +134,9 @@ def _show_system(*, as_json: bool) -> None:
     console.print(about)
     console.print()
     console.print(_device_table(info["devices"]))
-    backends = _gpu_backends(info)
-    if backends and not any(device["type"] in ("GPU", "IGPU") for device in info["devices"]):
-        console.print(f"{backends} found no GPU: models run on the CPU.")
+    has_gpu = any(device["type"] in ("GPU", "IGPU") for device in info["devices"])
+    if info["gpu_backends"] is not None and not has_gpu:
+        console.print("no GPU found: models run on the CPU")
 
 
 def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
@@ -158,20 +158,15 @@ def _device_table(devices: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
-def _gpu_backends(info: Mapping[str, Any]) -> str:
-    # Others, such as Vulkan, ROCm (of HIP) and MTL (of Metal), compute on GPUs.
-    return ", ".join(name for name in info["backends"] if name not in ("CPU", "BLAS", "RPC"))
-
-
 def _build_rows(info: Mapping[str, Any]) -> list[tuple[str, str]]:
-    gpu = _gpu_backends(info) or "no GPU"
+    gpus = (info["gpu_backends"] or "no GPU").replace(",", ", ")
     if info["cuda_version"] is not None:
-        gpu = f"CUDA {info['cuda_version']} for {info['cuda_architectures']}"
+        gpus = gpus.replace("CUDA", f"CUDA {info['cuda_version']} for {info['cuda_architectures']}")
     cpu = "any x86-64-v3 or ARMv8 machine" if info["is_portable"] else "this kind of CPU"
     rows = [
         ("kqview", info["kqview_version"]),
         ("llama.cpp", info["llama_cpp_commit"]),
-        ("built for", f"{cpu}; {gpu}"),
+        ("built for", f"{cpu}; {gpus}"),
     ]
     for backend in info["backends"]:
         flags = " ".join(f"{k}={v}" for k, v in info["backend_features"][backend].items())
