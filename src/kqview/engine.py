@@ -50,6 +50,7 @@ from kqview.hub import check_is_path, fetch_model
 from kqview.lora import EngineLora, LoraAdapter, LoraScales
 from kqview.machine import capture_path, system_info
 from kqview.many import Many
+from kqview.mods.decorator import check_capture
 from kqview.mods.steering import Forcing, LogitsProcessor, Stopping
 from kqview.mods.tokenizer import ModTokenizer
 from kqview.option_names import names_options
@@ -687,6 +688,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
             )
         ids = self._prompt_ids(prompt, add_special, parse_special)
         capture = Capture.of(capture)
+        check_capture(() if steering is None else steering.mods, capture)
         wanted = self._submission.options(
             ids,
             request_id=request_id,

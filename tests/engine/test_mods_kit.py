@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from kqview import Capture, Engine, mod
+from kqview import Capture, Engine, errors, mod
 from kqview.mods import Prefilled
 from kqview.mods.attention import AlignAtt, LookbackGuard, ReRead
 from kqview.mods.kit import (
@@ -28,6 +28,7 @@ from kqview.mods.kit import (
     route_message,
     self_prompt_mod,
 )
+from kqview.mods.pruning import generate_pruned
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,16 +162,31 @@ def test_reminder_is_in_the_text_where_the_mod_says(engine: Engine):
     assert worked.shares[place - n_prompt + 1] > 2 * worked.shares[place - n_prompt]
 
 
+@pytest.mark.parametrize("made", [AlignAtt(SOURCE), LookbackGuard(SOURCE, 0.5), ReRead(SOURCE, 1)])
 @pytest.mark.parametrize(
-    "capture", [None, Capture("probs", top_k=4), Capture("probs", reduce="mean")]
+    ("capture", "got"),
+    [
+        (None, "there is none"),
+        ("qk", "kind 'qk'"),
+        (Capture("scores", layers=[1]), "kind 'scores'"),
+        (Capture(spans=[(0, 2)]), "spans"),
+        (Capture(layers=[], hidden=[1]), "there is none"),
+    ],
 )
+def test_capture_without_shares_is_refused_before_a_token(
+    engine: Engine, made: Any, capture: Any, got: str
+):
+    with pytest.raises(errors.InvalidCapture, match=f"{made.name} .*{got}.*'probs'") as caught:
+        engine.generate(STORY, mods=[made], capture=capture)
+    assert caught.value.parameter == "capture"
+    with pytest.raises(errors.InvalidCapture, match=r"generate_pruned .*'qk'"):
+        generate_pruned(engine, STORY, capture="qk")
+
+
+@pytest.mark.parametrize("capture", [Capture("probs", top_k=4), Capture("probs", reduce="mean")])
 def test_guard_reads_every_form_of_capture(engine: Engine, capture: Any):
     guard = LookbackGuard(SOURCE, 0.5)
     generation = engine.generate(STORY, mods=[guard], capture=capture, max_tokens=4, temperature=0)
-    if capture is None:
-        with pytest.raises(ValueError, match="capture='probs'"):
-            generation.read()
-        return
     generation.read()
     assert all(0 <= ratio <= 1 for ratio in generation.mods[0].ratios)
     trace = generation.trace

@@ -1,8 +1,9 @@
 """Mods that see attention: they act on what the model attends to while it generates.
 
 Each needs ``capture="probs"``, or a Capture of kind "probs", which may choose layers or heads or
-use ``reduce`` or ``top_k``. Without attention they end the request with an error that says so. They
-take columns for positions, so they do not work with ``context_shift``.
+use ``reduce`` or ``top_k``; `generate` refuses others. A row that ``on_full="drop"`` dropped ends
+the request with an error that says so. They take columns for positions, so they do not work with
+``context_shift``.
 
 - `AlignAtt` stops when the model reaches the end of a source that is still growing.
   Papi, Turchi, Negri: AlignAtt, Interspeech 2023, https://arxiv.org/abs/2305.11408
@@ -27,6 +28,7 @@ from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.mods.actions import Action
 from kqview.mods.decorator import Mod
 from kqview.mods.events import Added, ForwardPass, Prefilled
+from kqview.types.capture import Capture
 from kqview.types.token import Attention, Positions
 
 if TYPE_CHECKING:
@@ -76,6 +78,27 @@ def head_rows(
             f"layers={layers} and heads={heads} are not all in the capture; both are indices into "
             "the captured ones"
         ) from None
+
+
+def check_shares(who: str, capture: Capture | None) -> None:
+    """Refuse a *capture* whose rows are not shares of attention, one for each column.
+
+    Raises:
+        InvalidCapture: There is none, it is of another kind, or has spans or no layers.
+    """
+    if capture is None or capture.layers == ():
+        got = "there is none"
+    elif capture.kind != "probs":
+        got = f"the capture is of kind {capture.kind!r}"
+    elif capture.spans is not None:
+        got = "the capture has spans, which are sums"
+    else:
+        return
+    raise InvalidCapture(
+        f"{who} needs the share of attention that each token gets, but {got}; pass "
+        "capture='probs', or a Capture of that kind",
+        parameter="capture",
+    )
 
 
 def _full(values: NDArray[Any], positions: NDArray[np.int32] | None, n_context: int) -> Row:
@@ -146,6 +169,11 @@ class _AttentionMod(Mod):
         self._place = place
         self._layers = layers
         self._heads = heads
+
+    @classmethod
+    def check_capture(cls, capture: Capture | None) -> None:
+        """See Mod."""
+        check_shares(cls.__name__, capture)
 
     def begin(self, request_id: str, tokenizer: "ModTokenizer") -> None:
         """See Mod."""

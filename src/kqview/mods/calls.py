@@ -61,6 +61,12 @@ class Outcome:
     error: str | None = None
     traceback: str = ""
 
+    @property
+    def place(self) -> str:
+        """Where the exception was raised, as " (file, line, function)"; "" without one."""
+        frames = [line for line in self.traceback.splitlines() if line.startswith('  File "')]
+        return f" ({frames[-1].strip()})" if frames else ""
+
 
 def failure(error: BaseException, time_ms: float = 0.0) -> Outcome:
     """The outcome of a call that raised *error*."""

@@ -17,6 +17,7 @@ from kqview.errors import shown
 from kqview.mods.actions import Action, ActionBuilder
 from kqview.mods.events import Added, Event, ForwardPass, Prefilled, RequestEnd, Sampled
 from kqview.mods.tokenizer import ModTokenizer
+from kqview.types.capture import Capture
 
 Answer = Action | None
 ModFunction = Callable[..., "Answer | Awaitable[Answer]"]
@@ -42,6 +43,14 @@ class Mod:
     def name(self) -> str:
         """Name of the mod in the trace."""
         return type(self).__name__
+
+    @classmethod
+    def check_capture(cls, capture: Capture | None) -> None:
+        """Refuse a *capture* that the mod cannot work with; `generate` calls it with its own.
+
+        Raises:
+            InvalidCapture: The mod needs another one.
+        """
 
     def begin(self, request_id: str, tokenizer: ModTokenizer) -> None:
         """Set up the state of a request; called before its first event."""
@@ -209,6 +218,17 @@ def check_mods(mods: object) -> Sequence[Any]:
             raise invalid(f"mods[{i}]", "a mod; call the class", shown(cast("object", one)))
         n_arguments_of(one, f"mods[{i}]")
     return given
+
+
+def check_capture(mods: Sequence[Any], capture: Capture | None) -> None:
+    """Refuse a *capture* that one of *mods* cannot work with.
+
+    Raises:
+        InvalidCapture: As `Mod.check_capture`.
+    """
+    for one in mods:
+        if _is_mod_class(one) or isinstance(one, Mod):
+            one.check_capture(capture)
 
 
 def _is_mod_class(given: object) -> bool:

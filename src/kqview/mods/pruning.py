@@ -19,7 +19,7 @@ import numpy as np
 
 from kqview.arguments import invalid, to_number, whole_number
 from kqview.errors import RequestError, shown
-from kqview.mods.attention import head_rows
+from kqview.mods.attention import check_shares, head_rows
 from kqview.types import Capture, Token
 from kqview.types.capture import Kind
 
@@ -203,8 +203,8 @@ def generate_pruned(
         ``places``. ``token.index`` counts over all parts.
 
     Raises:
-        RequestError: An option is out of range or not supported with pruning. Iterating raises the
-            errors of `generate`.
+        RequestError: An option is out of range or not supported with pruning. May be
+            InvalidCapture. Iterating raises the errors of `generate`.
     """
     refused = [name for name in (*_REFUSED, *_TAKEN) if name in options]
     if refused:
@@ -242,6 +242,7 @@ def generate_pruned(
             parameter="prompt",
         )
     wanted = Capture.of(capture) or Capture("probs")
+    check_shares("generate_pruned", wanted)
     return PrunedGeneration(
         engine,
         ids,

@@ -11,6 +11,7 @@ the text ends: at an end-of-text token, at the limit of tokens, or after a stop 
 """
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,7 @@ from kqview.trace.record import Object
 from kqview.trace.recorder import INPUT_CHARACTERS
 from kqview.types import Usage
 
+_log: Final = logging.getLogger("kqview.mods")
 _TOP_TOKENS: Final = 20
 # Limit of steps of a request, so that mods that keep backtracking cannot run forever.
 _STEPS_PER_TOKEN: Final = 16
@@ -230,6 +232,7 @@ class Steering:
         self._picks_slowly = picks_slowly
         self._prompt: list[int] = []
         self._prompt_text = ""
+        self._warned: set[int] = set()  # ids of mods
         self._n_steps = 0
         self._n_steps_max = 0
         self._records: list[TraceEvent | TraceAction] = []  # of this step, about the text
@@ -419,6 +422,8 @@ class Steering:
                     action = self._checked(event, outcome.answer)
                 except RequestError as error:
                     outcome = failure(error, outcome.time_ms)
+            if outcome.error is not None:
+                self._warn(one, outcome)
             if self.recorder is not None:
                 self.recorder.end_call(
                     called,
@@ -432,6 +437,19 @@ class Steering:
         is_open = True
         for action, called in answers:
             is_open = self._apply(action, called, type(event) is Added, so_far, is_open)
+
+    def _warn(self, mod: BoundMod, outcome: Outcome) -> None:
+        """Log the first failure of *mod*, which otherwise only the trace shows."""
+        if id(mod) in self._warned:
+            return
+        self._warned.add(id(mod))
+        advice = "generation.trace has the calls that failed"
+        if self.recorder is None:
+            advice = "pass trace=True, and generation.trace has them"
+        _log.warning(
+            "mod %s failed for %s and its calls that fail count as Noop: %s%s; %s",
+            mod.name, self._request_id, outcome.error, outcome.place, advice,
+        )  # fmt: skip
 
     def _log_of(self, called: int | None) -> Log:
         recorder = self.recorder

@@ -735,6 +735,38 @@ def test_forcing_that_returns_nonsense_is_refused(given: Any):
     assert caught.value.parameter == "forcing"
 
 
+# ---- failures
+
+
+@pytest.mark.parametrize(
+    ("options", "advice"),
+    [({}, "generation.trace has the calls"), ({"recorder": None}, "pass trace=True")],
+)
+def test_first_failure_of_each_mod_is_logged(
+    caplog: pytest.LogCaptureFixture, options: Any, advice: str
+):
+    def fails(event: Any) -> None:
+        raise KeyError("of the mod")
+
+    def answers_wrongly(event: Any) -> Any:
+        return 5
+
+    mods = [mod(fails), mod(answers_wrongly), mod(lambda event: None)]
+    for request_id in ("r1", "r2"):
+        steering = steer(mods, [], request_id, **options)
+        for _ in range(2):
+            steering.run(steering.prefill([1, 2], max_tokens=4))
+    records = [record for record in caplog.records if record.name == "kqview.mods"]
+    assert [record.levelname for record in records] == ["WARNING"] * 4
+    for request_id, (first, second) in (("r1", records[:2]), ("r2", records[2:])):
+        text = first.getMessage()
+        assert text.startswith(f"mod fails failed for {request_id} and")
+        assert "KeyError: 'of the mod'" in text
+        assert f'{__file__}", line {fails.__code__.co_firstlineno + 1}, in fails' in text
+        assert advice in text
+        assert "mod answers_wrongly failed" in second.getMessage()
+
+
 # ---- the end
 
 
