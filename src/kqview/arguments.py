@@ -1,4 +1,4 @@
-"""Checks of arguments: texts, paths, numbers, seconds and token ids. Knows only the errors."""
+"""Checks of arguments: texts, paths, numbers, flags and token ids. Knows only the errors."""
 
 import math
 import operator
@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
 from typing import Final, cast
+
+import numpy as np
 
 from kqview.errors import InvalidToken, RequestError, shown
 
@@ -82,6 +84,13 @@ def checked_id(name: str, value: object, error: type[RequestError] = InvalidToke
     if token_id is None or not 0 <= token_id <= INT32_MAX:
         raise invalid(name, "a token id, as tokenize() returns them", shown(value), error)
     return token_id
+
+
+def flag(name: str, value: object, error: type[RequestError] = RequestError) -> bool:
+    """*value* as True or False, which numpy's may be; *error* otherwise."""
+    if not isinstance(value, bool | np.bool_):
+        raise invalid(name, "True or False", shown(value), error)
+    return bool(cast("bool", value))
 
 
 def to_index(value: object) -> int | None:

@@ -4,6 +4,7 @@ A text becomes a request that evaluates its prompt and samples nothing. Several 
 (`text_batch`), so that no slot is idle and the texts of several slots share a step.
 """
 
+from abc import abstractmethod
 from asyncio import to_thread
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -132,6 +133,7 @@ class Embedding:
         self, texts: Sequence[Text], **options: Unpack[EmbedOptions]
     ) -> Vectors | list[Vectors]: ...
 
+    @names_options("aembed", also=EmbedOptions.__annotations__)
     async def aembed(
         self, texts: Text | Sequence[Text], *, normalize: bool = True, **options: Any
     ) -> Vectors | list[Vectors]:
@@ -236,6 +238,7 @@ class Embedding:
         self, texts: Sequence[Text | Pair], **options: Unpack[TextOptions]
     ) -> list[Classification]: ...
 
+    @names_options("aclassify", also=TextOptions.__annotations__)
     async def aclassify(
         self, texts: Text | Sequence[Text | Pair], **options: Any
     ) -> Classification | list[Classification]:
@@ -276,6 +279,12 @@ class Embedding:
 
     # ---- texts to ids
 
+    @abstractmethod
+    def _text_ids(
+        self, name: str, text: str, add_special: object, parse_special: object
+    ) -> list[int]:
+        """See Vocabulary."""
+
     def _ids_of(
         self,
         who: str,
@@ -289,7 +298,7 @@ class Embedding:
         for i, item in enumerate(items):
             name = "texts" if is_one else f"texts[{i}]"
             if isinstance(item, str):
-                ids = self._model.tokenize(encode(name, item), add_special, parse_special)
+                ids = self._text_ids(name, item, add_special, parse_special)
             elif who == "classify" and not is_one and _is_pair(item):
                 ids = self._joined(name, *cast("Pair", item))
             else:

@@ -802,8 +802,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
 
     def _prompt_ids(self, prompt: str | Ids, add_special: bool, parse_special: bool) -> list[int]:
         if isinstance(prompt, str):
-            text = encode("prompt", prompt)
-            ids = self._model.tokenize(text, add_special, parse_special)
+            ids = self._text_ids("prompt", prompt, add_special, parse_special)
         else:
             _check_one(prompt)
             ids = checked_ids("prompt", prompt)

@@ -78,7 +78,8 @@ class Many:
             skip: Ids to leave out, such as those of a `kqview.SavedFolder`, to continue a run that
                 was interrupted.
             on_error: "raise" ends the iteration with the error of the first prompt that fails;
-                "return" yields its result with ``error`` set and continues.
+                "return" yields its result with ``error`` set and continues. A note of an error that
+                is raised names the prompt.
             **options: The options of `generate`, the same for every prompt. ``request_id`` is the
                 id of the prompt.
 
@@ -119,6 +120,13 @@ class Many:
         is_over = False
 
         def work(name: str, prompt: Prompt) -> Finished:
+            try:
+                return taken(name, prompt)
+            except Exception as error:
+                error.add_note(f"engine.map: with the prompt whose index or key is {name!r}")
+                raise
+
+        def taken(name: str, prompt: Prompt) -> Finished:
             try:
                 generation = self._begun(name, prompt, options)
             except KqviewError as error:

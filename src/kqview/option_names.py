@@ -7,8 +7,8 @@ accepted under two names: the error names the right one.
 import difflib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, ParamSpec, TypeVar
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any, Final, ParamSpec, TypeVar, cast
 
 from kqview.errors import UnknownOption
 
@@ -190,28 +190,41 @@ def unknown_option(who: str, name: str, known: Iterable[str]) -> UnknownOption:
 
 
 def names_options(
-    who: str, *, also: Iterable[str] = ()
+    who: str, *, also: Iterable[str] = (), hides_first: bool = True
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Make a function raise `unknown_option` instead of Python's TypeError.
 
     Args:
         who: Name of the function or class in messages.
         also: Names that its ``**options`` take.
+        hides_first: Whether the first argument is left out of the names that a message lists: a
+            function is called with it, whatever else is wrong.
     """
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         parameters = inspect.signature(function).parameters.values()
-        known = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
-        options = (known | set(also)) - {"self"}
+        known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        known = [name for name in known if name != "self"]
+        options = {*known, *also}
+        listed = options - set(known[:1]) if hides_first else options
+
+        def check(given: Iterable[str]) -> None:
+            for name in given:
+                if name not in options:
+                    raise unknown_option(who, name, listed)
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            for name in kwargs:
-                if name not in options:
-                    shown = options - {"prompt", "messages", "texts", "model"}
-                    raise unknown_option(who, name, shown)
+            check(kwargs)
             return function(*args, **kwargs)
 
+        @functools.wraps(function)
+        async def achecked(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+            check(kwargs)
+            return await cast("Awaitable[Any]", function(*args, **kwargs))
+
+        if inspect.iscoroutinefunction(function):
+            return cast("Callable[_P, _R]", achecked)
         return checked
 
     return decorate
@@ -220,5 +233,5 @@ def names_options(
 def names_fields(cls: type[_T]) -> type[_T]:
     """Like `names_options`, for a dataclass."""
     made: Any = cls
-    made.__init__ = names_options(cls.__name__)(made.__init__)
+    made.__init__ = names_options(cls.__name__, hides_first=False)(made.__init__)
     return cls

@@ -5,6 +5,7 @@ the logits of each step into scores before the next one, so only one step's logi
 a time, however long the text is.
 """
 
+from abc import abstractmethod
 from asyncio import to_thread
 from collections.abc import Iterable, Sequence
 from contextlib import closing
@@ -12,7 +13,7 @@ from typing import Any, Final, TypedDict, Unpack, cast, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.arguments import checked_ids, encode, whole_number
+from kqview.arguments import checked_ids, whole_number
 from kqview.errors import RequestError, UnsupportedModel
 from kqview.generation.stream import Generation
 from kqview.lora import LoraScales
@@ -61,6 +62,12 @@ class Scoring:
     _info: ModelInfo
     _submission: Submission
     _can_generate: bool
+
+    @abstractmethod
+    def _text_ids(
+        self, name: str, text: str, add_special: object, parse_special: object
+    ) -> list[int]:
+        """See Vocabulary."""
 
     # A str is also a sequence of str; the first overload that fits applies.
     @overload
@@ -134,6 +141,7 @@ class Scoring:
         self, texts: Sequence[Text], **options: Unpack[ScoreOptions]
     ) -> list[Score]: ...
 
+    @names_options("ascore", also=ScoreOptions.__annotations__)
     async def ascore(self, texts: Text | Sequence[Text], **options: Any) -> Score | list[Score]:
         """Like `score`, without blocking the event loop.
 
@@ -172,7 +180,7 @@ class Scoring:
         for i, item in enumerate(items):
             name = "texts" if is_one else f"texts[{i}]"
             if isinstance(item, str):
-                one = self._model.tokenize(encode(name, item), add_special, parse_special)
+                one = self._text_ids(name, item, add_special, parse_special)
             else:
                 one = checked_ids(name, cast("Iterable[object]", item))
             self._submission.check_prompt(name, one)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol, cast
 
 from kqview import _core
-from kqview.arguments import invalid, to_path, whole_number
+from kqview.arguments import flag, invalid, to_path, whole_number
 from kqview.errors import RequestError, StateMismatch, UnsupportedModel, shown
 from kqview.lora import EngineLora
 from kqview.state.files import (
@@ -178,8 +178,7 @@ class Slot:
             raise RequestError(
                 f"blob must be the bytes of Slot.save, got {type(blob).__name__}", parameter="blob"
             )
-        if not isinstance(exact, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise invalid("exact", "True or False", shown(exact))
+        exact = flag("exact", exact)
         # A copy as bytes cannot change between the check and the read of the engine thread.
         data, trailer = split(bytes(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS

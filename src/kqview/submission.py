@@ -18,6 +18,7 @@ from kqview import _core
 from kqview.arguments import (
     INT32_MAX,
     INT64_MAX,
+    flag,
     invalid,
     parameter_of,
     seconds,
@@ -541,12 +542,9 @@ def set_shift(
     """
     if not isinstance(reuse, str) or reuse not in get_args(Reuse):
         raise invalid("reuse", "'exact', 'prefix' or 'shift'", shown(reuse))
-    if not isinstance(cache_prompt, bool):
-        raise invalid("cache_prompt", "True or False", shown(cache_prompt))
-    if not isinstance(deterministic, bool):
-        raise invalid("deterministic", "True or False", shown(deterministic))
-    if not isinstance(context_shift, bool):
-        raise invalid("context_shift", "True or False", shown(context_shift))
+    cache_prompt = flag("cache_prompt", cache_prompt)
+    deterministic = flag("deterministic", deterministic)
+    context_shift = flag("context_shift", context_shift)
     n_run_min = whole_number("reuse_min_tokens", reuse_min_tokens)
     wanted = "reuse='shift'" if reuse == "shift" else "context_shift" if context_shift else None
     if wanted and core.shift_obstacle:

@@ -5,9 +5,10 @@ from typing import Literal, SupportsIndex, overload
 
 from kqview._core import Engine as CoreEngine
 from kqview._core import Model as CoreModel
-from kqview.arguments import checked_id, checked_ids, encode
+from kqview.arguments import checked_id, checked_ids, encode, flag
 from kqview.errors import UnsupportedModel
 from kqview.offsets import Offsets, offsets_of
+from kqview.option_names import names_options
 from kqview.types import Tokenized
 
 
@@ -41,6 +42,7 @@ class Vocabulary:
         offsets: Literal[True],
     ) -> Tokenized: ...
 
+    @names_options("tokenize")
     def tokenize(
         self,
         text: str,
@@ -69,11 +71,10 @@ class Vocabulary:
                 followed.
         """
         self._core.check_open()
-        data = encode("text", text)
-        ids = self._model.tokenize(data, add_special, parse_special)
-        if not offsets:
+        ids = self._text_ids("text", text, add_special, parse_special)
+        if not flag("offsets", offsets):
             return ids
-        plain = self._model.tokenize(data, False, parse_special) if add_special else ids
+        plain = self._text_ids("text", text, False, parse_special) if add_special else ids
         n_added = len(ids) - len(plain)
         n_before = next((n for n in range(n_added + 1) if ids[n : n + len(plain)] == plain), 0)
         end = len(text)
@@ -81,6 +82,14 @@ class Vocabulary:
         return Tokenized(
             ids, [(0, 0)] * n_before + spans + [(end, end)] * (len(ids) - n_before - len(spans))
         )
+
+    def _text_ids(
+        self, name: str, text: str, add_special: object, parse_special: object
+    ) -> list[int]:
+        """The ids of *text*, the argument *name*."""
+        data = encode(name, text)
+        flags = flag("add_special", add_special), flag("parse_special", parse_special)
+        return self._model.tokenize(data, *flags)
 
     def _offsets(self, text: str, ids: list[int]) -> Offsets:
         spans = offsets_of(text, [self._bytes_of(i) for i in ids])

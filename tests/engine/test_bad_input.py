@@ -259,6 +259,34 @@ def test_text_with_surrogates_is_refused(
         engine.tokenize(b"bytes")  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.parametrize("wrong", [0, 1, None, "x", np.int64(1)])
+def test_flag_that_is_no_boolean_is_refused(
+    make_engine: MakeEngine, tiny_llama: Path, wrong: Any
+) -> None:
+    engine = make_engine(tiny_llama)
+    calls = (engine.tokenize, engine.generate, engine.score, engine.attend)
+    for name in ("add_special", "parse_special"):
+        for call in calls:
+            with pytest.raises(
+                errors.RequestError, match=f"{name} must be True or False"
+            ) as caught:
+                call("a", **{name: wrong})
+            assert caught.value.parameter == name
+    for name in ("cache_prompt", "deterministic", "context_shift"):
+        with pytest.raises(errors.RequestError, match=f"{name} must be True or False"):
+            engine.generate("a", **{name: wrong})
+
+
+def test_flag_may_be_numpy_s(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    yes: Any = np.True_
+    no: Any = np.False_
+    assert engine.tokenize("a", add_special=no, parse_special=yes) == engine.tokenize(
+        "a", add_special=False
+    )
+    engine.generate("a", add_special=yes, cache_prompt=no, ignore_eos=yes, max_tokens=1).read()
+
+
 def test_text_with_zero_bytes_is_kept(make_engine: MakeEngine, tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     ids = engine.tokenize("a\0b\0", add_special=False)

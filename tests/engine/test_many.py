@@ -153,6 +153,18 @@ def test_stack_pads_rows_to_the_longest(engine: Engine) -> None:
     assert whole.flags.writeable
 
 
+@pytest.mark.parametrize("as_mapping", [False, True])
+def test_error_says_of_which_prompt_it_is(engine: Engine, as_mapping: bool) -> None:
+    prompts: Any = ["a", [1] * 500, "b"]
+    if as_mapping:
+        prompts = dict(zip("xyz", prompts, strict=True))
+    with pytest.raises(errors.PromptTooLong) as caught:
+        list(engine.map(prompts, **GREEDY))
+    assert caught.value.__notes__ == [
+        f"engine.map: with the prompt whose index or key is {'y' if as_mapping else '1'!r}"
+    ]
+
+
 def test_stack_refuses_what_has_no_common_shape(engine: Engine) -> None:
     with pytest.raises(errors.InvalidCapture, match="capture="):
         kqview.stack(list(engine.generate(PROMPTS[0], **GREEDY)))

@@ -144,3 +144,22 @@ def test_function_keeps_its_signature_and_its_own_errors():
     with pytest.raises(TypeError, match="missing 1 required"):
         call()  # pyright: ignore[reportCallIssue]
     assert "it has a, b" in str(unknown_option("call", "quite_different", ["b", "a"]))
+
+
+def test_fields_of_a_class_are_listed_and_the_first_argument_of_a_function_is_not(engine: Engine):
+    given: Any = {"prmpt": True}
+    with pytest.raises(
+        errors.UnknownOption, match="Capture has no option prmpt; here it is prompt"
+    ):
+        Capture(**given)
+    given = {"zzz": 1}
+    with pytest.raises(errors.UnknownOption, match=r"it has add_special, offsets, parse_special$"):
+        engine.tokenize("a", **given)
+
+
+async def test_coroutines_name_an_unknown_option(engine: Engine):
+    for call in (engine.ascore, engine.aembed, engine.aclassify):
+        assert inspect.iscoroutinefunction(call)
+        given: Any = {"prioritys": 1}
+        with pytest.raises(errors.UnknownOption, match=rf"{call.__name__} .* it is priority"):
+            await call("a", **given)

@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, cast, get_args
 
 import numpy as np
 
-from kqview.arguments import invalid, to_index, to_number
+from kqview.arguments import flag, invalid, to_index, to_number
 from kqview.errors import InvalidCapture, RequestError, shown
 from kqview.option_names import names_fields
 from kqview.types.model import ModelInfo
@@ -106,10 +106,7 @@ class Capture:
             object.__setattr__(self, "spans", _to_spans(self.spans))
             self._check_spans()
         for name in ("prompt", "vocab_logits"):
-            value: object = getattr(self, name)
-            if not isinstance(value, bool | np.bool_):
-                raise _invalid(name, "True or False", value)
-            object.__setattr__(self, name, bool(cast("bool", value)))
+            object.__setattr__(self, name, flag(name, getattr(self, name), InvalidCapture))
         object.__setattr__(self, "wait_s", _to_wait_s(self.wait_s))
 
     def _check_spans(self) -> None:

@@ -18,6 +18,7 @@ from kqview.arguments import (
     checked_id,
     checked_ids,
     encode,
+    flag,
     invalid,
     to_index,
     to_number,
@@ -144,9 +145,7 @@ def _contains(option: SamplingOption, value: float) -> bool:
 
 
 def _to_flag(option: SamplingOption, value: object) -> bool:
-    if not isinstance(value, bool):
-        raise _invalid(option.name, value, "True or False")
-    return value
+    return flag(option.name, value, InvalidSampling)
 
 
 def _to_text(option: SamplingOption, value: object) -> str:
