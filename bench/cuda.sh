@@ -398,11 +398,17 @@ run_pytest() {
     local most=$1
     shift
     PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 KQVIEW_TEST_GPU_LAYERS=$(layers) within "$most" "$python" -m pytest -q \
-        -p no:cacheprovider -p pytest_asyncio.plugin -p _hypothesis_pytestplugin -W default "$@"
+        -p no:cacheprovider -p pytest_asyncio.plugin -p _hypothesis_pytestplugin -W default \
+        --continue-on-collection-errors "$@"
 }
 
-# Long prompts make other kernels run on a GPU, and take most of the time on a host.
-run_values() { run_pytest "$values_most" tests/engine/test_device_values.py ${quick[@]+-k "not 800"}; }
+# run_values PLACE: where rows of layers on devices are computed, as Engine's device_rows says it. Long prompts make
+# other kernels run on a GPU, and take most of the time on a host.
+run_values() {
+    local -x KQVIEW_TEST_DEVICE_ROWS=$1
+    [ "$device $1" != 'cpu beside' ] || { echo "the host has one place to compute rows"; return 75; }
+    run_pytest "$values_most" tests/engine/test_device_values.py ${quick[@]+-k "not 800"}
+}
 
 # Those of 128 models of other architectures take longer than all the rest.
 many_models=(tests/engine/test_architectures.py tests/engine/test_architectures_cache.py)
@@ -496,7 +502,10 @@ run() {
 
 run_part() {
     case $1 in
-        values) part values run_values ;;
+        values)
+            was_finished values || part values run_values 'in graph'
+            was_finished values-beside || part values-beside run_values beside
+            ;;
         tests) part tests run_tests ;;
         architectures) part architectures run_architectures ;;
         sanitize) part memcheck sanitize memcheck; part racecheck sanitize racecheck ;;
@@ -519,7 +528,7 @@ everything() {
     has_sources peers >/dev/null 2>&1 || rm -f "$work/peers.sources"
     use_peers
     choose_results
-    values_most=240 # there are rows to measure after them
+    values_most=150 # there are rows to measure after them
     for name in "${parts[@]}"; do
         case $name in
             tools | package)
@@ -540,7 +549,7 @@ everything() {
         case $name in
             first) measure_part first; show_table ;;
             places | decode | stock) measure_part "$name" ;;
-            values | tests) was_finished "$name" || run_part "$name" ;;
+            tests) was_finished tests || run_part tests ;;
             sanitize) was_finished racecheck || run_part sanitize ;;
             *) run_part "$name" ;;
         esac
@@ -548,8 +557,11 @@ everything() {
     show_table
 }
 
-# was_finished PART: did it end well in an earlier call that had this package?
-was_finished() { [ -n "$resume" ] && [ -z "$is_rebuilt" ] && grep -q "^ok     $1 " "$work/printed.txt"; }
+# was_finished PART: did it end well in an earlier call of `all` that had this package?
+was_finished() {
+    [ "$step" = all ] && [ -n "$resume" ] && [ -z "$is_rebuilt" ] && grep -q "^ok     $1 " "$work/printed.txt" &&
+        line 'earlier %-9s was finished by an earlier call\n' "$1"
+}
 
 [ $# -gt 0 ] || usage
 step=$1

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXTRAS = ("cli", "chat", "constraints", "save")
-# Of the extra `test`. Tests that need one of its other packages are skipped without it.
-OF_TEST = ("pytest", "pytest-asyncio", "hypothesis", "gguf")
+# Of the extras `test` and `server`. Tests that need another package of them are skipped without it.
+OF_TEST = ("pytest", "pytest-asyncio", "hypothesis", "gguf", "msgspec", "pybase64")
 # pip's wheels of them are one way to get them; what a build needs is the program.
 PROGRAMS = {"cmake": "cmake>=3.26", "ninja": "ninja"}
 CXX_NAMES = ("c++", "g++", "clang++")
@@ -53,15 +53,15 @@ def requirements(pyproject: Path = ROOT / "pyproject.toml") -> list[str]:
     """What the package, its build and the parts of cuda.sh need, as pip reads it.
 
     Raises:
-        KitError: The extra `test` does not name a package that this file takes from it.
+        KitError: No extra names a package that this file takes from them.
     """
     content = tomllib.loads(pyproject.read_text(encoding="utf-8"))
     project = content["project"]
     extras: dict[str, list[str]] = project["optional-dependencies"]
-    of_test = {name_of(one): one for one in extras["test"]}
+    of_test = {name_of(one): one for extra in ("test", "server") for one in extras[extra]}
     if unknown := [name for name in OF_TEST if name not in of_test]:
         raise KitError(
-            f"the extra 'test' of pyproject.toml names no {', '.join(unknown)}; "
+            f"the extras 'test' and 'server' of pyproject.toml name no {', '.join(unknown)}; "
             "correct OF_TEST in bench/cuda_kit.py"
         )
     wanted = [*project["dependencies"], *(one for extra in EXTRAS for one in extras[extra])]

@@ -53,7 +53,7 @@ def test_engine_on_the_host_captures_without_a_copy(
 def test_engine_on_devices_says_that_rows_are_copied(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
-    with fake_devices(), make_engine(tiny_llama) as engine:
+    with fake_devices(), make_engine(tiny_llama, n_gpu_layers=-1) as engine:
         info = engine.system_info()
     assert info["capture"] == "pinned"
     assert info["zero_copy"] is False

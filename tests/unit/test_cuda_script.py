@@ -10,6 +10,7 @@ import importlib
 import io
 import json
 import os
+import random
 import re
 import shutil
 import subprocess
@@ -59,6 +60,14 @@ class Script:
     def out(self) -> Path:
         return self.root / "out"
 
+    def fake_python(self, *cases: str) -> Path:
+        """This Python, but for calls that one of the shell's *cases* matches."""
+        path = self.root / "python"
+        text = " ;;\n".join(cases)
+        path.write_text(f'#!/bin/sh\ncase "$*" in\n{text} ;;\nesac\nexec {sys.executable} "$@"\n')
+        path.chmod(0o755)
+        return path
+
     def __call__(self, *arguments: str) -> tuple[int, str]:
         """The exit status, and what was printed."""
         done = subprocess.run(
@@ -82,8 +91,8 @@ def script(tmp_path: Path) -> Script:
     return Script(tmp_path)
 
 
-def write_wheel(folder: Path, name: str, code: str = "") -> Path:
-    """A wheel with a module of *code* and a program, both called *name*."""
+def write_wheel(folder: Path, name: str, code: str = "", data: bytes = b"") -> Path:
+    """A wheel with a module of *code* and a program, both called *name*, and a file of *data*."""
     folder.mkdir(parents=True, exist_ok=True)
     info = f"{name}-1.0.dist-info"
     files = {
@@ -92,11 +101,12 @@ def write_wheel(folder: Path, name: str, code: str = "") -> Path:
         f"{info}/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
         f"{info}/entry_points.txt": f"[console_scripts]\n{name} = {name}:main\n",
     }
-    record = "".join(f"{path},,\n" for path in [*files, f"{info}/RECORD"])
+    record = "".join(f"{path},,\n" for path in [*files, f"{name}/data", f"{info}/RECORD"])
     path = folder / f"{name}-1.0-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as wheel:
         for member, text in {**files, f"{info}/RECORD": record}.items():
             wheel.writestr(member, text)
+        wheel.writestr(f"{name}/data", data)
     return path
 
 
@@ -222,9 +232,10 @@ def test_extra_that_lost_a_package_is_refused(kit: Any, tmp_path: Path) -> None:
     path = tmp_path / "pyproject.toml"
     path.write_text(
         "[project]\ndependencies = []\n[project.optional-dependencies]\n"
-        "test = ['hypothesis', 'gguf', 'PyTest_asyncio']\n[build-system]\nrequires = []\n"
+        "test = ['hypothesis', 'gguf', 'PyTest_asyncio']\nserver = ['msgspec', 'pybase64']\n"
+        "[build-system]\nrequires = []\n"
     )
-    with pytest.raises(kit.KitError, match="names no pytest; correct OF_TEST"):
+    with pytest.raises(kit.KitError, match="name no pytest; correct OF_TEST"):
         kit.requirements(path)
 
 
@@ -262,6 +273,86 @@ def test_programs_that_are_missing_fail_the_check(kit: Any, tmp_path: Path) -> N
     assert done.returncode == 1
     assert "cmake>=3.26, ninja; install them, or rerun bench/cuda.sh prepare" in done.stderr
     assert "no C++ compiler (c++, g++, clang++): install gcc and g++" in done.stderr
+
+
+def write_program(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_gpu_that_is_not_there_is_named_before_anything_is_built(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kit.gpu_missing()[0].startswith("no nvidia-smi on the PATH")
+    write_program(tmp_path / "nvidia-smi", "echo No devices were found; exit 6")
+    assert kit.gpu_missing() == ["nvidia-smi finds no GPU: No devices were found"]
+    write_program(tmp_path / "nvidia-smi", "echo NVIDIA H100, 580.159")
+    assert kit.gpu_missing() == []
+
+
+def test_compiler_that_compiles_nothing_is_named_with_its_reason(
+    kit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_program(tmp_path / "cc", "exit 0")
+    write_program(
+        tmp_path / "c++", "echo '<stdin>:1:10: fatal error: concepts: no such file' >&2; exit 1"
+    )
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(kit.sysconfig, "get_path", lambda _: str(tmp_path))
+    headers, compiler = kit.compiler_missing()
+    assert headers == (
+        f"no Python.h in {tmp_path}: install the headers of this Python (python3-dev)"
+    )
+    assert compiler.startswith(f"{tmp_path}/c++ does not compile C++: <stdin>:1:10: fatal error")
+    (tmp_path / "Python.h").touch()
+    assert len(kit.compiler_missing()) == 1
+
+
+NVCC = r"""case "$*" in
+    *--version*) echo "release 13.0, V13.0.88" ;;
+    *--dryrun*) echo "#$ TOP={root}" >&2 ;;
+    *cub.cu*) {cub} ;;
+esac"""
+
+
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake on the PATH")
+@pytest.mark.parametrize(
+    ("has_cublas", "cub", "words"),
+    [
+        (True, "exit 0", ()),
+        (False, "exit 0", ("cuBLAS 13", "pip install 'nvidia-cublas==13.*'")),
+        (True, "echo 'fatal error: cub/cub.cuh: none' >&2; exit 1", ("no cub/cub.cuh", "fatal")),
+    ],
+    ids=["complete", "no-cublas", "no-cub"],
+)
+def test_what_the_toolkit_lacks_is_named_before_anything_is_built(
+    kit: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    has_cublas: bool,
+    cub: str,
+    words: tuple[str, ...],
+) -> None:
+    write_program(tmp_path / "bin" / "nvcc", NVCC.format(root=tmp_path, cub=cub))
+    write_program(tmp_path / "c++", "exit 0")
+    for folder in ("include", "lib", "nvidia"):
+        (tmp_path / folder).mkdir()
+    if has_cublas:
+        text = "#define CUBLAS_VER_MAJOR 13\n#define CUBLAS_VER_MINOR 1\n"
+        (tmp_path / "include" / "cublas_api.h").write_text(text)
+        for name in ("cublas", "cublasLt"):
+            (tmp_path / "lib" / f"lib{name}.so.13").touch()
+    else:  # nor may there be one among the packages of this Python
+        monkeypatch.setattr(kit.sys, "executable", shutil.which("true"))
+    monkeypatch.setenv("CUDACXX", str(tmp_path / "bin" / "nvcc"))
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    sentences = kit.toolkit_missing(tmp_path, "90")
+    assert len(sentences) == bool(words)
+    assert all(word in sentences[0] for word in words), sentences
 
 
 # ---- builds
@@ -319,6 +410,113 @@ def test_kit_that_does_not_serve_is_refused(
     assert "run bench/cuda.sh prepare" in printed
     assert "package " not in printed.partition("FAIL")[0]  # nothing is built after it
     assert not (script.work / "package.log").exists()
+
+
+def test_build_without_a_kit_says_so_first(script: Script) -> None:
+    python = script.fake_python(
+        '*"cuda_kit.py missing "*) echo "kit: missing here: gguf" >&2; exit 1'
+    )
+    script.environment["KQVIEW_PYTHON"] = str(python)
+    status, printed = script("all", "--device", "cpu")
+    assert status == 1
+    lines = printed.splitlines()
+    assert f"no kit: there is no folder {script.kit}; carry it" in lines[1]
+    assert lines[-2].endswith(f"There is no kit here, no folder {script.kit}: carry it")
+    assert not (script.work / "package.log").exists()
+
+
+def test_run_where_nothing_is_built_says_what_to_do(script: Script) -> None:
+    script.environment["KQVIEW_PYTHON"] = str(script.fake_python('"-c import kqview") exit 1'))
+    status, printed = script("run", "values", "--device", "cpu")
+    assert status == 1
+    assert f"nothing is built in {script.work}" in printed
+    assert "run bench/cuda.sh all, or build first, or name with --resume" in printed
+
+
+def brought_back(script: Script, n_bytes: int = 0) -> str:
+    """Let a machine install a package with *n_bytes* that do not shrink; what it printed."""
+    write_source(script.kit)
+    package = write_wheel(
+        script.root, "kqview", "def system_info(): return {'devices': [{'name': 'made-up'}]}\n",
+        random.Random(0).randbytes(n_bytes),
+    )  # fmt: skip
+    parts = ("tools", "package")
+    status, printed = script("all", "--device", "cpu", *parts, "--package", str(package))
+    assert status == 0, printed
+    return printed
+
+
+def second_machine(script: Script) -> Script:
+    """A bare one, without a kit, that cannot install anything; OUT of the first is at hand."""
+    other = Script(script.root / "second", {})
+    other.root.mkdir()
+    other.environment["KQVIEW_PYTHON"] = str(other.fake_python("*pip*) echo built again; exit 3"))
+    return other
+
+
+def test_what_was_built_is_brought_back_in_pieces_and_unpacked_on_a_bare_machine(
+    script: Script,
+) -> None:
+    brought_back(script, 16 * MIB)
+    pieces = sorted(script.out.glob("package.tar.gz.*"))
+    assert [piece.name[-1] for piece in pieces] == ["0", "1"]
+    assert pieces[0].stat().st_size == 15 * MIB
+    (script.out / "cuda.jsonl").write_text('{"row": "measured before"}\n')
+    other = second_machine(script)
+    arguments = ("all", "--device", "cpu", "tools", "package", "--resume", str(script.out))
+    status, printed = other(*arguments)
+    assert status == 0, printed
+    assert "package is here\n" in printed
+    # An editable install of kqview may come before it in sys.path, so its files are compared.
+    files = [one.work / "package-site" / "kqview" / "data" for one in (script, other)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    assert not list(other.out.glob("package.tar.gz.*"))  # is there already
+    assert (other.out / "cuda.jsonl").read_text() == '{"row": "measured before"}\n'
+    earlier = (script.out / "printed.txt").read_text()
+    assert (other.out / "printed.txt").read_text() == earlier + printed
+
+
+@pytest.mark.parametrize("is_short", [True, False], ids=["cut-short", "other-sources"])
+def test_package_that_does_not_serve_is_built_again(script: Script, is_short: bool) -> None:
+    brought_back(script)
+    archive = script.out / "package.tar.gz.0"
+    if is_short:
+        archive.write_bytes(archive.read_bytes()[:-100])
+    else:
+        listing = script.work / "package.sources"
+        listing.write_text(listing.read_text() + f"{'0' * 64}  vendor/removed.cmake\n")
+        files = ["package-site", "package.sources"]
+        subprocess.run(["tar", "-C", script.work, "-czf", archive, *files], check=True)
+    other = second_machine(script)
+    status, printed = other("all", "--device", "cpu", "package", "--resume", str(script.out))
+    assert status == 1
+    assert "package cannot be used: damaged, or of other sources" in printed
+    assert "built again" in printed
+
+
+def test_more_than_four_pieces_are_not_brought_back(script: Script) -> None:
+    script.out.mkdir()
+    for i in range(3):
+        (script.out / f"peers.tar.gz.{i}").write_bytes(b"a piece")
+    printed = brought_back(script, 16 * MIB)
+    assert "2 pieces, but only 1 more can be brought back" in printed
+    assert not list(script.out.glob("package.tar.gz.*"))
+
+
+def test_folder_of_earlier_calls_that_is_not_there_is_refused(script: Script) -> None:
+    status, printed = script("run", "--resume", str(script.root / "nowhere"))
+    assert status == 2
+    assert "no folder" in printed
+    assert "--resume names the one that holds what earlier calls left in OUT" in printed
+
+
+def test_peers_are_not_begun_when_too_little_time_is_left(script: Script) -> None:
+    write_source(script.kit)
+    script.work.mkdir()
+    (script.work / "package.seconds").write_text("1000\n")
+    status, printed = script("all", "peers", "--device", "cpu", "--limit", "900")
+    assert status == 1
+    assert "left out peers    : they take about 1130 s to build, and " in printed
 
 
 def test_work_folder_of_other_sources_is_refused(script: Script, kit: Any) -> None:
