@@ -14,12 +14,12 @@ import re
 import sys
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Final, Literal, Self, Unpack, cast, get_type_hints
 
 from kqview import _core
-from kqview.arguments import checked_ids, encode, seconds, to_index, whole_number
+from kqview.arguments import checked_ids, encode, invalid, seconds, to_index, whole_number
 from kqview.conversation import Conversation
 from kqview.demo import MODEL_PATH
 from kqview.embedding import Embedding
@@ -172,7 +172,10 @@ def _opened(cls: type["Engine"], model: str, options: EngineOptions) -> "Engine"
 
 
 def _check_one(prompt: object) -> None:
-    """Refuse several prompts, or the messages of a chat, by their own names."""
+    """Refuse what is no prompt; several prompts, or the messages of a chat, by their own names."""
+    if isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+        allowed = "a text as str, or a sequence of token ids"
+        raise invalid("prompt", allowed, type(prompt).__name__, InvalidToken)
     if not isinstance(prompt, list | tuple) or not prompt:
         return
     given = cast("Sequence[object]", prompt)
@@ -246,7 +249,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
     held.
 
     Args:
-        model: Path of a GGUF file.
+        model: Path of a GGUF file; "~" at its start is the home folder.
         n_ctx: Maximum number of tokens in a slot, prompt and generated tokens together. None uses
             the context that the model was trained with if that needs at most half of the memory
             that the weights leave free, and nine tenths on devices. Otherwise it uses the largest
@@ -576,7 +579,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         self,
         prompt: str | Ids,
         *,
-        max_tokens: int = 256,
+        max_tokens: int | None = 256,
         sampling: Sampling | None = None,
         capture: Capture | Kind | None = None,
         slot: int | None = None,
@@ -605,7 +608,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         Args:
             prompt: Text, tokenized with *add_special* and *parse_special*; or token ids, used
                 unchanged.
-            max_tokens: Maximum number of tokens to generate.
+            max_tokens: Maximum number of tokens to generate; None for as many as the slot holds.
             sampling: All sampling options in one object.
             capture: The attention to hand out: a Capture, or its kind as a string.
             slot: Index of the slot to use; None for the one that shares the most tokens with the
@@ -699,7 +702,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         )
         wanted.max_tokens = token_limit(max_tokens)
         wanted.slot = slot_id
-        set_sampling(wanted, sampling)
+        set_sampling(wanted, sampling, self._info.n_vocab)
         set_shift(
             wanted,
             self._core,
@@ -839,6 +842,21 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         Nothing that a slot holds goes with it, nor does ``progress``.
         """
         return _opened, (type(self), self._path, self._arguments)
+
+    def __copy__(self) -> Self:
+        """Refused: a copy would load the model again.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            "an engine cannot be copied, which would load its model a second time; share the "
+            "engine, which any thread may use, or open another Engine"
+        )
+
+    def __deepcopy__(self, memo: object) -> Self:
+        """See `__copy__`."""
+        return self.__copy__()
 
     def __enter__(self) -> Self:
         return self

@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TypedDict, cast, get_args
 
 from kqview import _core
@@ -19,6 +19,11 @@ DeviceRows = Literal["auto", "in graph", "beside"]
 Pooling = Literal["none", "mean", "cls", "last", "rank"]
 
 PINNED_BYTES: Final = 2**30
+
+# As the core has them (cpp/llama/context.cpp); all slots together have at most n_ctx tokens.
+SIZES_MAX: Final[Mapping[str, int]] = {
+    "n_ctx": 2**30, "n_slots": 256, "n_batch": 2**20, "n_ubatch": 2**20, "n_threads": 512,
+}  # fmt: skip
 
 _POOLING: Final = get_args(Pooling)
 _KERNELS: Final = get_args(AttentionKernel)
@@ -84,12 +89,11 @@ def context_options(
     memory_bytes = physical_memory_bytes()
     budget = memory_bytes // 4 if attention_budget_bytes is None else attention_budget_bytes
     options = _core.EngineOptions()
-    options.n_ctx = 0 if n_ctx is None else whole_number("n_ctx", n_ctx)
-    options.n_slots = whole_number("n_slots", n_slots)
-    options.n_batch = whole_number("n_batch", n_batch)
-    options.n_ubatch = whole_number("n_ubatch", n_ubatch)
-    threads = default_threads() if n_threads is None else n_threads
-    options.n_threads = whole_number("n_threads", threads)
+    options.n_ctx = 0 if n_ctx is None else _size("n_ctx", n_ctx)
+    options.n_slots = _size("n_slots", n_slots)
+    options.n_batch = _size("n_batch", n_batch)
+    options.n_ubatch = _size("n_ubatch", n_ubatch)
+    options.n_threads = _size("n_threads", default_threads() if n_threads is None else n_threads)
     options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
     options.attends = attention_kernel != "llama.cpp"
     options.rows_beside = device_rows == "beside"  # "auto": until a GPU has measured both
@@ -101,6 +105,10 @@ def context_options(
     options.attention_budget_bytes = whole_number("attention_budget_bytes", budget, high=INT64_MAX)
     options.pinned_bytes = whole_number("pinned_bytes", pinned_bytes, low=0, high=INT64_MAX)
     return options
+
+
+def _size(name: str, value: object) -> int:
+    return whole_number(name, value, high=SIZES_MAX[name])
 
 
 def model_options(model: str | os.PathLike[str], n_gpu_layers: object) -> _core.ModelOptions:

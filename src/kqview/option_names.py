@@ -26,10 +26,11 @@ _MODEL: Final = "the path of the model is the first argument"
 _MEMORY: Final = "llama.cpp decides it; leave it out"
 _ENUM: Final = 'json_schema={"enum": [...]}'
 _PREFILL: Final = "continue_final_message=True, with the text as the last message"
+_ORDER: Final = "the order of samplers is fixed; set their options, and leave it out"
 _LISTS: Final = "ids are a list; leave it out, or pass them to numpy.array"
 
 _SENTENCES: Final = frozenset(
-    {_GREEDY, _ONE, _STREAM, _NO_BEAMS, _NO_END, _PROMPT, _MODEL, _MEMORY, _LISTS}
+    {_GREEDY, _ONE, _STREAM, _NO_BEAMS, _NO_END, _PROMPT, _MODEL, _MEMORY, _ORDER, _LISTS}
 )
 
 # What an option of another library is here.
@@ -63,6 +64,7 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
     "bad_words_ids": "banned_tokens",
     "suppress_tokens": "banned_tokens",
     "sequence_bias": "logit_bias",
+    "samplers": _ORDER,
     # ends
     "stop_sequences": "stop",
     "stop_sequence": "stop",

@@ -128,6 +128,17 @@ class Slot:
             for first, last in zip(starts, ends, strict=True)
         ]
 
+    def __reduce__(self) -> Any:
+        """Refused: a slot is part of its engine.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            f"slot {self.id} cannot be copied or pickled; keep its contents with save() or "
+            "save_file(), and restore them into a slot of another engine"
+        )
+
     # ---- state
 
     def save(self) -> bytes:

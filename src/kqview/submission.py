@@ -6,6 +6,7 @@ interface, so that no token waits for the GIL. Python only locates the library i
 
 import asyncio
 import importlib
+import inspect
 import threading
 import uuid
 import weakref
@@ -26,6 +27,7 @@ from kqview.arguments import (
 )
 from kqview.errors import (
     InvalidCapture,
+    InvalidToken,
     KqviewError,
     PromptTooLong,
     RequestError,
@@ -57,7 +59,7 @@ Reuse = Literal["exact", "prefix", "shift"]
 class GenerateOptions(SamplingOptions, total=False):
     """The options of `Engine.generate`, for callers that pass them on."""
 
-    max_tokens: int
+    max_tokens: int | None
     sampling: Sampling | None
     capture: Capture | Kind | None
     slot: int | None
@@ -421,7 +423,9 @@ def _check_indices(capture: Capture) -> None:
 
 
 def token_limit(value: object) -> int:
-    """*value* as ``max_tokens``, at least 1; a number beyond every slot means the whole slot."""
+    """*value* as ``max_tokens``, at least 1; None and numbers beyond every slot mean the slot."""
+    if value is None:
+        return INT32_MAX
     return min(whole_number("max_tokens", value, high=INT64_MAX), INT32_MAX)
 
 
@@ -443,6 +447,8 @@ def steering_of(
     for name, value in callables.items():
         if value is not None and not callable(value):
             raise invalid(name, "a function or None", shown(value))
+        if inspect.iscoroutinefunction(value):
+            raise invalid(name, "a function that is not async, or None", shown(value))
     on_trace: Any = trace if callable(trace) else None
     if on_trace is None and not isinstance(trace, bool | None):
         raise invalid("trace", "True, False, a function or None", shown(trace))
@@ -481,10 +487,11 @@ def schema_of(sampling: Sampling) -> str | None:
     return cast("str | None", sampling.json_schema)  # as Sampling stores it
 
 
-def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
+def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int) -> None:
     """Fill in how tokens are chosen and which ones end the generation.
 
     Raises:
+        InvalidToken: A stop token is not one of the *n_vocab* of the vocabulary.
         InvalidSampling: Closing the objects of a JSON schema takes too much work.
         KqviewError: llguidance is needed, but not installed or of another major version.
     """
@@ -495,6 +502,12 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling) -> None:
         sampling = replace(sampling, json_schema=held(sampling.json_schema))
     options.sampling = _core.SamplingParams(sampling)
     options.stop_tokens = list(sampling.stop_tokens)
+    for token in options.stop_tokens:
+        if token >= n_vocab:  # the core checks those that are biased or banned
+            raise InvalidToken(
+                f"an item of stop_tokens must be a token id from 0 to {n_vocab - 1}, got {token}",
+                parameter="stop_tokens",
+            )
 
 
 def _llguidance_library() -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import time
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from kqview import Capture, Engine, Sampling, errors
+import kqview
+from kqview import Capture, Engine, Sampling, _core, errors
+from kqview.engine_options import SIZES_MAX, context_options, model_options
 from tests.support import tiny_gguf
 from tests.support.rows import random_ids
 
@@ -47,6 +51,72 @@ def leaving_nothing() -> Iterator[None]:
 def works(engine: Engine) -> bool:
     generation = engine.generate(PROMPT, max_tokens=3, temperature=0, ignore_eos=True)
     return len(list(generation)) == 3 and engine.stats().pool.n_leased == 0
+
+
+# ---- paths
+
+
+@pytest.mark.parametrize(
+    ("path", "match"),
+    [
+        (None, "must be a path, got None"),
+        (5, "must be a path, got 5"),
+        ("", "is empty"),
+        ("a\0b", "null byte"),
+        ("\ud800", "surrogate"),
+    ],
+)
+def test_what_is_no_path_is_refused(
+    make_engine: MakeEngine, tiny_llama: Path, path: Any, match: str
+) -> None:
+    slot = make_engine(tiny_llama).slots[0]
+    for call in (slot.save_file, slot.restore_file, kqview.load, kqview.SavedFolder):
+        with pytest.raises(errors.RequestError, match=f"path .*{match}"):
+            call(path)
+    with pytest.raises(errors.RequestError, match=f"model .*{match}"):
+        Engine(path)
+
+
+def test_path_may_begin_at_the_home_folder(
+    make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model.gguf").symlink_to(tiny_llama)
+    slot = make_engine("~/model.gguf").slots[0]
+    slot.save_file("~/slot")
+    assert (tmp_path / "slot").is_file()
+    slot.restore_file("~/slot")
+
+
+def test_folder_is_no_state_file(make_engine: MakeEngine, tiny_llama: Path, tmp_path: Path) -> None:
+    slot = make_engine(tiny_llama).slots[0]
+    with (
+        leaving_nothing(),
+        pytest.raises(errors.StateFormatError, match=f"'{tmp_path}' is not a regular file"),
+    ):
+        slot.restore_file(tmp_path)
+
+
+# ---- copies
+
+
+def test_what_lives_in_an_engine_cannot_be_copied(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    generation = engine.generate(PROMPT, request_id="one", max_tokens=1)
+    for value, match in (
+        (engine, "cannot be copied.*second time"),
+        (engine.slots[0], r"slot 0 cannot be copied.*save\(\)"),
+        (generation, r"generation one cannot be copied.*kqview\.save"),
+    ):
+        for copied in (copy.copy, copy.deepcopy):
+            with pytest.raises(errors.RequestError, match=match):
+                copied(value)
+    for value in (engine.slots[0], generation):
+        with pytest.raises(errors.RequestError, match="pickled"):
+            pickle.dumps(value)
+    generation.read()
 
 
 # ---- model files
@@ -161,6 +231,20 @@ def test_engine_option_out_of_range_is_refused(
                 Engine(tiny_llama, **{"n_ctx": 64, "n_threads": 1, name: value})
 
 
+@pytest.mark.parametrize("name", SIZES_MAX)
+def test_message_of_a_size_has_the_limits_of_the_core(tiny_llama: Path, name: str) -> None:
+    most = SIZES_MAX[name]
+    for wrong in (0, most + 1, 2**40, "many"):
+        with pytest.raises(errors.RequestError, match=f"{name} must be .* from 1 to {most}, got"):
+            Engine(tiny_llama, **{name: wrong})  # pyright: ignore[reportArgumentType]
+    options = context_options(n_ctx=64, n_threads=1)
+    setattr(options, name, most + 1)
+    with pytest.raises(
+        errors.RequestError, match=rf"{name} is {most + 1}, allowed are 1\.\.{most}"
+    ):
+        _core.check_opening(model_options(tiny_llama, 0), options)
+
+
 @pytest.mark.parametrize("options", [{"n_batch": 1}, {"n_ubatch": 1}, {"n_ctx": 16}])
 def test_smallest_sizes_work(
     make_engine: MakeEngine, tiny_llama: Path, options: dict[str, Any]
@@ -233,6 +317,60 @@ def test_prompt_that_is_no_tokens_is_refused(
     with pytest.raises(errors.RequestError):
         engine.generate(prompt)
     assert works(engine)
+
+
+@pytest.mark.parametrize("prompt", [None, b"x", 5])
+def test_message_about_a_prompt_says_that_it_may_be_text(
+    make_engine: MakeEngine, tiny_llama: Path, prompt: Any
+) -> None:
+    engine = make_engine(tiny_llama)
+    for call in (engine.generate, engine.attend):
+        with pytest.raises(errors.InvalidToken, match=r"prompt must be a text as str, or .* ids"):
+            call(prompt)
+
+
+def test_stop_token_outside_the_vocabulary_is_refused(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama)
+    n_vocab = engine.model.n_vocab
+    engine.generate(PROMPT, stop_tokens=[n_vocab - 1], max_tokens=1).read()
+    for token in (n_vocab, 10**9):
+        with pytest.raises(errors.InvalidToken, match=f"stop_tokens .* {n_vocab - 1}, got {token}"):
+            engine.generate(PROMPT, stop_tokens=[2, token])
+
+
+def test_without_a_limit_of_tokens_the_slot_is_filled(
+    make_engine: MakeEngine, tiny_llama: Path
+) -> None:
+    engine = make_engine(tiny_llama, n_ctx=64)
+    generation = engine.generate(PROMPT, max_tokens=None, ignore_eos=True)
+    generation.read()
+    assert generation.finish_reason == "length"
+    assert len(PROMPT) + len(generation.tokens) in (64, 65)
+
+
+def test_async_function_is_no_callable_of_a_step(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    async def hook(*_: object) -> list[int]:
+        return []
+
+    engine = make_engine(tiny_llama)
+    for name in ("logits_processor", "stopping", "forcing"):
+        with pytest.raises(
+            errors.RequestError, match=f"{name} must be a function that is not async"
+        ):
+            engine.generate(PROMPT, **{name: hook})  # pyright: ignore[reportArgumentType]
+
+
+def test_blocks_of_a_prompt_print_as_their_shape(make_engine: MakeEngine, tiny_llama: Path) -> None:
+    engine = make_engine(tiny_llama)
+    prompt = engine.attend(PROMPT)
+    assert repr(prompt) == "PromptAttention(start=0, n_rows=12, kind='probs')"
+    block = next(prompt)
+    assert f"n_rows={block.n_rows}, rows=<{block.rows.shape} float32>" in repr(block)  # type: ignore[union-attr]
+    del block
+    with pytest.raises(errors.InvalidCapture, match=r"array\(\) takes all of them"):
+        prompt.array()
 
 
 def test_prompt_may_fill_the_slot_but_not_exceed_it(

@@ -57,7 +57,7 @@ class Passes:
         options.run_ahead = 8
         options.is_steered = True
         settings: dict[str, Any] = {"ignore_eos": True, **sampling}
-        set_sampling(options, Sampling(**settings))
+        set_sampling(options, Sampling(**settings), 512)
         if capture:
             options.set_capture(core, Capture(capture))  # pyright: ignore[reportArgumentType]
         options.n_keep, options.n_discard = shift

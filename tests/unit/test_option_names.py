@@ -38,6 +38,7 @@ def engine() -> Iterator[Engine]:
         ("mirostat_mode", "here it is mirostat"),  # llama-cpp-python
         ("temperatures", "here it is temperature"),  # nearest match
         ("Top_K", "here it is top_k"),
+        ("samplers", "the order of samplers is fixed"),
     ],
 )
 def test_option_of_another_library_is_named(engine: Engine, option: str, here: str):

@@ -38,6 +38,13 @@ def test_marks_of_a_slot_stay_with_its_blob(tmp_path: Path) -> None:
         store.flush()
 
 
+def test_name_that_is_no_text_is_refused() -> None:
+    store = SessionStore()
+    for call in (store.save, store.restore):
+        with pytest.raises(errors.RequestError, match="5 cannot be the name of a session"):
+            call(5, FakeSlot())  # type: ignore[arg-type]
+
+
 def test_session_is_saved_restored_listed_and_removed() -> None:
     store = SessionStore()
     info = store.save("a", FakeSlot())

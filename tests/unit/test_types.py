@@ -6,14 +6,16 @@ import dataclasses
 import json
 import math
 import pickle
+import re
 from typing import Any
 
 import numpy as np
 import pytest
 
 from kqview import PoolStats, SlotStats, errors
-from kqview.errors import InvalidCapture, InvalidSampling
+from kqview.errors import InvalidCapture, InvalidSampling, RequestError
 from kqview.types import Capture, EngineStats, ModelInfo, Sampling, Token, Usage
+from kqview.types.sampling import OPTIONS
 
 MODEL = ModelInfo(
     name="toy",
@@ -179,7 +181,7 @@ def test_sampling_keeps_a_schema_as_text():
         ("on_full", "panic"),
         ("reduce", "sum"),
         ("layers", [0, 0]),
-        ("heads", [-1]),
+        ("heads", [-(2**31) - 1]),
         ("layers", [-(2**31) - 1]),
         ("layers", []),
         ("layers", [True]),
@@ -342,12 +344,15 @@ def test_token_has_no_instance_dict():
     "options",
     [
         {"temperature": 10**400},
-        {"logit_bias": None},
+        {"temperature": 1e39},
+        {"top_p": 1e-300},
+        {"top_k": 2**31},
         {"logit_bias": {1: 10**400}},
         {"logit_bias": {1: -(10**400)}},
-        {"stop": None},
         {"stop": 5},
-        {"stop_tokens": None},
+        {"grammar": ""},
+        {"regex": ""},
+        {"json_schema": ""},
         {"banned_tokens": 5},
         {"banned_tokens": "12"},
     ],
@@ -357,6 +362,36 @@ def test_sampling_names_what_is_no_value_of_its_type(options: dict[str, object])
         Sampling(**options)  # pyright: ignore[reportArgumentType]
     assert next(iter(options)) in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+def test_range_of_a_number_has_both_ends():
+    for option in OPTIONS.values():
+        if option.low is not None and option.low != -option.high:  # type: ignore[operator]
+            assert re.search(r" to \d| at most \d", option.allowed), option.name
+
+
+def test_none_is_an_option_that_is_not_given():
+    none = dict.fromkeys(("stop", "stop_tokens", "banned_tokens", "logit_bias"))
+    options: Any = {**none, "seed": None, "grammar": None}
+    assert Sampling(**options) == Sampling()
+    assert Sampling(**options).logit_bias is not Sampling(**options).logit_bias
+
+
+def test_heads_are_counted_from_the_end():
+    capture = Capture(heads=[-1, 0])
+    assert capture.counted(MODEL).heads == (3, 0)
+    assert capture.bytes_per_token(MODEL, 3) == Capture(heads=[3, 0]).bytes_per_token(MODEL, 3)
+    for heads, match in (([-5], "has -5, but the model has 4"), ([-1, 3], "repeated")):
+        with pytest.raises(InvalidCapture, match=match):
+            Capture(heads=heads).counted(MODEL)
+
+
+@pytest.mark.parametrize("n_context", ["x", 1.5, None, True, -1])
+def test_bytes_of_a_token_need_a_number_of_columns_and_a_model(n_context: Any):
+    with pytest.raises(InvalidCapture, match="n_context must be"):
+        Capture().bytes_per_token(MODEL, n_context)
+    with pytest.raises(RequestError, match="model must be"):
+        Capture().bytes_per_token(n_context, 5)
 
 
 # ---- Token in the forms of other libraries: Hugging Face, TransformerLens, DLPack

@@ -17,7 +17,7 @@ from rich.console import Console
 from kqview import Capture, Token
 from kqview.bench.pairs import Pairs
 from kqview.bench.records import SweepRow, append_record
-from kqview.errors import KqviewError
+from kqview.errors import InvalidCapture, KqviewError, RequestError
 from kqview.viz import head_grid, heatmap, overhead_plot
 from kqview.viz.heads import N_LATEST, probabilities, select_head
 from kqview.viz.terminal import RAMP, TerminalHeatmap, terminal_heatmap
@@ -108,8 +108,15 @@ def test_layers_and_heads_are_those_of_the_model_not_of_the_rows():
     np.testing.assert_array_equal(drawn[0, :7], made[0].rows[1, 1])
     np.testing.assert_array_equal(cells(heatmap(made, PROMPT, layer=-1, head=2)), drawn)
     for place in ({"layer": 1}, {"head": 1}, {"layer": -3}):
-        with pytest.raises(IndexError, match=r"was not captured; there are \[(5, 9|0, 2, 7)\]"):
+        with pytest.raises(InvalidCapture, match=r"not captured; there are \[(5, 9|0, 2, 7)\]"):
             heatmap(made, PROMPT, **place)  # pyright: ignore[reportArgumentType]
+    array = np.ones((2, 3, 4, 7))
+    for place in ({"layer": 2}, {"head": 3}, {"layer": -3}, {"layer": 0, "head": -4}):
+        with pytest.raises(InvalidCapture, match=r"out of range; there are [23]"):
+            heatmap(array, **place)  # pyright: ignore[reportArgumentType]
+    for wrong in ("x", 1.5, True):
+        with pytest.raises(RequestError, match="layer must be the index"):
+            heatmap(array, layer=wrong)  # pyright: ignore[reportArgumentType]
 
 
 def test_first_column_can_be_hidden_from_the_picture_and_its_scale():
@@ -321,9 +328,9 @@ def test_grid_draws_the_layers_and_heads_of_the_model_that_are_named():
     figure = head_grid(made, layers=[9], heads=[7, 0])
     assert labels(figure) == (["9"], ["7", "0"])
     assert squares(figure, 1, 2).shape[:2] == (1, 2)
-    with pytest.raises(IndexError, match=r"layer 1 was not captured; there are \[5, 9\]"):
+    with pytest.raises(InvalidCapture, match=r"layer 1 was not captured; there are \[5, 9\]"):
         head_grid(made, layers=[1])
-    with pytest.raises(IndexError, match="head 3 is out of range; there are 3"):
+    with pytest.raises(InvalidCapture, match="head 3 is out of range; there are 3"):
         head_grid(np.ones((2, 3, 4, 7)), heads=[3])
     with pytest.raises(ValueError, match="layers is empty"):
         head_grid(made, layers=[])

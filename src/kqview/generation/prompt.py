@@ -96,6 +96,11 @@ class PromptAttention:
         """The heads of each layer that were captured, in the order of the rows."""
         return self._context().heads_of(self._capture)
 
+    def __repr__(self) -> str:
+        """One line; takes no block."""
+        kind = None if self._capture is None else self._capture.kind
+        return f"PromptAttention(start={self.start}, n_rows={self.n_rows}, kind={kind!r})"
+
     def __iter__(self) -> Self:
         return self
 
@@ -193,7 +198,10 @@ class PromptAttention:
     def _joined(self, *, with_positions: bool) -> tuple[Attention, Any]:
         first = next(self, None)
         if first is None:
-            raise InvalidCapture("every block was taken already; call attend or generate again")
+            raise InvalidCapture(
+                "every block was taken already, and array() takes all of them; keep its result, or "
+                "call attend or generate again"
+            )
         if first.n_rows == self.n_rows:
             next(self, None)  # take the end, so that `usage` is final
             return _rows_of(first), first.positions

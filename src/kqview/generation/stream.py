@@ -19,7 +19,7 @@ from typing import Any, Final, Self, TypedDict, cast
 
 from kqview import _core
 from kqview.coloured.rows import Rows
-from kqview.errors import BusyError, InvalidCapture, KqviewError
+from kqview.errors import BusyError, InvalidCapture, KqviewError, RequestError
 from kqview.generation.display import N_REMEMBERED, generation_html, generation_rows
 from kqview.generation.prompt import PromptAttention
 from kqview.generation.text import TextStream
@@ -334,6 +334,17 @@ class Generation:
         async for _ in self:
             pass
         return self.text
+
+    def __reduce__(self) -> Any:
+        """Refused: a generation runs in its engine.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            f"generation {self._request_id} cannot be copied or pickled; keep its text, tokens and "
+            "arrays, or write them with kqview.save"
+        )
 
     # ---- the prompt
 

@@ -306,7 +306,7 @@ class ActionBuilder:
     def adjust_prefill(
         self, tokens: Iterable[int], *, max_steps: int | None = None
     ) -> AdjustedPrefill:
-        """Replace the prompt with *tokens*; see `AdjustedPrefill`."""
+        """Replace the prompt with *tokens*, or keep it if they are empty; see `AdjustedPrefill`."""
         check_kind(self._event, AdjustedPrefill)
         return AdjustedPrefill(tokens, max_steps)  # pyright: ignore[reportArgumentType]
 

@@ -327,10 +327,11 @@ def _opened(
     # Non-blocking: opening a named pipe would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows else os.O_NOFOLLOW)
     handle = os.open(path, flags)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(handle)
+        raise StateFormatError(f"{os.fspath(path)!r} is not a regular file")
     with os.fdopen(handle, "rb") as stream:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise StateFormatError(f"{os.fspath(path)!r} is not a regular file")
         yield stream, status
 
 

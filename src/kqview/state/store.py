@@ -327,8 +327,8 @@ def is_plain_name(name: str) -> bool:
     )
 
 
-def _check_name(name: str) -> None:
-    if not is_plain_name(name):
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not is_plain_name(name):
         raise RequestError(
             f"{name!r} cannot be the name of a session; use 1 to {NAME_BYTES_MAX} bytes of "
             "letters, digits, '-' and '_'"

@@ -41,7 +41,8 @@ class Capture:
         layers: Layers to capture, negative ones counted from the last layer; None for every layer
             that has attention. May be empty if *hidden* or *vocab_logits* is given: then no
             attention is captured.
-        heads: Query heads to capture in each layer; None for all.
+        heads: Query heads to capture in each layer, negative ones counted from the last head of the
+            layer with most heads; None for all.
         reduce: Reduction done on the device, or None: "mean_heads" and "max_heads" over heads,
             "mean" and "max" over layers and heads.
         top_k: Keep only the k largest values of each row, with their positions.
@@ -99,7 +100,8 @@ class Capture:
                 _to_indices("layers", self.layers, allow_empty=has_output, low=_INT32_MIN),
             )
         if self.heads is not None:
-            object.__setattr__(self, "heads", _to_indices("heads", self.heads, allow_empty=False))
+            heads = _to_indices("heads", self.heads, allow_empty=False, low=_INT32_MIN)
+            object.__setattr__(self, "heads", heads)
         if self.top_k is not None:
             object.__setattr__(self, "top_k", _to_top_k(self.top_k))
         if self.spans is not None:
@@ -142,16 +144,19 @@ class Capture:
         return cls(kind=value)
 
     def counted(self, model: ModelInfo) -> "Capture":
-        """This capture with layers counted from 0: negative ones, and all of them, are resolved.
+        """This capture with layers and heads counted from 0: negative ones, and all, are resolved.
 
         Raises:
-            InvalidCapture: A negative index is before the first layer, or two name one layer.
+            InvalidCapture: A negative index is before the first one, or two are the same.
         """
         hidden = range(model.n_layer) if self.hidden == "all" else self.hidden
-        if all(i >= 0 for i in (*hidden, *(self.layers or ()))) and self.hidden != "all":
+        given = (*hidden, *(self.layers or ()), *(self.heads or ()))
+        if all(i >= 0 for i in given) and self.hidden != "all":
             return self
         layers = None if self.layers is None else _counted("layers", self.layers, model.n_layer)
-        return replace(self, layers=layers, hidden=_counted("hidden", hidden, model.n_layer))
+        heads = None if self.heads is None else _counted("heads", self.heads, model.n_head)
+        hidden = _counted("hidden", hidden, model.n_layer)
+        return replace(self, layers=layers, heads=heads, hidden=hidden)
 
     def resolved(self, model: ModelInfo) -> "Capture":
         """As `counted`, with the attention layers of *model* filled in if *layers* is None."""
@@ -208,15 +213,21 @@ class Capture:
             n_context: Columns of the row, at least 0.
 
         Raises:
-            InvalidCapture: *model* lacks one of the layers or heads, or *n_context* is negative.
+            InvalidCapture: *model* lacks one of the layers or heads, or *n_context* is no such
+                number.
+            RequestError: *model* is no ModelInfo.
         """
-        if n_context < 0:
+        if not isinstance(model, ModelInfo):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise invalid("model", "the ModelInfo of an engine, engine.model", shown(model))
+        n_columns = to_index(n_context)
+        if n_columns is None or n_columns < 0:
             raise _invalid("n_context", "the number of tokens before the query", n_context)
+        n_context = n_columns
         counted = self.counted(model)
         layers = model.attention_layers if counted.layers is None else counted.layers
         hidden = cast("Sequence[int]", counted.hidden)
         _check_members("layers", layers, model.attention_layers)
-        _check_members("heads", self.heads or (), range(model.n_head))
+        _check_members("heads", counted.heads or (), range(model.n_head))
         _check_members("hidden", hidden, range(model.n_layer))
         n_layers = len(layers)
         n_heads = model.n_head if self.heads is None else len(self.heads)
@@ -253,15 +264,14 @@ def _check_members(name: str, values: Iterable[int], known: tuple[int, ...] | ra
         raise InvalidCapture(f"{name} has {unknown}, but {limit}", parameter=name)
 
 
-def _counted(name: str, values: Iterable[int], n_layer: int) -> tuple[int, ...]:
+def _counted(name: str, values: Iterable[int], n: int) -> tuple[int, ...]:
     given = list(values)
-    if any(i < -n_layer for i in given):
+    if any(i < -n for i in given):
         raise InvalidCapture(
-            f"{name} has {min(given)}, but the model has {n_layer} layers; use -{n_layer} to "
-            f"{n_layer - 1}",
+            f"{name} has {min(given)}, but the model has {n}; use -{n} to {n - 1}",
             parameter=name,
         )
-    return tuple(i + n_layer if i < 0 else i for i in given)
+    return tuple(i + n if i < 0 else i for i in given)
 
 
 def _to_indices(name: str, values: object, *, allow_empty: bool, low: int = 0) -> tuple[int, ...]:

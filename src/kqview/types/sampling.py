@@ -13,6 +13,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from types import MappingProxyType
 from typing import Any, Final, TypedDict, cast
 
+import numpy as np
+
 from kqview.arguments import (
     INT32_MAX,
     checked_id,
@@ -64,6 +66,8 @@ class SamplingOption:
         Raises:
             InvalidSampling: *value* is out of range or has the wrong type.
         """
+        if value is None and self.default in (None, (), {}):
+            value = self.default  # as if it were not given
         if value is None and self.default is None:
             return None
         return self._check(self, value)
@@ -76,8 +80,9 @@ class SamplingOption:
         noun = "a whole number" if self._check is _to_int else "a number"
         if self.low == -self.high:
             return "a finite number"
-        if self.high in (_FLOAT_MAX, INT32_MAX):
-            return f"{noun} {'above' if self.low_excluded else 'of at least'} {self.low:g}"
+        if self.high == _FLOAT_MAX:
+            limit = f"{'above' if self.low_excluded else 'of at least'} {self.low:g}"
+            return f"{noun} {limit} and at most {_FLOAT_MAX:.2g}"
         if self.low_excluded:
             return f"{noun} above {self.low:g} and at most {self.high:.10g}"
         return f"{noun} from {self.low:g} to {self.high:.10g}"
@@ -141,7 +146,8 @@ def _to_int(option: SamplingOption, value: object) -> int:
 
 def _contains(option: SamplingOption, value: float) -> bool:
     low, high = cast("float", option.low), cast("float", option.high)
-    return low <= value <= high and not (option.low_excluded and value == low)
+    # The core computes in float32, where the smallest numbers are 0.
+    return low <= value <= high and not (option.low_excluded and np.float32(value) == low)
 
 
 def _to_flag(option: SamplingOption, value: object) -> bool:
@@ -151,12 +157,19 @@ def _to_flag(option: SamplingOption, value: object) -> bool:
 def _to_text(option: SamplingOption, value: object) -> str:
     if not isinstance(value, str):
         raise _invalid(option.name, value, "a str or None")
-    return _encodable(option.name, value)
+    return _constraint(option.name, value)
 
 
 def _encodable(name: str, text: str) -> str:
     encode(name, text, InvalidSampling)
     return text
+
+
+def _constraint(name: str, text: str) -> str:
+    """*text* that the output must follow; an empty one allows nothing."""
+    if not text:
+        raise InvalidSampling(f"{name} is empty; pass None for no {name}", parameter=name)
+    return _encodable(name, text)
 
 
 def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
@@ -165,16 +178,16 @@ def _to_token_ids(option: SamplingOption, values: object) -> tuple[int, ...]:
 
 def _to_schema(option: SamplingOption, schema: object) -> str:
     """A JSON schema as text; llguidance checks whether it is valid."""
-    return _encodable(option.name, schema_text(schema))
+    return _constraint(option.name, schema_text(schema))
 
 
 def _to_regex(option: SamplingOption, regex: object) -> str:
     """A regular expression as text; llguidance checks whether it is valid."""
     if isinstance(regex, re.Pattern):
-        return _encodable(option.name, regex_text(cast("re.Pattern[str]", regex)))
+        return _constraint(option.name, regex_text(cast("re.Pattern[str]", regex)))
     if not isinstance(regex, str):
         raise _invalid(option.name, regex, "a str, a compiled pattern or None")
-    return _encodable(option.name, regex)
+    return _constraint(option.name, regex)
 
 
 def _to_bias(option: SamplingOption, bias: object) -> dict[int, float]:
@@ -241,10 +254,10 @@ class SamplingOptions(TypedDict, total=False):
     mirostat_tau: float
     mirostat_eta: float
     seed: int | None
-    logit_bias: Mapping[int, float]
-    banned_tokens: Ids
-    stop: str | Sequence[str]
-    stop_tokens: Ids
+    logit_bias: Mapping[int, float] | None
+    banned_tokens: Ids | None
+    stop: str | Sequence[str] | None
+    stop_tokens: Ids | None
     ignore_eos: bool
     grammar: str | None
     json_schema: SchemaLike | None
@@ -262,7 +275,7 @@ class Sampling:
     text, a mapping, or a type of which pydantic makes a schema, such as a pydantic model, a
     dataclass or a TypeAdapter: `Generation.parsed` is then a value of it. ``regex`` takes text, or
     a compiled pattern, which means what it means in Python, flags included. Both are stored as
-    text, sequences as tuples and ``logit_bias`` as a copied dict.
+    text, sequences as tuples and ``logit_bias`` as a copied dict; None stands for an empty one.
     """
 
     temperature: float = _number(0.8, "Divides the logits; 0 is greedy.", low=0, example=0.7)

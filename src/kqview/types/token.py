@@ -338,3 +338,11 @@ class PromptBlock:
     positions: Positions | None = None
     hidden: NDArray[np.float32] | None = None
     scores: Sequence[TokenScore] = ()
+
+    def __repr__(self) -> str:
+        """One line; arrays appear as shape and dtype."""
+        rows = self.rows
+        shown = f"<{len(rows)} layers>" if isinstance(rows, tuple) else None
+        if isinstance(rows, np.ndarray):
+            shown = f"<{rows.shape} {rows.dtype}>"
+        return f"PromptBlock(start={self.start}, n_rows={self.n_rows}, rows={shown})"

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from kqview.arguments import invalid, to_index
 from kqview.coloured.rows import Rows
-from kqview.errors import InvalidCapture, KqviewError, RequestError
+from kqview.errors import InvalidCapture, KqviewError, RequestError, shown
 from kqview.state.durable import WholeFile
 from kqview.types import Token
 from kqview.types.capture import Kind
@@ -137,8 +138,8 @@ def heatmap(
     Raises:
         RequestError: The shape is not supported, there is nothing to draw, or *tokens* is not of
             the length of the context.
-        InvalidCapture: ``top_k`` or ``spans`` left the rows without a value per token.
-        IndexError: *layer* or *head* was not captured, or is out of range.
+        InvalidCapture: ``top_k`` or ``spans`` left the rows without a value per token, or *layer*
+            or *head* was not captured or is out of range.
         KqviewError: matplotlib is not installed.
     """
     require_matplotlib("heatmap")
@@ -152,11 +153,13 @@ def heatmap(
                 "layer or head is given, but the rows have neither; omit both", parameter="layer"
             )
     else:
-        i_layer, i_head = _choose(
-            rows,
-            None if layer is None else place_of("layer", layer, rows.layers),
-            None if head is None else place_of("head", head, rows.heads),
-        )
+        n_heads: Sequence[int] = rows.n_heads
+        if layer is not None:
+            layer = place_of("layer", layer, rows.layers, len(n_heads))
+            n_heads = (n_heads[layer],)
+        if head is not None:
+            head = place_of("head", head, rows.heads, min(n_heads))
+        i_layer, i_head = _choose(rows, layer, head)
         names = rows.layer_names[i_layer], rows.head_names(i_layer)[i_head]
         heading = f"layer {names[0]}, " + (rows.reduce or f"head {names[1]}")
     values = np.full((len(rows.rows), max(rows.n_columns)), np.nan)
@@ -194,15 +197,26 @@ def check_columns(rows: Rows) -> None:
         )
 
 
-def place_of(name: str, wanted: int, captured: tuple[int, ...]) -> int:
-    """The index of the model's layer or head *wanted* in the rows."""
-    if not captured:
-        return wanted
-    if wanted < 0 and -wanted <= len(captured):
-        return wanted + len(captured)
-    if wanted not in captured:
-        raise IndexError(f"{name} {wanted} was not captured; there are {list(captured)}")
-    return captured.index(wanted)
+def place_of(name: str, wanted: object, captured: tuple[int, ...], n: int) -> int:
+    """The index of the model's layer or head *wanted* in rows with *n* of them.
+
+    Raises:
+        InvalidCapture: It was not captured, or is out of range.
+        RequestError: It is no whole number.
+    """
+    index = to_index(wanted)
+    if index is None:
+        raise invalid(name, f"the index of a {name}", shown(wanted))
+    if -n <= index < 0:
+        return index + n
+    if captured and index not in captured:
+        raise InvalidCapture(
+            f"{name} {index} was not captured; there are {list(captured)}", parameter=name
+        )
+    place = captured.index(index) if captured else index
+    if not 0 <= place < n:
+        raise InvalidCapture(f"{name} {index} is out of range; there are {n}", parameter=name)
+    return place
 
 
 def _choose(rows: Rows, layer: int | None, head: int | None) -> tuple[int, int]:

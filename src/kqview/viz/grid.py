@@ -70,8 +70,8 @@ def head_grid(
     Raises:
         RequestError: The shape is not supported, there is nothing to draw, or there are no heads to
             choose from.
-        InvalidCapture: ``top_k`` or ``spans`` left the rows without a value per token.
-        IndexError: A layer or head was not captured, or is out of range.
+        InvalidCapture: ``top_k`` or ``spans`` left the rows without a value per token, or a layer
+            or head was not captured or is out of range.
         KqviewError: matplotlib is not installed.
     """
     require_matplotlib("head_grid")
@@ -109,13 +109,10 @@ def _places(
     """The indices of the model's layers or heads *wanted* in rows with *n* of them."""
     if wanted is None:
         return list(range(n))
-    places = [place_of(name, one, captured) for one in wanted]
-    for one, place in zip(wanted, places, strict=True):
-        if not -n <= place < n:
-            raise IndexError(f"{name} {one} is out of range; there are {n}")
+    places = [place_of(name, one, captured, n) for one in wanted]
     if not places:
         raise RequestError(f"{name}s is empty; name one, or omit it", parameter=f"{name}s")
-    return [place % n for place in places]
+    return places
 
 
 def _squares(rows: Rows, hide_first: bool) -> list[NDArray[np.float32]]:

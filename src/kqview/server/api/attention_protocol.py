@@ -531,7 +531,8 @@ def _bias(bias: dict[str, float] | None) -> dict[int, float] | None:
         return {int(id_): value for id_, value in bias.items()}
     except ValueError:
         raise InvalidToken(
-            "logit_bias has a key that is not a token id; send ids as the object's keys"
+            "logit_bias has a key that is not a token id; send ids as the object's keys",
+            parameter="logit_bias",
         ) from None
 
 
