@@ -19,14 +19,14 @@
 #   --limit SECONDS         all, build, run: stop before the machine's own time limit; what is finished is kept,
 #                           and the parts that were cut off are named. Give 30 seconds less than the machine does
 #   --resume DIR            all, build, run: DIR holds what earlier calls left in $OUT: the package and the stock
-#                           programs are unpacked, not built, if they were built from the same sources; all leaves out
-#                           rows and parts that are finished. prepare size: DIR is carried as well
+#                           programs are unpacked, not built, if they are of the same sources and run on this processor;
+#                           all leaves out rows and parts that are finished. prepare size: DIR is carried as well
 #   --arch LIST             all, build: CUDA architectures, such as 90 or "80;90"; the GPU's own if left out
 #   --package WHEEL         all, build: installs this wheel of the package instead of building one
 #   --save PATH             all, run: JSON lines of the table, a file or a folder ($OUT/cuda.jsonl, else bench/results)
 #   --python X.Y            prepare: the Python of the GPU machine (3.12)
 #   --without "NAME ..."    prepare: packages that the GPU machine has ("cmake numpy")
-#   --fit MIB               prepare: how much may be carried, the checkout without ignored files included (64; 0: any size)
+#   --fit MIB               prepare: how much may be carried, the checkout without ignored files included (64; 0: all)
 #
 # The GPU machine needs Python with its headers and pip, g++, nvcc and cuBLAS (toolkit or wheels, see vendor/README.md);
 # KQVIEW_PYTHON names its Python if that is not python3. The folder KQVIEW_CUDA_KIT (build/cuda-kit) is carried along;
@@ -42,13 +42,13 @@
 # each call copy $OUT into build/cuda-back, over what is there; carry build/cuda-kit and that folder:
 #
 #   bench/cuda.sh all --arch 90 --limit 570                                  9.5
-#   bench/cuda.sh all --arch 90 --limit 540 --resume build/cuda-back         9
-#   bench/cuda.sh all --arch 90 --limit 420 --resume build/cuda-back         7
+#   bench/cuda.sh all --arch 90 --limit 510 --resume build/cuda-back         8.5
+#   bench/cuda.sh all --arch 90 --limit 390 --resume build/cuda-back         6.5
 #
 # The first call builds the package (6 minutes), decides where rows should be computed, measures the main rows and
 # compares values with float64. The second one measures all other rows that need no stock program. The third one builds
-# the stock programs (6 minutes) and measures theirs; if too little time is left for that, it runs compute-sanitizer and
-# tests.
+# the stock programs (as long as the package) and measures theirs; if too little time is left for that, it runs
+# compute-sanitizer and tests. After a change of the sources the next call begins anew.
 set -uo pipefail
 exec </dev/null
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
@@ -172,11 +172,12 @@ take_earlier() {
     for name in package peers; do
         mapfile -t pieces < <(compgen -G "$resume/$name.tar.gz.[0-9]")
         [ ! -e "$work/$name.sources" ] && [ ${#pieces[@]} -gt 0 ] || continue
-        if cat "${pieces[@]}" | within 0 tar -C "$work" -xz && has_sources "$name"; then
+        if cat "${pieces[@]}" | within 0 tar -C "$work" -xz && has_sources "$name" &&
+            "$python" bench/cuda_kit.py processor "$work/$name.cpu"; then
             echo "$name is here"
         else
             rm -f "$work/$name.sources"
-            echo "$name cannot be used: damaged, or of other sources (see above); it has to be built again"
+            echo "so $name has to be built again"
         fi
     done
     [ ! -s "$work/package.sources" ] || [ -s "$work/printed.txt" ] || [ ! -s "$resume/printed.txt" ] ||
@@ -301,7 +302,8 @@ build_package() {
     within 0 "$python" -m pip install -v --no-build-isolation --no-deps --no-compile --upgrade \
         --target "$work/package-site" ${options[@]+"${options[@]}"} "${package:-.}" || return
     [ -n "$package" ] || echo $((SECONDS - start)) >"$work/package.seconds"
-    "$python" bench/cuda_kit.py sources "${sources[@]}" >"$work/package.sources" || return
+    "$python" bench/cuda_kit.py processor >"$work/package.cpu" &&
+        "$python" bench/cuda_kit.py sources "${sources[@]}" >"$work/package.sources" || return
     list_devices
 }
 
@@ -312,7 +314,7 @@ list_devices() {
 keep_package() {
     local files=(package-site)
     [ ! -s "$work/package.seconds" ] || files+=(package.seconds)
-    keep package "${files[@]}" package.sources
+    keep package "${files[@]}" package.cpu package.sources
 }
 
 build_peers() {
@@ -335,7 +337,8 @@ build_peers() {
         "${programs[@]}") || return
     mkdir "$work/peers" && (cd "$folder" && cp -r "${programs[@]/#rpc-server/ggml-rpc-server}" "$work/peers") || return
     strip "$work/peers"/*
-    "$python" bench/cuda_kit.py sources bench/peers vendor/llama.lock.toml >"$work/peers.sources" &&
+    "$python" bench/cuda_kit.py processor >"$work/peers.cpu" &&
+        "$python" bench/cuda_kit.py sources bench/peers vendor/llama.lock.toml >"$work/peers.sources" &&
         echo "$work/peers"
 }
 
@@ -363,7 +366,7 @@ build_part() {
     [ -n "${OUT:-}" ] || return 0
     case $1 in
         package) part keep-package keep_package ;;
-        peers) part keep-peers keep peers peers peers.sources ;;
+        peers) part keep-peers keep peers peers peers.cpu peers.sources ;;
     esac
     return 0
 }
@@ -612,7 +615,7 @@ mkdir -p "$work"
 earlier=''
 if [ -n "$resume" ] && [ "$step" != prepare ]; then
     take_earlier >"$work/resume.log" || refuse "$(cat "$work/resume.log")"
-    earlier=$(grep -E ' is here$| cannot be used' "$work/resume.log")
+    earlier=$(cat "$work/resume.log")
 fi
 line '%s\n' "== $call" ${earlier:+"$earlier"}
 case $step in

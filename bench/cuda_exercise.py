@@ -32,6 +32,8 @@ CAPTURES = (
     Capture("probs", top_k=4),
     Capture("probs", hidden=(1,)),
 )
+# Rows are computed beside a step only with flash attention.
+WAYS = ((True, "in graph"), (True, "beside"), (False, "in graph"))
 
 
 def main() -> None:
@@ -43,10 +45,11 @@ def main() -> None:
     views: list[NDArray[np.generic]] = []
     n_rows = 0
     refused: set[str] = set()
-    for flash_attn in (True, False):
+    for flash_attn, device_rows in WAYS:
         with Engine.demo(
-            n_ctx=256, n_slots=2, n_threads=1, n_gpu_layers=args.layers, flash_attn=flash_attn
-        ) as engine:
+            n_ctx=256, n_slots=2, n_threads=1, n_gpu_layers=args.layers, flash_attn=flash_attn,
+            device_rows=device_rows,
+        ) as engine:  # fmt: skip
             ids = engine.tokenize("Mirelda found a silver key near the old bridge. Then Mirel")
             for capture in CAPTURES:
                 both = [

@@ -5,6 +5,7 @@ python bench/cuda_kit.py weigh FOLDER...    sizes of the kit and of the checkout
 python bench/cuda_kit.py missing            what this machine lacks: packages, programs, CUDA
 python bench/cuda_kit.py sources PATH...    the hash of each source file, to be kept beside a build
 python bench/cuda_kit.py compare FILE       are the sources those that FILE lists?
+python bench/cuda_kit.py processor [FILE]   its instruction sets; has it those of FILE?
 
 Exit status 1: no, with a line on stderr that says why. Standard library only, and `packaging`,
 which is one of the requirements.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -35,6 +37,10 @@ OF_TEST = ("pytest", "pytest-asyncio", "hypothesis", "gguf", "msgspec", "pybase6
 # pip's wheels of them are one way to get them; what a build needs is the program.
 PROGRAMS = {"cmake": "cmake>=3.26", "ninja": "ninja"}
 CXX_NAMES = ("c++", "g++", "clang++")
+# Beginnings of the flags of an x86 processor that stand for instructions of compiled code.
+X86_INSTRUCTIONS = (
+    "abm", "amx", "avx", "bmi", "f16c", "fma", "gfni", "movbe", "popcnt", "sse", "ssse", "vaes",
+)  # fmt: skip
 MIB = 2**20
 N_LARGEST = 4
 
@@ -310,6 +316,32 @@ def _check_machine(args: argparse.Namespace) -> str:
     return f"all here: {', '.join(checked)}"
 
 
+# ---- for which processor something was built
+
+
+def instruction_sets(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
+    """What a compiler may use of this processor, without what only the kernel uses."""
+    fields: dict[str, str] = {}
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
+            key, _, value = line.partition(":")
+            fields.setdefault(key.strip(), value)
+    features = fields.get("flags", fields.get("Features", "")).split()
+    if "Features" not in fields:
+        features = [one for one in features if one.startswith(X86_INSTRUCTIONS)]
+    return sorted([platform.machine(), *features])
+
+
+def check_processor(listing: Path, here: Iterable[str]) -> None:
+    """Check that code for the processor of *listing* runs on one that has *here*.
+
+    Raises:
+        KitError: It does not; the message names what this processor lacks.
+    """
+    if lacking := sorted(set(listing.read_text(encoding="utf-8").split()) - set(here)):
+        raise KitError(f"built for a processor that has {', '.join(lacking)}; this one has not")
+
+
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(
@@ -327,6 +359,8 @@ def main() -> None:
     lacking.add_argument("--work", type=Path, default=Path(), help="folder for small files")
     listing = commands.add_parser("sources")
     listing.add_argument("path", nargs="+")
+    processor = commands.add_parser("processor")
+    processor.add_argument("file", type=Path, nargs="?")
     comparing = commands.add_parser("compare")
     comparing.add_argument("file", type=Path)
     args = parser.parse_args()
@@ -340,6 +374,10 @@ def main() -> None:
                 print(_check_machine(args))
             case "sources":
                 print(" ".join(args.path), *sources(args.path), sep="\n")
+            case "processor" if args.file:
+                check_processor(args.file, instruction_sets())
+            case "processor":
+                print(*instruction_sets(), sep="\n")
             case _:
                 compare(args.file)
     except KitError as error:

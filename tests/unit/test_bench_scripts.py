@@ -118,6 +118,31 @@ def test_newest_leaves_other_flags_and_machines_out_and_says_so() -> None:
     assert notes == ["saved, but with `--threads 1 --pairs 20`: a", "saved, but on old: b"]
 
 
+def so_far(row: str, n_pairs: int) -> dict[str, Any]:
+    return report.to_record(report.SoFar(timing(1.0, n_pairs, None, row)), ABOUT)
+
+
+def test_newest_takes_a_row_that_was_cut_off_only_where_there_is_no_whole_one() -> None:
+    whole = report.to_record(timing(1.0, 20, None, "a"), ABOUT)
+    records = [whole, so_far("a", 5), so_far("b", 5), so_far("b", 15), so_far("b", 10)]
+    found, notes = report.newest(records, ABOUT["flags"])
+    assert found == [whole, records[3]]
+    assert notes == ["cut off before all pairs were measured: b"]
+
+
+def test_finished_rows_are_whole_and_of_the_same_build_gpus_and_flags() -> None:
+    here = {**ABOUT, "devices": ["H100"], "build": "one"}
+    records = [
+        saved("a", 1, devices=["H100"], build="one", kqview_commit="later"),
+        saved("b", 1, devices=["H200"], build="one"),
+        saved("c", 1, devices=["H100"], build="other"),
+        saved("d", 1, devices=["H100"], build="one", flags="--threads 1"),
+        saved("e", 1, devices=["H100"], build="one", is_partial=True),
+    ]
+    assert report.finished(records, here) == {"a"}
+    assert report.finished([saved("a", 1), saved("b", 1, kqview_commit="other")], ABOUT) == {"a"}
+
+
 def test_chosen_name_is_the_longest_that_a_row_begins_with() -> None:
     names = ["context-256-flash", "decode-flash-logits", "decode-flash-logits-mean-heads"]
     assert report.chosen_name("context-256-flash-probs", names) == names[0]
@@ -184,6 +209,25 @@ def test_collect_saves_each_row_when_it_is_done(script: Any, tmp_path: Path) -> 
         console.collect([(weights, measure)], settings.Settings(save=path), ABOUT)
     assert n_lines == [1, 2]
     assert [record["row"] for record in read_records(path)] == ["a", "b"]
+
+
+def test_collect_saves_a_row_that_is_not_over_and_does_not_count_it(
+    script: Any, tmp_path: Path
+) -> None:
+    console, settings, own_report = script("console"), script("settings"), script("report")
+    path = tmp_path / "rows.jsonl"
+    row = own_report.Timing(
+        "a", "what", "against", "a token", Pairs([1.0] * 5, [1.0] * 5), None, "command"
+    )
+
+    def measure(*_: object) -> Iterator[Any]:
+        yield own_report.SoFar(row)
+        raise RuntimeError("it broke")
+
+    outcome = console.collect([({"a": 1.0}, measure)], settings.Settings(save=path), ABOUT)
+    assert [record["is_partial"] for record in read_records(path)] == [True]
+    assert outcome.rows == []
+    assert [(one.name, one.reason) for one in outcome.left_out] == [("a", "it broke")]
 
 
 def test_row_that_fails_does_not_take_the_others_along(
@@ -506,6 +550,51 @@ def test_saved_rows_of_a_gpu_can_be_printed(
     assert "1.020" in printed
     assert "no row saved: device-rows-4k-1-in-graph, " in printed
     assert table.README.read_bytes() == before
+
+
+def test_figures_of_two_gpus_never_stand_in_one_table(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = script("cuda_table")
+    names = ("cuda-4k-1-logits", "cuda-1k-1-logits")
+    records = [
+        saved(name, minute, devices=[gpu])
+        for minute, (name, gpu) in enumerate(zip(names, ("H100", "H200"), strict=True))
+    ]
+    rows = [report.to_record(timing(1.0, 5, None, row["row"]), row) for row in records]
+    first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
+    append_record(first, rows[0])
+    # The second call carries the rows of the first one along.
+    for row in rows:
+        append_record(second, row)
+    machines = table.by_machine(row for path in (first, second) for row in read_records(path))
+    assert [[row["row"] for row in found] for found in machines] == [[names[0]], [names[1]]]
+    monkeypatch.setattr("sys.argv", ["cuda_table.py", str(first), str(second), "--print"])
+    table.main()
+    printed = capsys.readouterr().out
+    places = [printed.index(text) for text in ("H100, ", names[0], "H200, ", names[1])]
+    assert places == sorted(places)
+
+
+def test_rows_so_far_are_saved_every_few_rounds_of_a_group(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places, settings = script("cuda_rows"), script("settings")
+
+    def rounds(*_: object) -> Iterator[Any]:
+        for _round in range(12):
+            yield dict.fromkeys(("in graph", "in graph, off", "beside", "beside, off"), 1.0), ""
+        raise RuntimeError("the device is gone")
+
+    class Line:
+        def start(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(places, "_rounds", rounds)
+    chosen = settings.Settings(n_pairs=20, rows=frozenset({"device-rows-4k-1-both"}))
+    found = list(places.measure_places(chosen, Line(), {"4k": 4096}))
+    assert [len(row.row.pairs.ratios) for row in found[:-1]] == [5, 10]
+    assert found[-1] == LeftOut("device-rows-4k-1-both", "the device is gone", True)
 
 
 def test_figures_of_copies_are_those_of_a_step_between_two_readings(script: Any) -> None:

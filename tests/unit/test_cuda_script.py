@@ -476,22 +476,57 @@ def test_what_was_built_is_brought_back_in_pieces_and_unpacked_on_a_bare_machine
     assert (other.out / "printed.txt").read_text() == earlier + printed
 
 
-@pytest.mark.parametrize("is_short", [True, False], ids=["cut-short", "other-sources"])
-def test_package_that_does_not_serve_is_built_again(script: Script, is_short: bool) -> None:
-    brought_back(script)
+def cut_short(script: Script) -> None:
     archive = script.out / "package.tar.gz.0"
-    if is_short:
-        archive.write_bytes(archive.read_bytes()[:-100])
-    else:
-        listing = script.work / "package.sources"
-        listing.write_text(listing.read_text() + f"{'0' * 64}  vendor/removed.cmake\n")
-        files = ["package-site", "package.sources"]
-        subprocess.run(["tar", "-C", script.work, "-czf", archive, *files], check=True)
+    archive.write_bytes(archive.read_bytes()[:-100])
+
+
+def add_line(script: Script, name: str, text: str) -> None:
+    """Add *text* to a file beside the package that was brought back."""
+    listing = script.work / name
+    listing.write_text(listing.read_text() + text)
+    files = ["package-site", "package.cpu", "package.sources"]
+    archive = script.out / "package.tar.gz.0"
+    subprocess.run(["tar", "-C", script.work, "-czf", archive, *files], check=True)
+
+
+def name_other_sources(script: Script) -> None:
+    add_line(script, "package.sources", f"{'0' * 64}  vendor/removed.cmake\n")
+
+
+def name_another_processor(script: Script) -> None:
+    add_line(script, "package.cpu", "avx1024\n")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (cut_short, "tar: "),
+        (name_other_sources, "vendor/removed.cmake"),
+        (name_another_processor, "built for a processor that has avx1024; this one has not"),
+    ],
+)
+def test_package_that_does_not_serve_is_built_again(
+    script: Script, spoil: Callable[[Script], None], words: str
+) -> None:
+    brought_back(script)
+    spoil(script)
     other = second_machine(script)
     status, printed = other("all", "--device", "cpu", "package", "--resume", str(script.out))
     assert status == 1
-    assert "package cannot be used: damaged, or of other sources" in printed
-    assert "built again" in printed
+    assert words in printed
+    assert "so package has to be built again" in printed
+    assert "built again" in (other.work / "package.log").read_text()
+
+
+def test_instruction_sets_are_those_of_compiled_code(kit: Any, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor : 0\nflags : fpu avx2 ibrs avx512f fma\n\nprocessor : 1\n")
+    machine = kit.platform.machine()
+    assert kit.instruction_sets(cpuinfo) == sorted([machine, "avx2", "avx512f", "fma"])
+    cpuinfo.write_text("processor : 0\nFeatures : fp asimd sve\n")
+    assert kit.instruction_sets(cpuinfo) == sorted([machine, "fp", "asimd", "sve"])
+    assert kit.instruction_sets(tmp_path / "none") == [machine]
 
 
 def test_more_than_four_pieces_are_not_brought_back(script: Script) -> None:
