@@ -511,7 +511,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         self._lora.scales = self._lora.scales_of("scales", scales)
 
     def stats(self) -> EngineStats:
-        """Read counters, slots, queue and memory; works after `close`.
+        """Read counters, slots, queue and memory; works after `close`, not in a forked child.
 
         `EngineStats.since` computes the difference between two readings.
         """
@@ -663,7 +663,7 @@ class Engine(Vocabulary, Conversation, Embedding, Scoring, Many):
         Returns:
             A sync and async iterator of Token. A generation without a slot waits until another one
             ends, is closed, or falls behind by ``run_ahead`` tokens because nobody takes them: that
-            one is parked, and goes on where it was once its tokens are taken. Never parked are
+            one is parked, and resumes when its tokens are taken. Never parked are
             generations with mods or a callable, those that have discarded tokens to make room, and
             those that reuse approximate tokens. If these hold all slots and only the waiting thread
             itself takes their tokens, iterating raises BusyError.

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 from kqview import _core
 from kqview.arguments import flag, invalid, to_path, whole_number
@@ -19,6 +19,9 @@ from kqview.state.files import (
     write_state,
 )
 from kqview.types import SlotMessage
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _ALL: Final = 2**63 - 1
 
@@ -159,7 +162,7 @@ class Slot:
         """
         return self.save_marked()[0]
 
-    def restore(self, blob: bytes, *, exact: bool = False) -> int:
+    def restore(self, blob: "Buffer", *, exact: bool = False) -> int:
         """Replace the contents of the slot with those of *blob*; return the number of bytes read.
 
         A blob that is refused changes nothing. A raw blob, without the trailer of a state file,
@@ -171,7 +174,7 @@ class Slot:
 
         Args:
             blob: What `save` returned, or the contents of a state file, whose trailer is checked
-                and removed. Buffers other than bytes are copied first.
+                and removed. Buffers other than bytes, such as an mmap or an array, are copied.
             exact: Your assurance that the blob was saved from this model with the same adapters,
                 and from a slot whose tokens were all exact (`n_exact`): the next generation whose
                 prompt begins with `tokens` then continues from there. If a trailer records how many
@@ -185,13 +188,9 @@ class Slot:
             UnsupportedModel: As for `save`.
             ClosedError: The engine is closed.
         """
-        if not isinstance(blob, bytes | bytearray | memoryview):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise RequestError(
-                f"blob must be the bytes of Slot.save, got {type(blob).__name__}", parameter="blob"
-            )
         exact = flag("exact", exact)
         # A copy as bytes cannot change between the check and the read of the engine thread.
-        data, trailer = split(bytes(blob))
+        data, trailer = split(_bytes_of(blob))
         marks = check_trailer(data, trailer, self._state_facts()) if trailer else NO_MARKS
         if marks.n_exact is None and exact:
             marks = replace(marks, n_exact=_ALL)
@@ -269,8 +268,8 @@ class Slot:
         Nothing is recomputed: the later tokens keep keys and values that were computed while the
         removed tokens were visible, rotated to their new positions. They are therefore approximate,
         and `n_exact` becomes at most *n_keep*: a generation that continues from `tokens` evaluates
-        them again unless it passes ``reuse="prefix"``. Columns of later rows are positions in the
-        shortened `tokens`. Costs two copies of the slot's cache.
+        them again unless it passes ``reuse="prefix"``. Afterwards, columns refer to positions in
+        the remaining tokens. Costs two copies of the slot's cache.
 
         Returns:
             The new `n_tokens`.
@@ -369,3 +368,13 @@ def _pair(given: object) -> tuple[Any, ...]:
     if isinstance(given, str | bytes) or not isinstance(given, Iterable):
         return ()
     return tuple(cast("Iterable[Any]", given))
+
+
+def _bytes_of(blob: "Buffer") -> bytes:
+    """*blob* as bytes; a copy, unless it is bytes already."""
+    if isinstance(blob, bytes):
+        return blob
+    try:
+        return bytes(memoryview(cast("bytes", blob)))
+    except (TypeError, BufferError):
+        raise invalid("blob", "the bytes of Slot.save", type(blob).__name__) from None

@@ -6,10 +6,12 @@ Blobs that are refused are in test_state_refused.py.
 from __future__ import annotations
 
 import json
+import mmap
 import struct
 import subprocess
 import sys
 import threading
+from array import array
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -282,8 +284,11 @@ def test_other_buffers_and_types(make_engine: MakeEngine, tiny_llama: Path) -> N
     fill(engine)
     slot = engine.slots[0]
     blob = slot.save()
-    for value in (bytearray(blob), memoryview(blob)):
-        assert slot.restore(value) == len(blob)  # type: ignore[arg-type]
+    mapped = mmap.mmap(-1, len(blob))
+    mapped.write(blob)
+    as_array = np.frombuffer(blob, np.uint8)
+    for value in (bytearray(blob), memoryview(blob), mapped, array("B", blob), as_array):
+        assert slot.restore(value) == len(blob)
     for value in ("SES1", None, 3, [1]):
         with pytest.raises(errors.RequestError, match=r"bytes of Slot\.save"):
             slot.restore(value)  # type: ignore[arg-type]

@@ -8,9 +8,9 @@ What runs, by the word behind the fence, in the order of the page:
 
 A block whose fence says ``not-run`` after the language is left out, ``sh`` blocks are too. In an
 output "..." stands for anything. The working folder is empty but for ``model.gguf``, the demo
-model, and ``sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo model,
-``127.0.0.1:5002`` one of two models with the admin key ADMIN, and ``127.0.0.1:6767`` a receiver of
-traces, started for the page. Python that begins with
+model, and ``tests/ingest/sample_payload.json``, a trace. ``127.0.0.1:5001`` is a server of the demo
+model, ``127.0.0.1:5002`` one of two models with the admin key ADMIN, and ``127.0.0.1:6767`` a
+receiver of traces, started for the page. Python that begins with
 ``# mods/NAME.py`` is that file of the server's folder of mods.
 """
 
@@ -107,7 +107,9 @@ def run_page(page: Path) -> Iterator[Outcome]:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         stack.enter_context(contextlib.chdir(folder))
         Path("model.gguf").symlink_to(MODEL_PATH)
-        Path("sample_payload.json").symlink_to(SAMPLE)
+        payload = SAMPLE.relative_to(ROOT)
+        payload.parent.mkdir(parents=True)
+        payload.symlink_to(SAMPLE)
         receiver = RECEIVER
         if any(RECEIVER in block["code"] for block in _BLOCK.finditer(text)):
             from kqview.ingest import IngestSettings

@@ -436,6 +436,7 @@ def test_script_draws_what_was_saved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for saved in RECORDS:
         append_record(source, saved)
     script = Path(__file__).parents[2] / "bench" / "plot.py"
+    monkeypatch.syspath_prepend(script.parent)  # as Python does for a script
     monkeypatch.setattr("sys.argv", [str(script), str(source), "--out", str(picture)])
     runpy.run_path(str(script), run_name="__main__")
     assert len(np.unique(imread(picture).reshape(-1, 4), axis=0)) > 50
