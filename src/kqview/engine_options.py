@@ -5,8 +5,10 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, Literal, TypedDict, cast, get_args
 
+import numpy as np
+
 from kqview import _core
-from kqview.arguments import INT64_MAX, encode, invalid, to_path, whole_number
+from kqview.arguments import INT64_MAX, encode, flag, invalid, to_path, whole_number
 from kqview.errors import shown
 from kqview.lora import SCALE_MAX, scale_of
 from kqview.machine import default_threads, free_memory_bytes, physical_memory_bytes
@@ -76,7 +78,11 @@ def context_options(
     Raises:
         RequestError: An option has the wrong type or is out of range.
     """
-    if flash_attn != "auto" and not isinstance(flash_attn, bool):
+    if isinstance(flash_attn, str) and flash_attn == "auto":
+        uses_flash = None
+    elif isinstance(flash_attn, bool | np.bool_):
+        uses_flash = bool(cast("bool", flash_attn))
+    else:
         raise invalid("flash_attn", "'auto', True or False", shown(flash_attn))
     if not (isinstance(attention_kernel, str) and attention_kernel in _KERNELS):
         raise invalid("attention_kernel", f"one of {str(_KERNELS)[1:-1]}", shown(attention_kernel))
@@ -94,11 +100,11 @@ def context_options(
     options.n_batch = _size("n_batch", n_batch)
     options.n_ubatch = _size("n_ubatch", n_ubatch)
     options.n_threads = _size("n_threads", default_threads() if n_threads is None else n_threads)
-    options.flash_attn = flash_attn if isinstance(flash_attn, bool) else None
+    options.flash_attn = uses_flash
     options.attends = attention_kernel != "llama.cpp"
     options.rows_beside = device_rows == "beside"  # "auto": until a GPU has measured both
     options.kv_type = kv_type
-    options.swa_full = bool(swa_full)
+    options.swa_full = flag("swa_full", swa_full)
     options.pooling = "" if pooling is None else str(pooling)
     options.host_memory_bytes = memory_bytes
     options.free_memory_bytes = max(1, free_memory_bytes()) if n_ctx is None else 0

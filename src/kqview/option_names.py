@@ -175,8 +175,17 @@ _ELSEWHERE: Final[Mapping[str, str]] = {
 }
 
 
-def unknown_option(who: str, name: str, known: Iterable[str]) -> UnknownOption:
-    """The error for the option *name* that *who*, a function or a class, does not have."""
+def unknown_option(
+    who: str, name: str, known: Iterable[str], *, unlisted: Iterable[str] = ()
+) -> UnknownOption:
+    """The error for the option *name* that *who*, a function or a class, does not have.
+
+    Args:
+        who: Name of the function or class.
+        name: What was given.
+        known: The names that *who* has.
+        unlisted: Those of *known* that a message does not list.
+    """
     names = sorted(known)
     here = _ELSEWHERE.get(name)
     if here is not None and here.isidentifier() and here not in names:
@@ -185,7 +194,8 @@ def unknown_option(who: str, name: str, known: Iterable[str]) -> UnknownOption:
         near = difflib.get_close_matches(name.lower(), names, n=1, cutoff=0.6)
         here = near[0] if near else None
     if here is None:
-        advice = f"it has {', '.join(names)}"
+        left_out = set(unlisted)
+        advice = f"it has {', '.join(one for one in names if one not in left_out)}"
     else:
         advice = here if here in _SENTENCES else f"here it is {here}"
     return UnknownOption(f"{who} has no option {name}; {advice}", parameter=name)
@@ -208,12 +218,12 @@ def names_options(
         known = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
         known = [name for name in known if name != "self"]
         options = {*known, *also}
-        listed = options - set(known[:1]) if hides_first else options
+        unlisted = known[:1] if hides_first else []
 
         def check(given: Iterable[str]) -> None:
             for name in given:
                 if name not in options:
-                    raise unknown_option(who, name, listed)
+                    raise unknown_option(who, name, options, unlisted=unlisted)
 
         @functools.wraps(function)
         def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:

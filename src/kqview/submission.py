@@ -491,7 +491,7 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
     """Fill in how tokens are chosen and which ones end the generation.
 
     Raises:
-        InvalidToken: A stop token is not one of the *n_vocab* of the vocabulary.
+        InvalidToken: A stopping, banned or biased token is not one of the *n_vocab*.
         InvalidSampling: Closing the objects of a JSON schema takes too much work.
         KqviewError: llguidance is needed, but not installed or of another major version.
     """
@@ -502,12 +502,15 @@ def set_sampling(options: _core.RequestOptions, sampling: Sampling, n_vocab: int
         sampling = replace(sampling, json_schema=held(sampling.json_schema))
     options.sampling = _core.SamplingParams(sampling)
     options.stop_tokens = list(sampling.stop_tokens)
-    for token in options.stop_tokens:
-        if token >= n_vocab:  # the core checks those that are biased or banned
-            raise InvalidToken(
-                f"an item of stop_tokens must be a token id from 0 to {n_vocab - 1}, got {token}",
-                parameter="stop_tokens",
-            )
+    for name, ids in (
+        ("an item of stop_tokens", options.stop_tokens),
+        ("an item of banned_tokens", sampling.banned_tokens),
+        ("a key of logit_bias", sampling.logit_bias),
+    ):
+        largest = max(ids, default=0)
+        if largest >= n_vocab:
+            allowed = f"a token id from 0 to {n_vocab - 1}"
+            raise invalid(name, allowed, str(largest), InvalidToken)
 
 
 def _llguidance_library() -> str:

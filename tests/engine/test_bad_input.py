@@ -214,7 +214,8 @@ def test_model_without_vocabulary_takes_ids_and_refuses_text(
         ("n_ubatch", [0, -1, 2**40, "1"]),
         ("n_threads", [0, -1, 100_000, 2**40, 1.5]),
         ("n_gpu_layers", [-2, 2**40, "all"]),
-        ("flash_attn", ["on", 1, None]),
+        ("flash_attn", ["on", 1, None, np.ones(2)]),
+        ("swa_full", ["on", 1, None]),
         ("kv_type", ["f17", "", 16, None]),
         ("run_ahead", [-1, 1.5, True, 2**40]),
         ("attention_budget_bytes", [0, -1, 1.5, 2**64]),
@@ -329,15 +330,21 @@ def test_message_about_a_prompt_says_that_it_may_be_text(
             call(prompt)
 
 
-def test_stop_token_outside_the_vocabulary_is_refused(
+def test_token_of_an_option_outside_the_vocabulary_is_refused(
     make_engine: MakeEngine, tiny_llama: Path
 ) -> None:
     engine = make_engine(tiny_llama)
     n_vocab = engine.model.n_vocab
     engine.generate(PROMPT, stop_tokens=[n_vocab - 1], max_tokens=1).read()
     for token in (n_vocab, 10**9):
-        with pytest.raises(errors.InvalidToken, match=f"stop_tokens .* {n_vocab - 1}, got {token}"):
-            engine.generate(PROMPT, stop_tokens=[2, token])
+        given: dict[str, Any] = {
+            "stop_tokens": [2, token], "banned_tokens": [2, token], "logit_bias": {2: 1, token: 1},
+        }  # fmt: skip
+        for name, value in given.items():
+            match = f"{name} must .* {n_vocab - 1}, got {token}"
+            with pytest.raises(errors.InvalidToken, match=match) as caught:
+                engine.generate(PROMPT, **{name: value})
+            assert caught.value.parameter == name
 
 
 def test_without_a_limit_of_tokens_the_slot_is_filled(

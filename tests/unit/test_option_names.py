@@ -156,6 +156,9 @@ def test_fields_of_a_class_are_listed_and_the_first_argument_of_a_function_is_no
     given = {"zzz": 1}
     with pytest.raises(errors.UnknownOption, match=r"it has add_special, offsets, parse_special$"):
         engine.tokenize("a", **given)
+    given = {"prmpt": "a"}
+    with pytest.raises(errors.UnknownOption, match="generate has no option prmpt; here it is prom"):
+        engine.generate(**given)
 
 
 async def test_coroutines_name_an_unknown_option(engine: Engine):
