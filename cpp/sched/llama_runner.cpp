@@ -192,6 +192,8 @@ text_embedding llama_runner::embedding(slot_id slot, int i_token, int n_tokens) 
 
 bool llama_runner::truncate(slot_id slot, int n_keep) {
     if (broken_) return true;  // irrelevant: every call raises
+    // What fails in here is kept for await(), which ends the engine; this call may not.
+    const llama_activity guard("removing tokens");
     tap_->settle();
     return context_->truncate(slot, n_keep);
 }

@@ -90,9 +90,20 @@ operand_strides strides_of(const ggml_tensor* tensor) {
     return {tensor->nb[1], tensor->nb[2], tensor->nb[3]};
 }
 
+// Others than sparse models use llama.cpp's mask, an input, as it is or cast.
+bool is_made(const ggml_tensor* mask) {
+    while (mask->op == GGML_OP_CPY || mask->op == GGML_OP_CONT || mask->op == GGML_OP_VIEW ||
+           mask->op == GGML_OP_RESHAPE || mask->op == GGML_OP_PERMUTE) {
+        mask = mask->src[0];
+    }
+    return mask->op != GGML_OP_NONE;
+}
+
 void set_mask(attention_site& site, ggml_tensor* mask) {
     site.mask = mask;
-    if (mask) site.mask_strides = {mask->nb[1], 0, mask->ne[3] == 1 ? 0 : mask->nb[3]};
+    if (!mask) return;
+    site.mask_strides = {mask->nb[1], 0, mask->ne[3] == 1 ? 0 : mask->nb[3]};
+    site.has_made_mask = is_made(mask);
 }
 
 // Number of keys that a model appends to the tokens' keys; each stands for several tokens

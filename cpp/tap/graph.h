@@ -36,6 +36,7 @@ struct attention_site {
     ggml_tensor* mask = nullptr;   // F16|F32 ne=[n_kv, n_tokens, 1, n_stream], or null
     ggml_tensor* sinks = nullptr;  // F32 ne=[n_head], or null
     operand_strides mask_strides;
+    bool has_made_mask = false;  // by nodes of the graph, as sparse attention has it
 
     // With flash attention, or if the model gathers its keys first:
     ggml_tensor* flash = nullptr;  // the node that reads q and k

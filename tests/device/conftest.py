@@ -8,6 +8,7 @@ import pytest
 
 from tests.engine.conftest import (
     FAKE_DEVICE,
+    architectures,
     fake_devices,
     make_engine,
     tiny_llama,
@@ -17,7 +18,7 @@ from tests.engine.conftest import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["make_engine", "tiny_llama", "tiny_qwen2"]
+__all__ = ["architectures", "make_engine", "tiny_llama", "tiny_qwen2"]
 
 
 @pytest.fixture(scope="module", autouse=True)

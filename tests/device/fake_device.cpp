@@ -81,7 +81,10 @@ struct fake_device_counts {
     std::uint64_t n_copied_bytes = 0;
     // Products of one query for which CUDA would convert all keys to F32.
     std::uint64_t n_converted_products = 0;
-    std::uint64_t n_freed_in_use = 0;  // buffers freed before a stream was done with them
+    std::uint64_t n_freed_in_use = 0;    // buffers freed before a stream was done with them
+    std::uint64_t n_pending_copies = 0;  // to the host, which a stream was told and has not made
+    // Events recorded again that nobody has waited for meanwhile: Vulkan makes a new one each time.
+    std::uint64_t n_new_events = 0;
 };
 
 }  // namespace
@@ -128,6 +131,7 @@ struct stream {
 struct mark {
     std::shared_ptr<stream> where;
     std::uint64_t n = 0;
+    bool is_waited_for = true;  // by the host, since it was recorded
 
     void reach() const {
         if (where) where->run_until(n);
@@ -210,6 +214,16 @@ void begin_copy_to_host() {
         }
     }
     if (copy_s > 0) std::this_thread::sleep_for(std::chrono::duration<double>(copy_s));
+}
+
+// For as long as what is returned lives.
+std::shared_ptr<void> note_pending() {
+    const std::lock_guard lock(settings_mutex);
+    ++counts.n_pending_copies;
+    return {nullptr, [](void*) {
+                const std::lock_guard last_lock(settings_mutex);
+                --counts.n_pending_copies;
+            }};
 }
 
 // ---- buffers
@@ -320,7 +334,7 @@ void set_async(ggml_backend_t backend, ggml_tensor* tensor, const void* data, st
 void get_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data, std::size_t offset,
                std::size_t size) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
-    of(backend).work->tell([=] {
+    of(backend).work->tell([=, pending = note_pending()] {
         begin_copy_to_host();
         std::memcpy(data, from, size);
     });
@@ -329,7 +343,7 @@ void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data,
                   std::size_t size, std::size_t n_copies, std::size_t stride_tensor,
                   std::size_t stride_data) {
     const auto* const from = static_cast<const char*>(tensor->data) + offset;
-    of(backend).work->tell([=] {
+    of(backend).work->tell([=, pending = note_pending()] {
         begin_copy_to_host();
         for (std::size_t i = 0; i < n_copies; ++i) {
             std::memcpy(static_cast<char*>(data) + i * stride_data, from + i * stride_tensor, size);
@@ -337,6 +351,11 @@ void get_2d_async(ggml_backend_t backend, const ggml_tensor* tensor, void* data,
     });
 }
 bool is_fake(ggml_backend_t backend) { return backend->iface.get_name == backend_name; }
+void note_copy(const fake_backend& on, std::size_t n_bytes) {
+    const std::lock_guard lock(settings_mutex);
+    ++counts.n_copies_on_device;
+    if (on.is_llamas) counts.n_copied_bytes += n_bytes;
+}
 bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, ggml_tensor* dst) {
     if (!is_fake(from) || !is_fake(to)) return false;
     bool is_destinations = false;
@@ -347,19 +366,11 @@ bool copy_async(ggml_backend_t from, ggml_backend_t to, const ggml_tensor* src, 
     // Vulkan's copies stay within a device.
     if (is_destinations && from->device != to->device) return false;
     auto& source = is_destinations ? of(to).work : of(from).work;
-    if (of(is_destinations ? to : from).is_llamas) {
-        const std::lock_guard lock(settings_mutex);
-        counts.n_copied_bytes += ggml_nbytes(dst);
-    }
-    source->tell([a = src->data, b = dst->data, size = ggml_nbytes(dst)] {
-        {
-            const std::lock_guard lock(settings_mutex);
-            ++counts.n_copies_on_device;
-        }
-        std::memcpy(b, a, size);
-    });
+    note_copy(of(is_destinations ? to : from), ggml_nbytes(dst));
+    source->tell(
+        [a = src->data, b = dst->data, size = ggml_nbytes(dst)] { std::memcpy(b, a, size); });
     if (from == to || is_destinations) return true;
-    of(to).work->tell([here = mark{source, source->n_told}] { here.reach(); });
+    of(to).work->tell([here = mark{source, source->n_told, false}] { here.reach(); });
     return true;
 }
 // llama.cpp's, which its device was told to compute.
@@ -446,6 +457,16 @@ private:
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     count_converted(graph);
     auto& own = of(backend);
+    if (graph->uid == 0 && graph->n_nodes == 1 && graph->nodes[0]->op == GGML_OP_CPY) {
+        const auto* const copy = graph->nodes[0];
+        note_copy(own, ggml_nbytes(copy));
+        own.work->tell([from = copy->src[0]->data, to = copy->data, size = ggml_nbytes(copy),
+                        use = note_unfinished(graph)]() mutable {
+            std::memcpy(to, from, size);
+            use.reset();
+        });
+        return GGML_STATUS_SUCCESS;
+    }
     auto& n_of_device = n_graphs_of(backend);
     if (graph->uid == 0) {
         own.work->tell([cpu = own.cpu, graph, use = note_unfinished(graph), &n_of_device,
@@ -479,7 +500,12 @@ ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     return GGML_STATUS_SUCCESS;
 }
 void event_record(ggml_backend_t backend, ggml_backend_event_t event) {
-    *static_cast<mark*>(event->context) = {of(backend).work, of(backend).work->n_told};
+    auto& recorded = *static_cast<mark*>(event->context);
+    if (!recorded.is_waited_for) {
+        const std::lock_guard lock(settings_mutex);
+        ++counts.n_new_events;
+    }
+    recorded = {of(backend).work, of(backend).work->n_told, false};
 }
 void event_wait(ggml_backend_t backend, ggml_backend_event_t event) {
     if (of(backend).is_llamas) {
@@ -561,7 +587,9 @@ void event_free(ggml_backend_dev_t, ggml_backend_event_t event) {
 }
 void event_synchronize(ggml_backend_dev_t, ggml_backend_event_t event) {
     abort_at("wait");
-    static_cast<mark*>(event->context)->reach();
+    auto& recorded = *static_cast<mark*>(event->context);
+    recorded.is_waited_for = true;
+    recorded.reach();
 }
 ggml_backend_t device_init(ggml_backend_dev_t device, const char*) {
     static ggml_guid guid = {0x6b, 0x71, 0x76, 0x69, 0x65, 0x77, 0x20, 0x66,
@@ -735,6 +763,8 @@ void bind_fake_device(nb::module_& module) {
         all["n_copies_on_device"] = now.n_copies_on_device;
         all["n_moved_graphs"] = now.n_moved_graphs;
         all["n_freed_in_use"] = now.n_freed_in_use;
+        all["n_pending_copies"] = now.n_pending_copies;
+        all["n_new_events"] = now.n_new_events;
         all["used_bytes"] = now.used_bytes;
         all["n_late_beside"] = now.n_late_beside;
         all["n_waits"] = now.n_waits;

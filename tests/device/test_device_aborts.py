@@ -26,6 +26,26 @@ NO_MEMORY = "CUDA error: out of memory"
 LOST = "CUDA error: unspecified launch failure"
 
 
+def test_an_abort_while_a_text_is_cut_is_an_error(
+    make_engine: MakeEngine, tiny_llama: Path, device: Any
+) -> None:
+    """What waits for rows before a slot's cache changes reports the device's failure."""
+    engine = make_engine(
+        tiny_llama, n_gpu_layers=-1, n_slots=2, flash_attn=True, device_rows="beside"
+    )
+    run(engine, random_ids(N_PROMPT, seed=1), 2, slot=1)
+    running = engine.generate(
+        random_ids(N_PROMPT), slot=0, max_tokens=300, ignore_eos=True, capture="probs"
+    )
+    next(running)
+    device.set(abort_at="wait")
+    with pytest.raises(DecodeError, match="fake device error|" + BROKEN):
+        engine.generate(random_ids(N_PROMPT, seed=2), slot=1, max_tokens=300).read()
+    device.set()
+    with pytest.raises(DecodeError):
+        running.read()
+
+
 @pytest.mark.parametrize("abort_at", ["graph", "copy", "wait"])
 def test_an_abort_in_a_step_breaks_the_engine_and_no_other(
     make_engine: MakeEngine, tiny_llama: Path, device: Any, abort_at: str

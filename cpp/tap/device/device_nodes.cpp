@@ -278,7 +278,8 @@ ggml_tensor* device_node_builder::masked(ggml_tensor* values, const attention_si
 
 bool device_node_builder::check(const attention_site& site, row_kind kind) {
     const std::string where = ggml_backend_dev_name(device_);
-    const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.mask_strides.head != 0 ||
+    const bool is_sparse = site.gathered || site.n_extra_cells > 0 || site.has_made_mask ||
+                           site.mask_strides.head != 0 ||
                            (site.softmax && site.n_cells != site.softmax->ne[0]);
     if (is_sparse) {
         failure_ = "sparse attention of layer " + std::to_string(site.il) + " is on " + where +

@@ -24,11 +24,17 @@ std::string no_room(const transfer& way) {
            ggml_backend_dev_name(way.device());
 }
 
-// Converts a driver's failure into error; nothing else throws here.
-[[noreturn]] void fail_copy(const std::exception& failure) {
-    throw error(
-        errc::decode,
-        std::string("attention rows could not be copied from their device: ") + failure.what());
+// Converts a driver's failure into error.
+[[noreturn]] void raise(const std::exception_ptr& failure) {
+    try {
+        std::rethrow_exception(failure);
+    } catch (const error&) {
+        throw;
+    } catch (const std::exception& of_driver) {
+        throw error(errc::decode, std::string("attention rows could not be copied from their "
+                                              "device: ") +
+                                      of_driver.what());
+    }
 }
 
 // Tests on nodes outside any graph whether a device can select heads of this site and reduce them.
@@ -50,6 +56,13 @@ bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
 
 }  // namespace
 
+ggml_backend_dev_t device_tap::device() const {
+    const auto async = std::find_if(paths_.begin(), paths_.end(),
+                                    [](const auto& one) { return one->way.is_async(); });
+    if (async != paths_.end()) return (*async)->way.device();
+    return paths_.empty() ? nullptr : paths_.front()->way.device();
+}
+
 device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
     for (const auto& one : paths_) {
         if (one->way.device() == device) return *one;
@@ -59,7 +72,7 @@ device_tap::path& device_tap::path_to(ggml_backend_dev_t device) {
         log_ring::instance().write(
             log_level::warning, ("device_rows=\"beside\" has no effect on " +
                                  std::string(ggml_backend_dev_name(device)) +
-                                 ", which does one thing after the other: its rows are computed in "
+                                 ", which cannot copy while it computes: its rows are computed in "
                                  "the step's graph\n")
                                     .c_str());
     }
@@ -179,6 +192,8 @@ std::size_t device_tap::bytes_for(const graph_plan& plan) const {
 }
 
 void device_tap::reserve(const graph_plan& plan) {
+    // What is computed beside a step may still read the constants, and write to its buffers.
+    for (const auto& path : paths_) path->way.settle();
     n_prompt_rows_ = n_prompt_rows_of(plan);
     for (const auto& path : paths_) path->way.reserve(sizes_of(plan, *path));
     keep_constants(plan);
@@ -327,9 +342,11 @@ std::string device_tap::save_query(attention_site& site, const graph_plan& plan,
                                    builders& building) {
     auto& share = share_of(building.part, on.way);
     auto* saved = site.q->view_src ? site.q->view_src : site.q;
+    // Its memory decides where llama.cpp computes it.
     const bool is_whole = site.n_queries() == 1 && saved->op != GGML_OP_NONE && !saved->data &&
                           saved->type == GGML_TYPE_F32 && ggml_is_contiguous(saved) &&
-                          ggml_nelements(saved) == ggml_nelements(site.q);
+                          ggml_nelements(saved) == ggml_nelements(site.q) &&
+                          ggml_backend_dev_supports_op(on.way.device(), saved);
     auto& builder = building.in_graph(on);
     if (!is_whole) saved = builder.last_query_of(site);
     if (!builder.failure().empty()) return builder.failure();
@@ -462,8 +479,8 @@ void device_tap::find_backends(ggml_backend_sched_t sched, device_part& part) {
 transfer_id device_tap::start(row_table& table, const device_part& part) {
     const auto id = ++n_transfers_;
     bool is_on_its_way = false;
+    device_copies copies(table, part);  // copies in flight may write to it
     try {
-        device_copies copies(table, part);
         for (const auto& share : part.shares) {
             const auto wanted = copies.of(share);
             if (wanted.empty()) continue;
@@ -478,10 +495,10 @@ transfer_id device_tap::start(row_table& table, const device_part& part) {
             copies.finish();
             return 0;
         }
-    } catch (const error&) {
-        throw;
-    } catch (const std::exception& failure) {
-        fail_copy(failure);
+    } catch (...) {
+        const auto failure = std::current_exception();
+        await_all(id);  // the others write to blocks that go back to their pool
+        raise(failure);
     }
     return is_on_its_way ? id : 0;
 }
@@ -497,13 +514,20 @@ void device_tap::settle() noexcept {
 
 void device_tap::await(transfer_id id) {
     if (id == 0) return;
-    try {
-        for (const auto& one : paths_) one->way.await(id);
-    } catch (const error&) {
-        throw;
-    } catch (const std::exception& failure) {
-        fail_copy(failure);
+    if (const auto failure = await_all(id)) raise(failure);
+}
+
+// Waits for every device, whatever becomes of one; the first failure, or null.
+std::exception_ptr device_tap::await_all(transfer_id id) {
+    std::exception_ptr failure;
+    for (const auto& one : paths_) {
+        try {
+            one->way.await(id);
+        } catch (...) {
+            if (!failure) failure = std::current_exception();
+        }
     }
+    return failure;
 }
 
 }  // namespace kqview

@@ -37,17 +37,16 @@ public:
     void learn(const attention_site& site);
     void learn(const hidden_site& site);
     bool has_devices() const { return !paths_.empty(); }
-    // The first device that produces rows, or null.
-    ggml_backend_dev_t device() const {
-        return paths_.empty() ? nullptr : paths_.front()->way.device();
-    }
+    // The first device that produces rows, of those that copy while they compute if there are any;
+    // or null.
+    ggml_backend_dev_t device() const;
     bool holds(int il) const { return layers_.contains(il); }
     // True if a layer's device can reduce its rows; checked with the site given to `learn`.
     bool reduces(int il) const { return layers_.contains(il) && layers_.at(il).is_reducible; }
     bool holds_hidden(int il) const { return hidden_.contains(il); }
 
-    // Allocates the result buffers for graphs of `plan`. Raises out_of_memory. No transfer may be
-    // in flight.
+    // Allocates the result buffers for graphs of `plan`. Raises out_of_memory. Waits for transfers
+    // in flight; no step may be running.
     void reserve(const graph_plan& plan);
 
     // The most prompt queries whose rows one step can provide.
@@ -99,6 +98,7 @@ private:
     struct builders;
 
     path& path_to(ggml_backend_dev_t device);
+    std::exception_ptr await_all(transfer_id id);
     std::size_t bytes_of_row(const graph_plan& plan, int il) const;
     std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
     void keep_constants(const graph_plan& plan);

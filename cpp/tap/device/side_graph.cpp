@@ -18,7 +18,9 @@ side_graph::side_graph(ggml_backend_dev_t device, device_arena& arena, std::size
       memory_(ggml_gallocr_new(ggml_backend_dev_buffer_type(device)), ggml_gallocr_free) {}
 
 bool side_graph::can_compute(const attention_site& site) {
+    // The masks here have no ALiBi, and show all that a token may see.
     if (!site.flash || site.gathered || site.n_extra_cells > 0) return false;
+    if (site.max_bias != 0.0f || site.has_made_mask) return false;
     const auto* const keys = site.k->view_src ? site.k->view_src : site.k;
     return keys->buffer && (!site.sinks || site.sinks->buffer);
 }

@@ -13,6 +13,8 @@ namespace {
 
 // Kept for a plan that needs less: allocating is slow, and plans may alternate.
 constexpr std::size_t spare_bytes = std::size_t{64} << 20;
+// Vulkan keeps what a stream was told until the stream is waited for as a whole.
+constexpr std::size_t n_between_drains = 256;
 
 }  // namespace
 
@@ -44,6 +46,8 @@ void transfer::release() {
         if (one.filled) ggml_backend_event_free(one.filled);
         if (one.arrived) ggml_backend_event_free(one.arrived);
         one.filled = one.arrived = nullptr;
+        one.fill.reset();
+        one.hand_over.reset();
         one.results.release();
         one.id = 0;
         one.beside.reset();
@@ -96,6 +100,8 @@ void transfer::reserve(const sizes& wanted) {
         if (!copy_stream_) copy_stream_ = ggml_backend_dev_init(device_, nullptr);
         for (auto& one : staging_) {
             allocate(one.results, wanted.n_results);
+            one.fill.emplace(device_, results_, one.results);
+            if (wanted.n_beside > 0) one.hand_over.emplace(device_, one.results, beside_);
             one.filled = ggml_backend_event_new(device_);
             one.arrived = ggml_backend_event_new(device_);
         }
@@ -141,31 +147,43 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     if (stage.id != 0) await(stage.id);
     if (work.graph && ran_beside_ != work.graph) {
         // A stream may remember the nodes that it ran until it is waited for, as Vulkan's does to
-        // see which of the next ones overlap. What failed is told of by await().
+        // see which of the next ones overlap. await() reports failures.
         settle();
         if (ran_beside_) ggml_backend_synchronize(copy_stream_);
         ran_beside_ = work.graph;
     }
     // On the compute's own stream, so behind it. A copy between two backends would be queued on
     // either, as the driver likes: CUDA's is on the source's, Vulkan's on the destination's.
-    ggml_backend_tensor_copy_async(compute, compute, results_.bytes(n_used),
-                                   stage.results.bytes(n_used));
+    stage.fill->run(compute, n_used);
     ggml_backend_event_record(stage.filled, compute);
     ggml_backend_event_wait(copy_stream_, stage.filled);
     stage.ready.reset();
     stage.id = id;
     stage.beside = work.graph;
     stage.failure = nullptr;
-    if (work.graph) {
-        const auto n_bytes = std::min(sizes_.n_queries, n_used);
-        ggml_backend_tensor_copy_async(copy_stream_, copy_stream_, stage.results.bytes(n_bytes),
-                                       beside_.bytes(n_bytes));
-        work.graph->run(copy_stream_, work.streams, parity);
+    try {
+        if (work.graph) {
+            stage.hand_over->run(copy_stream_, std::min(sizes_.n_queries, n_used));
+            work.graph->run(copy_stream_, work.streams, parity);
+        }
+        fetch(beside_, copies.of_beside);
+        fetch(stage.results, copies.of_results);
+        ggml_backend_event_record(stage.arrived, copy_stream_);
+    } catch (...) {
+        abandon(stage);
+        throw;
     }
-    fetch(beside_, copies.of_beside);
-    fetch(stage.results, copies.of_results);
-    ggml_backend_event_record(stage.arrived, copy_stream_);
     return true;
+}
+
+// Ends a transfer that could not be queued as a whole, so that nothing of it is written any more.
+void transfer::abandon(staging& stage) noexcept {
+    try {
+        ggml_backend_synchronize(copy_stream_);
+    } catch (...) {  // what could not be queued is raised
+    }
+    stage.id = 0;
+    stage.beside = nullptr;
 }
 
 void transfer::fetch(device_arena& from, const std::vector<row_copy>& copies) {
@@ -199,12 +217,12 @@ void transfer::await(transfer_id id) {
         if (const auto failure = std::exchange(one.failure, nullptr)) {
             std::rethrow_exception(failure);
         }
-        if (!one.ready) {
-            ggml_backend_event_synchronize(one.filled);
-            one.ready = clock::now();
-        }
+        // Also if it is known to have passed: only then does Vulkan record into it again.
+        ggml_backend_event_synchronize(one.filled);
+        if (!one.ready) one.ready = clock::now();
         ggml_backend_event_synchronize(one.arrived);
         count(clock::now() - *one.ready);
+        if (++n_awaited_ % n_between_drains == 0) ggml_backend_synchronize(copy_stream_);
     }
 }
 

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "tap/device/device_arena.h"
+#include "tap/device/device_copy.h"
 #include "tap/device/row_copy.h"
 #include "tap/device/side_graph.h"
 #include "tap/step_result.h"
@@ -95,6 +96,8 @@ private:
         explicit staging(ggml_backend_dev_t device) : results(device) {}
 
         device_arena results;                   // a copy of the step's
+        std::optional<device_copy> fill;        // by the step's stream
+        std::optional<device_copy> hand_over;   // of queries, to what is beside the step
         ggml_backend_event_t filled = nullptr;  // the copy within the device has ended
         ggml_backend_event_t arrived = nullptr;
         transfer_id id = 0;                      // in flight; 0 = none
@@ -104,6 +107,7 @@ private:
     };
 
     void release();
+    void abandon(staging& stage) noexcept;
     void count(std::size_t n_copies, std::size_t n_bytes);
     void count(clock::duration spent);
     void allocate(device_arena& arena, std::size_t n_bytes) const;
@@ -120,6 +124,7 @@ private:
     std::shared_ptr<side_graph> ran_beside_;  // last on the copy stream
     sizes sizes_;
     std::size_t reserved_bytes_ = 0;
+    std::size_t n_awaited_ = 0;
     // Transfers that failed before their buffers were freed, oldest first.
     std::vector<std::pair<transfer_id, std::exception_ptr>> failed_;
     std::vector<std::byte> fetched_;  // without streams: fetched bytes before they are packed
