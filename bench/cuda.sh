@@ -4,7 +4,7 @@
 #   bench/cuda.sh prepare   where there is a network: puts wheels and llama.cpp's source into a folder to carry along.
 #                           Parts: wheels source size
 #   bench/cuda.sh all       on the GPU machine: builds what is not built, then measures, what matters most first.
-#                           Parts: tools package first values pinned places decode peers stock sanitize tests
+#                           Parts: tools package first values pinned copies places decode peers stock sanitize tests
 #   bench/cuda.sh build     the package and the stock programs with CUDA: 75 minutes of processor time for one
 #                           architecture, about 6 on 16 cores; a build that was stopped goes on where it was.
 #                           Parts: tools package peers
@@ -60,17 +60,19 @@ device=gpu quick=() rows=() arch='' package='' save='' resume='' limit=0
 target_python=3.12 without='cmake numpy' fit=64
 parts=()
 has_failed=0
-is_rebuilt=''
+is_built='' is_rebuilt='' # the part that runs, the package
 values_most=480 # seconds
 # What each step can do; architectures only by name.
 prepare_parts=(wheels source size)
 build_parts=(tools package peers)
 run_parts=(values sanitize pinned table tests)
-all_parts=(tools package first values pinned places decode peers stock sanitize tests)
-# Rows of `all` by part. A later part leaves out those of an earlier one, and all are among them.
+all_parts=(tools package first values pinned copies places decode peers stock sanitize tests)
+# Rows of `all` by part; every row is among them. A part is a process of its own, so that a crash ends one only, and
+# leaves out rows that an earlier one has measured.
 declare -A rows_of=(
     [first]='device-rows-4k-1-* cuda-4k-1-again cuda-4k-1-logits cuda-4k-1-10-heads'
-    [places]='device-rows-16k-1-* device-rows-4k-8-* cuda-copy cuda-step-to-view'
+    [copies]='cuda-copy cuda-step-to-view'
+    [places]='device-rows-16k-1-* device-rows-4k-8-*'
     [decode]='cuda-*k-1-* cuda-*k-8-*'
     [stock]='cuda-*-llama-bench cuda-*-callback-* cuda-*-hf-*'
 )
@@ -154,12 +156,13 @@ keep() {
     n_others=$(find "$OUT" -name '*.tar.gz.[0-9]' ! -name "$name.*" | wc -l)
     if [ $((n_pieces + n_others)) -gt "$most_pieces" ]; then
         rm "$archive"
-        echo "$name is $((n_bytes / 1000000)) MB, $n_pieces pieces, but only $((most_pieces - n_others)) more can be brought back"
+        echo "$name is $((n_bytes / 1000000)) MB in $n_pieces pieces of $piece_mib MiB, but only" \
+            "$((most_pieces - n_others)) more may be brought back"
         return 75
     fi
     rm -f "$OUT/$name".tar.gz.[0-9]
     split -d -a 1 -b "${piece_mib}M" "$archive" "$OUT/$name.tar.gz." && rm "$archive" &&
-        echo "$name: $((n_bytes / 1000000)) MB in $n_pieces pieces"
+        echo "$name: $((n_bytes / 1000000)) MB, pieces of $piece_mib MiB: $n_pieces"
 }
 
 # What earlier calls brought back: what they built, if it is of these sources, and the rows and lines that they left.
@@ -295,9 +298,11 @@ cuda_defines() {
 
 build_package() {
     local options=() define start=$SECONDS
+    # Where it does not start, it is built again.
     if is_kept package && list_devices; then return; fi
     while read -r define; do options+=(-C "cmake.define.$define"); done < <(cuda_defines)
     [ -n "$package" ] || options+=(-C build-dir="$work/package")
+    is_built=yes
     rm -f "$work"/package.{sources,seconds}
     within 0 "$python" -m pip install -v --no-build-isolation --no-deps --no-compile --upgrade \
         --target "$work/package-site" ${options[@]+"${options[@]}"} "${package:-.}" || return
@@ -332,6 +337,7 @@ build_peers() {
     [ "$step" = all ] || programs+=(test-llama-archs rpc-server)
     while read -r define; do options+=(--define "$define"); done < <(cuda_defines)
     [ ! -d "$kit" ] || unpack_source || return
+    is_built=yes
     rm -rf "$work/peers" "$work/peers.sources"
     folder=$(within 0 "$python" bench/peers/build.py ${options[@]+"${options[@]}"} \
         "${programs[@]}") || return
@@ -354,14 +360,13 @@ build() {
 
 # What was built in this call is brought back at once.
 build_part() {
-    local had=yes
-    is_kept "$1" || had=no
+    is_built=''
     case $1 in
         tools) part tools install_tools; return ;;
         package) part package build_package ;;
         peers) part peers build_peers ;;
     esac || return
-    [ $had = no ] || return 0
+    [ -n "$is_built" ] || return 0
     [ "$1" != package ] || is_rebuilt=yes
     [ -n "${OUT:-}" ] || return 0
     case $1 in
@@ -551,7 +556,7 @@ everything() {
         fi
         case $name in
             first) measure_part first; show_table ;;
-            places | decode | stock) measure_part "$name" ;;
+            copies | places | decode | stock) measure_part "$name" ;;
             tests) was_finished tests || run_part tests ;;
             sanitize) was_finished racecheck || run_part sanitize ;;
             *) run_part "$name" ;;

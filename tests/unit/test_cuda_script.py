@@ -132,7 +132,7 @@ def write_source(folder: Path, root: str | None = None) -> None:
             ("run", "wheels"),
             ("'wheels' of run", "values sanitize pinned table tests architectures"),
         ),
-        (("all", "table"), ("'table' of all", "tools package first values pinned places decode")),
+        (("all", "table"), ("'table' of all", "tools package first values pinned copies places")),
         (("all", "--row", "cuda-copy"), ("--row goes with run table, not with all",)),
         (("run", "--fast"), ("'--fast'", "--help")),
         (("run", "--row"), ("--row needs a value",)),
@@ -433,7 +433,7 @@ def test_run_where_nothing_is_built_says_what_to_do(script: Script) -> None:
     assert "run bench/cuda.sh all, or build first, or name with --resume" in printed
 
 
-def brought_back(script: Script, n_bytes: int = 0) -> str:
+def install_package(script: Script, n_bytes: int = 0) -> str:
     """Let a machine install a package with *n_bytes* that do not shrink; what it printed."""
     write_source(script.kit)
     package = write_wheel(
@@ -446,77 +446,74 @@ def brought_back(script: Script, n_bytes: int = 0) -> str:
     return printed
 
 
-def second_machine(script: Script) -> Script:
-    """A bare one, without a kit, that cannot install anything; OUT of the first is at hand."""
-    other = Script(script.root / "second", {})
-    other.root.mkdir()
-    other.environment["KQVIEW_PYTHON"] = str(other.fake_python("*pip*) echo built again; exit 3"))
-    return other
+@pytest.fixture(scope="module")
+def first_machine(tmp_path_factory: pytest.TempPathFactory) -> Script:
+    """One that has installed a package; tests leave it as it is."""
+    script = Script(tmp_path_factory.mktemp("first"))
+    install_package(script, 16 * MIB)
+    return script
+
+
+@pytest.fixture
+def bare(script: Script) -> Script:
+    """A machine without a kit, which cannot install anything."""
+    script.environment["KQVIEW_PYTHON"] = str(
+        script.fake_python("*pip*) echo it is built again; exit 3")
+    )
+    return script
 
 
 def test_what_was_built_is_brought_back_in_pieces_and_unpacked_on_a_bare_machine(
-    script: Script,
+    first_machine: Script, bare: Script
 ) -> None:
-    brought_back(script, 16 * MIB)
-    pieces = sorted(script.out.glob("package.tar.gz.*"))
+    pieces = sorted(first_machine.out.glob("package.tar.gz.*"))
     assert [piece.name[-1] for piece in pieces] == ["0", "1"]
     assert pieces[0].stat().st_size == 15 * MIB
-    (script.out / "cuda.jsonl").write_text('{"row": "measured before"}\n')
-    other = second_machine(script)
-    arguments = ("all", "--device", "cpu", "tools", "package", "--resume", str(script.out))
-    status, printed = other(*arguments)
+    earlier = bare.root / "earlier"
+    shutil.copytree(first_machine.out, earlier)
+    (earlier / "cuda.jsonl").write_text('{"row": "measured before"}\n')
+    arguments = ("all", "--device", "cpu", "tools", "package", "--resume", str(earlier))
+    status, printed = bare(*arguments)
     assert status == 0, printed
     assert "package is here\n" in printed
     # An editable install of kqview may come before it in sys.path, so its files are compared.
-    files = [one.work / "package-site" / "kqview" / "data" for one in (script, other)]
+    files = [one.work / "package-site" / "kqview" / "data" for one in (first_machine, bare)]
     assert files[0].read_bytes() == files[1].read_bytes()
-    assert not list(other.out.glob("package.tar.gz.*"))  # is there already
-    assert (other.out / "cuda.jsonl").read_text() == '{"row": "measured before"}\n'
-    earlier = (script.out / "printed.txt").read_text()
-    assert (other.out / "printed.txt").read_text() == earlier + printed
-
-
-def cut_short(script: Script) -> None:
-    archive = script.out / "package.tar.gz.0"
-    archive.write_bytes(archive.read_bytes()[:-100])
-
-
-def add_line(script: Script, name: str, text: str) -> None:
-    """Add *text* to a file beside the package that was brought back."""
-    listing = script.work / name
-    listing.write_text(listing.read_text() + text)
-    files = ["package-site", "package.cpu", "package.sources"]
-    archive = script.out / "package.tar.gz.0"
-    subprocess.run(["tar", "-C", script.work, "-czf", archive, *files], check=True)
-
-
-def name_other_sources(script: Script) -> None:
-    add_line(script, "package.sources", f"{'0' * 64}  vendor/removed.cmake\n")
-
-
-def name_another_processor(script: Script) -> None:
-    add_line(script, "package.cpu", "avx1024\n")
+    assert not list(bare.out.glob("package.tar.gz.*"))  # is there already
+    assert (bare.out / "cuda.jsonl").read_text() == '{"row": "measured before"}\n'
+    lines = (earlier / "printed.txt").read_text()
+    assert (bare.out / "printed.txt").read_text() == lines + printed
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("name", "text", "words"),
     [
-        (cut_short, "tar: "),
-        (name_other_sources, "vendor/removed.cmake"),
-        (name_another_processor, "built for a processor that has avx1024; this one has not"),
+        ("package.sources", f"{'0' * 64}  vendor/removed.cmake\n", "(vendor/removed.cmake differ)"),
+        ("package.cpu", "avx1024\n", "built for a processor that has avx1024; this one has not"),
+        ("", "", "tar: "),
     ],
+    ids=["other-sources", "another-processor", "cut-short"],
 )
 def test_package_that_does_not_serve_is_built_again(
-    script: Script, spoil: Callable[[Script], None], words: str
+    first_machine: Script, bare: Script, name: str, text: str, words: str
 ) -> None:
-    brought_back(script)
-    spoil(script)
-    other = second_machine(script)
-    status, printed = other("all", "--device", "cpu", "package", "--resume", str(script.out))
+    earlier = bare.root / "earlier"
+    earlier.mkdir()
+    files = ("package.cpu", "package.sources")
+    for file in files:
+        shutil.copy(first_machine.work / file, earlier)
+    if name:
+        with (earlier / name).open("a") as listing:
+            listing.write(text)
+    archive = earlier / "package.tar.gz.0"
+    subprocess.run(["tar", "-C", earlier, "-czf", archive, *files], check=True)
+    if not name:
+        archive.write_bytes(archive.read_bytes()[:-100])
+    status, printed = bare("all", "--device", "cpu", "package", "--resume", str(earlier))
     assert status == 1
     assert words in printed
     assert "so package has to be built again" in printed
-    assert "built again" in (other.work / "package.log").read_text()
+    assert "it is built again" in (bare.work / "package.log").read_text()
 
 
 def test_instruction_sets_are_those_of_compiled_code(kit: Any, tmp_path: Path) -> None:
@@ -531,10 +528,10 @@ def test_instruction_sets_are_those_of_compiled_code(kit: Any, tmp_path: Path) -
 
 def test_more_than_four_pieces_are_not_brought_back(script: Script) -> None:
     script.out.mkdir()
-    for i in range(3):
+    for i in range(4):
         (script.out / f"peers.tar.gz.{i}").write_bytes(b"a piece")
-    printed = brought_back(script, 16 * MIB)
-    assert "2 pieces, but only 1 more can be brought back" in printed
+    printed = install_package(script)
+    assert "1 pieces of 15 MiB, but only 0 more may be brought back" in printed
     assert not list(script.out.glob("package.tar.gz.*"))
 
 
