@@ -176,11 +176,11 @@ bool transfer::start(ggml_backend_t compute, transfer_id id, std::size_t n_used,
     return true;
 }
 
-// Ends a transfer that could not be queued as a whole, so that nothing of it is written any more.
+// Ends a transfer that failed, so that nothing of it is written any more.
 void transfer::abandon(staging& stage) noexcept {
     try {
         ggml_backend_synchronize(copy_stream_);
-    } catch (...) {  // what could not be queued is raised
+    } catch (...) {  // the failure that led here is raised
     }
     stage.id = 0;
     stage.beside = nullptr;
@@ -217,10 +217,15 @@ void transfer::await(transfer_id id) {
         if (const auto failure = std::exchange(one.failure, nullptr)) {
             std::rethrow_exception(failure);
         }
-        // Also if it is known to have passed: only then does Vulkan record into it again.
-        ggml_backend_event_synchronize(one.filled);
-        if (!one.ready) one.ready = clock::now();
-        ggml_backend_event_synchronize(one.arrived);
+        try {
+            // Also if it is known to have passed: only then does Vulkan record into it again.
+            ggml_backend_event_synchronize(one.filled);
+            if (!one.ready) one.ready = clock::now();
+            ggml_backend_event_synchronize(one.arrived);
+        } catch (...) {
+            abandon(one);
+            throw;
+        }
         count(clock::now() - *one.ready);
         if (++n_awaited_ % n_between_drains == 0) ggml_backend_synchronize(copy_stream_);
     }
