@@ -121,6 +121,12 @@ def test_request_that_cannot_work_is_refused(
         convert_request(fields)
 
 
+def test_bias_of_what_is_no_id_names_its_field():
+    with pytest.raises(InvalidToken) as caught:
+        convert_request({"prompt": "x", "logit_bias": {"word": 1}})
+    assert caught.value.parameter == "logit_bias"
+
+
 def test_query_gives_attention_fields_where_the_body_does_not():
     body = body_of({"prompt": "x", "dtype": "float32"})
     query = {"attention_format": "aggregated", "dtype": "float16", "other": "ignored"}
