@@ -248,7 +248,7 @@ mode = "root"
         ("10", "models.big.lora[1] is wrong: expected str, got int"),
         ("11", 'no key "capability" in [models.big]; is it capabilities?'),
         ("12", "models.big.system_prompt needs text or file, and not both"),
-        ("14", "models.big.passport.sampling: temperature must be a number of at least 0, got -4"),
+        ("14", "models.big.passport.sampling: temperature must be a number of at least 0"),
         ("15", "models.big.passport.sampling: top_z is no field of sampling"),
         ("16", "models.Big and 'big' differ in case alone; rename one"),
         ("17", "models.Big.pinned is wrong: expected bool, got int"),
