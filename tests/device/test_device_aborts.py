@@ -26,12 +26,13 @@ NO_MEMORY = "CUDA error: out of memory"
 LOST = "CUDA error: unspecified launch failure"
 
 
+@pytest.mark.parametrize("seed", range(6))  # the step goes on: which call fails is a race
 def test_an_abort_while_a_text_is_cut_is_an_error(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any
+    make_engine: MakeEngine, tiny_llama: Path, device: Any, seed: int
 ) -> None:
     """What waits for rows before a slot's cache changes reports the device's failure."""
     engine = make_engine(
-        tiny_llama, n_gpu_layers=-1, n_slots=2, flash_attn=True, device_rows="beside"
+        tiny_llama, n_gpu_layers=-1, n_slots=2, flash_attn=True, device_rows="beside", run_ahead=300
     )
     run(engine, random_ids(N_PROMPT, seed=1), 2, slot=1)
     running = engine.generate(
@@ -40,7 +41,7 @@ def test_an_abort_while_a_text_is_cut_is_an_error(
     next(running)
     device.set(abort_at="wait")
     with pytest.raises(DecodeError, match="fake device error|" + BROKEN):
-        engine.generate(random_ids(N_PROMPT, seed=2), slot=1, max_tokens=300).read()
+        engine.generate(random_ids(N_PROMPT, seed=2 + seed), slot=1, max_tokens=300).read()
     device.set()
     with pytest.raises(DecodeError):
         running.read()

@@ -94,27 +94,6 @@ def test_a_request_that_needs_more_room_frees_nothing_that_a_step_writes_to(
     assert device.counts()["n_freed_in_use"] == before
 
 
-def test_another_choice_of_heads_waits_for_rows_that_read_the_last_one(
-    make_engine: MakeEngine, tiny_llama: Path, device: Any
-) -> None:
-    """Rows beside a step may still be computed when the lists of heads on the device change."""
-    engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=2, flash_attn=True, run_ahead=4)
-    before = device.counts()["n_freed_in_use"]
-    prompt = random_ids(N_PROMPT)
-    options: dict[str, Any] = {"ignore_eos": True, "temperature": 0.0}
-    # More room than what follows needs.
-    list(engine.generate(prompt, slot=1, max_tokens=2, capture="logits", **options))
-    first = engine.generate(
-        prompt, slot=0, max_tokens=30, capture=Capture("logits", heads=[0, 3], reduce="mean_heads"),
-        **options,
-    )  # fmt: skip
-    next(first)
-    second = Capture("logits", heads=[1, 2], reduce="mean_heads")
-    assert len(list(engine.generate(prompt, slot=1, max_tokens=5, capture=second, **options))) == 5
-    assert len(list(first)) == 29
-    assert device.counts()["n_freed_in_use"] == before
-
-
 def test_events_are_waited_for_before_they_are_recorded_again(
     make_engine: MakeEngine, tiny_llama: Path, device: Any
 ) -> None:
