@@ -312,7 +312,7 @@ def _check_machine(args: argparse.Namespace) -> str:
             sentences += toolkit_missing(args.work, args.arch)
             checked.append("CUDA toolkit")
     if sentences:
-        raise KitError(". ".join(sentences))
+        raise KitError("; ".join(sentences))
     return f"all here: {', '.join(checked)}"
 
 
