@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "bind/bind.h"
-#include "llama/context.h"
+#include "llama/memory_plan.h"
 #include "llama/model.h"
 #include "sched/engine.h"
 

@@ -14,68 +14,11 @@
 #include "base/compute_pool.h"
 #include "base/heartbeat.h"
 #include "base/ids.h"
+#include "llama/context_params.h"
 #include "llama/model.h"
 #include "llama/sequence_state.h"
-#include "memory/device_need.h"
 
 namespace kqview {
-
-enum class flash_attention { automatic, off, on };
-
-struct context_options {
-    int n_ctx = 0;  // tokens per slot; 0 = what the model was trained with, see fit_context
-    int n_slots = 1;
-    int n_batch = 2048;
-    int n_ubatch = 512;
-    int n_threads = 1;
-    int n_threads_batch = 0;  // 0 = as n_threads
-    flash_attention flash = flash_attention::automatic;
-    bool rows_beside = false;  // rows of devices: computed beside the next step, where they can
-    bool attends = false;      // few queries on the CPU: our attention instead of flash attention
-    std::string kv_type = "f16";
-    bool swa_full = true;
-    std::string pooling;  // "none", "mean", "cls", "last", "rank"; "" = as in the model's file
-    std::size_t host_memory_bytes = 0;  // limit for this process; 0 = do not check
-    std::size_t free_memory_bytes = 0;  // on the host, before the weights; 0 = unknown
-    // Tests only: the decodes, counted from 1, that llama.cpp aborts midway. CPU only.
-    std::vector<std::uint64_t> aborted_decodes;
-};
-
-// The context of a slot if the caller names none: the one that the model was trained with or, if
-// that needs too much memory, the largest power of two below it that does not, but at least 4096
-// tokens. On the host it may need half of what the weights leave free, because rows of attention
-// and other processes need memory too; on each device nine tenths. Powers of two, so that a machine
-// gives the same context every time although its free memory varies.
-struct context_fit {
-    int n_ctx = 0;
-    int n_ctx_train = 0;
-    // Where a larger context has no room, "host" or a device; empty if n_ctx is n_ctx_train.
-    std::string limited_by = "";
-    std::size_t needed_bytes = 0;   // there, of the next larger context
-    std::size_t allowed_bytes = 0;  // there
-};
-
-// Plans contexts of a model without weights, `source` or one like it, only if memory might be
-// short.
-context_fit fit_context(model& source, const context_options& options);
-
-// Raises request for options out of range, and out_of_memory if host memory cannot hold the
-// context: llama.cpp writes to a cache while it creates it, and a system that overcommits memory
-// would then kill the process.
-void check_memory(const model& source, const context_options& options);
-
-// Raises out_of_memory if a device cannot hold its part of the model and the context, before
-// anything is loaded: llama.cpp plans both without weights. Reads only the file's header, and only
-// if there is a device. A context that is still to be chosen (n_ctx = 0) counts as the smallest
-// that fit_context gives. Also raises what the constructor of model raises, and request for options
-// out of range.
-void check_device_memory(const model_options& wanted, const context_options& options);
-
-// Raises what opening this model and context would raise, as far as that is known without the
-// weights: not a model file, options out of range, too little memory. Allocates almost nothing.
-// Returns what they will need on the host (first) and on each device, without LoRA adapters. An
-// n_ctx of 0 is what fit_context gives.
-std::vector<device_need> check_opening(const model_options& wanted, const context_options& options);
 
 class context {
 public:

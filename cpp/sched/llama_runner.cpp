@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "llama/devices.h"
+#include "llama/memory_plan.h"
 #include "state/ses1.h"
 
 namespace kqview {

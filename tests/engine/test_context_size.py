@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import pytest
 
 from kqview import Engine
+from kqview.demo import MODEL_PATH
 from kqview.engine import check_opening
+from kqview.errors import OutOfMemory
+from tests.support import tiny_gguf
 from tests.support.tiny_gguf import write_model
 
 if TYPE_CHECKING:
@@ -121,3 +125,51 @@ def test_slot_returns_to_an_engine_with_another_default_context(
             list(engine.generate(PROMPT, max_tokens=3, slot=0))
             saved = bytes(slot.save())
     assert contexts[0] > contexts[1]
+
+
+# ---- what a context will need, known before it is opened
+
+
+@pytest.mark.parametrize("n_slots", [2, 40, 100, 128, 150, 200, 255, 256])
+def test_large_context_needs_what_small_ones_of_as_many_slots_foretell(
+    long_model: Path, n_slots: int
+):
+    n_ctx = -(-3 * 2**20 // n_slots // 256) * 256
+    small, double, large = (
+        needed_bytes(long_model, n_ctx=size, n_slots=n_slots) for size in (512, 1024, n_ctx)
+    )
+    assert large == pytest.approx(small + (n_ctx / 512 - 1) * (double - small), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "write", [tiny_gguf.write_model, tiny_gguf.write_mamba, tiny_gguf.write_gemma3n]
+)
+def test_memory_grows_as_steadily_beyond_what_is_planned_whole(
+    tmp_path: Path, write: Callable[[Path], Path]
+):
+    model = write(tmp_path / "model.gguf")
+    sizes = [needed_bytes(model, n_ctx=n_ctx, n_slots=256) for n_ctx in (768, 1024, 1280, 1536)]
+    steps = [after - before for before, after in pairwise(sizes)]
+    assert steps == pytest.approx([steps[0]] * 3, rel=0.1)
+    for n_ctx in (256, 1100, 5000):
+        by_slots = [needed_bytes(model, n_ctx=n_ctx, n_slots=2**i) for i in range(9)]
+        assert by_slots == sorted(by_slots)
+
+
+@pytest.mark.parametrize("write", [tiny_gguf.write_model, tiny_gguf.write_mamba])
+@pytest.mark.parametrize(("n_ctx", "n_slots"), [(512, 5), (1024, 64), (1280, 220)])
+def test_context_takes_what_was_estimated(
+    tmp_path: Path, write: Callable[[Path], Path], n_ctx: int, n_slots: int
+):
+    model = write(tmp_path / "model.gguf")
+    estimate = needed_bytes(model, n_ctx=n_ctx, n_slots=n_slots)
+    with Engine(model, n_ctx=n_ctx, n_slots=n_slots, n_threads=1, n_gpu_layers=0) as engine:
+        taken = engine.memory_bytes + 64 * n_ctx * n_slots  # llama.cpp's notes on each cell
+    weights = model.stat().st_size
+    assert taken - weights <= estimate <= 1.05 * taken + 2**20
+
+
+def test_as_many_cells_are_refused_in_many_slots_as_in_few():
+    for n_ctx, n_slots in ((2**22, 256), (2**23, 128), (2**30, 1)):
+        with pytest.raises(OutOfMemory, match=f"{n_ctx} tokens x {n_slots} slots"):
+            check_opening(MODEL_PATH, n_ctx=n_ctx, n_slots=n_slots, kv_type="f32", n_gpu_layers=0)

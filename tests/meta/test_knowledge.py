@@ -20,7 +20,12 @@ KNOWLEDGE = {
     ),
     "internal headers of llama.cpp": (
         r'#\s*include\s+[<"](llama-(?!cpp)\w[^>"]*|ggml-impl\.h|ggml-backend-impl\.h)[>"]',
-        {"llama/context.cpp", "llama/model.cpp", "llama/sequence_state.cpp"},
+        {
+            "llama/context.cpp",
+            "llama/memory_plan.cpp",
+            "llama/model.cpp",
+            "llama/sequence_state.cpp",
+        },
     ),
     "llama.cpp's RPC client": (
         r"#\s*include\s+<(transport|ggml-rpc)\.h>",

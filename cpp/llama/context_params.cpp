@@ -1,0 +1,125 @@
+#include "llama/context_params.h"
+
+#include <ggml.h>
+
+#include <algorithm>
+#include <array>
+
+#include "base/error.h"
+
+namespace kqview {
+
+static const char* name_of(ggml_type type) { return ggml_type_name(type); }
+
+const char* name_of(enum llama_pooling_type type) {
+    switch (type) {
+        case LLAMA_POOLING_TYPE_NONE: return "none";
+        case LLAMA_POOLING_TYPE_MEAN: return "mean";
+        case LLAMA_POOLING_TYPE_CLS: return "cls";
+        case LLAMA_POOLING_TYPE_LAST: return "last";
+        case LLAMA_POOLING_TYPE_RANK: return "rank";
+        default: return "";
+    }
+}
+
+namespace {
+
+constexpr std::array kv_types{GGML_TYPE_F32,  GGML_TYPE_F16,  GGML_TYPE_BF16,
+                              GGML_TYPE_Q8_0, GGML_TYPE_Q5_1, GGML_TYPE_Q5_0,
+                              GGML_TYPE_Q4_1, GGML_TYPE_Q4_0, GGML_TYPE_IQ4_NL};
+
+constexpr std::array pooling_types{LLAMA_POOLING_TYPE_NONE, LLAMA_POOLING_TYPE_MEAN,
+                                   LLAMA_POOLING_TYPE_CLS, LLAMA_POOLING_TYPE_LAST,
+                                   LLAMA_POOLING_TYPE_RANK};
+
+// Parses an option that is one of a few names.
+template <typename Value, std::size_t n>
+Value value_of(const char* option, const std::string& name, const std::array<Value, n>& known) {
+    std::string names;
+    for (const auto value : known) {
+        if (name == name_of(value)) return value;
+        names += (names.empty() ? "" : ", ") + std::string(name_of(value));
+    }
+    throw error(errc::request,
+                std::string(option) + " is '" + name + "', it must be one of " + names);
+}
+
+void check_range(const char* name, std::int64_t value, std::int64_t low, std::int64_t high) {
+    if (value >= low && value <= high) return;
+    throw error(errc::request, std::string(name) + " is " + std::to_string(value) +
+                                   ", allowed are " + std::to_string(low) + ".." +
+                                   std::to_string(high));
+}
+
+constexpr int padding = 256;  // llama.cpp pads the cells of a sequence to this
+
+// The most tokens of a prompt that one step scores: their logits take up to this much memory.
+std::uint32_t n_scored_of(const model& source, std::uint32_t n_ubatch) {
+    constexpr std::int64_t most_bytes = std::int64_t{64} << 20;
+    const auto n_vocab = llama_vocab_n_tokens(llama_model_get_vocab(source.get()));
+    const auto row_bytes = static_cast<std::int64_t>(sizeof(float)) * std::max(1, n_vocab);
+    return static_cast<std::uint32_t>(
+        std::clamp<std::int64_t>(most_bytes / row_bytes, 1, n_ubatch));
+}
+
+}  // namespace
+
+int n_ctx_of(const model& source, const context_options& options) {
+    const int n_ctx = options.n_ctx == 0 ? llama_model_n_ctx_train(source.get()) : options.n_ctx;
+    const int n_positions = embedding_facts_of(source).n_positions;
+    return n_positions > 0 ? std::min(n_ctx, n_positions) : n_ctx;
+}
+
+llama_context_params params_of(const model& source, const context_options& options) {
+    const int n_ctx = n_ctx_of(source, options);
+    const int n_slots = options.n_slots;
+    check_range("n_slots", n_slots, 1, static_cast<int>(llama_max_parallel_sequences()));
+    check_range("n_ctx", n_ctx, 1, (std::int64_t{1} << 30) / n_slots);
+    check_range("n_batch", options.n_batch, 1, 1 << 20);
+    check_range("n_ubatch", options.n_ubatch, 1, 1 << 20);
+    check_range("n_threads", options.n_threads, 1, GGML_MAX_N_THREADS);
+
+    const int n_ctx_padded = (n_ctx + padding - 1) / padding * padding;
+    const int n_ubatch = std::min({options.n_ubatch, options.n_batch, n_ctx_padded});
+    auto params = llama_context_default_params();
+    params.n_ctx = static_cast<std::uint32_t>(n_ctx_padded * n_slots);
+    // A multiple of n_slots: llama.cpp reserves the same number of tokens for each slot and, if it
+    // pools, every one of them must be an output.
+    const int n_batch = (std::max(n_ubatch, n_slots) + n_slots - 1) / n_slots * n_slots;
+    params.n_batch = static_cast<std::uint32_t>(n_batch);
+    params.n_ubatch = params.n_batch;
+    params.n_seq_max = static_cast<std::uint32_t>(n_slots);
+    params.n_outputs_max = std::max(params.n_seq_max, n_scored_of(source, params.n_ubatch));
+    params.pooling_type = options.pooling.empty()
+                              ? LLAMA_POOLING_TYPE_UNSPECIFIED
+                              : value_of("pooling", options.pooling, pooling_types);
+    if (!options.pooling.empty() || embedding_facts_of(source).pools) {
+        params.n_outputs_max = params.n_ubatch;  // an embedding makes every token an output
+    }
+    params.n_threads = options.n_threads;
+    params.n_threads_batch =
+        options.n_threads_batch > 0 ? options.n_threads_batch : options.n_threads;
+    params.type_k = value_of("kv_type", options.kv_type, kv_types);
+    params.type_v = params.type_k;
+    params.flash_attn_type = options.flash == flash_attention::on ? LLAMA_FLASH_ATTN_TYPE_ENABLED
+                             : options.flash == flash_attention::off
+                                 ? LLAMA_FLASH_ATTN_TYPE_DISABLED
+                                 : LLAMA_FLASH_ATTN_TYPE_AUTO;
+    params.kv_unified = false;  // one KV stream per slot: a slot's columns are its own cells
+    params.swa_full = options.swa_full;
+    params.no_perf = true;
+    return params;
+}
+
+context_handle open_context(llama_model* source, llama_context_params params) {
+    context_handle handle(llama_init_from_model(source, params), llama_free);
+    if (!handle || llama_get_memory(handle.get()) || params.n_outputs_max >= params.n_ubatch) {
+        return handle;
+    }
+    params.n_outputs_max = params.n_ubatch;
+    handle.reset();
+    handle.reset(llama_init_from_model(source, params));
+    return handle;
+}
+
+}  // namespace kqview
