@@ -61,6 +61,8 @@ struct attention_site {
 
     ggml_tensor* keys() const { return flash ? k : kq->src[0]; }
     int n_queries() const { return static_cast<int>(flash ? q->ne[1] : kq->ne[1]); }
+    // Of the step, also where q has the last ones alone.
+    int n_queries_of_step() const { return n_step_queries > 0 ? n_step_queries : n_queries(); }
     // The node behind which rows of this kind can be read: llama.cpp's softmax overwrites its input
     // in place.
     ggml_tensor* node_of(row_kind kind) const {

@@ -3,7 +3,7 @@ are refused in words, whichever way they are computed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -36,10 +36,29 @@ MODELS = {
 }
 
 
+# Rows of these are computed beside a step, with so many nodes a layer in its graph that save q.
+NODES_BESIDE = {"gpt2-dense": 1, "falcon-dense": 0, "deepseek2-moe": 0, "qwen3next-moe": 0}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latent_attention_without_flash_attention(
+    make_engine: MakeEngine, architectures: dict[str, Path], kind: Kind
+) -> None:
+    # The product of one query has strides that some of ggml's operations abort on.
+    engines = both(make_engine, architectures["deepseek2-moe"], n_ctx=256)
+    prompt = [one % engines[0].model.n_vocab for one in random_ids(N_PROMPT)]
+    theirs, ours = (run(e, prompt, N_TOKENS, capture=kind) for e in engines)
+    check_equal(ours, theirs)
+
+
 @pytest.mark.parametrize("device_rows", ["in graph", "beside"])
 @pytest.mark.parametrize("name", MODELS)
 def test_rows_are_those_of_the_cpu_or_refused(
-    make_engine: MakeEngine, architectures: dict[str, Path], name: str, device_rows: DeviceRows
+    make_engine: MakeEngine,
+    architectures: dict[str, Path],
+    device: Any,
+    name: str,
+    device_rows: DeviceRows,
 ) -> None:
     cpu, gpu = both(
         make_engine, architectures[name], flash_attn=True, device_rows=device_rows, n_ctx=256
@@ -50,7 +69,15 @@ def test_rows_are_those_of_the_cpu_or_refused(
 
     def compare(kind: Kind) -> None:
         want = run(cpu, prompt, N_TOKENS, capture=Capture(kind))
+        n_before = device.counts()["n_graphs_beside"]
         check_equal(run(gpu, prompt, N_TOKENS, capture=Capture(kind)), want, 1e-3)
+        is_beside = device.counts()["n_graphs_beside"] > n_before
+        assert is_beside == (device_rows == "beside" and name in NODES_BESIDE)
+        n_nodes = gpu.stats().graph_nodes_added
+        if is_beside:
+            assert n_nodes == NODES_BESIDE[name] * gpu.model.n_layer
+        else:
+            assert n_nodes > 0
 
     for kind in KINDS:
         refusal = MODELS[name][kind == "probs"]

@@ -44,6 +44,8 @@ N_LAST = 5  # rows of the prompt
 # llama.cpp's flash attention on the CPU, which prompts need, sums V in float16:
 # tests/engine/test_values.py has a reference for that.
 ON_CPU = {"f32": 1e-4, "f16": 2e-3, "flash": 5e-2}
+FIRST_LAYER = 1e-5  # of logits: no V has entered it
+FIRST_LAYER_ON_DEVICE = 1e-4  # fast sines; TF32 or float16 would be 5e-4 or more off
 
 
 @pytest.fixture(params=[(True, "f32"), (False, "f32"), (True, "f16"), (False, "f16")], ids=str)
@@ -75,6 +77,8 @@ class Setup:
 def test_rows_on_devices_are_those_of_the_reference(setup: Setup, n_prompt: int) -> None:
     prompt = random_ids(n_prompt, seed=3)
     by_kind = {kind: run(setup.engine, prompt, N_TOKENS, capture=kind) for kind in KINDS}
+    stats = setup.engine.stats()
+    assert (stats.device_row_bytes > 0) == (stats.device_copy_bytes > 0) == has_device()
     tokens = by_kind["logits"]
     expected = setup.expected(prompt, tokens)
     for kind, its_tokens in by_kind.items():
@@ -87,6 +91,21 @@ def test_rows_on_devices_are_those_of_the_reference(setup: Setup, n_prompt: int)
             i_query = n_prompt - N_LAST + i
             want = reference_rows(expected, kind, i_query)
             assert relative_error(rows[:, :, i, : i_query + 1], want) < setup.limit, (kind, i)
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+def test_first_layer_is_exact_where_each_token_is_computed_alone(
+    make_engine: MakeEngine, tiny_qwen2: Path, flash_attn: bool
+) -> None:
+    # Products of one column are F32 sums on every device; of more, CUDA rounds to TF32.
+    engine = make_engine(tiny_qwen2, kv_type="f32", flash_attn=flash_attn, n_ubatch=1)
+    prompt = random_ids(40, seed=3)
+    tokens = run(engine, prompt, N_TOKENS, capture="logits")
+    expected = forward(tiny_qwen2, prompt, tokens, kv_type="f32", operand_type="f32")
+    limit = FIRST_LAYER_ON_DEVICE if has_device() else FIRST_LAYER
+    for index, token in enumerate(tokens):
+        want = reference_rows(expected, "logits", len(prompt) - 1 + index)
+        assert relative_error(np.asarray(token.rows)[0], want[0]) < limit, index
 
 
 def reduced(rows: NDArray[np.float64], capture: Capture) -> NDArray[np.float64]:

@@ -22,7 +22,6 @@ public:
     // Replaces the buffer, whose tensors must not be used any more. False: the device has no room.
     bool reserve(std::size_t n_bytes);
     void release();
-    bool exists() const { return buffer_ != nullptr; }
     std::size_t capacity() const { return capacity_; }
 
     // Forgets what was placed behind the first `n_kept` bytes, for the next graph.

@@ -76,8 +76,16 @@ ggml_tensor* device_node_builder::add(ggml_tensor* node) {
     return node;
 }
 
+// What ggml calls contiguous may have any stride in a dimension of one element, as the product of
+// one query has with latent attention (MLA); ggml_scale aborts there.
 ggml_tensor* device_node_builder::contiguous(ggml_tensor* node) {
-    return ggml_is_contiguous(node) ? node : add(ggml_cont(tensors_, node));
+    std::size_t stride = ggml_type_size(node->type);
+    bool is_packed = true;
+    for (int i = 0; i < GGML_MAX_DIMS; ++i) {
+        is_packed = is_packed && node->nb[i] == stride;
+        stride *= static_cast<std::size_t>(node->ne[i]);
+    }
+    return is_packed ? node : add(ggml_cont(tensors_, node));
 }
 
 // What has one stream is shared by all.
@@ -103,7 +111,7 @@ ggml_tensor* device_node_builder::last_queries(ggml_tensor* all, int n_rows,
 // mask.
 ggml_tensor* device_node_builder::mask_of(const attention_site& site, int n_rows) {
     if (!site.mask) return nullptr;
-    auto& known = masks_[site.mask];
+    auto& known = masks_[{site.mask, n_rows}];
     if (known) return known;
     // llama.cpp may pad the queries of a mask.
     auto* const mask = site.mask;
@@ -298,7 +306,7 @@ device_rows device_node_builder::rows_of(const attention_site& site, const devic
     rows.layers = {site.il};
     rows.want = want;
     if (!check(site, want.kind)) return rows;
-    rows.n_queries = site.n_step_queries > 0 ? site.n_step_queries : site.n_queries();
+    rows.n_queries = site.n_queries_of_step();
     rows.streams = streams_in(site.flash ? site.q : site.kq);
     auto* result = values_of(site, want.kind, n_rows);
     rows.n_values = want.n_values(static_cast<std::size_t>(result->ne[0]));
@@ -343,7 +351,7 @@ device_rows device_node_builder::join(const joined_layers& joined) {
     device_rows rows;
     for (const auto* const site : joined.sites) rows.layers.push_back(site->il);
     rows.want = joined.want;
-    rows.n_queries = first.n_step_queries > 0 ? first.n_step_queries : first.n_queries();
+    rows.n_queries = first.n_queries_of_step();
     rows.streams = streams_in(first.flash ? first.q : first.kq);
     rows.n_values = static_cast<std::size_t>(first.flash ? first.k->ne[1] : first.kq->ne[0]);
     rows.n_rows = static_cast<std::size_t>(joined.n_rows);

@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "tap/graph.h"
@@ -158,8 +159,8 @@ private:
     bool has_window_;
     slot_range streams_{0, std::numeric_limits<int>::max()};
     std::vector<ggml_tensor*> nodes_;
-    std::unordered_map<const ggml_tensor*, ggml_tensor*>
-        masks_;  // F32 and contiguous, keyed by llama.cpp's mask
+    // F32 and contiguous, by llama.cpp's mask and the number of rows.
+    std::map<std::pair<const ggml_tensor*, int>, ggml_tensor*> masks_;
     std::unordered_map<const ggml_tensor*, ggml_tensor*> narrowed_masks_;  // llama.cpp's own type
     std::string failure_;
 };

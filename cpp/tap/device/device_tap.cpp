@@ -156,14 +156,14 @@ int device_tap::n_prompt_rows_of(const graph_plan& plan) const {
 }
 
 // Rows of a layer in one step: one for each slot that captures, or those of a prompt.
-std::size_t device_tap::n_rows_of(const graph_plan& plan) const {
+std::size_t device_tap::n_rows_reserved(const graph_plan& plan) const {
     const int n_prompt = plan.wants_prompt() ? n_prompt_rows_of(plan) : 0;
     const bool is_limited = n_prompt < std::numeric_limits<int>::max();
     return static_cast<std::size_t>(std::max(plan.slots().count, is_limited ? n_prompt : 0));
 }
 
 transfer::sizes device_tap::sizes_of(const graph_plan& plan, const path& on) const {
-    const auto n_rows = n_rows_of(plan);
+    const auto n_rows = n_rows_reserved(plan);
     const auto n_slots = static_cast<std::size_t>(options_.n_slots);
     const bool is_beside = goes_beside(plan, on);
     transfer::sizes sizes;
@@ -201,7 +201,7 @@ void device_tap::reserve(const graph_plan& plan) {
 
 // One row, the last query of each stream, or as many as there is room for if a prompt's rows are
 // wanted.
-int device_tap::n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const {
+int device_tap::n_rows_in_graph(const graph_plan& plan, int n_queries, int n_stream) const {
     if (!plan.wants_prompt()) return 1;
     const int n_room = std::max(plan.slots().count, n_prompt_rows_) / n_stream;
     return std::max(1, std::min(n_queries, n_room));
@@ -373,7 +373,7 @@ std::string device_tap::add_rows(const std::vector<attention_site>& sites, const
             if (want.joins_layers()) continue;
             auto& share = share_of(building.part, on.way);
             auto& builder = building.of(on, share);
-            const int n_rows = n_rows_of(plan, site.n_queries(), building.streams.count);
+            const int n_rows = n_rows_in_graph(plan, site.n_queries(), building.streams.count);
             auto rows = builder.rows_of(site, want, n_rows);
             if (!rows.tensor) return builder.failure();
             if (!place(share, rows.tensor, why)) return why;
@@ -424,7 +424,7 @@ std::string device_tap::add_group(path& on, joined_layers& joined, const graph_p
     std::sort(joined.sites.begin(), joined.sites.end(),
               [](const auto* a, const auto* b) { return a->position < b->position; });
     const auto& first = *joined.sites.front();
-    joined.n_rows = n_rows_of(plan, first.n_queries(), building.streams.count);
+    joined.n_rows = n_rows_in_graph(plan, first.n_queries(), building.streams.count);
     std::string why;
     std::size_t part_bytes = 0;
     for (std::size_t i = 0; i < joined.sites.size(); ++i) {

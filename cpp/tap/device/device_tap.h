@@ -112,10 +112,10 @@ private:
                           builders& building);
     std::string add_hidden(const std::vector<hidden_site>& states, const graph_plan& plan,
                            builders& building);
-    std::size_t n_rows_of(const graph_plan& plan) const;
+    std::size_t n_rows_reserved(const graph_plan& plan) const;
     int n_prompt_rows_of(const graph_plan& plan) const;
     transfer::sizes sizes_of(const graph_plan& plan, const path& on) const;
-    int n_rows_of(const graph_plan& plan, int n_queries, int n_stream) const;
+    int n_rows_in_graph(const graph_plan& plan, int n_queries, int n_stream) const;
     device_part::share& share_of(device_part& part, transfer& way);
     bool place(device_part::share& share, ggml_tensor* result, std::string& why);
     // Whether a graph's rows of these layers are computed from saved queries; see side_graph.
