@@ -87,6 +87,7 @@ void llama_runner::want(const graph_plan& plan) {
         try {
             tap_->want(plan);
             context_->reserve();
+            tap_->check_room();
         } catch (const llama_abort&) {
             throw;
         } catch (...) {

@@ -68,6 +68,9 @@ public:
     // out_of_memory if a device has no room for the rows; nothing is wanted afterwards.
     void want(const graph_plan& plan);
     const graph_plan& wanted() const { return wanted_; }
+    // Call when llama.cpp's graphs are reserved. Raises out_of_memory if a device may run out of
+    // memory while it computes the wanted rows.
+    void check_room() { devices_.check_room(wanted_); }
 
     // The first device that produces rows, or null if the CPU computes all of them.
     ggml_backend_dev_t device() const { return devices_.device(); }

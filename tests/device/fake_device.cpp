@@ -168,7 +168,8 @@ struct fake_backend {
     std::shared_ptr<stream> work = std::make_shared<stream>();
     ggml_backend_t cpu = ggml_backend_cpu_init();
     std::unordered_map<std::uint64_t, std::vector<recorded_node>> recorded;  // by graph uid
-    bool is_llamas = false;  // has computed one of its graphs
+    bool is_llamas = false;      // has computed one of its graphs
+    std::size_t pool_bytes = 0;  // that products took, as ggml-cuda's keep it
 
     fake_backend() { ggml_backend_cpu_set_n_threads(cpu, 1); }
 
@@ -320,6 +321,10 @@ const char* backend_name(ggml_backend_t backend) {
 void backend_free(ggml_backend_t backend) {
     synchronize(backend);
     ggml_backend_free(of(backend).cpu);
+    {
+        const std::lock_guard lock(settings_mutex);
+        counts.used_bytes -= of(backend).pool_bytes;
+    }
     delete &of(backend);
     delete backend;
 }
@@ -393,6 +398,31 @@ void count_converted(const ggml_cgraph* graph) {
     }
 }
 
+// As ggml-cuda's pool: products take memory for converted keys when they are told, and what was
+// taken stays. Where there is none, ggml aborts.
+void take_pool(fake_backend& own, const ggml_cgraph* graph) {
+    std::size_t n_bytes = 0;
+    for (int i = 0; i < graph->n_nodes; ++i) {
+        const auto* const node = graph->nodes[i];
+        if (node->op != GGML_OP_MUL_MAT) continue;
+        const auto* const k = node->src[0];
+        const bool takes_vector =
+            node->src[1]->ne[1] == 1 && (k->ne[1] <= 512 || k->ne[2] * k->ne[3] == 1);
+        if (k->type != GGML_TYPE_F16 || takes_vector || k->ne[0] % 64 == 0) continue;
+        n_bytes = std::max(n_bytes, static_cast<std::size_t>(ggml_nelements(k)) * sizeof(float));
+    }
+    bool has_room = true;
+    {
+        const std::lock_guard lock(settings_mutex);
+        if (!settings.poses_as_cuda || n_bytes <= own.pool_bytes) return;
+        has_room = counts.used_bytes + n_bytes - own.pool_bytes <= settings.memory_bytes;
+        if (has_room) counts.used_bytes += n_bytes - std::exchange(own.pool_bytes, n_bytes);
+    }
+    if (has_room) return;
+    GGML_LOG_ERROR("fake device error: out of memory\n");
+    GGML_ABORT("fake device error");
+}
+
 // Notes what the graph reads and writes for as long as what is returned lives.
 std::shared_ptr<void> note_unfinished(const ggml_cgraph* graph) {
     std::vector<const void*> data;
@@ -457,6 +487,7 @@ private:
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     count_converted(graph);
     auto& own = of(backend);
+    take_pool(own, graph);
     if (graph->uid == 0 && graph->n_nodes == 1 && graph->nodes[0]->op == GGML_OP_CPY) {
         const auto* const copy = graph->nodes[0];
         note_copy(own, ggml_nbytes(copy));

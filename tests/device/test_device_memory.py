@@ -17,6 +17,7 @@ from tests.support.reference import relative_error
 from tests.support.rows import Kind, both, check_equal, random_ids, run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from kqview.engine_options import DeviceRows
@@ -192,6 +193,63 @@ def test_one_slot_of_several_has_its_keys_in_blocks(
         )
         check_close(ours, theirs)
     assert device.counts()["n_converted_products"] == before
+
+
+@pytest.fixture
+def one_device(device: Any) -> Iterator[Any]:
+    """The devices of these tests share their memory: with one of them, what is free is its own."""
+    device.unregister()
+    device.register(1)
+    yield device
+    device.unregister()
+    device.register(2)
+
+
+@pytest.mark.parametrize("prompt_rows", [False, True])
+def test_memory_that_products_take_is_there_or_the_request_is_refused(
+    make_engine: MakeEngine, tmp_path: Path, one_device: Any, prompt_rows: bool
+) -> None:
+    device = one_device
+    # Keys of several slots or queries are converted, into memory that is taken in the step.
+    model = tiny_gguf.write_preset(tmp_path / "model.gguf", "tiny_llama", n_embd=4 * 80)
+    device.set(poses_as_cuda=True)
+    prompts = [random_ids(600, seed=slot) for slot in range(2)]
+
+    def outcome(room: int | None) -> str:
+        engine = make_engine(
+            model, n_gpu_layers=-1, kv_type="f16", flash_attn=True, n_ctx=1024, n_slots=2
+        )
+        # What llama.cpp's own graphs need.
+        assert len(run(engine, prompts[0], 2, slot=0)) == 2
+        if room is not None:
+            used = device.counts()["used_bytes"]
+            device.set(poses_as_cuda=True, memory_bytes=used + room)
+        try:
+            if prompt_rows:
+                engine.attend(prompts[1], "logits").array()
+            else:
+                running = [
+                    engine.generate(
+                        prompt, slot=slot, max_tokens=8, ignore_eos=True, capture="logits"
+                    )
+                    for slot, prompt in enumerate(prompts)
+                ]
+                for generation in running:
+                    generation.read()
+            said = "ran"
+        except OutOfMemory as refused:
+            said = str(refused)
+        finally:
+            device.set(poses_as_cuda=True)
+        assert len(run(engine, prompts[0], 2, slot=0)) == 2  # the engine goes on
+        engine.close()
+        return said
+
+    assert outcome(None) == "ran"
+    n_most = 2**27 if prompt_rows else 2**23
+    outcomes = [outcome(room) for room in range(0, n_most, n_most // 16)]
+    assert outcomes[-1] == "ran"
+    assert any("computing attention rows on FAKE" in said for said in outcomes), outcomes
 
 
 # ---- rows beside the step

@@ -303,7 +303,8 @@ def test_devices_hold_rows_of_the_slots_that_capture_alone(
     make_engine: MakeEngine, tiny_llama: Path, device_rows: DeviceRows
 ) -> None:
     # Rows of one token as a device has them, in its buffer and in two staging buffers; beside a
-    # step only in its buffer. What comes to it by slots that do not capture is small.
+    # step only in its buffer, and once more while they are computed. What comes to it by slots that
+    # do not capture is small.
     n_layer, n_head, n_ctx, n_slots = 3, 4, 2048, 8
     row_bytes = n_layer * n_head * n_ctx * 4
     n_copies = 1 if device_rows == "beside" else 3
@@ -318,8 +319,9 @@ def test_devices_hold_rows_of_the_slots_that_capture_alone(
         engine.close()
     least = n_copies * row_bytes
     assert least <= held_bytes[1]
-    assert held_bytes[2] - held_bytes[1] == least
-    assert held_bytes[8] - held_bytes[1] == 7 * least
+    most = 2 * least if device_rows == "beside" else least
+    assert least <= held_bytes[2] - held_bytes[1] <= most
+    assert 7 * least <= held_bytes[8] - held_bytes[1] <= 7 * most
 
 
 def test_memory_for_rows_stays_for_a_like_request_and_goes_after_many_rows_of_a_prompt(

@@ -37,6 +37,16 @@ std::string no_room(const transfer& way) {
     }
 }
 
+// Of one stream's keys, if ggml-cuda may convert them to multiply them.
+std::size_t key_bytes_of(const attention_site& site) {
+    const auto* const keys = site.keys();
+    constexpr std::int64_t n_wide_head = 64;
+    const bool is_read_as_it_is =
+        !ggml_is_quantized(keys->type) && (keys->ne[0] % n_wide_head == 0);
+    if (is_read_as_it_is) return 0;
+    return static_cast<std::size_t>(keys->ne[0] * keys->ne[1] * keys->ne[2]) * sizeof(float);
+}
+
 // Tests on nodes outside any graph whether a device can select heads of this site and reduce them.
 bool can_reduce(const attention_site& site, ggml_backend_dev_t device) {
     constexpr std::size_t n_tensors = 2 * device_node_builder::n_tensors_max;
@@ -91,13 +101,20 @@ void device_tap::learn(const attention_site& site) {
                         can_reduce(site, device),
                         static_cast<std::size_t>(keys->ne[0]) *
                             static_cast<std::size_t>(site.n_head) * sizeof(float),
-                        side_graph::can_compute(site)};
+                        side_graph::can_compute(site),
+                        key_bytes_of(site)};
 }
 
 void device_tap::learn(const hidden_site& site) {
     if (const auto device = device_of(site.output)) {
-        hidden_[site.il] = {
-            &path_to(device), 1, static_cast<std::size_t>(site.output->ne[0]), 1, false, 0, false};
+        hidden_[site.il] = {&path_to(device),
+                            1,
+                            static_cast<std::size_t>(site.output->ne[0]),
+                            1,
+                            false,
+                            0,
+                            false,
+                            0};
     }
 }
 
@@ -193,10 +210,54 @@ std::size_t device_tap::bytes_for(const graph_plan& plan) const {
 
 void device_tap::reserve(const graph_plan& plan) {
     // What is computed beside a step may still read the constants, and write to its buffers.
-    for (const auto& path : paths_) path->way.settle();
+    for (const auto& path : paths_) {
+        path->way.settle();
+        path->note_taken();
+    }
     n_prompt_rows_ = n_prompt_rows_of(plan);
     for (const auto& path : paths_) path->way.reserve(sizes_of(plan, *path));
     keep_constants(plan);
+    for (const auto& path : paths_) path->note_free();
+}
+
+// Bytes that the products of one layer may take from the backend's own memory: keys made F32,
+// queries and results, each once. An upper bound for ggml-cuda: many kernels take less.
+std::size_t device_tap::product_bytes_of(const graph_plan& plan, const path& on) const {
+    const auto n_rows = n_rows_reserved(plan);
+    const auto n_streams = static_cast<std::size_t>(plan.slots().count);
+    std::size_t n_bytes = 0;
+    for (const auto& [il, one] : layers_) {
+        if (one.on != &on || plan.device_wants(il).empty()) continue;
+        n_bytes = std::max(n_bytes, n_streams * one.key_bytes +
+                                        n_rows * (one.query_bytes + work_bytes_of_row(plan, il)));
+    }
+    return n_bytes;
+}
+
+void device_tap::check_room(const graph_plan& plan) {
+    for (const auto& path : paths_) {
+        const auto wanted = product_bytes_of(plan, *path);
+        path->note_free();
+        if (!path->n_free || *path->n_free + path->n_taken >= wanted) continue;
+        throw error(errc::out_of_memory,
+                    "computing attention rows on " +
+                        std::string(ggml_backend_dev_name(path->way.device())) + " may take " +
+                        size_text(wanted - path->n_taken) + ", " + size_text(*path->n_free) +
+                        " are free; capture in fewer slots at a time or fewer rows of a prompt, or "
+                        "lower n_ctx, n_slots or n_gpu_layers");
+    }
+}
+
+void device_tap::path::note_free() {
+    std::size_t free_bytes = 0, total_bytes = 0;
+    ggml_backend_dev_memory(way.device(), &free_bytes, &total_bytes);
+    n_free = total_bytes > 0 ? std::optional(free_bytes) : std::nullopt;
+}
+
+void device_tap::path::note_taken() {
+    const auto before = n_free;
+    note_free();
+    if (before && n_free && *n_free < *before) n_taken += *before - *n_free;
 }
 
 // One row, the last query of each stream, or as many as there is room for if a prompt's rows are
@@ -329,8 +390,9 @@ std::string device_tap::save_queries(std::vector<attention_site>& sites, const g
         if (!goes_beside(plan, on)) continue;
         auto& share = share_of(building.part, on.way);
         if (!share.beside) {
-            share.beside = std::make_shared<side_graph>(on.way.device(), on.way.beside(),
-                                                        n_tensors_max(plan) + 8 * sites.size());
+            share.beside =
+                std::make_shared<side_graph>(on.way.device(), on.way.beside(),
+                                             n_tensors_max(plan) + 8 * sites.size(), counters_);
         }
         auto why = save_query(site, plan, on, building);
         if (!why.empty()) return why;

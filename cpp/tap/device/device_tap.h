@@ -48,6 +48,10 @@ public:
     // Allocates the result buffers for graphs of `plan`. Raises out_of_memory. Waits for transfers
     // in flight; no step may be running.
     void reserve(const graph_plan& plan);
+    // Raises out_of_memory if a device has no room for what backends take themselves while they
+    // compute the rows of `plan`: without, they end the process or lose the device. Call when all
+    // else is allocated.
+    void check_room(const graph_plan& plan);
 
     // The most prompt queries whose rows one step can provide.
     int n_prompt_rows() const { return n_prompt_rows_; }
@@ -84,6 +88,12 @@ private:
             : way(device, counters), constants(device) {}
         transfer way;
         node_constants constants;
+        // Free on the device when its buffers last changed; none if it does not tell.
+        std::optional<std::size_t> n_free;
+        std::size_t n_taken = 0;  // since then, each time: the backend keeps it for its products
+
+        void note_free();
+        void note_taken();
     };
     struct layer {
         path* on;
@@ -93,6 +103,7 @@ private:
         bool is_reducible;
         std::size_t query_bytes;  // of one token
         bool can_be_beside;       // see side_graph::can_compute
+        std::size_t key_bytes;    // of one stream, made F32 for its products; 0 = read as they are
     };
     // Per-device state of `add` while it goes through a graph.
     struct builders;
@@ -102,6 +113,7 @@ private:
     std::size_t bytes_of_row(const graph_plan& plan, int il) const;
     std::size_t work_bytes_of_row(const graph_plan& plan, int il) const;
     void keep_constants(const graph_plan& plan);
+    std::size_t product_bytes_of(const graph_plan& plan, const path& on) const;
     std::string save_queries(std::vector<attention_site>& sites, const graph_plan& plan,
                              builders& building);
     std::string add_rows(const std::vector<attention_site>& sites, const graph_plan& plan,

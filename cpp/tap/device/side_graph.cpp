@@ -8,14 +8,18 @@
 
 namespace kqview {
 
-side_graph::side_graph(ggml_backend_dev_t device, device_arena& arena, std::size_t n_tensors)
+side_graph::side_graph(ggml_backend_dev_t device, device_arena& arena, std::size_t n_tensors,
+                       std::shared_ptr<copy_counters> counters)
     : arena_(arena),
       tensors_(ggml_init({n_tensors * ggml_tensor_overhead() +
                               ggml_graph_overhead_custom(2 * n_tensors, false),
                           nullptr, true}),
                ggml_free),
       graph_(ggml_new_graph_custom(tensors_.get(), 2 * n_tensors, false)),
-      memory_(ggml_gallocr_new(ggml_backend_dev_buffer_type(device)), ggml_gallocr_free) {}
+      memory_(ggml_gallocr_new(ggml_backend_dev_buffer_type(device)), ggml_gallocr_free),
+      counters_(std::move(counters)) {}
+
+side_graph::~side_graph() { counters_->reserved_bytes -= allocated_bytes_; }
 
 bool side_graph::can_compute(const attention_site& site) {
     // The masks here have no ALiBi, and show all that a token may see.
@@ -58,7 +62,12 @@ void side_graph::add(const std::vector<ggml_tensor*>& nodes) {
     for (auto* const node : nodes) ggml_build_forward_expand(graph_, node);
 }
 
-bool side_graph::allocate() { return ggml_gallocr_alloc_graph(memory_.get(), graph_); }
+bool side_graph::allocate() {
+    if (!ggml_gallocr_alloc_graph(memory_.get(), graph_)) return false;
+    allocated_bytes_ = ggml_gallocr_get_buffer_size(memory_.get(), 0);
+    counters_->reserved_bytes += allocated_bytes_;
+    return true;
+}
 
 void side_graph::run(ggml_backend_t stream, std::span<const stream_view> streams,
                      std::size_t parity) {

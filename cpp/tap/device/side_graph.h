@@ -21,13 +21,19 @@
 
 #include "tap/device/device_arena.h"
 #include "tap/graph.h"
+#include "tap/step_result.h"
 
 namespace kqview {
 
 class side_graph {
 public:
     // `arena` has the copies of the queries at its front, at the offsets of the saved ones.
-    side_graph(ggml_backend_dev_t device, device_arena& arena, std::size_t n_tensors);
+    // `counters` get the memory that is not in the arena, for as long as this graph lives.
+    side_graph(ggml_backend_dev_t device, device_arena& arena, std::size_t n_tensors,
+               std::shared_ptr<copy_counters> counters);
+    ~side_graph();
+    side_graph(const side_graph&) = delete;
+    side_graph& operator=(const side_graph&) = delete;
 
     ggml_context* tensors() const { return tensors_.get(); }
     device_arena& arena() const { return arena_; }
@@ -66,6 +72,8 @@ private:
     ggml_cgraph* graph_;
     std::unique_ptr<ggml_gallocr, decltype(&ggml_gallocr_free)> memory_;
     std::map<std::pair<int, int>, mask> masks_;  // by cells and streams
+    const std::shared_ptr<copy_counters> counters_;
+    std::size_t allocated_bytes_ = 0;
 };
 
 }  // namespace kqview
