@@ -41,7 +41,9 @@ def test_an_abort_while_a_text_is_cut_is_an_error(
     next(running)
     device.set(abort_at="wait")
     with pytest.raises(DecodeError, match="fake device error|" + BROKEN):
-        engine.generate(random_ids(N_PROMPT, seed=2 + seed), slot=1, max_tokens=300).read()
+        engine.generate(
+            random_ids(N_PROMPT, seed=2 + seed), slot=1, max_tokens=300, ignore_eos=True
+        ).read()
     device.set()
     with pytest.raises(DecodeError):
         running.read()

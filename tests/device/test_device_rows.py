@@ -87,7 +87,9 @@ def test_a_request_that_needs_more_room_frees_nothing_that_a_step_writes_to(
     engine = make_engine(tiny_llama, n_gpu_layers=-1, n_slots=3, n_ubatch=16)
     before = device.counts()["n_freed_in_use"]
     running = [
-        engine.generate(random_ids(40, seed=i), slot=i, max_tokens=2, capture=Capture(kind))
+        engine.generate(
+            random_ids(40, seed=i), slot=i, max_tokens=2, ignore_eos=True, capture=Capture(kind)
+        )
         for i, kind in enumerate(("logits", "scores", "probs"))
     ]
     assert all(len(list(generation)) == 2 for generation in running)

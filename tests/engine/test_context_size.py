@@ -63,7 +63,7 @@ def test_default_context_is_the_largest_power_of_two_that_fits(
         assert needed_bytes(long_model, n_slots=n_slots) == needed_bytes(
             long_model, n_ctx=n_ctx, n_slots=n_slots
         )
-        assert len(list(engine.generate(PROMPT, max_tokens=3))) == 3
+        assert len(list(engine.generate(PROMPT, max_tokens=3, ignore_eos=True))) == 3
 
 
 def test_default_context_is_the_trained_one_where_that_fits(
