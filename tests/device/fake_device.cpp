@@ -482,8 +482,8 @@ private:
     ggml_cgraph* graph_ = nullptr;
 };
 
-// Late, like copies. Graphs without a uid are none of llama.cpp's and have to stay as they are until
-// they have run: Vulkan reads their nodes.
+// Late, like copies. Graphs without a uid are none of llama.cpp's and have to stay as they are
+// until they have run: Vulkan reads their nodes.
 ggml_status graph_compute(ggml_backend_t backend, ggml_cgraph* graph) {
     count_converted(graph);
     auto& own = of(backend);

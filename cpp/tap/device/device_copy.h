@@ -1,6 +1,6 @@
 // A copy of the first bytes of one buffer to another on the same device, as a graph of one node.
 // A stream of CUDA does one thing after the other. Vulkan overlaps what nothing orders, and ggml
-// puts a barrier only between the nodes of graphs: a bare copy may read before shaders have written.
+// puts barriers between the nodes of graphs only: a bare copy may read before shaders have written.
 // Owner:   transfer.
 // Threads: the engine thread.
 // Never:   is destroyed before its streams were waited for: Vulkan remembers the node until then.
